@@ -1,0 +1,66 @@
+"""What an executor can run, as data: the planner plans only that unless asked for more."""
+
+from __future__ import annotations
+
+from .layout import Layout, Style
+from .noun import Noun
+from .plan import ExchangePolicy, MemoryPolicy, Plan, UnitPlan
+from .profile import UnitProfile
+
+
+class Capability(Noun, frozen=True, kw_only=True):
+    """The executor's statement. ``idle_positions`` allows layouts smaller than the world."""
+
+    styles: tuple[Style, ...]
+    memory: tuple[MemoryPolicy, ...]
+    exchange: tuple[ExchangePolicy, ...]
+    idle_positions: bool
+    early_release: bool
+    micro_batches: bool
+
+    def allows(self, layout: Layout, world_size: int) -> bool:
+        """Whether units may have that layout."""
+        return self.idle_positions or (layout.size == world_size and layout.first == 0)
+
+    def refusal(self, unit: UnitPlan, world_size: int) -> str | None:
+        """Why this unit's decision cannot be run, or None."""
+        if not self.allows(unit.layout, world_size):
+            return f"unit {unit.name!r} leaves ranks idle (layout {unit.layout})"
+        for what, value, known in (
+            ("split style", unit.style, self.styles),
+            ("memory policy", unit.memory, self.memory),
+            ("exchange policy", unit.exchange, self.exchange),
+        ):
+            if value not in known:
+                return f"unit {unit.name!r} asks for {what} {value!r}"
+        if unit.early_release and not self.early_release:
+            return f"unit {unit.name!r} asks for early release of its gradients"
+        return None
+
+    def refusals(self, plan: Plan) -> tuple[str, ...]:
+        """Why a plan cannot be run, one reason for each unit that stands in the way."""
+        reasons = [self.refusal(unit, plan.world_size) for unit in plan.units]
+        if plan.micro_batches > 1 and not self.micro_batches:
+            reasons.append(f"the plan has {plan.micro_batches} micro-batches")
+        return tuple(r for r in reasons if r)
+
+
+EVERYTHING = Capability(
+    styles=("none", "column", "row", "pair"),
+    memory=("keep", "recompute", "offload"),
+    exchange=("dense", "sharded", "dropped", "topk"),
+    idle_positions=True,
+    early_release=True,
+    micro_batches=True,
+)
+"""What the cost model knows: the bounds of a hypothetical plan."""
+
+
+def degrees(unit: UnitProfile, style: Style, degree: int) -> bool:
+    """Whether a unit's parameters can be divided by ``degree`` in that style."""
+    if style == "none":
+        return degree == 1
+    split = unit.split(style)
+    if split is None or degree < 2:
+        return False
+    return degree <= split.parts if split.uneven else split.parts % degree == 0

@@ -1,0 +1,131 @@
+"""Cluster: nodes, devices and what their links were measured to do."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .curve import Curve
+from .noun import Bytes, Count, Document, Noun, Positive, Seconds
+
+Collective = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+LevelName = Literal["intra", "inter"]
+
+
+class Device(Noun, frozen=True, kw_only=True):
+    """A device: its name, memory, and for catalogued ones the datasheet's peak rates."""
+
+    name: str
+    memory_bytes: Bytes
+    flops_per_s: Positive | None = None
+    memory_bytes_per_s: Positive | None = None
+    source: str = ""
+
+
+class Node(Noun, frozen=True, kw_only=True):
+    """A host and its devices; ranks are numbered through the nodes in order."""
+
+    name: str
+    devices: tuple[Device, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.devices:
+            raise ValueError(f"node {self.name!r} has no devices")
+
+
+class CollectiveCurve(Noun, frozen=True, kw_only=True):
+    """Measured seconds of a collective among ``ranks`` ranks by size in bytes.
+
+    The size is the full tensor's for ``all_reduce``, ``all_gather`` (gathered) and
+    ``reduce_scatter`` (before scattering), what one rank sends to all others together for
+    ``all_to_all``, and the message's for ``p2p``. ``latency_s`` and ``bytes_per_s`` are the fitted
+    line: seconds = latency + bytes / bytes_per_s.
+    """
+
+    collective: Collective
+    ranks: Count
+    seconds: Curve
+    latency_s: Seconds
+    bytes_per_s: Positive
+
+
+class Level(Noun, frozen=True, kw_only=True):
+    """The links of one level: among the devices of a node (``intra``) or between nodes (``inter``).
+
+    ``bytes_per_s`` is one direction of one device's link (``intra``) or of one node's network
+    interface, which its devices share (``inter``). ``curves`` replace the formula where measured.
+    """
+
+    name: LevelName
+    latency_s: Seconds
+    bytes_per_s: Positive
+    curves: tuple[CollectiveCurve, ...] = ()
+
+
+class Interference(Noun, frozen=True, kw_only=True):
+    """How much slower each runs while the other does: 1.0 is not at all, 2.0 half as fast."""
+
+    compute_slowdown: Positive = 1.0
+    communication_slowdown: Positive = 1.0
+
+
+class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
+    """The machines a plan is made for.
+
+    ``pair_bytes_per_s`` is an optional matrix of measured bandwidths between ranks, row by row,
+    by which ranks are placed; zero on its diagonal.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    levels: tuple[Level, ...]
+    interference: Interference = Interference()
+    pair_bytes_per_s: tuple[tuple[float, ...], ...] = ()
+    origin: Literal["measured", "described"] = "described"
+    software: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.nodes:
+            raise ValueError("a cluster needs at least one node")
+        names = [level.name for level in self.levels]
+        if len(set(names)) != len(names):
+            raise ValueError(f"a level is listed twice in {names}")
+        if self.world_size > 1 and not self.levels:
+            raise ValueError("the cluster has no links: name the bandwidth between its devices")
+        if len(self.nodes) > 1 and "inter" not in names:
+            raise ValueError("the cluster has several nodes and no links between them")
+        if any(len(n.devices) > 1 for n in self.nodes) and "intra" not in names:
+            raise ValueError("a node has several devices and no links between them")
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        pairs = self.pair_bytes_per_s
+        if not pairs:
+            return
+        size = self.world_size
+        if len(pairs) != size or any(len(row) != size for row in pairs):
+            raise ValueError(f"pair_bytes_per_s must be {size} by {size}, one row for each rank")
+        for i, row in enumerate(pairs):
+            for j, rate in enumerate(row):
+                if not 0 <= rate < float("inf") or (i != j and rate == 0):
+                    raise ValueError(f"pair_bytes_per_s[{i}][{j}] is {rate}, expected above zero")
+
+    @property
+    def world_size(self) -> int:
+        """The number of devices."""
+        return sum(len(n.devices) for n in self.nodes)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices in rank order."""
+        return tuple(d for n in self.nodes for d in n.devices)
+
+    @property
+    def node_of_rank(self) -> tuple[int, ...]:
+        """The node's index of each rank."""
+        return tuple(i for i, n in enumerate(self.nodes) for _ in n.devices)
+
+    def level(self, name: LevelName) -> Level | None:
+        """The level of that name, if the cluster has it."""
+        return next((level for level in self.levels if level.name == name), None)

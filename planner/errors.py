@@ -1,0 +1,28 @@
+"""The failures that a user can cause, each one sentence with the value and the remedy.
+
+The command line turns them into an exit code; Python callers catch them by type.
+"""
+
+
+class MeshwrightError(Exception):
+    """Base of the errors that Meshwright raises on purpose."""
+
+    exit_code = 1
+
+
+class InputError(MeshwrightError, ValueError):
+    """A wrong argument, file or environment: nothing was run and nothing was written."""
+
+    exit_code = 2
+
+
+class InfeasibleError(MeshwrightError):
+    """No plan satisfies the limits; the message names the tightest unit and what would help."""
+
+    exit_code = 3
+
+
+class RunError(MeshwrightError, RuntimeError):
+    """A run that had started went wrong (a rank that never came, a peer that died)."""
+
+    exit_code = 1

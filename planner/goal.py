@@ -1,0 +1,43 @@
+"""Goal: what the user asks of a plan."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .errors import InputError
+from .noun import Bytes, Count, Noun, Share
+
+STATE_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+"""Optimizer state as multiples of the parameters' bytes."""
+
+BatchStatistics = Literal["local", "global"]
+
+
+class Goal(Noun, frozen=True, kw_only=True):
+    """What a plan must reach.
+
+    ``batch`` is the global batch size in samples. ``memory_limit_bytes`` is the limit of each
+    rank; without it each device's own memory counts. ``micro_batches`` are the counts that may be
+    chosen from. ``batch_statistics`` is what normalisation over the batch means: of each rank's
+    own share (``local``, as under DDP) or of the whole batch (``global``).
+    """
+
+    batch: Count
+    memory_limit_bytes: Bytes | None = None
+    optimizer: Literal["sgd", "momentum", "adam", "adamw"] = "sgd"
+    micro_batches: tuple[Count, ...] = (1,)
+    batch_statistics: BatchStatistics = "local"
+    allow_lossy: bool = False
+    min_fidelity: Share = 1.0
+    amplification_limit: float | None = None
+    background: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.micro_batches:
+            raise InputError("micro_batches is empty: name at least one count, such as 1")
+
+    @property
+    def state_copies(self) -> int:
+        """Optimizer state as a multiple of the parameters' bytes."""
+        return STATE_COPIES[self.optimizer]

@@ -1,0 +1,137 @@
+"""What all nouns share: immutable, typed, validated, and the same bytes in and out of JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from .errors import InputError
+
+SCHEMA_VERSION = 1
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Bytes = Annotated[int, msgspec.Meta(ge=0)]
+BytesReal = Annotated[float, msgspec.Meta(ge=0)]
+"""Bytes per sample and the like, which need not be whole."""
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Index = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An immutable record. Subclasses check in ``__post_init__`` what types cannot say."""
+
+    def __post_init__(self) -> None:
+        for path, value in _floats(self):
+            if not math.isfinite(value):
+                raise ValueError(f"{path} is {value}, expected a finite number")
+
+
+class Document(Noun, frozen=True, kw_only=True, tag_field="document"):
+    """A noun that is a file of its own: it carries its type's name and a schema version."""
+
+    schema_version: int = SCHEMA_VERSION
+
+
+NounT = TypeVar("NounT", bound=Noun)
+DocumentT = TypeVar("DocumentT", bound=Document)
+
+
+def _floats(noun: msgspec.Struct) -> Iterator[tuple[str, float]]:
+    """The float fields of one record (nested records have checked themselves)."""
+    for name in noun.__struct_fields__:
+        value = getattr(noun, name)
+        if isinstance(value, float):
+            yield name, value
+        elif isinstance(value, tuple):
+            for i, item in enumerate(value):
+                if isinstance(item, float):
+                    yield f"{name}[{i}]", item
+
+
+def encode(noun: Noun) -> bytes:
+    """JSON, indented, ending in a newline; equal nouns give equal bytes."""
+    return msgspec.json.format(msgspec.json.encode(noun), indent=1) + b"\n"
+
+
+def decode(cls: type[NounT], data: bytes, origin: str = "JSON") -> NounT:
+    """The noun in ``data``; ``origin`` names the source in the message of an ``InputError``."""
+    _check_version(cls, data, origin)
+    try:
+        return msgspec.json.decode(data, type=cls)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(_damaged(cls, origin, error)) from None
+
+
+def _check_version(cls: type[Noun], data: bytes, origin: str) -> None:
+    """Names a newer or older schema before its unknown fields can confuse."""
+    if not issubclass(cls, Document):
+        return
+    try:
+        head = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return  # the typed decoder words what is wrong
+    version = head.get("schema_version") if isinstance(head, dict) else None
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        raise InputError(
+            f"{origin} has schema version {version} and this Meshwright reads {SCHEMA_VERSION}: "
+            f"write the {cls.__name__} anew with this version"
+        )
+
+
+def _damaged(cls: type[Noun], origin: str, error: Exception) -> str:
+    detail = str(error) or type(error).__name__
+    return f"{origin} is not a valid {cls.__name__}: {detail}; write it anew or mend that field"
+
+
+def load(cls: type[NounT], path: str | Path) -> NounT:
+    """Reads a noun from a file; ``InputError`` names the file and the path of a bad field."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"cannot read {path}: {reason}; check the path") from None
+    return decode(cls, data, str(path))
+
+
+def save(noun: Noun, path: str | Path) -> None:
+    """Writes a noun whole or not at all (a temporary file beside it, then a rename)."""
+    write_whole(path, encode(noun))
+
+
+def write_whole(path: str | Path, data: bytes) -> None:
+    """Writes bytes to ``path`` so that no reader ever sees half a file."""
+    target = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"cannot write {path}: {reason}; name a folder that exists") from None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(name).chmod(0o666 & ~umask)
+        Path(name).replace(target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def fingerprint(noun: Noun) -> str:
+    """Sixteen hexadecimal digits that stand for the noun's content."""
+    return hashlib.sha256(msgspec.json.encode(noun)).hexdigest()[:16]
+
+
+def schema(cls: type[Noun]) -> dict[str, Any]:
+    """The JSON Schema of a noun."""
+    return msgspec.json.schema(cls)

@@ -1,0 +1,120 @@
+"""Plan: the only thing that passes from planner to executor."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .goal import Goal
+from .layout import Layout, Style
+from .noun import Bytes, Count, Document, Index, Noun, Seconds
+from .profile import UnitKind
+
+MemoryPolicy = Literal["keep", "recompute", "offload"]
+ExchangePolicy = Literal["dense", "sharded", "dropped", "topk"]
+Status = Literal["optimal", "feasible", "heuristic", "manual"]
+
+
+class UnitPlan(Noun, frozen=True, kw_only=True):
+    """The decision for one unit, and what it is predicted to cost on its busiest rank.
+
+    Seconds are of one micro-batch; ``exchange_s`` is of one step. ``blocking_s`` is what the unit
+    waits for: redistribution at its input and the collectives inside it, both ways.
+    """
+
+    name: str
+    kind: UnitKind
+    modules: tuple[str, ...]
+    layout: Layout
+    style: Style = "none"
+    memory: MemoryPolicy = "keep"
+    early_release: bool = False
+    exchange: ExchangePolicy = "dense"
+    exchange_ratio: float = 1.0
+    parameter_bytes: Bytes = 0
+    forward_s: Seconds = 0.0
+    backward_s: Seconds = 0.0
+    blocking_s: Seconds = 0.0
+    exchange_s: Seconds = 0.0
+
+
+class Prediction(Noun, frozen=True, kw_only=True):
+    """What a step is predicted to take and to hold, on the busiest rank.
+
+    ``step_s`` = ``compute_s`` (forward, backward and update, with the slowing by communication) +
+    ``blocking_s`` (redistribution and collectives inside units) + ``exposed_s`` (gradient exchange
+    that nothing hides). ``peak_bytes`` by position. ``wire_bytes`` is what the busiest rank sends.
+    """
+
+    step_s: Seconds
+    compute_s: Seconds
+    blocking_s: Seconds
+    exposed_s: Seconds
+    update_s: Seconds
+    exchange_s: Seconds
+    wire_bytes: Bytes
+    peak_bytes: tuple[Bytes, ...]
+    gpu_seconds: Seconds
+    samples_per_s: float
+
+
+class Provenance(Noun, frozen=True, kw_only=True):
+    """Where a plan came from: the solver, what it proved, and from which measurements."""
+
+    solver: str
+    status: Status
+    bound_s: Seconds | None = None
+    gap: float | None = None
+    solve_s: Seconds = 0.0
+    profile: str
+    cluster: str
+    software: tuple[tuple[str, str], ...] = ()
+
+
+class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
+    """How to train one model on one cluster.
+
+    ``placement[p]`` is the rank at position ``p``. ``bucket_bytes`` is how much gradient travels in
+    one exchange. ``target`` rebuilds the model (a workload's name, ``file.py:factory``), ``model``
+    is the fingerprint of its structure. ``baseline`` is plain data parallelism on the same cluster
+    with the same micro-batches; ``baseline_fits`` says whether that would fit in memory.
+    """
+
+    target: str
+    model: str
+    world_size: Count
+    goal: Goal
+    micro_batches: Count = 1
+    bucket_bytes: Count = 25 * 2**20
+    placement: tuple[Index, ...]
+    units: tuple[UnitPlan, ...]
+    prediction: Prediction
+    baseline: Prediction
+    baseline_fits: bool = True
+    hypothetical: tuple[str, ...] = ()
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if sorted(self.placement) != list(range(self.world_size)):
+            raise ValueError(
+                f"placement {list(self.placement)} is not an order of ranks 0 to "
+                f"{self.world_size - 1}"
+            )
+        for unit in self.units:
+            if unit.layout.first + unit.layout.size > self.world_size:
+                raise ValueError(
+                    f"unit {unit.name!r} has layout {unit.layout}, which needs more than "
+                    f"{self.world_size} ranks"
+                )
+        names = [u.name for u in self.units]
+        if len(set(names)) != len(names):
+            raise ValueError("a unit is listed twice")
+
+    def unit(self, name: str) -> UnitPlan:
+        """The decision for the unit of that name."""
+        return next(u for u in self.units if u.name == name)
+
+    @property
+    def speedup(self) -> float:
+        """Predicted step of plain data parallelism over this plan's."""
+        return self.baseline.step_s / self.prediction.step_s if self.prediction.step_s else 1.0

@@ -1,0 +1,205 @@
+"""ModelProfile: what was measured of a model, as units and the edges between them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import networkx as nx
+
+from .curve import Curve
+from .layout import Style
+from .noun import Bytes, BytesReal, Count, Document, Index, Noun, Seconds
+
+UnitKind = Literal[
+    "input",
+    "output",
+    "glue",
+    "linear",
+    "conv",
+    "embedding",
+    "attention",
+    "mlp",
+    "norm",
+    "recurrent",
+    "other",
+]
+FIXED_KINDS = frozenset({"input", "output", "glue"})
+"""Kinds that always have the layout (W, 1): the model's ends and its own code between units."""
+
+
+class ParameterProfile(Noun, frozen=True, kw_only=True):
+    """One parameter. ``shared`` is its canonical name: equal for all names of a tied parameter."""
+
+    name: str
+    shared: str
+    shape: tuple[Index, ...]
+    bytes: Bytes
+    trainable: bool = True
+
+
+class ShareProfile(Noun, frozen=True, kw_only=True):
+    """What one member of a group of ``degree`` costs under ``style``, by samples of its group.
+
+    ``forward`` and ``backward`` in seconds; ``saved`` bytes of feature maps kept for backward;
+    ``gradient`` the largest bytes of feature-map gradients alive at once inside the unit;
+    ``workspace`` the largest bytes of other temporaries. ``parameter_bytes`` is the member's shard.
+    """
+
+    style: Style
+    degree: Count
+    forward: Curve
+    backward: Curve
+    saved: Curve
+    gradient: Curve
+    workspace: Curve
+    parameter_bytes: Bytes
+
+
+class SplitProfile(Noun, frozen=True, kw_only=True):
+    """A way in which a unit's parameters can be divided.
+
+    ``parts`` is how many pieces cannot be cut further (output features, attention heads);
+    ``uneven`` says whether degrees that do not divide ``parts`` work too. ``features`` is the
+    length of the dimension by which the input (``row``) or output (``column``) is sliced.
+    ``shard_dim`` per shared parameter name: parameters tied between units can be divided only if
+    all uses cut the same dimension.
+    """
+
+    style: Style
+    parts: Count
+    uneven: bool
+    features: Count
+    sharded: tuple[tuple[str, Index], ...]
+
+
+class UnitProfile(Noun, frozen=True, kw_only=True):
+    """The smallest piece of a model that gets its own decision.
+
+    ``modules`` are the fully qualified names of its submodules in order of execution; empty for
+    the model's input and output and for the code between units (``glue``). ``shares`` holds the
+    measurements, the undivided unit (style ``none``, degree 1) first. ``state_bytes`` are buffers.
+    ``batch_statistics`` marks units whose result depends on which samples are together.
+    """
+
+    name: str
+    kind: UnitKind
+    modules: tuple[str, ...] = ()
+    parameters: tuple[ParameterProfile, ...] = ()
+    state_bytes: Bytes = 0
+    batch_statistics: bool = False
+    statistics_bytes: Bytes = 0
+    splits: tuple[SplitProfile, ...] = ()
+    shares: tuple[ShareProfile, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.shares or self.shares[0].style != "none" or self.shares[0].degree != 1:
+            raise ValueError(f"shares of unit {self.name!r} must begin with the undivided unit")
+
+    @property
+    def whole(self) -> ShareProfile:
+        """The measurements of the undivided unit."""
+        return self.shares[0]
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters, tied ones included."""
+        return sum(p.bytes for p in self.parameters)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the layout is (W, 1) whatever is planned."""
+        return self.kind in FIXED_KINDS
+
+    def split(self, style: Style) -> SplitProfile | None:
+        """The split of that style, if the unit has it."""
+        return next((s for s in self.splits if s.style == style), None)
+
+
+class EdgeProfile(Noun, frozen=True, kw_only=True):
+    """The tensors that flow from one unit to another.
+
+    ``bytes_per_sample`` of those that have a batch dimension; ``gradient_bytes_per_sample`` the
+    part of it that comes back in backward (none for token numbers and masks). ``features`` is the
+    length of the dimension that a ``column`` source slices, or that a ``row`` target needs sliced.
+    """
+
+    source: str
+    target: str
+    bytes_per_sample: BytesReal
+    gradient_bytes_per_sample: BytesReal
+    features: Count = 1
+
+
+class UpdateRate(Noun, frozen=True, kw_only=True):
+    """Seconds that an optimizer takes for each byte of parameters."""
+
+    optimizer: str
+    seconds_per_byte: Seconds
+
+
+class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
+    """A model's units as a directed acyclic graph, measured on one device.
+
+    ``target`` is how the model was named (``vgg16``, ``file.py:factory``); ``model`` the
+    fingerprint of its structure (parameter names and shapes, unit names). ``batches`` are the batch
+    sizes measured. ``step`` is the measured forward plus backward of the whole model, against
+    which the sum of units is held.
+    """
+
+    target: str
+    model: str
+    device: str
+    device_type: str
+    dtype: str
+    software: tuple[tuple[str, str], ...] = ()
+    batches: tuple[Count, ...]
+    units: tuple[UnitProfile, ...]
+    edges: tuple[EdgeProfile, ...]
+    step: Curve | None = None
+    updates: tuple[UpdateRate, ...] = ()
+    origin: Literal["measured", "estimated", "table"] = "measured"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [u.name for u in self.units]
+        if len(set(names)) != len(names):
+            twice = next(n for n in names if names.count(n) > 1)
+            raise ValueError(f"unit {twice!r} is listed twice")
+        for edge in self.edges:
+            for end in (edge.source, edge.target):
+                if end not in names:
+                    raise ValueError(f"an edge names unit {end!r}, which is not listed")
+        order = {n: i for i, n in enumerate(names)}
+        for edge in self.edges:
+            if order[edge.source] >= order[edge.target]:
+                raise ValueError(
+                    f"edge {edge.source!r} to {edge.target!r} goes back: keep forward order"
+                )
+        if not names or self.units[0].kind != "input" or self.units[-1].kind != "output":
+            raise ValueError("units must begin with the model's input and end with its output")
+
+    def unit(self, name: str) -> UnitProfile:
+        """The unit of that name."""
+        return next(u for u in self.units if u.name == name)
+
+    @property
+    def graph(self) -> nx.DiGraph:
+        """Units as nodes (attribute ``unit``), edges with attribute ``edge``."""
+        graph = nx.DiGraph()
+        for unit in self.units:
+            graph.add_node(unit.name, unit=unit)
+        for edge in self.edges:
+            graph.add_edge(edge.source, edge.target, edge=edge)
+        return graph
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters, each tied one counted once."""
+        once = {p.shared: p.bytes for u in self.units for p in u.parameters}
+        return sum(once.values())
+
+    def update_seconds_per_byte(self, optimizer: str) -> float:
+        """The measured update rate, zero where that optimizer was not measured."""
+        rates = {r.optimizer: r.seconds_per_byte for r in self.updates}
+        return rates.get(optimizer, 0.0)
