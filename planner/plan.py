@@ -19,11 +19,13 @@ class UnitPlan(Noun, frozen=True, kw_only=True):
 
     Seconds are of one micro-batch; ``exchange_s`` is of one step. ``blocking_s`` is what the unit
     waits for: redistribution at its input and the collectives inside it, both ways.
+    ``batched_inputs`` as in ``UnitProfile``: what is redistributed at entry.
     """
 
     name: str
     kind: UnitKind
     modules: tuple[str, ...]
+    batched_inputs: tuple[Index, ...] = ()
     layout: Layout
     style: Style = "none"
     memory: MemoryPolicy = "keep"

@@ -78,12 +78,15 @@ class UnitProfile(Noun, frozen=True, kw_only=True):
     ``modules`` are the fully qualified names of its submodules in order of execution; empty for
     the model's input and output and for the code between units (``glue``). ``shares`` holds the
     measurements, the undivided unit (style ``none``, degree 1) first. ``state_bytes`` are buffers.
-    ``batch_statistics`` marks units whose result depends on which samples are together.
+    ``batch_statistics`` marks units whose result depends on which samples are together;
+    ``statistics_bytes`` is what ``global`` statistics all-reduce, each way. ``batched_inputs`` are
+    the leaves of the flattened ``(args, kwargs)`` at entry whose dimension 0 is the batch.
     """
 
     name: str
     kind: UnitKind
     modules: tuple[str, ...] = ()
+    batched_inputs: tuple[Index, ...] = ()
     parameters: tuple[ParameterProfile, ...] = ()
     state_bytes: Bytes = 0
     batch_statistics: bool = False
