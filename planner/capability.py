@@ -55,6 +55,16 @@ EVERYTHING = Capability(
 )
 """What the cost model knows: the bounds of a hypothetical plan."""
 
+PLAIN = Capability(
+    styles=("none", "column", "row", "pair"),
+    memory=("keep",),
+    exchange=("dense",),
+    idle_positions=False,
+    early_release=False,
+    micro_batches=True,
+)
+"""What is planned when no executor has stated what it can run."""
+
 
 def degrees(unit: UnitProfile, style: Style, degree: int) -> bool:
     """Whether a unit's parameters can be divided by ``degree`` in that style."""

@@ -1,0 +1,336 @@
+"""The cost model: what each unit costs under each option, kept in separate figures.
+
+For unit k under an option (layout and style): F and B compute, A blocking communication (the
+redistribution at its entry, by edge; the collectives inside it), C the exchange of its gradients,
+U the update of its shard. Seconds on the busiest rank, for one micro-batch; C and U for one step.
+
+A row or pair unit ends in partial sums: forward they are reduced so that each member keeps its own
+samples (a reduce-scatter among the group), backward the members gather the gradient of these. A
+unit with ``global`` batch statistics all-reduces them, forward and backward.
+
+Reconstruction from the abstracts of GHP (Joo & Youn, IEEE Access 9:52601, 2021): the split of a
+layer's time into these terms is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from .capability import Capability, degrees
+from .cluster import Cluster
+from .collectives import (
+    Fabric,
+    Rings,
+    all_gather_s,
+    all_reduce_s,
+    groups_of,
+    peers_of,
+    reduce_scatter_s,
+    rings,
+)
+from .errors import InputError
+from .goal import Goal
+from .layout import Layout, Style, data_parallel
+from .movement import Moved, moved, moved_s
+from .ownership import Held, entry, exit_
+from .plan import ExchangePolicy, MemoryPolicy
+from .profile import EdgeProfile, ModelProfile, ParameterProfile, UnitProfile
+from .shares import backward_s, batch_counts, busiest_samples, forward_s, shard_bytes
+from .step import LINKS, Chain, empty_chain
+
+
+class Option(NamedTuple):
+    """One choice for a unit."""
+
+    layout: Layout
+    style: Style = "none"
+    memory: MemoryPolicy = "keep"
+    exchange: ExchangePolicy = "dense"
+
+
+class OnLink(NamedTuple):
+    """Seconds of communication, the link it occupies (index in ``LINKS``), and what the busiest
+    rank sends."""
+
+    seconds: float = 0.0
+    link: int = 0
+    sent_bytes: float = 0.0
+
+
+class UnitCost(NamedTuple):
+    """What one unit costs by itself. ``shard_bytes`` are the parameters that a member holds,
+    ``trained_bytes`` those of them with a gradient, ``gradient_bytes`` what is exchanged."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    inner_forward: OnLink
+    inner_backward: OnLink
+    exchange: OnLink
+    gradient_bytes: int
+    trained_bytes: int
+    shard_bytes: int
+
+
+class EdgeCost(NamedTuple):
+    """The redistribution of one edge's tensor, forward and backward, and the bytes that the
+    busiest rank receives forward."""
+
+    forward: OnLink
+    backward: OnLink
+    received_bytes: float
+
+
+Decisions = tuple[Option, ...]
+"""One option for each unit of a profile, in its order."""
+
+
+class CostModel:
+    """The costs of one profile on one cluster for one goal, micro-batch count and placement.
+
+    Every answer is a pure function of these; the object only remembers what it has worked out.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        cluster: Cluster,
+        goal: Goal,
+        micro_batches: int = 1,
+        placement: tuple[int, ...] | None = None,
+    ) -> None:
+        self.profile, self.cluster, self.goal = profile, cluster, goal
+        self.micro_batches = micro_batches
+        self.world_size = cluster.world_size
+        self.placement = placement or tuple(range(self.world_size))
+        self.fabric = Fabric(cluster, self.placement)
+        self.counts = batch_counts(goal.batch, self.world_size, micro_batches)
+        self._units: dict[tuple[int, Option], UnitCost] = {}
+        self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
+        self._moved: dict[tuple[Held, Held, int], Moved] = {}
+        self._rings: dict[tuple[Layout, str], Rings] = {}
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position in forward order by unit name."""
+        return {u.name: i for i, u in enumerate(self.profile.units)}
+
+    @cached_property
+    def ends(self) -> tuple[tuple[int, int], ...]:
+        """(source, target) of each edge as indices of units."""
+        return tuple((self.index[e.source], self.index[e.target]) for e in self.profile.edges)
+
+    @cached_property
+    def edges_into(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the edges that end at each unit."""
+        units = range(len(self.profile.units))
+        return tuple(tuple(e for e, (_, b) in enumerate(self.ends) if b == k) for k in units)
+
+    @cached_property
+    def edges_from(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the edges that begin at each unit."""
+        units = range(len(self.profile.units))
+        return tuple(tuple(e for e, (a, _) in enumerate(self.ends) if a == k) for k in units)
+
+    @cached_property
+    def owned(self) -> tuple[tuple[ParameterProfile, ...], ...]:
+        """The parameters that count at each unit: a tied one at its first user only."""
+        seen: set[str] = set()
+        found = []
+        for unit in self.profile.units:
+            mine = {p.shared: p for p in unit.parameters if p.shared not in seen}
+            seen |= mine.keys()
+            found.append(tuple(mine.values()))
+        return tuple(found)
+
+    @cached_property
+    def ties(self) -> tuple[tuple[int, ...], ...]:
+        """For each unit the units that must share its layout, itself among them."""
+        return tied_units(self.profile)
+
+    @cached_property
+    def baseline(self) -> Decisions:
+        """Plain data parallelism."""
+        return (Option(data_parallel(self.world_size)),) * len(self.profile.units)
+
+    # -- costs -----------------------------------------------------------------------------------
+
+    def unit(self, k: int, option: Option) -> UnitCost:
+        """What unit ``k`` costs by itself under ``option``."""
+        key = (k, option)
+        if key not in self._units:
+            self._units[key] = self._unit(k, option)
+        return self._units[key]
+
+    def _unit(self, k: int, option: Option) -> UnitCost:
+        refuse_unmodelled(self.profile.units[k], option)
+        unit, (layout, style) = self.profile.units[k], option[:2]
+        samples = busiest_samples(self.counts, layout)
+        trainable = tuple(p for p in self.owned[k] if p.trainable)
+        gradient = shard_bytes(unit, style, layout.degree, trainable)
+        inner_forward, inner_backward = self._inner(k, option, samples)
+        rate = self.profile.update_seconds_per_byte(self.goal.optimizer)
+        return UnitCost(
+            forward_s=forward_s(unit, style, layout.degree, samples),
+            backward_s=backward_s(unit, style, layout.degree, samples),
+            update_s=gradient * rate,
+            inner_forward=inner_forward,
+            inner_backward=inner_backward,
+            exchange=self.exchange(layout, gradient),
+            gradient_bytes=gradient if layout.groups > 1 else 0,
+            trained_bytes=gradient,
+            shard_bytes=shard_bytes(unit, style, layout.degree, self.owned[k]),
+        )
+
+    def exchange(self, layout: Layout, gradient_bytes: float) -> OnLink:
+        """The all-reduce of a shard's gradients (``gradient_bytes``, as each peer holds them) over
+        the groups, all members' at the same time."""
+        ring = self.ring(layout, "peers")
+        seconds = all_reduce_s(self.fabric, ring, gradient_bytes)
+        sent = 2 * (ring.ranks - 1) / ring.ranks * gradient_bytes
+        return OnLink(seconds, LINKS.index(ring.level), sent)
+
+    def ring(self, layout: Layout, which: str) -> Rings:
+        """The rings over a layout's ``groups``, over its ``peers``, or over ``all`` positions."""
+        key = (layout, which)
+        if key not in self._rings:
+            rows = peers_of(layout) if which == "peers" else groups_of(layout)
+            self._rings[key] = rings(self.fabric, rows.reshape(1, -1) if which == "all" else rows)
+        return self._rings[key]
+
+    def _inner(self, k: int, option: Option, samples: int) -> tuple[OnLink, OnLink]:
+        """The collectives inside a unit, forward and backward."""
+        unit, layout = self.profile.units[k], option.layout
+        if unit.batch_statistics and self.goal.batch_statistics == "global":
+            ring = self.ring(layout, "all")
+            both = OnLink(
+                all_reduce_s(self.fabric, ring, unit.statistics_bytes),
+                LINKS.index(ring.level),
+                2.0 * unit.statistics_bytes,
+            )
+            return both, both
+        if option.style not in ("row", "pair") or layout.degree == 1:
+            return OnLink(), OnLink()
+        ring = self.ring(layout, "groups")
+        link, part = LINKS.index(ring.level), (layout.degree - 1) / layout.degree
+        out, back = (b * samples for b in self.output_bytes_per_sample(k))
+        return (
+            OnLink(reduce_scatter_s(self.fabric, ring, out), link, out * part),
+            OnLink(all_gather_s(self.fabric, ring, back), link, back * part),
+        )
+
+    def output_bytes_per_sample(self, k: int) -> tuple[float, float]:
+        """(forward, backward) bytes of a unit's output, the largest that an edge takes from it."""
+        edges = [self.profile.edges[e] for e in self.edges_from[k]]
+        return (
+            max((e.bytes_per_sample for e in edges), default=0.0),
+            max((e.gradient_bytes_per_sample for e in edges), default=0.0),
+        )
+
+    def edge(self, e: int, source: Option, target: Option) -> EdgeCost:
+        """What edge ``e`` costs between its ends' options."""
+        key = (e, source, target)
+        if key not in self._edges:
+            held = exit_(source.layout, source.style), entry(target.layout, target.style)
+            self._edges[key] = self._edge(self.profile.edges[e], *held)
+        return self._edges[key]
+
+    def _edge(self, edge: EdgeProfile, source: Held, target: Held) -> EdgeCost:
+        sliced = "features" in (source.form, target.form)
+        features = edge.features if sliced else 1
+        move = self.moved(source, target, features)
+        link = LINKS.index(move.level)
+        element = edge.bytes_per_sample / features
+        back = edge.gradient_bytes_per_sample / features
+        return EdgeCost(
+            OnLink(moved_s(self.fabric, move, element), link, move.sent * element),
+            OnLink(moved_s(self.fabric, move, back), link, move.received * back),
+            move.received * element,
+        )
+
+    def moved(self, source: Held, target: Held, features: int) -> Moved:
+        """What going from ``source`` to ``target`` moves, remembered."""
+        key = (source, target, features)
+        if key not in self._moved:
+            self._moved[key] = moved(self.fabric, self.counts, source, target, features)
+        return self._moved[key]
+
+    def chain(self, decisions: Sequence[Option]) -> Chain:
+        """All costs of the decisions, in forward order, as the step formulas take them."""
+        chain = empty_chain(len(decisions))
+        for k, option in enumerate(decisions):
+            self.write_unit(chain, k, option)
+            self.write_entry(chain, k, decisions)
+        return chain
+
+    def write_unit(self, chain: Chain, k: int, option: Option) -> None:
+        """Writes into ``chain`` what unit ``k`` costs by itself."""
+        cost = self.unit(k, option)
+        chain.forward_s[k], chain.backward_s[k] = cost.forward_s, cost.backward_s
+        chain.update_s[k] = cost.update_s
+        for column, on in (
+            (chain.inner_forward_s, cost.inner_forward),
+            (chain.inner_backward_s, cost.inner_backward),
+            (chain.exchange_s, cost.exchange),
+        ):
+            column[:, k] = 0.0
+            column[on.link, k] = on.seconds
+
+    def write_entry(self, chain: Chain, k: int, decisions: Sequence[Option]) -> None:
+        """Writes into ``chain`` the redistribution at the entry of unit ``k``."""
+        chain.entry_forward_s[:, k] = chain.entry_backward_s[:, k] = 0.0
+        for e in self.edges_into[k]:
+            cost = self.edge(e, decisions[self.ends[e][0]], decisions[k])
+            chain.entry_forward_s[cost.forward.link, k] += cost.forward.seconds
+            chain.entry_backward_s[cost.backward.link, k] += cost.backward.seconds
+
+
+def tied_units(profile: ModelProfile) -> tuple[tuple[int, ...], ...]:
+    """For each unit the units tied to it by shared parameters, directly or through others."""
+    home = list(range(len(profile.units)))
+    first: dict[str, int] = {}
+    for k, unit in enumerate(profile.units):
+        for name in {p.shared for p in unit.parameters}:
+            a, b = home[first.setdefault(name, k)], home[k]
+            home = [min(a, b) if h in (a, b) else h for h in home]
+    return tuple(tuple(i for i, h in enumerate(home) if h == home[k]) for k in range(len(home)))
+
+
+def refuse_unmodelled(unit: UnitProfile, option: Option) -> None:
+    """Raises for a policy that the cost model does not know."""
+    if option.memory != "keep" or option.exchange != "dense":
+        what = option.memory if option.memory != "keep" else option.exchange
+        raise InputError(
+            f"unit {unit.name!r} asks for {what!r}, which the cost model does not know yet: "
+            "use memory 'keep' and exchange 'dense'"
+        )
+
+
+def allowed(model: CostModel, k: int, option: Option, capability: Capability) -> bool:
+    """Whether unit ``k`` may have ``option`` by itself (ties are checked by ``ties_agree``)."""
+    unit, layout = model.profile.units[k], option.layout
+    home = data_parallel(model.world_size)
+    if unit.fixed or (unit.batch_statistics and model.goal.batch_statistics == "local"):
+        return layout == home and option.style == "none"
+    return (
+        layout.first + layout.size <= model.world_size
+        and capability.allows(layout, model.world_size)
+        and option.style in capability.styles
+        and degrees(unit, option.style, layout.degree)
+    )
+
+
+def ties_agree(model: CostModel, units: Sequence[int], options: Sequence[Option]) -> bool:
+    """Whether tied units share one layout and cut each shared parameter along one dimension."""
+    if len({o.layout for o in options}) > 1:
+        return False
+    cuts: dict[str, set[int | None]] = {}
+    for k, option in zip(units, options, strict=True):
+        unit = model.profile.units[k]
+        split = unit.split(option.style) if option.layout.degree > 1 else None
+        sharded: dict[str, int] = dict(split.sharded) if split else {}
+        for parameter in unit.parameters:
+            cuts.setdefault(parameter.shared, set()).add(sharded.get(parameter.shared))
+    return all(len(dims) == 1 for dims in cuts.values())

@@ -1,0 +1,293 @@
+"""What a set of decisions is predicted to cost, and the Plan made of them.
+
+The prediction is the simulation of the schedule that the executor runs. For fixed decisions it
+never rises with a bandwidth: compute does not depend on it, blocking communication and messages
+only get shorter, and no message is sent earlier for being longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from .capability import PLAIN, Capability
+from .cluster import Cluster
+from .cost import CostModel, Decisions, Option
+from .errors import InputError
+from .goal import Goal
+from .layout import data_parallel
+from .memory import MemoryModel, MemoryPoint, peak_bytes, position_classes, timeline
+from .noun import fingerprint
+from .plan import Plan, Prediction, Provenance, UnitPlan
+from .profile import ModelProfile
+from .schedule import ScheduleName, Step, step_of
+from .simulate import Simulation, simulate
+from .step import Chain
+
+BUCKET_BYTES = 25 * 2**20
+"""DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
+
+
+class RankMemory(NamedTuple):
+    """Positions that hold the same, their peak, the unit at work there, and the whole timeline."""
+
+    positions: tuple[int, ...]
+    peak_bytes: int
+    unit: str
+    points: tuple[MemoryPoint, ...]
+
+
+class Evaluation(NamedTuple):
+    """All that is known of a set of decisions: the costs, the step run, its simulation, the memory
+    of each class of positions, and the prediction drawn from them."""
+
+    model: CostModel
+    decisions: Decisions
+    chain: Chain
+    step: Step
+    simulation: Simulation
+    memory: tuple[RankMemory, ...]
+    prediction: Prediction
+
+
+class Excess(NamedTuple):
+    """The position that is furthest over its limit, or closest to it (then negative)."""
+
+    position: int
+    unit: str
+    needed_bytes: int
+    available_bytes: int
+
+    @property
+    def over_bytes(self) -> int:
+        """How much is missing."""
+        return self.needed_bytes - self.available_bytes
+
+
+def evaluate(
+    profile: ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    decisions: Sequence[Option] | None = None,
+    micro_batches: int = 1,
+    placement: Sequence[int] | None = None,
+    *,
+    schedule: ScheduleName = "barrier",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Prediction:
+    """The prediction for ``decisions`` (one option for each unit; plain data parallelism if none).
+
+    ``placement[p]`` is the rank at position p. ``bucket_bytes`` is the size of a bucket, or of a
+    slice under the ``priority`` schedule.
+    """
+    order = tuple(placement) if placement else None
+    model = CostModel(profile, cluster, goal, micro_batches, order)
+    chosen = model.baseline if decisions is None else tuple(decisions)
+    return evaluation(model, chosen, schedule=schedule, bucket_bytes=bucket_bytes).prediction
+
+
+def evaluation(
+    model: CostModel,
+    decisions: Decisions,
+    *,
+    schedule: ScheduleName = "barrier",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Evaluation:
+    """``evaluate`` with everything that led to the prediction."""
+    units = model.profile.units
+    if len(decisions) != len(units):
+        raise InputError(f"{len(decisions)} decisions for {len(units)} units: give one for each")
+    chain = model.chain(decisions)
+    step = step_of(model, decisions, chain, schedule, bucket_bytes)
+    result = simulate(step, model.cluster.interference)
+    memory = rank_memory(model, decisions, bucket_bytes)
+    prediction = _prediction(model, decisions, step, result, memory)
+    return Evaluation(model, decisions, chain, step, result, memory, prediction)
+
+
+def rank_memory(
+    model: CostModel, decisions: Decisions, bucket_bytes: int = BUCKET_BYTES
+) -> tuple[RankMemory, ...]:
+    """The memory timeline of each class of positions."""
+    memory = MemoryModel(model, bucket_bytes)
+    found = []
+    for group in position_classes(model.counts, [o.layout for o in decisions]):
+        held = memory.held(decisions, group.samples)
+        peak, k = peak_bytes(held, model.micro_batches)
+        points = tuple(timeline(held, model.micro_batches))
+        name = model.profile.units[k].name
+        found.append(RankMemory(group.positions, round(peak), name, points))
+    return tuple(found)
+
+
+def _prediction(
+    model: CostModel,
+    decisions: Decisions,
+    step: Step,
+    result: Simulation,
+    memory: Sequence[RankMemory],
+) -> Prediction:
+    peaks = [0] * model.world_size
+    for group in memory:
+        for position in group.positions:
+            peaks[position] = group.peak_bytes
+    per_link: dict[str, float] = {}
+    for message in step.messages:
+        per_link[message.link] = per_link.get(message.link, 0.0) + message.seconds
+    return Prediction(
+        step_s=result.step_s,
+        compute_s=result.compute_s,
+        blocking_s=result.blocking_s,
+        exposed_s=result.exposed_s,
+        update_s=result.update_s,
+        exchange_s=max(per_link.values(), default=0.0),
+        wire_bytes=round(_wire_bytes(model, decisions, step)),
+        peak_bytes=tuple(peaks),
+        gpu_seconds=_gpu_seconds(model, decisions, result),
+        samples_per_s=model.goal.batch / result.step_s if result.step_s else 0.0,
+    )
+
+
+def _wire_bytes(model: CostModel, decisions: Decisions, step: Step) -> float:
+    """What the busiest rank sends in a step (busiest in each collective: an upper estimate)."""
+    blocking = 0.0
+    for k, option in enumerate(decisions):
+        cost = model.unit(k, option)
+        blocking += cost.inner_forward.sent_bytes + cost.inner_backward.sent_bytes
+    for e, (a, b) in enumerate(model.ends):
+        edge = model.edge(e, decisions[a], decisions[b])
+        blocking += edge.forward.sent_bytes + edge.backward.sent_bytes
+    return model.micro_batches * blocking + sum(m.sent_bytes for m in step.messages)
+
+
+def _gpu_seconds(model: CostModel, decisions: Decisions, result: Simulation) -> float:
+    """Seconds of the step times the devices it keeps: all of them, less those that a burst leaves
+    idle while its units compute (DeepPool's measure, Park et al., arXiv 2112.10065)."""
+    idle = 0.0
+    for k, option in enumerate(decisions):
+        cost = model.unit(k, option)
+        took = model.micro_batches * (cost.forward_s + cost.backward_s) + cost.update_s
+        idle += (model.world_size - option.layout.size) * took
+    return max(result.step_s * model.world_size - idle, 0.0)
+
+
+def limits_bytes(cluster: Cluster, goal: Goal, placement: Sequence[int]) -> tuple[int, ...]:
+    """Memory available at each position: the goal's limit, else the device's own memory."""
+    if goal.memory_limit_bytes is not None:
+        return (goal.memory_limit_bytes,) * cluster.world_size
+    return tuple(cluster.devices[rank].memory_bytes for rank in placement)
+
+
+def excess(model: CostModel, memory: Sequence[RankMemory]) -> Excess:
+    """Where memory is tightest."""
+    limits = limits_bytes(model.cluster, model.goal, model.placement)
+    found = [
+        Excess(position, group.unit, group.peak_bytes, limits[position])
+        for group in memory
+        for position in group.positions
+    ]
+    return max(found, key=lambda e: e.over_bytes)
+
+
+def make_plan(
+    profile: ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    decisions: Sequence[Option] | None = None,
+    micro_batches: int = 1,
+    placement: Sequence[int] | None = None,
+    *,
+    provenance: Provenance | None = None,
+    schedule: ScheduleName = "barrier",
+    bucket_bytes: int = BUCKET_BYTES,
+    executor: Capability = PLAIN,
+) -> Plan:
+    """The Plan of those decisions with its prediction and that of plain data parallelism.
+
+    What ``executor`` cannot run is listed in the plan as hypothetical.
+    """
+    order = tuple(placement) if placement else None
+    model = CostModel(profile, cluster, goal, micro_batches, order)
+    chosen = model.baseline if decisions is None else tuple(decisions)
+    ours = evaluation(model, chosen, schedule=schedule, bucket_bytes=bucket_bytes)
+    plain = _baseline(profile, cluster, goal, micro_batches, schedule, bucket_bytes)
+    plan = Plan(
+        target=profile.target,
+        model=profile.model,
+        world_size=cluster.world_size,
+        goal=goal,
+        micro_batches=micro_batches,
+        bucket_bytes=bucket_bytes,
+        placement=model.placement,
+        units=tuple(_unit_plan(ours, k) for k in range(len(chosen))),
+        prediction=ours.prediction,
+        baseline=plain.prediction,
+        baseline_fits=excess(plain.model, plain.memory).over_bytes <= 0,
+        provenance=provenance or provenance_of(profile, cluster, "manual", "manual"),
+    )
+    return msgspec.structs.replace(plan, hypothetical=executor.refusals(plan))
+
+
+def _baseline(
+    profile: ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    micro_batches: int,
+    schedule: ScheduleName,
+    bucket_bytes: int,
+) -> Evaluation:
+    """Plain data parallelism as it would be run: ranks in the order of the hosts."""
+    model = CostModel(profile, cluster, goal, micro_batches)
+    return evaluation(model, model.baseline, schedule=schedule, bucket_bytes=bucket_bytes)
+
+
+def provenance_of(
+    profile: ModelProfile, cluster: Cluster, solver: str, status: str, **proof: float | None
+) -> Provenance:
+    """Where a plan came from; ``proof`` may name ``bound_s``, ``gap`` and ``solve_s``."""
+    found = {name: value for name, value in proof.items() if value is not None}
+    return Provenance(
+        solver=solver,
+        status=status,  # type: ignore[arg-type]
+        profile=fingerprint(profile),
+        cluster=fingerprint(cluster),
+        software=profile.software,
+        **found,
+    )
+
+
+def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
+    unit, option, chain = done.model.profile.units[k], done.decisions[k], done.chain
+    blocking = (
+        chain.entry_forward_s[:, k]
+        + chain.entry_backward_s[:, k]
+        + chain.inner_forward_s[:, k]
+        + chain.inner_backward_s[:, k]
+    )
+    return UnitPlan(
+        name=unit.name,
+        kind=unit.kind,
+        modules=unit.modules,
+        layout=option.layout,
+        style=option.style,
+        memory=option.memory,
+        exchange=option.exchange,
+        parameter_bytes=sum(p.bytes for p in done.model.owned[k]),
+        forward_s=float(chain.forward_s[k]),
+        backward_s=float(chain.backward_s[k]),
+        blocking_s=float(blocking.sum()),
+        exchange_s=float(chain.exchange_s[:, k].sum()),
+    )
+
+
+def decisions_of(plan: Plan) -> Decisions:
+    """The options that a plan chose, as ``evaluate`` takes them."""
+    return tuple(Option(u.layout, u.style, u.memory, u.exchange) for u in plan.units)
+
+
+def is_data_parallel(decisions: Sequence[Option], world_size: int) -> bool:
+    """Whether every unit is plainly data parallel."""
+    home = data_parallel(world_size)
+    return all(o.layout == home and o.style == "none" for o in decisions)
