@@ -1,0 +1,74 @@
+"""Why nothing fits, and the smallest changes that help: each is tried before it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+
+from .solver import Infeasibility, Problem, Relaxation
+from .splits import Found, search
+
+
+def explain_infeasible(problem: Problem, closest: Found) -> Infeasibility:
+    """The tightest rank and unit of the plan that comes closest, and what would make one fit."""
+    tight = closest.tightest
+    rank = closest.evaluation.model.placement[tight.position]
+    found = (_more_micro_batches(problem), _smaller_batch(problem), _higher_limit(problem, closest))
+    return Infeasibility(
+        rank=rank,
+        unit=tight.unit,
+        needed_bytes=tight.needed_bytes,
+        available_bytes=tight.available_bytes,
+        relaxations=tuple(r for r in found if r is not None),
+    )
+
+
+def fits(problem: Problem, **changes: object) -> bool:
+    """Whether the search finds a plan that fits when fields of the goal are changed."""
+    goal = msgspec.structs.replace(problem.goal, **changes)
+    return search(replace(problem, goal=goal, progress=None)).tightest.over_bytes <= 0
+
+
+def _most(low: int, high: int, good: Callable[[int], bool]) -> int | None:
+    """The largest value in [low, high] that is good, if smaller ones are good too; None if even
+    ``low`` is not."""
+    if high < low or not good(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if good(middle) else (low, middle - 1)
+    return low
+
+
+def _more_micro_batches(problem: Problem) -> Relaxation | None:
+    """The fewest micro-batches, by doubling, with which a plan fits."""
+    if not problem.capability.micro_batches:
+        return None
+    count = 2 * max(problem.goal.micro_batches)
+    while count * problem.cluster.world_size <= problem.goal.batch:
+        if fits(problem, micro_batches=(count,)):
+            return Relaxation("micro_batches", count, f"allow {count} micro-batches")
+        count *= 2
+    return None
+
+
+def _smaller_batch(problem: Problem) -> Relaxation | None:
+    """The largest multiple of the ranks below the batch with which a plan fits."""
+    world, batch = problem.cluster.world_size, problem.goal.batch
+    most = _most(1, (batch - 1) // world, lambda n: fits(problem, batch=n * world))
+    if most is None:
+        return None
+    return Relaxation("batch", most * world, f"lower the global batch to {most * world}")
+
+
+def _higher_limit(problem: Problem, closest: Found) -> Relaxation | None:
+    """The limit that the closest plan needs (on its fullest rank)."""
+    needed = max(closest.evaluation.prediction.peak_bytes)
+    for _ in range(4):  # the search may take another way under another limit
+        if fits(problem, memory_limit_bytes=needed):
+            sentence = f"allow {needed:,} bytes ({needed / 2**20:,.1f} MiB) per rank"
+            return Relaxation("memory_limit_bytes", needed, sentence)
+        needed += needed // 50
+    return None

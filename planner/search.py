@@ -1,0 +1,150 @@
+"""A point in the space of decisions, with its score kept up to date as units change.
+
+The score is (bytes over the limit, seconds of a step by formula): feasibility first, then time.
+Changing one unit touches its own figures and the entries of the units after it; the formulas then
+run over arrays, so that thousands of changes are tried in a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from .capability import Capability
+from .cost import CostModel, Decisions, Option, allowed, ties_agree
+from .evaluate import limits_bytes
+from .layout import Layout, Style, lattice
+from .memory import Holding, MemoryModel, group_samples, peak_bytes
+from .schedule import ScheduleName
+from .step import barrier_step, priority_step
+
+STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")
+BETTER = 1 - 1e-6
+"""A change must save a millionth of the step: rounding is no reason to change a layout."""
+
+
+class Score(NamedTuple):
+    """Bytes over the limit (0 where it fits), then seconds of a step."""
+
+    over_bytes: float
+    step_s: float
+
+    def beats(self, other: Score) -> bool:
+        """Whether this is better by more than rounding."""
+        if self.over_bytes != other.over_bytes:
+            return self.over_bytes < other.over_bytes
+        return self.step_s < other.step_s * BETTER
+
+
+class Space:
+    """What may be chosen for each unit of a cost model."""
+
+    def __init__(self, model: CostModel, capability: Capability) -> None:
+        self.model, self.capability = model, capability
+        self.layouts = tuple(lattice(model.world_size, bursts=capability.idle_positions))
+        self.home = model.baseline[0]
+
+    @cached_property
+    def options(self) -> tuple[tuple[Option, ...], ...]:
+        """The options of each unit by itself."""
+        every = [
+            Option(layout, style)
+            for layout in self.layouts
+            for style in STYLES
+            if (style == "none") == (layout.degree == 1)
+        ]
+        return tuple(
+            tuple(o for o in every if allowed(self.model, k, o, self.capability))
+            for k in range(len(self.model.profile.units))
+        )
+
+    def tied(self, k: int, option: Option) -> dict[int, Option] | None:
+        """The options of all units tied to ``k`` if it takes ``option``; None if they cannot."""
+        units = self.model.ties[k]
+        chosen = {k: option}
+        for other in units:
+            if other == k:
+                continue
+            fitting = (
+                o
+                for o in self.options[other]
+                if o.layout == option.layout and ties_agree(self.model, (k, other), (option, o))
+            )
+            found = next(fitting, None)
+            if found is None:
+                return None
+            chosen[other] = found
+        return chosen if ties_agree(self.model, list(chosen), list(chosen.values())) else None
+
+
+class Point:
+    """Decisions and their score. The rank judged is the one at position 0: no position has more
+    samples, or a larger shard, in any layout that starts there."""
+
+    def __init__(self, space: Space, memory: MemoryModel, schedule: ScheduleName) -> None:
+        self.space, self.model, self.memory = space, space.model, memory
+        self.formula = barrier_step if schedule == "barrier" else priority_step
+        self.limit_bytes = min(
+            limits_bytes(self.model.cluster, self.model.goal, self.model.placement)
+        )
+        self.decisions: list[Option] = list(self.model.baseline)
+        self.chain = self.model.chain(self.decisions)
+        self._samples: dict[Layout, int | None] = {}
+        units = range(len(self.decisions))
+        self.table = np.array([self._memory(k) for k in units], dtype=np.float64).T
+        self.received = np.array([self._received(k) for k in units])
+        self.evaluations = 0
+
+    def samples(self, layout: Layout) -> int | None:
+        """Samples of position 0's group."""
+        if layout not in self._samples:
+            self._samples[layout] = group_samples(self.model.counts, layout)[0]
+        return self._samples[layout]
+
+    def _memory(self, k: int) -> tuple[float, ...]:
+        option = self.decisions[k]
+        return self.memory.unit(k, option, self.samples(option.layout))
+
+    def _received(self, k: int) -> float:
+        return self.memory.received(k, self.decisions, self.samples(self.decisions[k].layout))
+
+    def set(self, changes: Iterable[tuple[int, Option]]) -> dict[int, Option]:
+        """Makes changes; returns what was there before, by which they are undone."""
+        before = {}
+        for k, option in changes:
+            if self.decisions[k] != option:
+                before[k] = self.decisions[k]
+                self.decisions[k] = option
+        entries = set(before)
+        for k in before:
+            self.model.write_unit(self.chain, k, self.decisions[k])
+            self.table[:, k] = self._memory(k)
+            entries.update(self.model.ends[e][1] for e in self.model.edges_from[k])
+        for k in entries:
+            self.model.write_entry(self.chain, k, self.decisions)
+            self.received[k] = self._received(k)
+        return before
+
+    def move_to(self, decisions: Sequence[Option]) -> None:
+        """Takes all of the decisions."""
+        self.set(enumerate(decisions))
+
+    def score(self) -> Score:
+        """The score where the point stands."""
+        self.evaluations += 1
+        step = self.formula(self.chain, self.model.micro_batches)
+        return Score(max(self.peak() - self.limit_bytes, 0.0), step)
+
+    def peak(self) -> float:
+        """Peak bytes of the rank judged."""
+        weights, optimizer, gradients, saved, maps, workspace, exchanged = self.table
+        bucket = self.memory.bucket(exchanged)
+        held = Holding(weights, optimizer, gradients, saved, maps, workspace, self.received, bucket)
+        return peak_bytes(held, self.model.micro_batches)[0]
+
+    def taken(self) -> Decisions:
+        """The decisions as they stand."""
+        return tuple(self.decisions)

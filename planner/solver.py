@@ -1,0 +1,165 @@
+"""The interface behind which the ways of searching stand, and how one of them is asked.
+
+A solver takes a ``Problem`` and returns a ``Result``: what it found, what it proved. ``OPTIMAL`` is
+said only of what was proved. Solvers register under a name; ``auto`` takes the first of
+``PREFERENCE`` that is registered, and the result says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from .capability import PLAIN, Capability
+from .cluster import Cluster
+from .cost import Decisions
+from .errors import InfeasibleError, InputError
+from .evaluate import BUCKET_BYTES
+from .goal import Goal
+from .plan import Plan
+from .profile import ModelProfile
+from .schedule import ScheduleName
+
+ResultStatus = Literal["optimal", "feasible", "heuristic", "infeasible"]
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share of it that is over (0 to 1)."""
+
+PREFERENCE = ("heuristic",)
+"""The order in which ``auto`` looks for a solver."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What to plan. ``capability`` bounds the search; ``executor`` is what can be run, where the
+    search is allowed more (then the plan is hypothetical). Without ``placement`` one is chosen."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    goal: Goal
+    capability: Capability = PLAIN
+    executor: Capability | None = None
+    placement: tuple[int, ...] | None = None
+    schedule: ScheduleName = "barrier"
+    bucket_bytes: int = BUCKET_BYTES
+    progress: Progress | None = field(default=None, compare=False)
+
+    def report(self, what: str, share: float) -> None:
+        """Tells the caller how far the search is."""
+        if self.progress is not None:
+            self.progress(what, share)
+
+
+class Relaxation(NamedTuple):
+    """A change of the goal that makes a problem feasible, checked by solving it again."""
+
+    what: Literal["memory_limit_bytes", "batch", "micro_batches"]
+    value: int
+    sentence: str
+
+
+class Infeasibility(NamedTuple):
+    """Why no plan fits: the tightest rank and unit of the plan that comes closest, the bytes that
+    it needs there and that are available, and the smallest changes found that help."""
+
+    rank: int
+    unit: str
+    needed_bytes: int
+    available_bytes: int
+    relaxations: tuple[Relaxation, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """All of it for a person."""
+        help_ = "; or ".join(r.sentence for r in self.relaxations)
+        return (
+            f"no plan found fits in memory: the closest needs {_mib(self.needed_bytes)} on rank "
+            f"{self.rank} (at unit {self.unit!r}) and {_mib(self.available_bytes)} are available: "
+            + (help_ or "use devices with more memory, more of them, or a smaller model")
+        )
+
+
+class Result(NamedTuple):
+    """What a solver found: ``objective_s`` is the predicted step of ``plan``, ``bound_s`` what no
+    plan can beat (None where nothing was proved), ``gap`` = 1 - bound / objective."""
+
+    solver: str
+    status: ResultStatus
+    objective_s: float | None
+    bound_s: float | None
+    gap: float | None
+    plan: Plan | None
+    decisions: Decisions | None
+    seconds: float
+    infeasible: Infeasibility | None = None
+    reason: str = ""
+
+    def checked(self) -> Plan:
+        """The plan; raises ``InfeasibleError`` where there is none."""
+        if self.plan is None:
+            assert self.infeasible is not None
+            raise InfeasibleError(self.infeasible.sentence)
+        return self.plan
+
+
+class Solver(Protocol):
+    """A way of searching. ``name`` is what users call it."""
+
+    @property
+    def name(self) -> str:
+        """What it is registered as."""
+
+    def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
+        """Searches, for no longer than ``time_limit_s`` where one is given."""
+
+
+_solvers: dict[str, Callable[[], Solver]] = {}
+
+
+def register(name: str, make: Callable[[], Solver]) -> None:
+    """Makes a solver known under a name."""
+    _solvers[name] = make
+
+
+def solvers() -> tuple[str, ...]:
+    """The names of the solvers that there are."""
+    _load()
+    return tuple(_solvers)
+
+
+def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = None) -> Result:
+    """Plans. ``solver`` is a registered name or ``auto``; see ``Result.checked`` for the plan."""
+    _load()
+    name, reason = solver, "asked for"
+    if solver == "auto":
+        name = next(n for n in PREFERENCE if n in _solvers)
+        reason = f"auto took {name}, the best solver that is there"
+    if name not in _solvers:
+        raise InputError(f"there is no solver {solver!r}: choose from {['auto', *_solvers]}")
+    _check(problem)
+    return _solvers[name]().solve(problem, time_limit_s)._replace(reason=reason)
+
+
+def _check(problem: Problem) -> None:
+    goal, world = problem.goal, problem.cluster.world_size
+    if all(m > 1 and goal.batch < world * m for m in goal.micro_batches):
+        most = max(goal.batch // world, 1)
+        raise InputError(
+            f"a batch of {goal.batch} on {world} ranks cannot be cut into any of "
+            f"{list(goal.micro_batches)} micro-batches: allow at most {most}"
+        )
+    if problem.placement is not None and sorted(problem.placement) != list(range(world)):
+        raise InputError(
+            f"placement {list(problem.placement)} is not an order of ranks 0 to {world - 1}"
+        )
+
+
+def _load() -> None:
+    """Registers the solvers that come with the planner (late: they import this module)."""
+    from . import heuristic
+
+    register("heuristic", heuristic.Heuristic)
+
+
+def _mib(count: int) -> str:
+    return f"{count:,} bytes ({count / 2**20:,.1f} MiB)"
