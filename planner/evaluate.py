@@ -270,6 +270,7 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
         name=unit.name,
         kind=unit.kind,
         modules=unit.modules,
+        batched_inputs=unit.batched_inputs,
         layout=option.layout,
         style=option.style,
         memory=option.memory,

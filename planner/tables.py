@@ -1,0 +1,317 @@
+"""Reads a table of layer times, as DeepPool published them, into a ModelProfile.
+
+A table tells forward and backward of each layer by batch size on one device, not what a divided
+layer takes or holds. What is assumed for the rest, and marked by the profile's origin ``table``:
+
+- The backward time of a convolution or linear layer stands in the row of the ReLU behind it (the
+  file says so): the two become one unit. One without a ReLU behind it has no backward time in the
+  file; twice its forward is taken.
+- A convolution or linear layer divided over m members takes 1/m of its time at the group's batch,
+  but not less than ``KERNEL_S``: its work and the bytes of its weights are divided evenly, the
+  launch of a kernel is not. This says nothing of kernels that run less efficiently when smaller.
+- Memory follows from shapes, in float32. A layer saves its input; an in-place ReLU needs its
+  output, which is the next layer's input and is counted there. Pooling also saves an index of 8
+  bytes per output. Workspace is taken as the output.
+- A bottleneck block saves the inputs of its convolutions and of its batch normalisations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+
+from .curve import ZERO, Curve, proportional
+from .errors import InputError
+from .profile import (
+    EdgeProfile,
+    ModelProfile,
+    ParameterProfile,
+    ShareProfile,
+    SplitProfile,
+    UnitKind,
+    UnitProfile,
+)
+
+KERNEL_S = 5e-6
+"""The least that a layer takes: the tables' smallest row (flatten, which does no work): 5 µs."""
+DEGREES = (2, 4, 8, 16, 32, 64)
+FLOAT_BYTES = 4
+INDEX_BYTES = 8
+_KINDS: dict[str, UnitKind] = {"conv2d": "conv", "linear": "linear"}
+
+
+class Times(msgspec.Struct, frozen=True):
+    """Microseconds at one batch size."""
+
+    forward: float
+    backward: float
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """One row of a table."""
+
+    index: int
+    kind: str
+    config: dict[str, Any]
+    input_shape: tuple[int, ...]
+    param_count: int
+    time_us_by_batch: dict[str, Times]
+
+
+class Table(msgspec.Struct, frozen=True):
+    """A table file."""
+
+    model: str
+    device: str
+    dtype: str
+    source: str
+    layers: tuple[Layer, ...]
+
+
+class _Row(NamedTuple):
+    """A layer with the ReLU behind it, if there is one, and the shape of what comes out."""
+
+    layer: Layer
+    relu: Layer | None
+    output_shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer.index:02d}.{self.layer.kind}"
+
+    @property
+    def input_bytes(self) -> int:
+        return FLOAT_BYTES * prod(self.layer.input_shape)
+
+    @property
+    def output_bytes(self) -> int:
+        return FLOAT_BYTES * prod(self.output_shape)
+
+
+def profile_of_table(data: bytes, origin: str = "table") -> ModelProfile:
+    """The profile in a table's JSON; ``origin`` names the source in the message of an error."""
+    try:
+        table = msgspec.json.decode(data, type=Table)
+        rows = _rows(table, origin)
+        return _profile(table, rows)
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, ValueError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        detail = f"{type(error).__name__}: {error}"
+        raise InputError(f"{origin} is not a table of layer times: {detail}") from None
+
+
+def _rows(table: Table, origin: str) -> list[_Row]:
+    layers = table.layers
+    if not layers:
+        raise InputError(f"{origin} has no layers")
+    rows: list[_Row] = []
+    for i, layer in enumerate(layers):
+        merged = i > 0 and layers[i - 1].kind in _KINDS and layer.kind.startswith("ReLU")
+        if merged:
+            continue
+        follows = layers[i + 1] if i + 1 < len(layers) else None
+        relu = follows if follows and _KINDS.get(layer.kind) and "ReLU" in follows.kind else None
+        after = i + (2 if relu else 1)
+        shape = layers[after].input_shape if after < len(layers) else _last_shape(layer)
+        rows.append(_Row(layer, relu, tuple(shape)))
+    _refuse_branches(rows, origin)
+    return rows
+
+
+def _last_shape(layer: Layer) -> tuple[int, ...]:
+    if layer.kind == "linear":
+        return (layer.config["out_features"],)
+    return layer.input_shape
+
+
+def _refuse_branches(rows: Sequence[_Row], origin: str) -> None:
+    """A chain's layers make what the next one takes; a file of branches cannot be told apart."""
+    for row, follows in pairwise(rows):
+        made = row.layer.config.get("out_channels", row.layer.config.get("out_features"))
+        if made is not None and made != row.output_shape[0]:
+            raise InputError(
+                f"{origin}: layer {row.name} makes {made} features and {follows.name} takes "
+                f"{row.output_shape[0]}: the network has branches that the table does not tell"
+            )
+
+
+def _profile(table: Table, rows: Sequence[_Row]) -> ModelProfile:
+    units = [_end("input"), *(_unit(row) for row in rows), _end("output")]
+    sizes = [row.input_bytes for row in rows] + [rows[-1].output_bytes]
+    features = [row.layer.input_shape[0] for row in rows] + [rows[-1].output_shape[0]]
+    edges = tuple(
+        EdgeProfile(
+            source=a.name,
+            target=b.name,
+            bytes_per_sample=size,
+            gradient_bytes_per_sample=0 if a.kind == "input" else size,
+            features=count,
+        )
+        for (a, b), size, count in zip(pairwise(units), sizes, features, strict=True)
+    )
+    structure = [(r.layer.kind, r.layer.config, r.layer.input_shape) for r in rows]
+    digest = hashlib.sha256(msgspec.json.encode(structure, order="sorted")).hexdigest()[:16]
+    return ModelProfile(
+        target=table.model,
+        model=digest,
+        device=table.device,
+        device_type="cuda",
+        dtype=table.dtype,
+        software=(("source", table.source),),
+        batches=tuple(sorted(int(b) for b in rows[0].layer.time_us_by_batch)),
+        units=tuple(units),
+        edges=edges,
+        origin="table",
+    )
+
+
+def _end(kind: UnitKind) -> UnitProfile:
+    nothing = ShareProfile(
+        style="none", degree=1, forward=ZERO, backward=ZERO, saved=ZERO, gradient=ZERO,
+        workspace=ZERO, parameter_bytes=0,
+    )  # fmt: skip
+    return UnitProfile(name=kind, kind=kind, shares=(nothing,))
+
+
+def _unit(row: _Row) -> UnitProfile:
+    parameters = _parameters(row)
+    splits = _splits(row, parameters)
+    whole = _whole(row, sum(p.bytes for p in parameters))
+    statistics = _statistics_bytes(row.layer)
+    return UnitProfile(
+        name=row.name,
+        kind=_KINDS.get(row.layer.kind, "other"),
+        modules=(row.name,),
+        batched_inputs=(0,),
+        parameters=parameters,
+        batch_statistics=statistics > 0,
+        statistics_bytes=statistics,
+        splits=splits,
+        shares=(whole, *(_share(whole, row, s, m) for s in splits for m in DEGREES)),
+    )
+
+
+def _parameters(row: _Row) -> tuple[ParameterProfile, ...]:
+    layer, config = row.layer, row.layer.config
+    if not layer.param_count:
+        return ()
+    if layer.kind == "linear":
+        weight: tuple[int, ...] = (config["out_features"], config["in_features"])
+    elif layer.kind == "conv2d":
+        kernel = config["kernel_size"]
+        sides = tuple(kernel) if isinstance(kernel, list) else (kernel, kernel)
+        weight = (config["out_channels"], config["in_channels"], *sides)
+    else:
+        weight = (layer.param_count,)
+    shapes = {"weight": weight}
+    if layer.param_count > prod(weight):
+        shapes["bias"] = (layer.param_count - prod(weight),)
+    return tuple(
+        ParameterProfile(
+            name=f"{row.name}.{n}",
+            shared=f"{row.name}.{n}",
+            shape=shape,
+            bytes=FLOAT_BYTES * prod(shape),
+        )
+        for n, shape in shapes.items()
+    )
+
+
+def _splits(row: _Row, parameters: Sequence[ParameterProfile]) -> tuple[SplitProfile, ...]:
+    if row.layer.kind not in _KINDS or row.layer.config.get("groups", 1) != 1:
+        return ()
+    rows, columns = parameters[0].shape[:2]
+    return (
+        SplitProfile(
+            style="column", parts=rows, uneven=True, features=rows,
+            sharded=tuple((p.shared, 0) for p in parameters),
+        ),
+        SplitProfile(
+            style="row", parts=columns, uneven=True, features=columns,
+            sharded=((parameters[0].shared, 1),),
+        ),
+    )  # fmt: skip
+
+
+def _seconds(row: _Row) -> tuple[Curve, Curve]:
+    """Forward and backward by batch size, the ReLU's with them."""
+    forward, backward, batches = [], [], sorted(row.layer.time_us_by_batch, key=int)
+    for batch in batches:
+        times = row.layer.time_us_by_batch[batch]
+        behind = row.relu.time_us_by_batch[batch] if row.relu else Times(0, 0)
+        ahead = times.forward + behind.forward
+        back = times.backward + behind.backward
+        if row.layer.kind in _KINDS and row.relu is None and back < 1:
+            back = 2 * ahead
+        forward.append(ahead * 1e-6)
+        backward.append(back * 1e-6)
+    sizes = tuple(float(b) for b in batches)
+    return Curve(x=sizes, y=tuple(forward)), Curve(x=sizes, y=tuple(backward))
+
+
+def _whole(row: _Row, parameter_bytes: int) -> ShareProfile:
+    forward, backward = _seconds(row)
+    return ShareProfile(
+        style="none",
+        degree=1,
+        forward=forward,
+        backward=backward,
+        saved=proportional(_saved_bytes(row)),
+        gradient=proportional(row.input_bytes + row.output_bytes),
+        workspace=proportional(row.output_bytes),
+        parameter_bytes=parameter_bytes,
+    )
+
+
+def _saved_bytes(row: _Row) -> float:
+    layer = row.layer
+    if layer.kind == "flatten":
+        return 0.0
+    if layer.kind == "maxPool2d":
+        return row.input_bytes + INDEX_BYTES * prod(row.output_shape)
+    if layer.kind == "ResnetBottleneck":
+        width = _width(layer)
+        inside, outside = prod(layer.input_shape[1:]), prod(row.output_shape[1:])
+        blocks = 2 if "downsampleParams" in layer.config else 1
+        narrow = 2 * FLOAT_BYTES * width * (inside + outside)
+        return row.input_bytes + narrow + blocks * row.output_bytes
+    return float(row.input_bytes)
+
+
+def _width(layer: Layer) -> int:
+    """Channels inside a bottleneck (torchvision: planes · base_width / 64 · groups)."""
+    config = layer.config
+    return int(config["planes"] * config["base_width"] / 64 * config["groups"])
+
+
+def _statistics_bytes(layer: Layer) -> int:
+    """Two sums for each channel of each batch normalisation in a bottleneck block."""
+    if layer.kind != "ResnetBottleneck":
+        return 0
+    out = 4 * layer.config["planes"]
+    channels = 2 * _width(layer) + out * (2 if "downsampleParams" in layer.config else 1)
+    return int(2 * FLOAT_BYTES * channels)
+
+
+def _share(whole: ShareProfile, row: _Row, split: SplitProfile, degree: int) -> ShareProfile:
+    taken, made = (1, degree) if split.style == "column" else (degree, 1)
+    scaled = [
+        Curve(x=c.x, y=tuple(max(v / degree, min(v, KERNEL_S)) for v in c.y))
+        for c in (whole.forward, whole.backward)
+    ]
+    return ShareProfile(
+        style=split.style,
+        degree=degree,
+        forward=scaled[0],
+        backward=scaled[1],
+        saved=whole.saved.scaled(1 / taken),
+        gradient=proportional(row.input_bytes / taken + row.output_bytes / made),
+        workspace=proportional(row.output_bytes / made),
+        parameter_bytes=-(-whole.parameter_bytes // degree),
+    )
