@@ -12,8 +12,12 @@ if TYPE_CHECKING:
     from .api import compare, describe_cluster, explain, launch, plan, probe, profile, verify
     from .demonstration import demo
     from .executor.micro import micro_batches
-    from .executor.scaling import loss_weight
-    from .executor.state import full_state_dict
+    from .executor.parallel import (
+        full_optimizer_state_dict,
+        full_state_dict,
+        load_full_optimizer_state_dict,
+        loss_weight,
+    )
     from .parallelize import auto_parallelize
     from .planner.cluster import Cluster
     from .planner.errors import InfeasibleError, InputError, MeshwrightError, RunError
@@ -38,8 +42,12 @@ _HOMES = {
     ),
     ".demonstration": ("demo",),
     ".executor.micro": ("micro_batches",),
-    ".executor.scaling": ("loss_weight",),
-    ".executor.state": ("full_state_dict",),
+    ".executor.parallel": (
+        "full_optimizer_state_dict",
+        "full_state_dict",
+        "load_full_optimizer_state_dict",
+        "loss_weight",
+    ),
     ".parallelize": ("auto_parallelize",),
     ".planner.cluster": ("Cluster",),
     ".planner.errors": ("InfeasibleError", "InputError", "MeshwrightError", "RunError"),
@@ -67,9 +75,11 @@ __all__ = [
     "demo",
     "describe_cluster",
     "explain",
+    "full_optimizer_state_dict",
     "full_state_dict",
     "launch",
     "load",
+    "load_full_optimizer_state_dict",
     "loss_weight",
     "micro_batches",
     "plan",

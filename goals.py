@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from typing import get_args
 
 from .planner.errors import InputError
 from .planner.goal import STATE_COPIES, BatchStatistics, Goal
@@ -30,7 +31,7 @@ def make_goal(
     for count in micro_batches:
         _at_least_one("number of micro-batches", count)
     _one_of("optimizer", optimizer, STATE_COPIES)
-    _one_of("batch statistics", batch_statistics, BatchStatistics.__args__)
+    _one_of("batch statistics", batch_statistics, get_args(BatchStatistics))
     return Goal(
         batch=batch,
         memory_limit_bytes=memory_limit_bytes,

@@ -145,7 +145,7 @@ def from_model(
     taken. Batches of other sizes repeat its samples. ``loss(output, target)``: by default the
     output's own ``loss`` where it has one, else a mean of all outputs, which costs next to nothing.
     """
-    example = _batch(model, example_inputs)
+    example = example_batch(model, example_inputs)
     if loss is not None and example.target is None:
         raise InputError(
             "loss was given and example_inputs holds no target: pass "
@@ -158,7 +158,9 @@ def from_model(
     return Workload(type(model).__name__, model, make_batch, loss or stand_in_loss)
 
 
-def _batch(model: nn.Module, inputs: Any) -> Batch:
+def example_batch(model: nn.Module, inputs: Any) -> Batch:
+    """``example_inputs`` (see ``from_model``) as a batch; raises ``InputError`` where there are none
+    or they hold no samples."""
     if inputs is None:
         inputs = getattr(model, "dummy_inputs", None)
     if inputs is None:

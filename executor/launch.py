@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,10 @@ class Ranks:
                 f"rendezvous {self.rendezvous!r} is no address for {self.nodes} hosts: give "
                 "HOST:PORT of host 0, the same on all, such as 10.0.0.1:29500"
             )
+
+    def telling(self, environment: Mapping[str, str]) -> Ranks:
+        """The same ranks, which are told more by their environment."""
+        return replace(self, environment={**self.environment, **environment})
 
     @property
     def world_size(self) -> int:
