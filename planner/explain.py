@@ -90,15 +90,17 @@ def explain(
     """Explains ``plan``, made from ``profile`` and ``cluster``, with ``best`` alternatives of each
     unit."""
     check_belongs(plan, profile, cluster)
-    model = CostModel(profile, cluster, plan.goal, plan.micro_batches, plan.placement)
+    model = CostModel(
+        profile, cluster, plan.goal, plan.micro_batches, plan.placement, plan.bucket_bytes
+    )
     decisions = decisions_of(plan)
-    done = evaluation(model, decisions, schedule=schedule, bucket_bytes=plan.bucket_bytes)
-    point = Point(Space(model, capability), MemoryModel(model, plan.bucket_bytes), schedule)
+    done = evaluation(model, decisions, schedule=schedule)
+    point = Point(Space(model, capability), MemoryModel(model), schedule)
     units = []
     for k in range(len(decisions)):
         point.move_to(decisions)
         nearest = _nearest(point, k, best)
-        found = tuple(_alternative(model, k, d, plan, schedule) for d in nearest)
+        found = tuple(_alternative(model, k, d, schedule) for d in nearest)
         units.append(_unit(done, k, tuple(sorted(found, key=lambda a: a.step_s))))
     tight, step_s = excess(model, done.memory), done.prediction.step_s
     blocked = (not a.fits and a.step_s < step_s for u in units for a in u.alternatives)
@@ -148,9 +150,9 @@ def _nearest(point: Point, k: int, best: int) -> list[Decisions]:
 
 
 def _alternative(
-    model: CostModel, k: int, decisions: Decisions, plan: Plan, schedule: ScheduleName
+    model: CostModel, k: int, decisions: Decisions, schedule: ScheduleName
 ) -> Alternative:
-    done = evaluation(model, decisions, schedule=schedule, bucket_bytes=plan.bucket_bytes)
+    done = evaluation(model, decisions, schedule=schedule)
     option: Option = decisions[k]
     return Alternative(
         layout=option.layout,
