@@ -30,7 +30,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code: 0, 1 for a failed run, 2 for wrong input, 3 where no plan
     fits, 130 when stopped. What a user can mend is said in one sentence on stderr."""
     try:
-        code = app(args=arguments, prog_name="meshwright", standalone_mode=False)
+        given = running.separate_script(sys.argv[1:] if arguments is None else arguments)
+        code = app(args=given, prog_name="meshwright", standalone_mode=False)
     except MeshwrightError as error:
         return _say(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):

@@ -56,7 +56,7 @@ def auto_parallelize(
 
     ``example_inputs``: a tensor, a tuple of arguments, a mapping of keyword arguments or a
     ``Batch``, a few samples of what a rank will feed. Not needed for a ``Workload`` or a model with
-    ``dummy_inputs``. ``global_batch_size`` in samples (default: as many on each rank as the example has).
+    ``dummy_inputs``. ``global_batch_size`` in samples (default: the example's on each rank).
     ``loss(output, target)`` is measured with the model where given. ``time_limit_s`` bounds the
     search, ``timeout_s`` every later wait for another rank. The other arguments are ``Goal``'s; the
     optimizer's kind is read off ``optimizer``.

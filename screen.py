@@ -30,7 +30,8 @@ def progress(title: str, *, show: bool = True) -> Iterator[Step]:
         TimeElapsedColumn(),
     )
     err = console(error=True)
-    with Progress(*columns, console=err, transient=True, disable=not show) as bar:
+    hidden = not (show and err.is_terminal)  # elsewhere it would only leave an empty line
+    with Progress(*columns, console=err, transient=True, disable=hidden) as bar:
         task = bar.add_task(title, total=None)
 
         def move(done: int, total: int, what: str) -> None:

@@ -159,7 +159,7 @@ def from_model(
 
 
 def example_batch(model: nn.Module, inputs: Any) -> Batch:
-    """``example_inputs`` (see ``from_model``) as a batch; raises ``InputError`` where there are none
+    """``example_inputs`` (see ``from_model``) as a batch; ``InputError`` where there are none
     or they hold no samples."""
     if inputs is None:
         inputs = getattr(model, "dummy_inputs", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,10 +24,26 @@ Timeout = Annotated[
 def add_to(app: typer.Typer) -> None:
     """Registers the verbs."""
     app.command("verify")(verify)
-    # What follows the plan is the script's: its options are not ours.
-    settings = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-    app.command("launch", context_settings=settings)(launch)
+    app.command("launch")(launch)
     app.command("demo")(demo)
+
+
+def separate_script(arguments: Sequence[str]) -> list[str]:
+    """``launch``'s arguments with ``--`` before SCRIPT: what follows it are the script's options,
+    what precedes it are ours, on whichever side of PLAN they stand."""
+    if not arguments or arguments[0] != "launch":
+        return list(arguments)
+    positional, at = 0, 1
+    while at < len(arguments) and arguments[at] != "--":
+        word = arguments[at]
+        ours = word.startswith("-") and word != "-m"
+        if not ours:
+            positional += 1
+            if positional == 2:
+                return [*arguments[:at], "--", *arguments[at:]]
+        takes_value = ours and "=" not in word and word not in ("--json", "--help", "-h")
+        at += 2 if takes_value else 1
+    return list(arguments)
 
 
 def _positive(what: str, value: float | None) -> None:

@@ -119,7 +119,7 @@ def run_ranks(program: Sequence[str], ranks: Ranks, folder: Path) -> None:
 
 
 def _configuration(ranks: Ranks, folder: Path) -> LaunchConfig:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _quieten()
     several: dict[str, Any] = {}
     if ranks.nodes > 1:
         # Unlike c10d's, this rendezvous keeps the order of hosts that the plan was made for.
@@ -144,6 +144,14 @@ def _configuration(ranks: Ranks, folder: Path) -> LaunchConfig:
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torchrun")),
         **(several or alone),
     )
+
+
+def _quieten() -> None:
+    """What the engine logs about failures, the error that is raised says better. Each of its
+    loggers has a level of its own, so their common parent's does not count."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager

@@ -36,6 +36,8 @@ def main(arguments: list[str]) -> None:
         os.dup2(2, 1)
     try:
         run_program(program)
+    except KeyboardInterrupt:  # the launcher has it too, and says so
+        _exit(128 + signal.SIGINT)
     except MeshwrightError as error:
         _leave_word(folder, rank, error)
         _exit(1)
