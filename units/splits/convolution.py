@@ -1,0 +1,58 @@
+"""Convolutions: by output channels (column) or input channels (row), on local slices.
+
+DTensor is not used for the computation: in torch 2.13 it returns wrong results for a convolution
+with sharded channels, without an error. Batch normalisation that follows is cut along with the
+output channels, which it treats one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from ..spec import Reduce, SplitSpec
+from .following import BATCH_NORMS, CONVOLUTIONS, bears_slices
+from .recipe import cuts_of
+
+_PER_CHANNEL = {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}
+
+
+class ConvolutionRecipe:
+    """See the module's docstring."""
+
+    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+        """None for grouped convolutions."""
+        first, *rest = (model.get_submodule(m) for m in modules)
+        if type(first) not in CONVOLUTIONS or first.groups != 1:
+            return []
+        assert isinstance(first, CONVOLUTIONS)
+        outputs, inputs = first.out_channels, first.in_channels
+        row = cuts_of(model, modules[0], {"weight": 1})
+        found = [SplitSpec("row", inputs, True, inputs, 1, tuple(row))]
+        if bears_slices(first, rest):
+            column = cuts_of(model, modules[0], {"weight": 0, "bias": 0})
+            for name, module in zip(modules[1:], rest, strict=True):
+                if isinstance(module, BATCH_NORMS):
+                    column += cuts_of(model, name, _PER_CHANNEL)
+            found.insert(0, SplitSpec("column", outputs, True, outputs, 1, tuple(column)))
+        return found
+
+    def patch(
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, degree: int, reduce: Reduce
+    ) -> None:
+        """See ``Recipe.patch``."""
+        if spec.style == "row":
+            _patch_row(model.get_submodule(modules[0]), reduce)
+
+
+def _patch_row(module: nn.Module, reduce: Reduce) -> None:
+    assert isinstance(module, CONVOLUTIONS)
+
+    def forward(x: Tensor) -> Tensor:
+        total = reduce(module._conv_forward(x, module.weight, None))
+        if module.bias is None:
+            return total
+        return total + module.bias.view(-1, *(1 for _ in module.kernel_size))
+
+    module.forward = forward  # type: ignore[method-assign, assignment]

@@ -1,0 +1,69 @@
+"""Embeddings: by columns, a slice of every vector; as a pair, a slice of the vocabulary.
+
+A member that holds a part of the vocabulary looks up the symbols that it has and leaves zeros for
+the others, so the sum over members is the lookup. It needs the symbols whole and ends in a
+reduction, which is what ``pair`` means. Its slice is that of an output layer by columns, so the
+two can be tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..spec import ParameterCut, Reduce, SplitSpec
+from .following import bears_slices
+
+
+class EmbeddingRecipe:
+    """See the module's docstring."""
+
+    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+        """None where vectors are renormalised (that needs them whole) or gradients sparse."""
+        first, *rest = (model.get_submodule(m) for m in modules)
+        if type(first) is not nn.Embedding or first.max_norm is not None or first.sparse:
+            return []
+        if first.scale_grad_by_freq:
+            return []
+        symbols, width = first.weight.shape
+        name = f"{modules[0]}.weight" if modules[0] else "weight"
+        by_symbol = (ParameterCut(name, 0),)
+        found = [SplitSpec("pair", symbols, True, width, -1, by_symbol)]
+        if bears_slices(first, rest):
+            found.insert(0, SplitSpec("column", width, True, width, -1, (ParameterCut(name, 1),)))
+        return found
+
+    def patch(
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, degree: int, reduce: Reduce
+    ) -> None:
+        """See ``Recipe.patch``."""
+        if spec.style == "pair":
+            module = model.get_submodule(modules[0])
+            assert isinstance(module, nn.Embedding)
+            _patch_symbols(module, reduce)
+
+
+def _patch_symbols(module: nn.Embedding, reduce: Reduce) -> None:
+    _, _, degree, member = module.weight._meshwright_cut  # type: ignore[attr-defined]
+    size = -(-module.num_embeddings // degree)
+    start = min(member * size, module.num_embeddings)
+
+    def forward(symbols: Tensor) -> Tensor:
+        count = module.weight.shape[0]
+        local = symbols - start
+        mine = (local >= 0) & (local < count)
+        if count:
+            padding = None if module.padding_idx is None else module.padding_idx - start
+            inside = padding is not None and 0 <= padding < count
+            vectors = F.embedding(
+                local.clamp(0, count - 1), module.weight, padding if inside else None
+            )
+        else:
+            shape = (*symbols.shape, module.weight.shape[1])
+            vectors = torch.zeros(shape, dtype=module.weight.dtype, device=symbols.device)
+        return reduce(vectors * mine.unsqueeze(-1))
+
+    module.forward = forward  # type: ignore[method-assign, assignment]
