@@ -27,6 +27,7 @@ from .agreement import rank_zero_decides, together
 from .apply import apply
 from .equality import LOSS, STATE, Deviation, DtypeName, deviations
 from .parallel import full_state_dict
+from .train import train_step
 
 STEPS = 3
 LEARNING_RATE = 0.01
@@ -161,9 +162,7 @@ def _train_together(
     model, _ = apply(workload.model, optimizer, plan, timeout_s=timeout_s)
     losses = []
     for number, batch in enumerate(batches):
-        loss = train_step(workload, plan, batch, optimizer)
-        mine = torch.tensor([loss], dtype=torch.float64)
-        losses.append(float(mine))
+        losses.append(train_step(workload, plan, batch, optimizer))
         progress(number + 1)
     return _Trained(losses, full_state_dict(model))
 
