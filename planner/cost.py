@@ -40,7 +40,6 @@ from .profile import EdgeProfile, ModelProfile, ParameterProfile, UnitProfile
 from .shares import backward_s, batch_counts, busiest_samples, forward_s, shard_bytes
 from .step import LINKS, Chain, empty_chain
 
-
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
 

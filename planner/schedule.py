@@ -115,8 +115,8 @@ class Bucket(NamedTuple):
 
 
 def buckets(model: CostModel, decisions: Sequence[Option]) -> list[Bucket]:
-    """Gradients gathered in backward order, layout by layout; a bucket is full once it holds
-    the model's ``bucket_bytes`` or more (a unit is not cut), and what is left at the end travels as it is.
+    """Gradients gathered in backward order, layout by layout. A bucket is full once it holds the
+    model's ``bucket_bytes`` or more (a unit is not cut); the rest travels at the end as it is.
     """
     open_: dict[Layout, Bucket] = {}
     full: list[Bucket] = []

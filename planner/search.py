@@ -65,6 +65,8 @@ class Space:
         """The options of all units tied to ``k`` if it takes ``option``; None if they cannot."""
         units = self.model.ties[k]
         chosen = {k: option}
+        if len(units) == 1:
+            return chosen
         for other in units:
             if other == k:
                 continue
