@@ -82,8 +82,8 @@ def loss_weight(count: float, model: nn.Module | None = None) -> None:
     """Says what this rank's loss is a mean over: ``count`` tokens, say, instead of its samples.
 
     Call it on every rank after the forward and before its backward, with the count of this rank's
-    share (zero is allowed). The gradient is then that of the mean over all ranks' counts. Collective.
-    ``model`` may be left out where only one model is trained.
+    share (zero is allowed). The gradient is then that of the mean over all ranks' counts.
+    Collective. ``model`` may be left out where only one model is trained.
     """
     run = run_of(model) if model is not None else (_latest() if _latest is not None else None)
     if run is None or run.forward is None:

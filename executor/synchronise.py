@@ -57,9 +57,10 @@ class GradientSynchroniser:
         def ready(parameter: nn.Parameter) -> None:
             self._ready(entry)
 
-        hooks: list[Any] = [entry.parameter.register_post_accumulate_grad_hook(ready)]
+        parameter: Any = entry.parameter  # torch has not typed its hooks
+        hooks = [parameter.register_post_accumulate_grad_hook(ready)]
         if entry.degree > 1:
-            hooks.append(entry.parameter.register_hook(lambda gradient: gradient / entry.degree))
+            hooks.append(parameter.register_hook(lambda gradient: gradient / entry.degree))
         return hooks
 
     def detach(self) -> None:
@@ -86,7 +87,7 @@ class GradientSynchroniser:
         self._exchange.reset()
         if forward is not None:
             self._watch.post(f"is in backward after forward {forward.announce().number}")
-        Variable._execution_engine.queue_callback(self._finish)  # type: ignore[no-untyped-call]
+        Variable._execution_engine.queue_callback(self._finish)
 
     def _ready(self, entry: Entry) -> None:
         self._begin(self._latest())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from meshwright.planner.goal import BatchStatistics, Goal
 from meshwright.planner.layout import Layout, Style
 from meshwright.planner.plan import Plan, Prediction, Provenance, UnitPlan
+from meshwright.units.discover import Discovery
+from meshwright.units.spec import UnitSpec
 
 NOTHING = Prediction(
     step_s=0.0,
@@ -64,3 +67,50 @@ def plan(
         baseline=NOTHING,
         provenance=Provenance(solver="hand", status="manual", profile="", cluster=""),
     )
+
+
+Choice = tuple[int, Style]
+"""A unit's degree and style."""
+
+
+def plan_for(
+    found: Discovery,
+    world_size: int,
+    choose: Callable[[UnitSpec], Choice] = lambda unit: (1, "none"),
+    **options: Any,
+) -> Plan:
+    """A plan of a model's discovered units; undivided but where ``choose`` says otherwise, and
+    only as far as a unit can be."""
+    units = []
+    for spec in found.units:
+        degree, style = choose(spec)
+        split = spec.split(style)
+        fits = split is not None and degree <= split.parts
+        if degree == 1 or not fits or (not split.uneven and split.parts % degree):
+            degree, style = 1, "none"
+        units.append(
+            UnitPlan(
+                name=spec.name,
+                kind=spec.kind,
+                modules=spec.modules,
+                batched_inputs=spec.batched_inputs,
+                layout=Layout(groups=world_size // degree, degree=degree),
+                style=style,
+            )
+        )
+    return plan(world_size, units, **options)
+
+
+def by_columns_and_rows(degree: int, kinds: Sequence[str]) -> Callable[[UnitSpec], Choice]:
+    """Divides units of those kinds: blocks as pairs, others by columns and rows in turn."""
+    turn = iter(range(10**6))
+
+    def choose(unit: UnitSpec) -> Choice:
+        if unit.kind not in kinds or not unit.splits:
+            return 1, "none"
+        if unit.split("pair") is not None and unit.kind != "embedding":
+            return degree, "pair"
+        order: list[Style] = ["column", "row"] if next(turn) % 2 == 0 else ["row", "column"]
+        return degree, next(s for s in order if unit.split(s) is not None)
+
+    return choose
