@@ -14,7 +14,7 @@ from .embedding import EmbeddingRecipe
 from .following import is_lookalike
 from .linear import LinearRecipe
 from .mlp import MLPRecipe
-from .recipe import Recipe
+from .recipe import Place, Recipe
 from .slicing import cut_in_place, join_parameter, slice_parameter
 
 __all__ = [
@@ -27,39 +27,43 @@ __all__ = [
 ]
 
 BLOCKS: dict[str, Recipe] = {"attention": AttentionRecipe(), "mlp": MLPRecipe()}
-"""Recipes for modules with children, which become one unit because of them."""
+"""Recipes for modules with children, which become one unit because of them. They go by names."""
 
-LEAVES: tuple[Recipe, ...] = (LinearRecipe(), EmbeddingRecipe(), ConvolutionRecipe())
+LEAVES: dict[str, Recipe] = {
+    "linear": LinearRecipe(),
+    "embedding": EmbeddingRecipe(),
+    "conv": ConvolutionRecipe(),
+}
 
 
 def block_kind(model: nn.Module, module: str) -> str | None:
     """The kind of unit that a module with children is as a whole, None if it is not known."""
-    for kind, recipe in BLOCKS.items():
-        if recipe.specs(model, [module]):
-            return kind
-    return None
+    return next((k for k, recipe in BLOCKS.items() if recipe.specs(model, [module])), None)
 
 
 def find_splits(model: nn.Module, modules: Sequence[str]) -> tuple[SplitSpec, ...]:
-    """The ways in which the unit made of ``modules`` can be divided, by the look of it.
+    """The ways in which the unit made of ``modules`` (fully qualified names, in order) can be
+    divided, by the look of it.
 
-    ``check.holds`` says whether such a split computes what the whole unit does.
+    ``check.holds`` says whether such a split computes what the whole unit does; discovery offers
+    only those that do.
     """
     found = _find(model, modules)
     return found[1] if found else ()
 
 
 def guessed(model: nn.Module, modules: Sequence[str]) -> bool:
-    """Whether ``find_splits`` went by names and shapes, not by types that it knows."""
+    """Whether ``find_splits`` goes by names and shapes here, not by types that it knows."""
     if any(recipe.specs(model, modules) for recipe in BLOCKS.values()):
         return True
     return any(is_lookalike(model.get_submodule(name)) for name in modules[1:])
 
 
 def _find(model: nn.Module, modules: Sequence[str]) -> tuple[Recipe, tuple[SplitSpec, ...]] | None:
-    for recipe in (*BLOCKS.values(), *LEAVES):
-        if specs := recipe.specs(model, modules):
-            return recipe, tuple(specs)
+    for recipe in (*BLOCKS.values(), *LEAVES.values()):
+        specs = tuple(s for s in recipe.specs(model, modules) if s.parts > 1)
+        if specs:
+            return recipe, specs
     return None
 
 
@@ -71,9 +75,12 @@ def apply_split(
     member: int,
     reduce: Reduce,
 ) -> None:
-    """Makes the unit one member's part of itself, in place: parameters are cut (the objects stay,
-    so optimizers and ties do), and forwards that must end in ``reduce`` are replaced on the
-    instances.
+    """Makes the unit one member's part of itself, in place.
+
+    Parameters and buffers are cut (the objects stay, so optimizers and ties do), forwards that
+    must end in ``reduce`` are replaced on the instances. ``recipe`` says what a member then takes
+    and leaves. Raises ``InputError`` where the unit cannot be divided so, or a tied parameter has
+    been divided in another way.
     """
     found = _find(model, modules)
     if found is None or spec.style not in [s.style for s in found[1]]:
@@ -87,4 +94,4 @@ def apply_split(
         )
     for cut in spec.cuts:
         cut_in_place(model, cut, degree, member)
-    found[0].patch(model, modules, spec, degree, reduce)
+    found[0].patch(model, modules, spec, Place(degree, member, reduce))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..spec import Reduce, SplitSpec
 from .following import BATCH_NORMS, CONVOLUTIONS, bears_slices
-from .recipe import cuts_of
+from .hollow import Convolution, hollow_partial, make_hollow
+from .recipe import Place, cuts_of
 
 _PER_CHANNEL = {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}
 
@@ -24,7 +25,10 @@ class ConvolutionRecipe:
     def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
         """None for grouped convolutions."""
         first, *rest = (model.get_submodule(m) for m in modules)
-        if type(first) not in CONVOLUTIONS or first.groups != 1:
+        if type(first) not in CONVOLUTIONS:
+            return []
+        assert isinstance(first, CONVOLUTIONS)
+        if first.groups != 1:
             return []
         assert isinstance(first, CONVOLUTIONS)
         outputs, inputs = first.out_channels, first.in_channels
@@ -39,18 +43,24 @@ class ConvolutionRecipe:
         return found
 
     def patch(
-        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, degree: int, reduce: Reduce
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, place: Place
     ) -> None:
         """See ``Recipe.patch``."""
+        first = model.get_submodule(modules[0])
+        assert isinstance(first, CONVOLUTIONS)
         if spec.style == "row":
-            _patch_row(model.get_submodule(modules[0]), reduce)
+            _patch_row(first, place.reduce)
+        elif not first.weight.shape[0]:
+            for name in modules:
+                make_hollow(model.get_submodule(name))
 
 
-def _patch_row(module: nn.Module, reduce: Reduce) -> None:
-    assert isinstance(module, CONVOLUTIONS)
-
+def _patch_row(module: Convolution, reduce: Reduce) -> None:
     def forward(x: Tensor) -> Tensor:
-        total = reduce(module._conv_forward(x, module.weight, None))
+        if module.weight.shape[1]:
+            total = reduce(module._conv_forward(x, module.weight, None))
+        else:
+            total = reduce(hollow_partial(module, x))
         if module.bias is None:
             return total
         return total + module.bias.view(-1, *(1 for _ in module.kernel_size))

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...planner.ownership import feature_bounds
 from ..spec import ParameterCut, Reduce, SplitSpec
 from .following import bears_slices
+from .recipe import Place, qualified
 
 
 class EmbeddingRecipe:
@@ -24,12 +25,13 @@ class EmbeddingRecipe:
     def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
         """None where vectors are renormalised (that needs them whole) or gradients sparse."""
         first, *rest = (model.get_submodule(m) for m in modules)
-        if type(first) is not nn.Embedding or first.max_norm is not None or first.sparse:
+        if type(first) is not nn.Embedding:
             return []
-        if first.scale_grad_by_freq:
+        assert isinstance(first, nn.Embedding)
+        if first.max_norm is not None or first.sparse or first.scale_grad_by_freq:
             return []
         symbols, width = first.weight.shape
-        name = f"{modules[0]}.weight" if modules[0] else "weight"
+        name = qualified(modules[0], "weight")
         by_symbol = (ParameterCut(name, 0),)
         found = [SplitSpec("pair", symbols, True, width, -1, by_symbol)]
         if bears_slices(first, rest):
@@ -37,33 +39,29 @@ class EmbeddingRecipe:
         return found
 
     def patch(
-        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, degree: int, reduce: Reduce
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, place: Place
     ) -> None:
         """See ``Recipe.patch``."""
         if spec.style == "pair":
             module = model.get_submodule(modules[0])
             assert isinstance(module, nn.Embedding)
-            _patch_symbols(module, reduce)
+            first, _ = feature_bounds(module.num_embeddings, place.degree, place.member)
+            _patch_symbols(module, first, place.reduce)
 
 
-def _patch_symbols(module: nn.Embedding, reduce: Reduce) -> None:
-    _, _, degree, member = module.weight._meshwright_cut  # type: ignore[attr-defined]
-    size = -(-module.num_embeddings // degree)
-    start = min(member * size, module.num_embeddings)
+def _patch_symbols(module: nn.Embedding, first: int, reduce: Reduce) -> None:
+    """``first`` is the symbol whose vector is in row 0 of the member's slice."""
+    padding = None if module.padding_idx is None else module.padding_idx - first
 
     def forward(symbols: Tensor) -> Tensor:
         count = module.weight.shape[0]
-        local = symbols - start
+        local = symbols - first
         mine = (local >= 0) & (local < count)
-        if count:
-            padding = None if module.padding_idx is None else module.padding_idx - start
-            inside = padding is not None and 0 <= padding < count
-            vectors = F.embedding(
-                local.clamp(0, count - 1), module.weight, padding if inside else None
-            )
-        else:
-            shape = (*symbols.shape, module.weight.shape[1])
-            vectors = torch.zeros(shape, dtype=module.weight.dtype, device=symbols.device)
+        if count == 0:
+            zeros = module.weight.new_zeros(*symbols.shape, module.weight.shape[1])
+            return reduce(zeros + module.weight.sum())
+        inside = padding if padding is not None and 0 <= padding < count else None
+        vectors = F.embedding(local.clamp(0, count - 1), module.weight, inside)
         return reduce(vectors * mine.unsqueeze(-1))
 
     module.forward = forward  # type: ignore[method-assign, assignment]

@@ -24,7 +24,7 @@ PER_CHANNEL = (
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-_ACTIVATION_SUFFIXES = ("Activation", "GELU", "ReLU", "SiLU", "Swish")
+_ACTIVATION_SUFFIXES = ("Activation", "GELU", "GELUTanh", "ReLU", "SiLU", "Swish")
 
 
 def is_elementwise(module: nn.Module) -> bool:

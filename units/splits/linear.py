@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..spec import Reduce, SplitSpec
 from .following import bears_slices
-from .recipe import cuts_of
+from .recipe import Place, cuts_of
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -76,10 +76,10 @@ class LinearRecipe:
         return found
 
     def patch(
-        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, degree: int, reduce: Reduce
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, place: Place
     ) -> None:
         """See ``Recipe.patch``."""
         module = model.get_submodule(modules[0])
         sync_width(module)
         if spec.style == "row":
-            patch_row(module, reduce)
+            patch_row(module, place.reduce)

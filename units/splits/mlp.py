@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..spec import Reduce, SplitSpec
+from ..spec import SplitSpec
 from .following import is_elementwise
 from .linear import features_of, is_linear, out_dim, patch_row, sync_width
-from .recipe import cuts_of, qualified
+from .recipe import Place, cuts_of, qualified
 
 
 def layers_of(module: nn.Module) -> tuple[str, str] | None:
@@ -47,11 +47,11 @@ class MLPRecipe:
         return [SplitSpec("pair", inner, True, features_of(second)[1], -1, tuple(cuts))]
 
     def patch(
-        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, degree: int, reduce: Reduce
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, place: Place
     ) -> None:
         """See ``Recipe.patch``."""
         module = model.get_submodule(modules[0])
         found = layers_of(module)
         assert found is not None
         sync_width(module.get_submodule(found[0]))
-        patch_row(module.get_submodule(found[1]), reduce)
+        patch_row(module.get_submodule(found[1]), place.reduce)

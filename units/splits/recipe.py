@@ -12,16 +12,27 @@ The conventions that all recipes keep, for a member of a group:
   unit sees the member's own samples.
 - Nothing that draws random numbers runs on activations that all members hold, so dropout needs no
   shared seed: before the reduction members have different features, after it different samples.
+- A member whose slice is empty makes the same calls and the same graph as the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
 
 from ..spec import ParameterCut, Reduce, SplitSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Which member of a group this is, and how the group adds up partial sums."""
+
+    degree: int
+    member: int
+    reduce: Reduce
 
 
 class Recipe(Protocol):
@@ -31,10 +42,10 @@ class Recipe(Protocol):
         """The splits that the unit has, none if this recipe is not for it."""
 
     def patch(
-        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, degree: int, reduce: Reduce
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, place: Place
     ) -> None:
-        """Changes the modules of a unit whose parameters have been cut, so that they compute a
-        member's part."""
+        """Changes the modules of a unit whose parameters have just been cut, so that they compute a
+        member's part. Cut parameters have their new shapes, attributes of modules not yet."""
 
 
 def cuts_of(

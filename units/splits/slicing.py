@@ -16,8 +16,9 @@ _MARK = "_meshwright_cut"
 def slice_parameter(tensor: Tensor, cut: ParameterCut, degree: int, member: int) -> Tensor:
     """The slice of a whole parameter or buffer that a member holds, in memory of its own."""
     bounds = cut.bounds(tensor.shape[cut.dim], degree, member)
-    pieces = [tensor.narrow(cut.dim, left, right - left) for left, right in bounds]
-    return torch.cat(pieces, cut.dim) if len(pieces) > 1 else pieces[0].clone()
+    return torch.cat(
+        [tensor.narrow(cut.dim, left, right - left) for left, right in bounds], cut.dim
+    )
 
 
 def join_parameter(
@@ -37,11 +38,11 @@ def join_parameter(
 def cut_in_place(model: nn.Module, cut: ParameterCut, degree: int, member: int) -> None:
     """Replaces the content of a parameter or buffer by a member's slice; the object stays.
 
-    A parameter tied between units is cut by the first of them, and the others must agree.
+    A parameter tied between units is cut by the first of them, and the others must agree. A
+    gradient that is there would not fit any more and is refused.
     """
     holder, _, name = cut.name.rpartition(".")
-    module = model.get_submodule(holder)
-    tensor = getattr(module, name)
+    tensor: Tensor = getattr(model.get_submodule(holder), name)
     wanted = (cut.dim, cut.blocks, degree, member)
     if getattr(tensor, _MARK, wanted) != wanted:
         raise InputError(
@@ -50,10 +51,10 @@ def cut_in_place(model: nn.Module, cut: ParameterCut, degree: int, member: int) 
         )
     if hasattr(tensor, _MARK):
         return
-    shard = slice_parameter(tensor.detach(), cut, degree, member)
-    if isinstance(tensor, nn.Parameter):
-        tensor.data = shard
-        setattr(tensor, _MARK, wanted)
-    else:
-        setattr(shard, _MARK, wanted)
-        setattr(module, name, shard)
+    if tensor.grad is not None:
+        raise InputError(
+            f"parameter {cut.name!r} has a gradient of its undivided shape: "
+            "call zero_grad() before dividing it"
+        )
+    tensor.data = slice_parameter(tensor.detach(), cut, degree, member)
+    setattr(tensor, _MARK, wanted)
