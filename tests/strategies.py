@@ -1,5 +1,7 @@
 """Hypothesis strategies and small builders for the planner's nouns, shared by tests."""
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import strategies as st
 from meshwright.planner.capability import EVERYTHING
@@ -105,7 +107,7 @@ def chain_profile(units, bytes_per_sample=256.0, features=64, updates=()):
             gradient_bytes_per_sample=0.0 if a.kind == "input" else bytes_per_sample,
             features=features,
         )
-        for a, b in zip(units, units[1:], strict=False)
+        for a, b in pairwise(units)
     )
     return ModelProfile(
         target="test",

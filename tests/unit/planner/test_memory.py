@@ -1,5 +1,7 @@
 """The memory timeline against hand calculation, and what the simulation shows."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 from meshwright.planner.cost import BUCKET_BYTES, CostModel, Option
@@ -93,7 +95,9 @@ def test_interference_slows_what_overlaps():
     quiet = cluster(4, inter=1e8)
     noisy = cluster(4, inter=1e8, interference=msgspec.structs.replace(
         quiet.interference, compute_slowdown=1.5, communication_slowdown=1.2))  # fmt: skip
-    steps = [evaluate(chain_profile(units()), c, Goal(batch=64)) for c in (quiet, noisy)]
+    steps = [
+        evaluate(chain_profile(units()), c, Goal(batch=64), bucket_bytes=1) for c in (quiet, noisy)
+    ]
     assert steps[0].compute_s < steps[1].compute_s
     assert steps[0].step_s < steps[1].step_s
 
@@ -116,5 +120,5 @@ def test_spans_fill_the_step():
     assert max(s.end_s for s in done.simulation.spans) == pytest.approx(done.prediction.step_s)
     for resource in ("compute", "intra", "inter"):
         mine = [s for s in done.simulation.spans if s.resource == resource]
-        for before, after in zip(mine, mine[1:], strict=False):
+        for before, after in pairwise(mine):
             assert before.end_s <= after.start_s + 1e-12
