@@ -42,5 +42,5 @@ def software() -> tuple[tuple[str, str], ...]:
     return (
         ("meshwright", ours),
         ("python", platform.python_version()),
-        ("torch", torch.__version__),
+        ("torch", str(torch.__version__)),
     )

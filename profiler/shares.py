@@ -126,7 +126,7 @@ class ShareMeter:
     def _alternate(
         self, first: tuple[nn.Module, Call], second: tuple[nn.Module, Call], unit: UnitSpec
     ) -> tuple[Cost, Cost]:
-        """Both costs, measured in turn, so that a disturbance hits both. The first round warms up."""
+        """Both costs, measured in turn so that a disturbance hits both, after a warm-up round."""
         rounds = [
             tuple(cost_of(holder, unit, call, self._device) for holder, call in (first, second))
             for _ in range(ROUNDS + 1)
