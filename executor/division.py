@@ -133,13 +133,22 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
         spec = split_of(model, unit)
         cuts.update({c.name: (c.dim, c.blocks, unit.layout.degree) for c in spec.cuts})
     for same in names.values():
-        ways = {name: cuts.get(name) for name in same}
+        ways = {name: cuts.get(name) for name in same if not _only_kept(name, same)}
         if len(set(ways.values())) > 1:
             told = ", ".join(f"{n!r} {_way(way)}" for n, way in ways.items())
             raise InputError(
                 f"one parameter is divided in different ways by its uses ({told}): give all units "
                 "that share it one layout"
             )
+
+
+def _only_kept(name: str, same: list[str]) -> bool:
+    """Whether ``name`` is in a container of a module that has the parameter too: some models keep
+    a second name there, of what the module uses.
+    """
+    path = name.split(".")[:-1]
+    others = [other.split(".")[:-1] for other in same if other != name]
+    return any(len(other) > len(path) and other[: len(path)] == path for other in others)
 
 
 def _way(way: tuple[int, int, int] | None) -> str:

@@ -54,7 +54,7 @@ class Ranks:
     def __call__(
         self, function: Callable[..., Any], *args: Any, limit_s: float = 60.0, **kwargs: Any
     ) -> list[Any]:
-        """``function(rank, *args)`` of every rank; ``RankError`` with a traceback where one failed."""
+        """``function(rank, *args)`` of every rank; ``RankError`` where one failed."""
         outcomes = self.outcomes(function, *args, limit_s=limit_s, **kwargs)
         failed = [(r, o) for r, o in enumerate(outcomes) if o.kind]
         if failed:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from meshwright.executor.shards import aliases
 from meshwright.planner.goal import BatchStatistics, Goal
 from meshwright.planner.layout import Layout, Style
 from meshwright.planner.plan import Plan, Prediction, Provenance, UnitPlan
 from meshwright.units.discover import Discovery
-from meshwright.units.spec import UnitSpec
+from meshwright.units.spec import SplitSpec, UnitSpec
+from torch import nn
 
 NOTHING = Prediction(
     step_s=0.0,
@@ -101,16 +103,31 @@ def plan_for(
     return plan(world_size, units, **options)
 
 
-def by_columns_and_rows(degree: int, kinds: Sequence[str]) -> Callable[[UnitSpec], Choice]:
-    """Divides units of those kinds: blocks as pairs, others by columns and rows in turn."""
+def by_columns_and_rows(
+    model: nn.Module, degree: int, kinds: Sequence[str]
+) -> Callable[[UnitSpec], Choice]:
+    """Divides units of those kinds: blocks as pairs, others by columns and rows in turn; units that
+    share a parameter cut it alike."""
     turn = iter(range(10**6))
+    identity = {name: ids for ids, names in aliases(model).items() for name in names}
+    cut: dict[int, tuple[int, int]] = {}
+
+    def fits(split: SplitSpec) -> bool:
+        ways = [(identity[c.name], (c.dim, c.blocks)) for c in split.cuts]
+        return all(cut.get(ids, way) == way for ids, way in ways)
 
     def choose(unit: UnitSpec) -> Choice:
-        if unit.kind not in kinds or not unit.splits:
+        if unit.kind not in kinds:
             return 1, "none"
-        if unit.split("pair") is not None and unit.kind != "embedding":
-            return degree, "pair"
-        order: list[Style] = ["column", "row"] if next(turn) % 2 == 0 else ["row", "column"]
-        return degree, next(s for s in order if unit.split(s) is not None)
+        odd = next(turn) % 2
+        styles: list[Style] = ["pair", "row", "column"] if odd else ["pair", "column", "row"]
+        if unit.kind == "embedding" and odd:
+            styles = ["column", "pair"]
+        for style in styles:
+            split = unit.split(style)
+            if split is not None and fits(split):
+                cut.update({identity[c.name]: (c.dim, c.blocks) for c in split.cuts})
+                return degree, style
+        return 1, "none"
 
     return choose

@@ -158,9 +158,7 @@ CASES: dict[str, Case] = {
 def loss(output: Tensor, target: Tensor) -> Tensor:
     """Mean over samples, the same weight for each of a sample's outputs."""
     return F.cross_entropy(output.flatten(1)[:, :3] + output.flatten(1).sum(1, True), target) + (
-        output.flatten(1).square().mean() * 0.1
-        if output.shape[0]
-        else output.sum()
+        output.flatten(1).square().mean() * 0.1 if output.shape[0] else output.sum()
     )
 
 
