@@ -53,8 +53,8 @@ EVERYTHING = Capability(
     early_release=True,
     micro_batches=True,
 )
-"""All that a decision can say: the bounds of a hypothetical plan. The cost model refuses by name what
-it does not know yet."""
+"""All that a decision can say: the bounds of a hypothetical plan. The cost model refuses by name
+what it does not know yet."""
 
 PLAIN = Capability(
     styles=("none", "column", "row", "pair"),

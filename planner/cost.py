@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from .capability import Capability, degrees
 from .cluster import Cluster
 from .collectives import (
     Fabric,
@@ -30,27 +29,17 @@ from .collectives import (
     reduce_scatter_s,
     rings,
 )
-from .errors import InputError
 from .goal import Goal
-from .layout import Layout, Style, data_parallel
+from .layout import Layout, data_parallel
 from .movement import Moved, moved, moved_s
+from .options import Decisions, Option, refuse_unmodelled, tied_units
 from .ownership import Held, entry, exit_
-from .plan import ExchangePolicy, MemoryPolicy
-from .profile import EdgeProfile, ModelProfile, ParameterProfile, UnitProfile
+from .profile import EdgeProfile, ModelProfile, ParameterProfile
 from .shares import backward_s, batch_counts, busiest_samples, forward_s, shard_bytes
 from .step import LINKS, Chain, empty_chain
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
-
-
-class Option(NamedTuple):
-    """One choice for a unit."""
-
-    layout: Layout
-    style: Style = "none"
-    memory: MemoryPolicy = "keep"
-    exchange: ExchangePolicy = "dense"
 
 
 class OnLink(NamedTuple):
@@ -84,10 +73,6 @@ class EdgeCost(NamedTuple):
     forward: OnLink
     backward: OnLink
     received_bytes: float
-
-
-Decisions = tuple[Option, ...]
-"""One option for each unit of a profile, in its order."""
 
 
 class CostModel:
@@ -298,52 +283,3 @@ class CostModel:
             cost = self.edge(e, decisions[self.ends[e][0]], decisions[k])
             chain.entry_forward_s[cost.forward.link, k] += cost.forward.seconds
             chain.entry_backward_s[cost.backward.link, k] += cost.backward.seconds
-
-
-def tied_units(profile: ModelProfile) -> tuple[tuple[int, ...], ...]:
-    """For each unit the units tied to it by shared parameters, directly or through others."""
-    home = list(range(len(profile.units)))
-    first: dict[str, int] = {}
-    for k, unit in enumerate(profile.units):
-        for name in {p.shared for p in unit.parameters}:
-            a, b = home[first.setdefault(name, k)], home[k]
-            home = [min(a, b) if h in (a, b) else h for h in home]
-    return tuple(tuple(i for i, h in enumerate(home) if h == home[k]) for k in range(len(home)))
-
-
-def refuse_unmodelled(unit: UnitProfile, option: Option) -> None:
-    """Raises for a policy that the cost model does not know."""
-    if option.memory != "keep" or option.exchange != "dense":
-        what = option.memory if option.memory != "keep" else option.exchange
-        raise InputError(
-            f"unit {unit.name!r} asks for {what!r}, which the cost model does not know yet: "
-            "use memory 'keep' and exchange 'dense'"
-        )
-
-
-def allowed(model: CostModel, k: int, option: Option, capability: Capability) -> bool:
-    """Whether unit ``k`` may have ``option`` by itself (ties are checked by ``ties_agree``)."""
-    unit, layout = model.profile.units[k], option.layout
-    home = data_parallel(model.world_size)
-    if unit.fixed or (unit.batch_statistics and model.goal.batch_statistics == "local"):
-        return layout == home and option.style == "none"
-    return (
-        layout.first + layout.size <= model.world_size
-        and capability.allows(layout, model.world_size)
-        and option.style in capability.styles
-        and degrees(unit, option.style, layout.degree)
-    )
-
-
-def ties_agree(model: CostModel, units: Sequence[int], options: Sequence[Option]) -> bool:
-    """Whether tied units share one layout and cut each shared parameter along one dimension."""
-    if len({o.layout for o in options}) > 1:
-        return False
-    cuts: dict[str, set[int | None]] = {}
-    for k, option in zip(units, options, strict=True):
-        unit = model.profile.units[k]
-        split = unit.split(option.style) if option.layout.degree > 1 else None
-        sharded: dict[str, int] = dict(split.sharded) if split else {}
-        for parameter in unit.parameters:
-            cuts.setdefault(parameter.shared, set()).add(sharded.get(parameter.shared))
-    return all(len(dims) == 1 for dims in cuts.values())

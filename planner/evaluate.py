@@ -15,12 +15,13 @@ import msgspec
 
 from .capability import PLAIN, Capability
 from .cluster import Cluster
-from .cost import BUCKET_BYTES, CostModel, Decisions, Option
+from .cost import BUCKET_BYTES, CostModel
 from .errors import InputError
 from .goal import Goal
 from .layout import data_parallel
 from .memory import Holding, MemoryModel, MemoryPoint, peak_bytes, position_classes, timeline
 from .noun import fingerprint
+from .options import Decisions, Option
 from .plan import Plan, Prediction, Provenance, UnitPlan
 from .profile import ModelProfile
 from .schedule import ScheduleName, Step, step_of

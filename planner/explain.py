@@ -11,12 +11,13 @@ from typing import Literal, NamedTuple
 
 from .capability import PLAIN, Capability
 from .cluster import Cluster
-from .cost import CostModel, Decisions, Option
+from .cost import CostModel
 from .errors import InputError
 from .evaluate import Evaluation, decisions_of, evaluation, excess
 from .layout import Layout, Style
 from .memory import MemoryModel
 from .noun import Bytes, Index, Noun, Seconds
+from .options import Decisions, Option
 from .plan import Plan
 from .profile import ModelProfile
 from .schedule import ScheduleName

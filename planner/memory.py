@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .cost import CostModel, Option, refuse_unmodelled
+from .cost import CostModel
 from .layout import Layout
+from .options import Option, refuse_unmodelled
 from .ownership import group_bounds
 from .shares import Quantity, share_of
 from .step import Vector

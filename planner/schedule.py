@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Literal, NamedTuple
 
-from .cost import CostModel, OnLink, Option
+from .cost import CostModel, OnLink
 from .layout import Layout
+from .options import Option
 from .step import LINKS, Chain, LinkMatrix
 
 ScheduleName = Literal["barrier", "priority"]

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from .capability import Capability
-from .cost import CostModel, Decisions, Option, allowed, ties_agree
+from .cost import CostModel
 from .evaluate import limits_bytes
 from .layout import Layout, Style, lattice
 from .memory import Holding, MemoryModel, group_samples, peak_bytes
+from .options import Decisions, Option, allowed, ties_agree
 from .schedule import ScheduleName
 from .step import barrier_step, priority_step
 
@@ -50,6 +51,7 @@ class Space:
     @cached_property
     def options(self) -> tuple[tuple[Option, ...], ...]:
         """The options of each unit by itself."""
+        world = self.model.world_size
         every = [
             Option(layout, style)
             for layout in self.layouts
@@ -57,13 +59,13 @@ class Space:
             if (style == "none") == (layout.degree == 1)
         ]
         return tuple(
-            tuple(o for o in every if allowed(self.model, k, o, self.capability))
-            for k in range(len(self.model.profile.units))
+            tuple(o for o in every if allowed(u, o, self.model.goal, self.capability, world))
+            for u in self.model.profile.units
         )
 
     def tied(self, k: int, option: Option) -> dict[int, Option] | None:
         """The options of all units tied to ``k`` if it takes ``option``; None if they cannot."""
-        units = self.model.ties[k]
+        units, profiles = self.model.ties[k], self.model.profile.units
         chosen = {k: option}
         if len(units) == 1:
             return chosen
@@ -73,13 +75,14 @@ class Space:
             fitting = (
                 o
                 for o in self.options[other]
-                if o.layout == option.layout and ties_agree(self.model, (k, other), (option, o))
+                if o.layout == option.layout
+                and ties_agree((profiles[k], profiles[other]), (option, o))
             )
             found = next(fitting, None)
             if found is None:
                 return None
             chosen[other] = found
-        return chosen if ties_agree(self.model, list(chosen), list(chosen.values())) else None
+        return chosen if ties_agree([profiles[u] for u in chosen], list(chosen.values())) else None
 
 
 class Point:

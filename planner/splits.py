@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from .cost import CostModel, Decisions, Option
+from .cost import CostModel
 from .evaluate import (
     Evaluation,
     Excess,
@@ -27,6 +27,7 @@ from .evaluate import (
 )
 from .layout import Layout, Style
 from .memory import MemoryModel
+from .options import Decisions, Option
 from .placement import place
 from .search import Point, Score, Space
 from .solver import Problem

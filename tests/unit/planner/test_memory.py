@@ -4,11 +4,12 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from meshwright.planner.cost import BUCKET_BYTES, CostModel, Option
+from meshwright.planner.cost import BUCKET_BYTES, CostModel
 from meshwright.planner.evaluate import evaluate, evaluation, excess, rank_memory
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout, data_parallel
 from meshwright.planner.memory import BUCKETS_IN_FLIGHT, group_samples, position_classes
+from meshwright.planner.options import Option
 
 from tests.strategies import chain_profile, cluster, linear
 

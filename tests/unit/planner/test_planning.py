@@ -6,11 +6,12 @@ import msgspec
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from meshwright.planner.cost import CostModel, Option
+from meshwright.planner.cost import CostModel
 from meshwright.planner.curve import proportional
 from meshwright.planner.evaluate import evaluation, is_data_parallel
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout, data_parallel
+from meshwright.planner.options import Option
 from meshwright.planner.solver import Problem, solve
 from meshwright.profiler.tables import load_table
 

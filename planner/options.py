@@ -1,0 +1,75 @@
+"""What can be decided of a unit, and which decisions go together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .capability import Capability, degrees
+from .errors import InputError
+from .goal import Goal
+from .layout import Layout, Style, data_parallel
+from .plan import ExchangePolicy, MemoryPolicy
+from .profile import ModelProfile, UnitProfile
+
+
+class Option(NamedTuple):
+    """One choice for a unit."""
+
+    layout: Layout
+    style: Style = "none"
+    memory: MemoryPolicy = "keep"
+    exchange: ExchangePolicy = "dense"
+
+
+Decisions = tuple[Option, ...]
+"""One option for each unit of a profile, in its order."""
+
+
+def tied_units(profile: ModelProfile) -> tuple[tuple[int, ...], ...]:
+    """For each unit the units tied to it by shared parameters, directly or through others."""
+    home = list(range(len(profile.units)))
+    first: dict[str, int] = {}
+    for k, unit in enumerate(profile.units):
+        for name in {p.shared for p in unit.parameters}:
+            a, b = home[first.setdefault(name, k)], home[k]
+            home = [min(a, b) if h in (a, b) else h for h in home]
+    return tuple(tuple(i for i, h in enumerate(home) if h == home[k]) for k in range(len(home)))
+
+
+def refuse_unmodelled(unit: UnitProfile, option: Option) -> None:
+    """Raises for a policy that the cost model does not know."""
+    if option.memory != "keep" or option.exchange != "dense":
+        what = option.memory if option.memory != "keep" else option.exchange
+        raise InputError(
+            f"unit {unit.name!r} asks for {what!r}, which the cost model does not know yet: "
+            "use memory 'keep' and exchange 'dense'"
+        )
+
+
+def allowed(
+    unit: UnitProfile, option: Option, goal: Goal, capability: Capability, world_size: int
+) -> bool:
+    """Whether a unit may have ``option`` by itself (ties are checked by ``ties_agree``)."""
+    layout = option.layout
+    if unit.fixed or (unit.batch_statistics and goal.batch_statistics == "local"):
+        return layout == data_parallel(world_size) and option.style == "none"
+    return (
+        layout.first + layout.size <= world_size
+        and capability.allows(layout, world_size)
+        and option.style in capability.styles
+        and degrees(unit, option.style, layout.degree)
+    )
+
+
+def ties_agree(units: Sequence[UnitProfile], options: Sequence[Option]) -> bool:
+    """Whether tied units share one layout and cut each shared parameter along one dimension."""
+    if len({o.layout for o in options}) > 1:
+        return False
+    cuts: dict[str, set[int | None]] = {}
+    for unit, option in zip(units, options, strict=True):
+        split = unit.split(option.style) if option.layout.degree > 1 else None
+        sharded: dict[str, int] = dict(split.sharded) if split else {}
+        for parameter in unit.parameters:
+            cuts.setdefault(parameter.shared, set()).add(sharded.get(parameter.shared))
+    return all(len(dims) == 1 for dims in cuts.values())
