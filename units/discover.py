@@ -7,20 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # torch has no public name for it
+from torch import nn
 
 from ..planner.profile import UnitKind
 from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, pruned
-from .preserve import preserved
 from .replay import Call, capture
-from .select import Run, select_runs, unused_parameters
+from .select import Run, draws_early, parameters_used_outside, select_runs, unused_parameters
 from .spec import SplitSpec, UnitSpec
 from .splits import find_splits, guessed
 from .splits.check import holds
 from .splits.following import BATCH_NORMS
 from .trace import Trace, record
 from .workload import Batch
+
+_TRIED_SAMPLES = 3
+_BLOCKS = ("attention", "mlp")
 
 
 @dataclass(frozen=True)
@@ -66,33 +67,44 @@ def discover(
     """
     other = other or another_size(batch)
     traces = record(model, batch), record(model, other)
-    runs = [select_runs(model, trace) for trace in traces]
-    flows = [flow_of(trace, r) for trace, r in zip(traces, runs, strict=True)]
-    slopes = _slopes(flows[0], flows[1], batch.size - other.size)
+    trial = _Trial(model, batch) if check else None
+    refused: set[str] = set()
+    while True:
+        runs = [select_runs(model, trace, refused) for trace in traces]
+        flows = [flow_of(trace, r) for trace, r in zip(traces, runs, strict=True)]
+        specs = _specs(model, traces, runs, flows[0])
+        kept = {n: trial.checked(u) for n, u in specs.items()} if trial else specs
+        # A module that only looks like attention or an MLP has better chances in its parts.
+        lost = {
+            n for n, u in specs.items() if u.kind in _BLOCKS and u.splits and not kept[n].splits
+        }
+        if lost <= refused:
+            return _discovery(model, runs[0], flows, kept, batch.size - other.size)
+        refused |= lost
+
+
+def _discovery(
+    model: nn.Module,
+    runs: list[Run],
+    flows: Sequence[Flow],
+    specs: dict[str, UnitSpec],
+    samples: int,
+) -> Discovery:
+    """Puts units and edges together; the flows differ by so many ``samples``."""
+    slopes = _slopes(flows[0], flows[1], samples)
     nodes, ends = pruned(flows[0], {e for e, (whole, _) in slopes.items() if whole > 0})
     names = {node: node for node in nodes}
     glue = [node for node in nodes if node.startswith(GLUE)]
     names.update({node: f"{GLUE}{i}" for i, node in enumerate(glue)})
-    specs = _specs(model, traces, runs, flows[0])
-    if check:
-        specs = _checked(model, specs, batch if batch.size <= 4 else batch.slice(0, 3))
     units = tuple(specs[n] if n in specs else _fixed(names[n]) for n in nodes)
     edges = tuple(_edge(e, slopes[e], names, specs) for e in ends)
-    return Discovery(units, edges, unused_parameters(model, runs[0]), fingerprint(model, units))
+    return Discovery(units, edges, unused_parameters(model, runs), fingerprint(model, units))
 
 
 def another_size(batch: Batch) -> Batch:
-    """A batch of another size than ``batch``, of the same samples."""
-    if batch.size > 1:
-        return batch.slice(0, batch.size - 1)
-
-    def twice(t: Tensor) -> Tensor:
-        return torch.cat([t, t]) if t.ndim and t.shape[0] == batch.size else t
-
-    args, kwargs, target = pytree.tree_map_only(
-        Tensor, twice, (batch.args, dict(batch.kwargs), batch.target)
-    )
-    return Batch(args=args, target=target, kwargs=kwargs)
+    """A batch of one sample more than ``batch``, of the same samples. (One less could be one, which
+    batch normalisation refuses.)"""
+    return batch.take(torch.arange(batch.size + 1) % batch.size)
 
 
 def fingerprint(model: nn.Module, units: Sequence[UnitSpec]) -> str:
@@ -115,7 +127,7 @@ def _slopes(flow: Flow, other: Flow, samples: int) -> dict[Ends, tuple[float, fl
         if ends in other.edges:
             whole = (flow.bytes(ends) - other.bytes(ends)) / samples
             back = (flow.gradient_bytes(ends) - other.gradient_bytes(ends)) / samples
-            found[ends] = (max(whole, 0.0), max(back, 0.0))
+            found[ends] = (max(0.0, whole), max(0.0, back))
     return found
 
 
@@ -139,12 +151,19 @@ def _specs(
     found = {}
     twins = {run.name: run for run in runs[1]}
     sizes = [trace.size for trace in traces]
+    shared = parameters_used_outside(model, traces[0], runs[0])
     for run in runs[0]:
         twin = twins.get(run.name)
         batched = _batched(run, twin, sizes)
         modules = [model.get_submodule(name) for name in run.modules]
-        plain = batched and _leaves_samples(run, twin, sizes, flow) and run.name not in flow.inside
-        splits = find_splits(model, run.modules) if plain else ()
+        own = {id(p) for m in modules for p in m.parameters()}
+        plain = (
+            _leaves_samples(run, twin, sizes, flow)
+            and run.name not in flow.inside
+            and not own & shared
+            and not draws_early(traces[0], run)
+        )
+        splits = find_splits(model, run.modules) if batched and plain else ()
         found[run.name] = UnitSpec(
             name=run.name,
             kind=run.kind,
@@ -186,43 +205,37 @@ def _leaves_samples(run: Run, twin: Run | None, sizes: Sequence[int], flow: Flow
 
 
 def _fits(run: Run, split: SplitSpec) -> bool:
-    """Whether a split suits the tensors that the unit was seen with."""
-    outputs = [s for s in run.calls[-1].outputs if s is not None]
-    if split.style == "column":  # all that leaves must be sliced
-        return len(outputs) == 1 and len(outputs[0].shape) > 1
-    return True
+    """Whether a split suits the tensors that the unit was seen with: its features are not what
+    dim 0 counts, and the input that a row split slices comes first."""
+    given, made = run.calls[0].inputs[0], run.calls[-1].outputs[0]
+    if given is None or made is None:
+        return False
+    tensor = given if split.style == "row" else made
+    return len(tensor.shape) > 1 and len(tensor.shape) > split.feature_dim
 
 
-def _checked(model: nn.Module, specs: dict[str, UnitSpec], batch: Batch) -> dict[str, UnitSpec]:
-    """The units with those splits only that compute what the whole unit does."""
-    tried: dict[tuple[object, ...], bool] = {}
-    calls: dict[str, Call] = {}
-    if batch.size < 2:
-        batch = another_size(batch)
-    dividable = [u for u in specs.values() if u.splits and guessed(model, u.modules)]
-    calls = capture(model, batch, dividable)
-    found = dict(specs)
-    for unit in dividable:
-        with preserved(model):
-            kept = tuple(s for s in unit.splits if _holds(model, unit, s, calls[unit.name], tried))
-        found[unit.name] = replace(unit, splits=kept)
-    return found
+class _Trial:
+    """Tries splits of a model's units on the inputs that they get in its forward."""
 
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        self.model = model
+        self.batch = batch if batch.size <= _TRIED_SAMPLES else batch.slice(0, _TRIED_SAMPLES)
+        self._tried: dict[tuple[object, ...], bool] = {}
 
-def _holds(
-    model: nn.Module,
-    unit: UnitSpec,
-    split: SplitSpec,
-    call: Call,
-    tried: dict[tuple[object, ...], bool],
-) -> bool:
-    """``check.holds``, once for each kind of unit: equal modules on equal shapes behave alike."""
-    modules = [model.get_submodule(name) for name in unit.modules]
-    shapes = [(tuple(p.shape), p.requires_grad) for module in modules for p in module.parameters()]
-    types = [type(x) for module in modules for x in module.modules()]
-    inputs = [tuple(t.shape[1:]) for t in call.tensors()]
-    key = (split.style, split.parts, *map(str, types), *map(str, shapes), *map(str, inputs))
-    if key not in tried:
-        degree = next((d for d in (2, 3, 5, 7) if split.uneven or split.parts % d == 0), 0)
-        tried[key] = bool(degree) and holds(model, unit, split, call, degree)
-    return tried[key]
+    def checked(self, unit: UnitSpec) -> UnitSpec:
+        """The unit with those splits only that compute what the whole unit does."""
+        if not unit.splits or not guessed(self.model, unit.modules):
+            return unit
+        call = capture(self.model, self.batch, [unit])[unit.name]
+        return replace(unit, splits=tuple(s for s in unit.splits if self._holds(unit, s, call)))
+
+    def _holds(self, unit: UnitSpec, split: SplitSpec, call: Call) -> bool:
+        """``check.holds``, once for each kind of unit: equal modules on equal shapes behave
+        alike."""
+        modules = [self.model.get_submodule(name) for name in unit.modules]
+        inside = [(repr(m), [tuple(p.shape) for p in m.parameters()]) for m in modules]
+        key = (split.style, split.parts, str(inside), str([t.shape for t in call.tensors()]))
+        if key not in self._tried:
+            degree = next((d for d in (2, 3, 5, 7) if split.uneven or split.parts % d == 0), 0)
+            self._tried[key] = bool(degree) and holds(self.model, unit, split, call, degree)
+        return self._tried[key]

@@ -1,14 +1,14 @@
 """Which submodules are the units of a model.
 
 A unit is the smallest piece that can get a decision of its own: called once in a forward, entered
-and left through known tensors, and no parameter of it used from outside. From the model downwards a
-module is entered as long as everything in it that has parameters is called exactly once and its
-own code uses no parameter itself. Attention and MLP modules with a known recipe stay whole.
+and left through known tensors. From the model downwards a module is entered as long as everything
+in it that has parameters is called exactly once and its own code uses no parameter but theirs.
+Attention and MLP modules with a known recipe stay whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from .splits import block_kind
 from .splits.following import BATCH_NORMS, CONVOLUTIONS, may_follow
 from .splits.linear import is_linear
 from .trace import Event, Seen, Trace
+
+_RANDOM = ("dropout", "alpha_dropout", "feature_", "bernoulli", "rand", "normal", "uniform")
+"""How the names of torch's operations that draw random numbers begin."""
 
 
 @dataclass(frozen=True)
@@ -45,23 +48,28 @@ class Run:
         return self.calls[-1].end
 
 
-def select_runs(model: nn.Module, trace: Trace) -> list[Run]:
-    """The units of a model in the order in which a forward calls them."""
-    chosen = dict(_units(model, trace, ""))
+def select_runs(model: nn.Module, trace: Trace, refused: Collection[str] = ()) -> list[Run]:
+    """The units of a model in the order in which a forward calls them.
+
+    ``refused`` names modules that look as if a recipe knew them and do not stay whole for that.
+    """
+    chosen = dict(_units(model, trace, "", refused))
     calls = sorted((trace.calls(name)[0] for name in chosen), key=lambda e: e.index)
     return _merge(model, trace, [Run(chosen[c.module or ""], (c,)) for c in calls])
 
 
-def _units(model: nn.Module, trace: Trace, name: str) -> Iterator[tuple[str, UnitKind]]:
+def _units(
+    model: nn.Module, trace: Trace, name: str, refused: Collection[str]
+) -> Iterator[tuple[str, UnitKind]]:
     """The units at or below a called module that has parameters."""
     module = model.get_submodule(name)
-    kind = block_kind(model, name) if name else None
+    kind = block_kind(model, name) if name and name not in refused else None
     children = list(_called_children(model, trace, name))
     if kind is not None or not children or not _enterable(model, trace, name, children):
-        yield name, kind or kind_of(module)  # type: ignore[misc]
+        yield name, kind or kind_of(module)
         return
     for child in children:
-        yield from _units(model, trace, child)
+        yield from _units(model, trace, child, refused)
 
 
 def _called_children(model: nn.Module, trace: Trace, name: str) -> Iterator[str]:
@@ -77,15 +85,53 @@ def _called_children(model: nn.Module, trace: Trace, name: str) -> Iterator[str]
 
 
 def _enterable(model: nn.Module, trace: Trace, name: str, children: list[str]) -> bool:
-    """Whether a module's parameters are used inside ``children`` only, each called once."""
+    """Whether a module has parameters in ``children`` only (as far as it uses them), each of which
+    is called once. Its own code may use theirs, as output layers use an embedding's.
+    """
     if any(len(trace.calls(child)) != 1 for child in children):
         return False
     inside = set(children)
+    theirs = {id(p) for child in children for p in model.get_submodule(child).parameters()}
     return all(
         inside & set(event.stack)
+        or theirs.issuperset(id(model.get_parameter(p)) for p in event.parameters)
         for event in trace.events
-        if event.parameters and event.module is None and (not name or name in event.stack)
+        if event.parameters and (not name or name in event.stack)
     )
+
+
+def parameters_used_outside(model: nn.Module, trace: Trace, runs: list[Run]) -> set[int]:
+    """Identities of the parameters that are used where they are not registered: outside of units,
+    or in a unit that does not have them. They cannot be divided.
+    """
+    owned = [
+        (
+            run.start,
+            run.end,
+            {id(p) for m in run.modules for p in model.get_submodule(m).parameters()},
+        )
+        for run in runs
+    ]
+    found: set[int] = set()
+    for event in trace.events:
+        used = {id(model.get_parameter(p)) for p in event.parameters}
+        for start, end, own in owned:
+            if start <= event.index < end:
+                used -= own
+        found |= used
+    return found
+
+
+def draws_early(trace: Trace, run: Run) -> bool:
+    """Whether a unit draws random numbers (dropout) before it uses a parameter: every member of a
+    group would draw them for itself, on an input that all have alike.
+    """
+    for event in trace.events[run.start : run.end]:
+        if event.parameters:
+            return False
+        if event.module is None and event.name.startswith(_RANDOM):
+            return True
+    return False
 
 
 def kind_of(module: nn.Module) -> UnitKind:
@@ -98,6 +144,8 @@ def kind_of(module: nn.Module) -> UnitKind:
         return "embedding"
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return "recurrent"
+    if isinstance(module, nn.MultiheadAttention):
+        return "attention"
     leaf = next(module.children(), None) is None
     return "norm" if leaf and "Norm" in type(module).__name__ else "other"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,9 +25,12 @@ from .workload import Batch
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor at one moment. ``key`` tells it apart from all others of the forward."""
+    """A tensor at one moment. ``key`` tells it apart from all others of the forward; views of one
+    memory have the same ``storage``.
+    """
 
     key: int
+    storage: int
     shape: tuple[int, ...]
     bytes: int
     gradient: bool
@@ -36,12 +40,14 @@ class Seen:
 class Event:
     """An operation of torch, or a module's call, whose events lie between ``index`` and ``end``.
 
+    ``module`` is the module's name, None for an operation; ``name`` is the operation's.
     ``inputs`` and ``outputs`` keep the places of leaves that are no tensors, as None. ``stack`` are
     the names of the modules in whose call it happens, the model itself (``""``) first.
     """
 
     index: int
     module: str | None
+    name: str
     stack: tuple[str, ...]
     inputs: list[Seen | None]
     outputs: list[Seen | None] = field(default_factory=list)
@@ -60,7 +66,15 @@ class Trace:
 
     def calls(self, module: str) -> list[Event]:
         """The calls of a module."""
-        return [e for e in self.events if e.module == module]
+        return self._calls.get(module, [])
+
+    @cached_property
+    def _calls(self) -> dict[str, list[Event]]:
+        found: dict[str, list[Event]] = {}
+        for event in self.events:
+            if event.module is not None:
+                found.setdefault(event.module, []).append(event)
+        return found
 
 
 class _Recorder(TorchFunctionMode):
@@ -82,14 +96,14 @@ class _Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             gradient = tensor.requires_grad and tensor.is_floating_point()
             size = tensor.numel() * tensor.element_size()
-            return Seen(id(tensor), tuple(tensor.shape), size, gradient)
+            return Seen(id(tensor), _storage(tensor), tuple(tensor.shape), size, gradient)
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(e.module for e in self.stack if e.module is not None)
 
     def enter(self, name: str, args: Any, kwargs: Any) -> None:
-        event = Event(len(self.events), name, self.names, self.seen((args, kwargs)))
+        event = Event(len(self.events), name, "", self.names, self.seen((args, kwargs)))
         self.events.append(event)
         self.stack.append(event)
 
@@ -106,10 +120,18 @@ class _Recorder(TorchFunctionMode):
         if any(outputs):
             inputs = self.seen((args, kwargs or {}))
             used = [self._names[s.key] for s in inputs if s and s.key in self._names]
-            event = Event(len(self.events), None, self.names, inputs, outputs, tuple(used))
+            name = getattr(func, "__name__", "")
+            event = Event(len(self.events), None, name, self.names, inputs, outputs, tuple(used))
             event.end = len(self.events) + 1
             self.events.append(event)
         return result
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)  # a kind of tensor without memory of its own, which has no views
 
 
 @contextmanager
@@ -135,10 +157,13 @@ def _hooked(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 def record(model: nn.Module, batch: Batch) -> Trace:
     """The trace of one forward of the model on ``batch``; the model is left as it was.
 
+    A model in evaluation mode is traced in training mode, as that is how it will be run.
     Raises ``InputError`` with the model's own error where it fails on its batch.
     """
     recorder = _Recorder(model)
     with preserved(model), torch.enable_grad():
+        if not model.training:
+            model.train()
         try:
             with _hooked(model, recorder), recorder:
                 model(*batch.args, **batch.kwargs)

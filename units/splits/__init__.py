@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ...planner.errors import InputError
+from ...planner.profile import UnitKind
 from ..spec import Reduce, SplitSpec
 from .attention import AttentionRecipe
 from .convolution import ConvolutionRecipe
@@ -14,6 +15,7 @@ from .embedding import EmbeddingRecipe
 from .following import is_lookalike
 from .linear import LinearRecipe
 from .mlp import MLPRecipe
+from .multihead import MultiheadRecipe
 from .recipe import Place, Recipe
 from .slicing import cut_in_place, join_parameter, slice_parameter
 
@@ -26,19 +28,19 @@ __all__ = [
     "slice_parameter",
 ]
 
-BLOCKS: dict[str, Recipe] = {"attention": AttentionRecipe(), "mlp": MLPRecipe()}
-"""Recipes for modules with children, which become one unit because of them. They go by names."""
+BLOCKS: tuple[tuple[UnitKind, Recipe], ...] = (
+    ("attention", MultiheadRecipe()),
+    ("attention", AttentionRecipe()),
+    ("mlp", MLPRecipe()),
+)
+"""Recipes for modules with children, which become one unit because of them."""
 
-LEAVES: dict[str, Recipe] = {
-    "linear": LinearRecipe(),
-    "embedding": EmbeddingRecipe(),
-    "conv": ConvolutionRecipe(),
-}
+LEAVES: tuple[Recipe, ...] = (LinearRecipe(), EmbeddingRecipe(), ConvolutionRecipe())
 
 
-def block_kind(model: nn.Module, module: str) -> str | None:
+def block_kind(model: nn.Module, module: str) -> UnitKind | None:
     """The kind of unit that a module with children is as a whole, None if it is not known."""
-    return next((k for k, recipe in BLOCKS.items() if recipe.specs(model, [module])), None)
+    return next((kind for kind, recipe in BLOCKS if recipe.specs(model, [module])), None)
 
 
 def find_splits(model: nn.Module, modules: Sequence[str]) -> tuple[SplitSpec, ...]:
@@ -54,13 +56,13 @@ def find_splits(model: nn.Module, modules: Sequence[str]) -> tuple[SplitSpec, ..
 
 def guessed(model: nn.Module, modules: Sequence[str]) -> bool:
     """Whether ``find_splits`` goes by names and shapes here, not by types that it knows."""
-    if any(recipe.specs(model, modules) for recipe in BLOCKS.values()):
+    if any(recipe.specs(model, modules) for _, recipe in BLOCKS):
         return True
     return any(is_lookalike(model.get_submodule(name)) for name in modules[1:])
 
 
 def _find(model: nn.Module, modules: Sequence[str]) -> tuple[Recipe, tuple[SplitSpec, ...]] | None:
-    for recipe in (*BLOCKS.values(), *LEAVES.values()):
+    for recipe in (*(recipe for _, recipe in BLOCKS), *LEAVES):
         specs = tuple(s for s in recipe.specs(model, modules) if s.parts > 1)
         if specs:
             return recipe, specs

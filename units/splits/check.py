@@ -22,6 +22,8 @@ from . import apply_split
 from .slicing import slice_parameter
 
 _WAIT_S = 60.0
+_SPREAD = 0.2
+"""Standard deviation of the parameters that a split is tried with."""
 
 
 class _Meeting:
@@ -73,7 +75,7 @@ def run_members(
             return meeting.reduce(index, partial)
 
         apply_split(member.model, unit.modules, spec, degree, index, reduce)
-        given = _given(unit, spec, call, degree, index)
+        given = member_call(unit, spec, call, degree, index)
         threads.append(threading.Thread(target=_work, args=(member, given, meeting), daemon=True))
     for thread in threads:
         thread.start()
@@ -93,7 +95,7 @@ def _work(member: Member, call: Call, meeting: _Meeting) -> None:
         meeting.abort()
 
 
-def _given(unit: UnitSpec, spec: SplitSpec, call: Call, degree: int, member: int) -> Call:
+def member_call(unit: UnitSpec, spec: SplitSpec, call: Call, degree: int, member: int) -> Call:
     """The call as a member gets it: whole, or with its slice of the first input's features."""
     if spec.style != "row":
         return call
@@ -121,13 +123,15 @@ def holds(model: nn.Module, unit: UnitSpec, spec: SplitSpec, call: Call, degree:
     if not spec.uneven and spec.parts % degree:
         return False
     try:
-        return _agrees(isolated(model, unit.modules), unit, spec, call.double(), degree)
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError):
-        return False  # a look-alike whose forward does not fit the recipe
+        return _agrees(
+            isolated(model, unit.modules).double().eval(), unit, spec, call.double(), degree
+        )
+    except Exception:
+        return False  # a look-alike, whose own forward may fail in any way on its parts
 
 
 def isolated(model: nn.Module, modules: Sequence[str]) -> nn.Module:
-    """The unit's modules alone, copied, under their names; in double precision, no dropout."""
+    """The unit's modules alone, copied, under their names."""
     root = nn.Module()
     copies = copy.deepcopy([model.get_submodule(name) for name in modules])  # keeps ties
     for name, module in zip(modules, copies, strict=True):
@@ -138,7 +142,42 @@ def isolated(model: nn.Module, modules: Sequence[str]) -> nn.Module:
                 holder.add_module(part, nn.Module())
             holder = holder.get_submodule(part)
         holder.add_module(last, module)
-    return root.double().eval()
+    return root
+
+
+def _prepared(holder: nn.Module) -> nn.Module:
+    """Without dropout, in double precision, with other parameters and statistics: many start as
+    zeros or ones, which would hide a bias that is added twice. Also gives meta tensors memory.
+    """
+    holder.double().eval()
+    if any(t.is_meta for t in (*holder.parameters(), *holder.buffers())):
+        holder.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in holder.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.double))
+            parameter.mul_(_SPREAD).grad = None
+        for name, buffer in holder.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                buffer.copy_(torch.rand(buffer.shape, generator=generator, dtype=torch.double))
+                buffer.add_(0.5)
+    return holder
+
+
+def _with_values(call: Call) -> Call:
+    """The call itself, or one with random numbers where it was recorded without memory."""
+    generator = torch.Generator().manual_seed(1)
+
+    def fill(t: Tensor) -> Tensor:
+        if not t.is_meta:
+            return t
+        if not t.is_floating_point():
+            return torch.zeros(t.shape, dtype=t.dtype)
+        drawn = torch.randn(t.shape, generator=generator, dtype=torch.double)
+        return drawn.to(t.dtype).requires_grad_(t.requires_grad)
+
+    args, kwargs = pytree.tree_map_only(Tensor, fill, (call.args, dict(call.kwargs)))
+    return Call(args, kwargs)
 
 
 def _agrees(holder: nn.Module, unit: UnitSpec, spec: SplitSpec, call: Call, degree: int) -> bool:
@@ -149,7 +188,7 @@ def _agrees(holder: nn.Module, unit: UnitSpec, spec: SplitSpec, call: Call, degr
     if output.shape != whole.shape or not torch.allclose(output, whole, 1e-9, 1e-10):
         return False
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(whole.shape, generator=generator, dtype=whole.dtype)
+    weight = torch.randn(whole.shape, generator=generator, dtype=whole.dtype).to(whole.device)
     (whole * weight).sum().backward()  # type: ignore[no-untyped-call]
     (output * weight).sum().backward()  # type: ignore[no-untyped-call]
     pairs = zip(whole_call.tensors(), split_call.tensors(), strict=True)

@@ -56,13 +56,13 @@ class ConvolutionRecipe:
 
 
 def _patch_row(module: Convolution, reduce: Reduce) -> None:
-    def forward(x: Tensor) -> Tensor:
+    def forward(input: Tensor) -> Tensor:  # noqa: A002
         if module.weight.shape[1]:
-            total = reduce(module._conv_forward(x, module.weight, None))
+            total = reduce(module._conv_forward(input, module.weight, None))
         else:
-            total = reduce(hollow_partial(module, x))
+            total = reduce(hollow_partial(module, input))
         if module.bias is None:
             return total
         return total + module.bias.view(-1, *(1 for _ in module.kernel_size))
 
-    module.forward = forward  # type: ignore[method-assign, assignment]
+    module.forward = forward  # type: ignore[method-assign]

@@ -53,15 +53,15 @@ def _patch_symbols(module: nn.Embedding, first: int, reduce: Reduce) -> None:
     """``first`` is the symbol whose vector is in row 0 of the member's slice."""
     padding = None if module.padding_idx is None else module.padding_idx - first
 
-    def forward(symbols: Tensor) -> Tensor:
+    def forward(input: Tensor) -> Tensor:  # noqa: A002
         count = module.weight.shape[0]
-        local = symbols - first
+        local = input - first
         mine = (local >= 0) & (local < count)
         if count == 0:
-            zeros = module.weight.new_zeros(*symbols.shape, module.weight.shape[1])
+            zeros = module.weight.new_zeros(*input.shape, module.weight.shape[1])
             return reduce(zeros + module.weight.sum())
         inside = padding if padding is not None and 0 <= padding < count else None
         vectors = F.embedding(local.clamp(0, count - 1), module.weight, inside)
         return reduce(vectors * mine.unsqueeze(-1))
 
-    module.forward = forward  # type: ignore[method-assign, assignment]
+    module.forward = forward  # type: ignore[method-assign]

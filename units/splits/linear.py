@@ -49,9 +49,9 @@ def sync_width(module: nn.Module) -> None:
 def patch_row(module: nn.Module, reduce: Reduce) -> None:
     """Makes a layer with sliced inputs end in a reduction, then its bias."""
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(input: Tensor) -> Tensor:  # noqa: A002
         weight = cast(Tensor, module.weight)
-        total = reduce(F.linear(x, weight.t() if is_transposed(module) else weight))
+        total = reduce(F.linear(input, weight.t() if is_transposed(module) else weight))
         bias = cast("Tensor | None", module.bias)
         return total if bias is None else total + bias
 

@@ -1,7 +1,8 @@
-"""Two linear layers with elementwise functions between: the first by columns, the second by rows.
+"""Linear layers, elementwise functions, one more linear layer: by columns, then by rows.
 
-Nothing is exchanged between the two. Recognised by the module's children: exactly two linear
-layers, the second as wide at its input as the first at its output, all else elementwise.
+Nothing is exchanged between them. Recognised by the module's children: two linear layers, or three
+where two make the factors of a product (gated units), the last as wide at its input as the others
+at their outputs, all else elementwise.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..spec import SplitSpec
+from ..spec import ParameterCut, SplitSpec
 from .following import is_elementwise
 from .linear import features_of, is_linear, out_dim, patch_row, sync_width
 from .recipe import Place, cuts_of, qualified
 
 
-def layers_of(module: nn.Module) -> tuple[str, str] | None:
-    """The names of the two layers of a module that looks like an MLP, else None."""
+def layers_of(module: nn.Module) -> tuple[list[str], str] | None:
+    """Names of the first layers and of the last of a module that looks like an MLP, else None."""
     children = list(module.named_children())
-    linear = [name for name, child in children if is_linear(child)]
+    *firsts, last = [name for name, child in children if is_linear(child)] or [""]
     rest = [child for _, child in children if not is_linear(child)]
     own = next(module.parameters(recurse=False), None)
-    if len(linear) != 2 or own is not None or not all(is_elementwise(c) for c in rest):
+    if len(firsts) not in (1, 2) or own is not None or not all(is_elementwise(c) for c in rest):
         return None
-    return linear[0], linear[1]
+    return firsts, last
 
 
 class MLPRecipe:
@@ -36,15 +37,17 @@ class MLPRecipe:
         found = layers_of(module)
         if found is None or len(modules) > 1 or isinstance(module, nn.Sequential):
             return []
-        first, second = (module.get_submodule(n) for n in found)
-        inner = features_of(first)[1]
-        if features_of(second)[0] != inner:
+        last = module.get_submodule(found[1])
+        inner, outputs = features_of(last)
+        shapes = {features_of(module.get_submodule(name)) for name in found[0]}
+        if len(shapes) != 1 or shapes.pop()[1] != inner:
             return []
-        cuts = [
-            *cuts_of(model, qualified(modules[0], found[0]), {"weight": out_dim(first), "bias": 0}),
-            *cuts_of(model, qualified(modules[0], found[1]), {"weight": 1 - out_dim(second)}),
-        ]
-        return [SplitSpec("pair", inner, True, features_of(second)[1], -1, tuple(cuts))]
+        cuts: list[ParameterCut] = []
+        for name in found[0]:
+            dims = {"weight": out_dim(module.get_submodule(name)), "bias": 0}
+            cuts += cuts_of(model, qualified(modules[0], name), dims)
+        cuts += cuts_of(model, qualified(modules[0], found[1]), {"weight": 1 - out_dim(last)})
+        return [SplitSpec("pair", inner, True, outputs, -1, tuple(cuts))]
 
     def patch(
         self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, place: Place
@@ -53,5 +56,6 @@ class MLPRecipe:
         module = model.get_submodule(modules[0])
         found = layers_of(module)
         assert found is not None
-        sync_width(module.get_submodule(found[0]))
+        for name in found[0]:
+            sync_width(module.get_submodule(name))
         patch_row(module.get_submodule(found[1]), place.reduce)
