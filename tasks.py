@@ -44,6 +44,7 @@ class Task(Noun, frozen=True, kw_only=True):
     batch: int | None = None
     steps: int = 30
     timeout_s: float | None = None
+    refresh: bool = True
 
 
 def run_task(
@@ -97,7 +98,7 @@ def _probe(task: Task, folder: Path, device: torch.device) -> Cluster:
     from .measure import cluster_of_ranks
 
     with _bar("probing") as step:
-        return cluster_of_ranks(device, step)
+        return cluster_of_ranks(device, step, refresh=task.refresh)
 
 
 def _profile(task: Task, folder: Path, device: torch.device) -> ModelProfile:
@@ -105,7 +106,9 @@ def _profile(task: Task, folder: Path, device: torch.device) -> ModelProfile:
     from .targets import workload
 
     with _bar(f"profiling {task.target}") as step:
-        return profile_on_ranks(workload(task.target), task.batches or None, device, step)
+        return profile_on_ranks(
+            workload(task.target), task.batches or None, device, step, refresh=task.refresh
+        )
 
 
 def _verify(task: Task, folder: Path, device: torch.device) -> Verification:

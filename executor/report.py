@@ -74,7 +74,7 @@ def predicted_figures(prediction: Prediction) -> Figures:
         step_s=prediction.step_s,
         blocking_s=prediction.blocking_s,
         exposed_s=prediction.exposed_s,
-        peak_bytes=max(prediction.peak_bytes),
+        peak_bytes=max(prediction.peak_bytes, default=0),
     )
 
 
@@ -108,7 +108,7 @@ def report_of_training(plan: Plan, measured: Measured, accuracy: float | None) -
             step_s=measured.step_s,
             blocking_s=measured.blocking_s,
             exposed_s=measured.exposed_s,
-            peak_bytes=max(measured.peak_bytes),
+            peak_bytes=max(measured.peak_bytes, default=0),
         ),
         data_parallel=predicted_figures(plan.baseline),
         loss=measured.losses[-1],

@@ -88,7 +88,13 @@ def verify_on_ranks(
         theirs = _train_alone(
             alone, workload, batches, lambda n: progress(len(sizes) + n, total, "one process")
         )
-        return _compare(ours, theirs, plan, dtype, {name for name, _ in alone.named_parameters()})
+        return _compare(
+            ours,
+            theirs,
+            plan,
+            dtype,
+            {n for n, _ in alone.named_parameters(remove_duplicate=False)},
+        )
 
     found = rank_zero_decides(judge)
     return Verification(
