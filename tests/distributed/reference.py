@@ -18,7 +18,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name == "sgd":
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 

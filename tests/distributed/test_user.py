@@ -7,6 +7,7 @@ import io
 import math
 import time
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from meshwright.executor.parallel import (
     load_full_optimizer_state_dict,
     loss_weight,
 )
+from meshwright.planner.errors import InputError
 from meshwright.units.workload import Batch
 from plans import plan, unit
 from reference import twin
@@ -455,6 +457,90 @@ def changes_output_in_place(rank: int) -> None:
     close(gradients(model), gradients(alone))
 
 
+class LossInside(nn.Module):
+    """Computes its own loss, as transformers' models do with labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.body(inputs)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def loss_inside_the_model(rank: int) -> None:
+    for counts in ([3, 1], [4, 0]):
+        model = LossInside()
+        alone = twin(model)
+        apply(model, None, plan(2))
+        model(*part(rank, counts))["loss"].backward()
+        alone(*data(4))["loss"].backward()
+        close(gradients(model), gradients(alone))
+
+
+def copies_are_plain(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    apply(model, None, plan(2))
+    plain = copy.deepcopy(model)
+    assert type(plain) is nn.Sequential
+    close(dict(plain.state_dict()), dict(model.state_dict()))
+    before = model[1].running_mean.clone()
+    if rank == 0:
+        plain(data(3)[0]).sum().backward()
+    assert torch.equal(model[1].running_mean, before)
+    assert model[0].weight.grad is None
+    model(part(rank, [2, 1])[0]).sum().backward()
+    divided = net()
+    apply(divided, None, both(2)[1])
+    with pytest.raises(InputError, match="full_state_dict"):
+        copy.deepcopy(divided)
+
+
+def says_what_is_wrong(rank: int) -> None:
+    """What apply refuses, before anything is changed."""
+    bad = unit("2", 2, "pair", 2)
+    missing = unit("9", 1, "none", 2)
+    sparse = nn.Sequential(nn.Embedding(4, 3, sparse=True))
+    lone = nn.Sequential(nn.Linear(4, 6))
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    for model, optimizer, chosen, sentence in (
+        (net(), None, plan(4), "a plan for 4 ranks was started on 2"),
+        (net(), None, plan(2, [bad]), "cannot be divided in style 'pair'"),
+        (net(), None, plan(2, [missing]), "no module '9'"),
+        (sparse, None, plan(2), "sparse=False"),
+        (nn.Sequential(nn.LazyLinear(3)), None, plan(2), "has no shape yet"),
+        (nn.Linear(2, 2, device="meta"), None, plan(2), "meta device"),
+        (tied, None, plan(2, [unit("0", 2, "column", 2)]), "'1.weight' whole"),
+        (lone, None, plan(2, [unit("0", 2, "column", 2, ())]), "no input of it carries the batch"),
+        (net(), None, idle(plan(2)), "leaves ranks idle"),
+    ):
+        before = {
+            k: v.clone() for k, v in model.state_dict().items() if not v.is_meta and not lazy(v)
+        }
+        with pytest.raises(InputError, match=sentence):
+            apply(model, optimizer, chosen)
+        for name, value in before.items():
+            assert torch.equal(model.state_dict()[name], value)
+    model = net()
+    factored = torch.optim.Adafactor(model.parameters())
+    with pytest.raises(InputError, match="optimizer Adafactor looks at whole parameters"):
+        apply(model, factored, both(2)[1])
+    apply(model, factored, plan(2))
+    with pytest.raises(InputError, match="already"):
+        apply(model, factored, plan(2))
+
+
+def lazy(tensor: Tensor) -> bool:
+    return nn.parameter.is_lazy(tensor)
+
+
+def idle(chosen):
+    narrow = unit("2", 1, "none", 1)
+    return msgspec.structs.replace(chosen, units=(narrow,))
+
+
 def scaler_skips_everywhere(rank: int) -> None:
     """A value that is not finite in one member's shard makes every rank skip the step."""
     model = net()
@@ -491,6 +577,9 @@ CHECKS = [
     cuts_into_micro_batches,
     changes_output_in_place,
     scaler_skips_everywhere,
+    loss_inside_the_model,
+    copies_are_plain,
+    says_what_is_wrong,
 ]
 
 
