@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,7 +73,7 @@ def discover(
         runs = [select_runs(model, trace, refused) for trace in traces]
         flows = [flow_of(trace, r) for trace, r in zip(traces, runs, strict=True)]
         specs = _specs(model, traces, runs, flows[0])
-        kept = {n: trial.checked(u) for n, u in specs.items()} if trial else specs
+        kept = trial.checked(specs) if trial else specs
         # A module that only looks like attention or an MLP has better chances in its parts.
         lost = {
             n for n, u in specs.items() if u.kind in _BLOCKS and u.splits and not kept[n].splits
@@ -222,12 +222,16 @@ class _Trial:
         self.batch = batch if batch.size <= _TRIED_SAMPLES else batch.slice(0, _TRIED_SAMPLES)
         self._tried: dict[tuple[object, ...], bool] = {}
 
-    def checked(self, unit: UnitSpec) -> UnitSpec:
-        """The unit with those splits only that compute what the whole unit does."""
-        if not unit.splits or not guessed(self.model, unit.modules):
-            return unit
-        call = capture(self.model, self.batch, [unit])[unit.name]
-        return replace(unit, splits=tuple(s for s in unit.splits if self._holds(unit, s, call)))
+    def checked(self, specs: Mapping[str, UnitSpec]) -> dict[str, UnitSpec]:
+        """The units with those splits only that compute what the whole unit does."""
+        doubtful = [u for u in specs.values() if u.splits and guessed(self.model, u.modules)]
+        calls = capture(self.model, self.batch, doubtful) if doubtful else {}
+        found = dict(specs)
+        for unit in doubtful:
+            call = calls.pop(unit.name)
+            kept = tuple(s for s in unit.splits if self._holds(unit, s, call))
+            found[unit.name] = replace(unit, splits=kept)
+        return found
 
     def _holds(self, unit: UnitSpec, split: SplitSpec, call: Call) -> bool:
         """``check.holds``, once for each kind of unit: equal modules on equal shapes behave

@@ -123,9 +123,9 @@ def holds(model: nn.Module, unit: UnitSpec, spec: SplitSpec, call: Call, degree:
     if not spec.uneven and spec.parts % degree:
         return False
     try:
-        return _agrees(
-            isolated(model, unit.modules).double().eval(), unit, spec, call.double(), degree
-        )
+        with torch.device("cpu"):  # a default device such as meta may be set
+            holder = _prepared(isolated(model, unit.modules))
+            return _agrees(holder, unit, spec, _with_values(call).double(), degree)
     except Exception:
         return False  # a look-alike, whose own forward may fail in any way on its parts
 
