@@ -99,6 +99,7 @@ class CostModel:
         self._units: dict[tuple[int, Option], UnitCost] = {}
         self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
         self._moved: dict[tuple[Held, Held, int], Moved] = {}
+        self._gradients: dict[tuple[int, Option], tuple[tuple[int, int], ...]] = {}
         self._rings: dict[tuple[Layout, str], Rings] = {}
 
     @cached_property
@@ -172,6 +173,19 @@ class CostModel:
             trained_bytes=gradient,
             shard_bytes=shard_bytes(unit, style, layout.degree, self.owned[k]),
         )
+
+    def gradients(self, k: int, option: Option) -> tuple[tuple[int, int], ...]:
+        """(undivided, member's) bytes of the gradients of unit ``k`` that travel, in the order of
+        backward."""
+        key = (k, option)
+        if key not in self._gradients:
+            unit, layout = self.profile.units[k], option.layout
+            trained = [p for p in self.owned[k] if p.trainable and layout.groups > 1]
+            self._gradients[key] = tuple(
+                (p.bytes, shard_bytes(unit, option.style, layout.degree, (p,)))
+                for p in reversed(trained)
+            )
+        return self._gradients[key]
 
     def exchange(self, layout: Layout, gradient_bytes: float) -> OnLink:
         """The all-reduce of a shard's gradients (``gradient_bytes``, as each peer holds them) over

@@ -194,12 +194,11 @@ def _exposed(done: Evaluation) -> Iterator[Exposure]:
     """Each message's part in the stalls of the step, those without one left out."""
     units = done.model.profile.units
     stalls = list(_stalls(done.simulation))
-    for message in done.step.messages:
-        first = min(message.units)
+    for index, message in enumerate(done.step.messages):
         seconds = sum(
             max(min(span.end_s, end) - max(span.start_s, start), 0.0)
             for span in done.simulation.spans
-            if (span.phase, span.unit, span.resource) == ("exchange", first, message.link)
+            if span.message == index
             for start, end in stalls
         )
         if seconds > 0:

@@ -10,8 +10,8 @@ are, in bytes:
     feature_maps   what units behind have saved for backward, until their own backward is over
     map_gradients  gradients of feature maps inside the unit at work
     workspace      temporaries of the unit at work
-    buffers        what a redistribution receives, buckets in flight, and with micro-batches the
-                   new gradient before it is added
+    buffers        what a redistribution receives, the part of open buckets that is not filled
+                   yet, and a new gradient until it is copied into its bucket or added
 
 Only the plain policies are here: feature maps kept, gradients dense, released at the end.
 What the framework itself takes (allocator slack, a CUDA context) is not counted.
@@ -30,9 +30,6 @@ from .options import Option, refuse_unmodelled
 from .ownership import group_bounds
 from .shares import Quantity, share_of
 from .step import Vector
-
-BUCKETS_IN_FLIGHT = 2
-"""One on the wire and one being filled: the executor waits before it fills a third."""
 
 
 class MemoryPoint(NamedTuple):
@@ -57,7 +54,8 @@ class MemoryPoint(NamedTuple):
 class Holding(NamedTuple):
     """What the units of one position hold, one value for each unit, in bytes.
 
-    ``bucket`` is the size of the buckets in flight together.
+    ``exchanged`` is the part of gradients that travels, in buckets: gradients are views of these.
+    ``buckets_bytes`` is the most that buckets being filled may take together.
     """
 
     weights: Vector
@@ -67,7 +65,8 @@ class Holding(NamedTuple):
     map_gradients: Vector
     workspace: Vector
     received: Vector
-    bucket: float
+    exchanged: Vector
+    buckets_bytes: float
 
 
 class PositionClass(NamedTuple):
@@ -144,7 +143,15 @@ class MemoryModel:
         )
         weights, optimizer, gradients, saved, maps, workspace, exchanged = table
         return Holding(
-            weights, optimizer, gradients, saved, maps, workspace, received, self.bucket(exchanged)
+            weights,
+            optimizer,
+            gradients,
+            saved,
+            maps,
+            workspace,
+            received,
+            exchanged,
+            self.buckets_bytes(decisions),
         )
 
     def received(self, k: int, decisions: Sequence[Option], samples: int | None) -> float:
@@ -156,21 +163,22 @@ class MemoryModel:
                  for e in model.edges_into[k])  # fmt: skip
         return max((c.received_bytes for c in costs), default=0.0)
 
-    def bucket(self, exchanged: Vector) -> float:
-        """Bytes of buckets in flight: a bucket is at least a unit's gradients."""
-        largest = max(float(exchanged.max(initial=0.0)), float(self.model.bucket_bytes))
-        return min(float(exchanged.sum()), BUCKETS_IN_FLIGHT * largest)
+    def buckets_bytes(self, decisions: Sequence[Option]) -> float:
+        """The most that open buckets take: one for each layout that exchanges gradients."""
+        kinds = len({o.layout for o in decisions if o.layout.groups > 1})
+        return float(kinds * self.model.bucket_bytes)
 
 
 def _alive(held: Holding, micro_batches: int) -> tuple[Vector, Vector, Vector]:
     """(feature maps, gradients, buffers) as backward reaches each unit; forward has those maps."""
     saved = held.saved.cumsum()
+    to_come = held.exchanged.cumsum() - held.exchanged
+    unfilled = np.minimum(to_come, held.buckets_bytes)
     if micro_batches > 1:
-        gradients = np.full_like(saved, held.gradients.sum())
-        fresh = held.gradients
+        gradients, fresh = np.full_like(saved, held.gradients.sum()), held.gradients
     else:
-        gradients, fresh = held.gradients[::-1].cumsum()[::-1], np.zeros_like(saved)
-    return saved, gradients, fresh + held.received + held.bucket
+        gradients, fresh = held.gradients[::-1].cumsum()[::-1], held.exchanged
+    return saved, gradients, unfilled + fresh + held.received
 
 
 def timeline(held: Holding, micro_batches: int) -> list[MemoryPoint]:
@@ -190,7 +198,7 @@ def timeline(held: Holding, micro_batches: int) -> list[MemoryPoint]:
                     float(held.map_gradients[k]), float(held.workspace[k]), float(buffers[k]))
         for k in reversed(units)
     ]  # fmt: skip
-    end = MemoryPoint(units[-1], "update", weights, optimizer, every, 0.0, 0.0, 0.0, held.bucket)
+    end = MemoryPoint(units[-1], "update", weights, optimizer, every, 0.0, 0.0, 0.0, 0.0)
     return [*points, end]
 
 
@@ -204,4 +212,4 @@ def peak_bytes(held: Holding, micro_batches: int) -> tuple[float, int]:
     backward = gradients + maps + held.map_gradients + held.workspace + buffers
     both = np.maximum(forward, backward)
     k = int(both.argmax())
-    return float(always + max(both[k], every + held.bucket)), k
+    return float(always + max(both[k], every)), k

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Literal, NamedTuple
 
-from .cost import CostModel, OnLink
+import numpy as np
+
+from .cost import CostModel
 from .layout import Layout
 from .options import Option
 from .step import LINKS, Chain, LinkMatrix
@@ -37,14 +39,19 @@ class Work(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Gradients of ``units`` that cross ``link`` together, once the first of them (the last to
-    finish its backward) is ready. The lowest ``urgency`` goes first."""
+    """Gradients of ``units`` that cross ``link`` together, once the backward of the first of them
+    (the last to have it) is over. Low ``urgency`` goes first."""
 
     units: tuple[int, ...]
     link: str
     seconds: float
     urgency: float = 0.0
     sent_bytes: float = 0.0
+
+    @property
+    def ready(self) -> int:
+        """The unit with whose backward the message becomes ready."""
+        return min(self.units)
 
 
 class Step(NamedTuple):
@@ -108,40 +115,71 @@ def plain_messages(chain: Chain) -> tuple[Message, ...]:
 
 
 class Bucket(NamedTuple):
-    """Units whose gradients travel together: they have one layout, hence the same peers."""
+    """Gradients that travel together: of parameters with one layout, hence the same peers.
+
+    ``full_bytes`` is their size undivided, ``gradient_bytes`` that of a member's shards.
+    """
 
     layout: Layout
     units: tuple[int, ...]
-    gradient_bytes: int
+    full_bytes: int = 0
+    gradient_bytes: int = 0
 
 
 def buckets(model: CostModel, decisions: Sequence[Option]) -> list[Bucket]:
-    """Gradients gathered in backward order, layout by layout. A bucket is full once it holds the
-    model's ``bucket_bytes`` or more (a unit is not cut); the rest travels at the end as it is.
+    """Gradients gathered parameter by parameter in the order of backward, each layout's by
+    themselves. A bucket that one more parameter would fill beyond the model's ``bucket_bytes``
+    (undivided, so that all ranks agree) is closed. In the order in which their last gradients get
+    ready, so that none holds back another that is.
     """
     open_: dict[Layout, Bucket] = {}
-    full: list[Bucket] = []
+    closed: list[Bucket] = []
     for k in reversed(range(len(decisions))):
-        layout, size = decisions[k].layout, model.unit(k, decisions[k]).gradient_bytes
-        if not size:
-            continue
-        last = open_.pop(layout, Bucket(layout, (), 0))
-        bucket = Bucket(layout, (k, *last.units), last.gradient_bytes + size)
-        if bucket.gradient_bytes >= model.bucket_bytes:
-            full.append(bucket)
-        else:
-            open_[layout] = bucket
-    return full + list(open_.values())
-
-
-def _message(bucket: Bucket, on: OnLink, urgency: float = 0.0) -> Message:
-    return Message(bucket.units, LINKS[on.link], on.seconds, urgency, on.sent_bytes)
+        layout = decisions[k].layout
+        for full, shard in model.gradients(k, decisions[k]):
+            bucket = open_.get(layout)
+            if bucket is not None and bucket.full_bytes + full > model.bucket_bytes:
+                closed.append(open_.pop(layout))
+                bucket = None
+            units, before, mine = bucket[1:] if bucket else ((), 0, 0)
+            units = units if k in units else (k, *units)
+            open_[layout] = Bucket(layout, units, before + full, mine + shard)
+    return sorted([*closed, *open_.values()], key=lambda b: min(b.units), reverse=True)
 
 
 def bucket_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
     """The buckets as messages, each one all-reduce."""
-    found = buckets(model, decisions)
-    return tuple(_message(b, model.exchange(b.layout, b.gradient_bytes)) for b in found)
+    messages = []
+    for bucket in buckets(model, decisions):
+        on = model.exchange(bucket.layout, bucket.gradient_bytes)
+        messages.append(Message(bucket.units, LINKS[on.link], on.seconds, 0.0, on.sent_bytes))
+    return tuple(messages)
+
+
+def bucketed_s(model: CostModel, decisions: Sequence[Option]) -> LinkMatrix:
+    """Seconds of the buckets, each at the unit with which it gets ready: with these as exchange,
+    ``barrier_step`` is the simulation of the buckets (without interference), in less time."""
+    found = np.zeros((len(LINKS), len(decisions)))
+    open_: dict[Layout, list[int]] = {}  # undivided bytes, member's bytes, first unit
+
+    def close(layout: Layout, shard_bytes: int, first: int) -> None:
+        on = model.exchange(layout, shard_bytes)
+        found[on.link, first] += on.seconds
+
+    for k in reversed(range(len(decisions))):
+        option = decisions[k]
+        for full, shard in model.gradients(k, option):
+            bucket = open_.get(option.layout)
+            if bucket is None or bucket[0] + full > model.bucket_bytes:
+                if bucket is not None:
+                    close(option.layout, *bucket[1:])
+                bucket = open_[option.layout] = [0, 0, k]
+            bucket[0] += full
+            bucket[1] += shard
+            bucket[2] = k
+    for layout, bucket in open_.items():
+        close(layout, *bucket[1:])
+    return found
 
 
 def slice_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
@@ -153,7 +191,7 @@ def slice_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Messa
         if pieces:
             layout = decisions[k].layout
             on = model.exchange(layout, size / pieces)
-            found += [_message(Bucket(layout, (k,), size), on, k)] * pieces
+            found += [Message((k,), LINKS[on.link], on.seconds, k, on.sent_bytes)] * pieces
     return tuple(found)
 
 

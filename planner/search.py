@@ -19,7 +19,7 @@ from .evaluate import limits_bytes
 from .layout import Layout, Style, lattice
 from .memory import Holding, MemoryModel, group_samples, peak_bytes
 from .options import Decisions, Option, allowed, ties_agree
-from .schedule import ScheduleName
+from .schedule import ScheduleName, bucketed_s
 from .step import barrier_step, priority_step
 
 STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")
@@ -91,7 +91,7 @@ class Point:
 
     def __init__(self, space: Space, memory: MemoryModel, schedule: ScheduleName) -> None:
         self.space, self.model, self.memory = space, space.model, memory
-        self.formula = barrier_step if schedule == "barrier" else priority_step
+        self.schedule = schedule
         self.limit_bytes = min(
             limits_bytes(self.model.cluster, self.model.goal, self.model.placement)
         )
@@ -140,14 +140,29 @@ class Point:
     def score(self) -> Score:
         """The score where the point stands."""
         self.evaluations += 1
-        step = self.formula(self.chain, self.model.micro_batches)
-        return Score(max(self.peak() - self.limit_bytes, 0.0), step)
+        return Score(max(self.peak() - self.limit_bytes, 0.0), self.step_s())
+
+    def step_s(self) -> float:
+        """The step by formula: of the buckets as they leave, or of preemptive priority."""
+        if self.schedule == "priority":
+            return priority_step(self.chain, self.model.micro_batches)
+        chain = self.chain._replace(exchange_s=bucketed_s(self.model, self.decisions))
+        return barrier_step(chain, self.model.micro_batches)
 
     def peak(self) -> float:
         """Peak bytes of the rank judged."""
         weights, optimizer, gradients, saved, maps, workspace, exchanged = self.table
-        bucket = self.memory.bucket(exchanged)
-        held = Holding(weights, optimizer, gradients, saved, maps, workspace, self.received, bucket)
+        held = Holding(
+            weights,
+            optimizer,
+            gradients,
+            saved,
+            maps,
+            workspace,
+            self.received,
+            exchanged,
+            self.memory.buckets_bytes(self.decisions),
+        )
         return peak_bytes(held, self.model.micro_batches)[0]
 
     def taken(self) -> Decisions:
