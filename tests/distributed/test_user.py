@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 import time
+import weakref
 
 import msgspec
 import pytest
@@ -497,6 +499,18 @@ def copies_are_plain(rank: int) -> None:
         copy.deepcopy(divided)
 
 
+def is_freed_with_its_model(rank: int) -> None:
+    """Process groups keep threads and sockets: a model that is dropped takes its own along."""
+    for chosen in both(2):
+        model = net()
+        apply(model, None, chosen)
+        model(part(rank, [2, 2])[0]).sum().backward()
+        run = weakref.ref(model._meshwright_run)
+        del model
+        gc.collect()
+        assert run() is None
+
+
 def says_what_is_wrong(rank: int) -> None:
     """What apply refuses, before anything is changed."""
     bad = unit("2", 2, "pair", 2)
@@ -579,6 +593,7 @@ CHECKS = [
     scaler_skips_everywhere,
     loss_inside_the_model,
     copies_are_plain,
+    is_freed_with_its_model,
     says_what_is_wrong,
 ]
 
