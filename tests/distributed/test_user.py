@@ -21,11 +21,14 @@ from meshwright.executor.parallel import (
     load_full_optimizer_state_dict,
     loss_weight,
 )
+from meshwright.executor.shards import LocalShard
+from meshwright.models.gpt import Attention
 from meshwright.planner.errors import InputError
 from meshwright.units.workload import Batch
 from plans import plan, unit
 from reference import twin
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 
@@ -459,6 +462,33 @@ def changes_output_in_place(rank: int) -> None:
     close(gradients(model), gradients(alone))
 
 
+def describes_slices(rank: int) -> None:
+    """Divided entries are DTensors that torch can put together; where it cannot, they say so."""
+    attention = Attention(8, 4)
+    expected = {k: v.clone() for k, v in attention.state_dict().items()}
+    model = nn.Sequential(attention, nn.Linear(8, 5), nn.Linear(5, 7))
+    units = [unit("0", 2, "pair", 2), unit("1", 2, "column", 2), unit("2", 2, "row", 2)]
+    wanted = {k: v.clone() for k, v in model.state_dict().items()}
+    apply(model, None, plan(2, units))
+    for name, value in model.state_dict().items():
+        if isinstance(value, DTensor):
+            assert torch.equal(value.full_tensor(), wanted[name]), name
+    divided = {n for n, v in model.state_dict().items() if isinstance(v, DTensor)}
+    assert divided == set(model._meshwright_run.shards)
+    assert "0.c_attn.weight" in divided
+    whole = {k: model[0].state_dict()[k].full_tensor() for k in ("c_attn.weight", "c_proj.weight")}
+    close(whole, {k: expected[k] for k in whole})
+    torch.manual_seed(4)
+    swapped = nn.Sequential(nn.Linear(4, 5))
+    wanted = {k: v.clone() for k, v in swapped.state_dict().items()}
+    apply(swapped, None, plan(2, [unit("0", 2, "column", 2)], placement=[1, 0]))
+    state = swapped.state_dict()
+    assert isinstance(state["0.weight"], LocalShard)
+    assert state["0.weight"].place == (0, 1, 2, 1 - rank, (5, 4))
+    swapped.load_state_dict(state)
+    close(full_state_dict(swapped), wanted)
+
+
 class LossInside(nn.Module):
     """Computes its own loss, as transformers' models do with labels."""
 
@@ -591,6 +621,7 @@ CHECKS = [
     cuts_into_micro_batches,
     changes_output_in_place,
     scaler_skips_everywhere,
+    describes_slices,
     loss_inside_the_model,
     copies_are_plain,
     is_freed_with_its_model,
