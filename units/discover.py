@@ -20,7 +20,7 @@ from .splits.following import BATCH_NORMS
 from .trace import Trace, record
 from .workload import Batch
 
-_TRIED_SAMPLES = 3
+_TRIED_SAMPLES = 2
 _BLOCKS = ("attention", "mlp")
 
 

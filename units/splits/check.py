@@ -81,9 +81,10 @@ def run_members(
         thread.start()
     for thread in threads:
         thread.join(_WAIT_S)
-    for member in members:
-        if member.error is not None:
-            raise member.error
+    errors = [m.error for m in members if m.error is not None]
+    # A member that fails leaves the others before a broken barrier: its own error comes first.
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
     return members
 
 
