@@ -37,6 +37,8 @@ def describe_cluster(
     """
     _positive("nodes", nodes)
     _positive("devices_per_node", devices_per_node)
+    if memory_bytes is not None:
+        _positive("memory_bytes", memory_bytes)
     if nodes * devices_per_node > 1 and inter_gbit_s is None and intra_gbyte_s is None:
         raise InputError(
             f"the cluster of {nodes * devices_per_node} devices has no links: give inter_gbit_s "

@@ -181,7 +181,7 @@ def _node_medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _curve(sizes: Sequence[int], values: Sequence[float]) -> Curve:
-    return Curve(x=tuple(map(float, sizes)), y=tuple(max(v, 0.0) for v in values))
+    return Curve(x=tuple(map(float, sizes)), y=tuple(max(float(v), 0.0) for v in values))
 
 
 def _units(
