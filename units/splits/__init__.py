@@ -51,7 +51,7 @@ def find_splits(model: nn.Module, modules: Sequence[str]) -> tuple[SplitSpec, ..
     only those that do.
     """
     found = _find(model, modules)
-    return found[1] if found else ()
+    return tuple(s for s in found[1] if s.parts > 1) if found else ()
 
 
 def guessed(model: nn.Module, modules: Sequence[str]) -> bool:
@@ -63,9 +63,8 @@ def guessed(model: nn.Module, modules: Sequence[str]) -> bool:
 
 def _find(model: nn.Module, modules: Sequence[str]) -> tuple[Recipe, tuple[SplitSpec, ...]] | None:
     for recipe in (*(recipe for _, recipe in BLOCKS), *LEAVES):
-        specs = tuple(s for s in recipe.specs(model, modules) if s.parts > 1)
-        if specs:
-            return recipe, specs
+        if specs := recipe.specs(model, modules):
+            return recipe, tuple(specs)
     return None
 
 

@@ -30,7 +30,7 @@ class EmbeddingRecipe:
         assert isinstance(first, nn.Embedding)
         if first.max_norm is not None or first.sparse or first.scale_grad_by_freq:
             return []
-        symbols, width = first.weight.shape
+        symbols, width = first.num_embeddings, first.embedding_dim
         name = qualified(modules[0], "weight")
         by_symbol = (ParameterCut(name, 0),)
         found = [SplitSpec("pair", symbols, True, width, -1, by_symbol)]

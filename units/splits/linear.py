@@ -34,10 +34,10 @@ def out_dim(module: nn.Module) -> int:
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:
-    """(input, output) features of the whole layer."""
-    shape = cast(Tensor, module.weight).shape
-    out = out_dim(module)
-    return shape[1 - out], shape[out]
+    """(input, output) features of the whole layer, also when a tied weight has been cut already."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    return cast(int, module.nx), cast(int, module.nf)
 
 
 def sync_width(module: nn.Module) -> None:

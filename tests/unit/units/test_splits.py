@@ -268,6 +268,7 @@ def test_a_tied_parameter_is_cut_once_and_its_units_must_agree() -> None:
         apply_split(model, modules, spec, 2, 1, lambda partial: partial)
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.head.weight, whole[4:])
+    assert find_splits(model, ["head"]) == find_splits(Tied(), ["head"])  # whole sizes
     other = Tied()
     apply_split(other, ["embed"], split_of(other, ["embed"], "column"), 2, 0, lambda p: p)
     with pytest.raises(InputError, match=r"'head.weight' is tied and its units divide it diff"):
