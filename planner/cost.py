@@ -100,6 +100,7 @@ class CostModel:
         self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
         self._moved: dict[tuple[Held, Held, int], Moved] = {}
         self._gradients: dict[tuple[int, Option], tuple[tuple[int, int], ...]] = {}
+        self._exchanges: dict[tuple[Layout, float], OnLink] = {}
         self._rings: dict[tuple[Layout, str], Rings] = {}
 
     @cached_property
@@ -190,10 +191,14 @@ class CostModel:
     def exchange(self, layout: Layout, gradient_bytes: float) -> OnLink:
         """The all-reduce of a shard's gradients (``gradient_bytes``, as each peer holds them) over
         the groups, all members' at the same time."""
+        key = (layout, gradient_bytes)
+        if key in self._exchanges:
+            return self._exchanges[key]
         ring = self.ring(layout, "peers")
         seconds = all_reduce_s(self.fabric, ring, gradient_bytes)
         sent = 2 * (ring.ranks - 1) / ring.ranks * gradient_bytes
-        return OnLink(seconds, LINKS.index(ring.level), sent)
+        found = self._exchanges[key] = OnLink(seconds, LINKS.index(ring.level), sent)
+        return found
 
     def _bucketed(self, layout: Layout, gradient_bytes: float) -> OnLink:
         """A unit's part in the exchange: gradients smaller than a bucket share one with others, and
