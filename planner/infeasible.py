@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from .solver import Infeasibility, Problem, Relaxation
-from .splits import Found, search
+from .splits import Found, feasible
 
 
 def explain_infeasible(problem: Problem, closest: Found) -> Infeasibility:
@@ -28,7 +28,7 @@ def explain_infeasible(problem: Problem, closest: Found) -> Infeasibility:
 def fits(problem: Problem, **changes: object) -> bool:
     """Whether the search finds a plan that fits when fields of the goal are changed."""
     goal = msgspec.structs.replace(problem.goal, **changes)
-    return search(replace(problem, goal=goal, progress=None)).tightest.over_bytes <= 0
+    return feasible(replace(problem, goal=goal, progress=None))
 
 
 def _most(low: int, high: int, good: Callable[[int], bool]) -> int | None:

@@ -17,9 +17,10 @@ from .capability import Capability
 from .cost import CostModel
 from .evaluate import limits_bytes
 from .layout import Layout, Style, lattice
-from .memory import Holding, MemoryModel, group_samples, peak_bytes
+from .memory import Holding, MemoryModel, peak_bytes
 from .options import Decisions, Option, allowed, ties_agree
 from .schedule import ScheduleName, bucketed_s
+from .shares import busiest_samples
 from .step import barrier_step, priority_step
 
 STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")
@@ -38,6 +39,13 @@ class Score(NamedTuple):
         if self.over_bytes != other.over_bytes:
             return self.over_bytes < other.over_bytes
         return self.step_s < other.step_s * BETTER
+
+
+class Candidate(NamedTuple):
+    """Decisions and their score by formula."""
+
+    score: Score
+    decisions: Decisions
 
 
 class Space:
@@ -86,8 +94,9 @@ class Space:
 
 
 class Point:
-    """Decisions and their score. The rank judged is the one at position 0: no position has more
-    samples, or a larger shard, in any layout that starts there."""
+    """Decisions and their score. The rank judged for memory is one that is in the fullest group of
+    every layout: where all ranks take part, such as the one at position 0; else no rank is fuller.
+    """
 
     def __init__(self, space: Space, memory: MemoryModel, schedule: ScheduleName) -> None:
         self.space, self.model, self.memory = space, space.model, memory
@@ -97,16 +106,16 @@ class Point:
         )
         self.decisions: list[Option] = list(self.model.baseline)
         self.chain = self.model.chain(self.decisions)
-        self._samples: dict[Layout, int | None] = {}
+        self._samples: dict[Layout, int] = {}
         units = range(len(self.decisions))
         self.table = np.array([self._memory(k) for k in units], dtype=np.float64).T
         self.received = np.array([self._received(k) for k in units])
         self.evaluations = 0
 
-    def samples(self, layout: Layout) -> int | None:
-        """Samples of position 0's group."""
+    def samples(self, layout: Layout) -> int:
+        """Samples of the fullest group."""
         if layout not in self._samples:
-            self._samples[layout] = group_samples(self.model.counts, layout)[0]
+            self._samples[layout] = busiest_samples(self.model.counts, layout)
         return self._samples[layout]
 
     def _memory(self, k: int) -> tuple[float, ...]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, islice, product
 from typing import NamedTuple
 
 from .cluster import Interference
@@ -29,9 +28,10 @@ from .evaluate import (
 )
 from .layout import Layout, Style
 from .memory import MemoryModel
+from .neighbours import improve, moves
 from .options import Decisions, Option
 from .placement import place
-from .search import Point, Score, Space
+from .search import Candidate, Point, Score, Space
 from .solver import Problem
 
 SPLIT_POINTS = 32
@@ -42,20 +42,13 @@ IMPROVED = 8
 """How many are, as long as there are evaluations left."""
 EVALUATIONS = 3000
 """Scores that all improvements for one number of micro-batches may ask for."""
-HEAVY, PAIRS = 4, 1000
-"""Units with most parameters, whose options are tried two at a time; moves of two units tried."""
+FEASIBILITY = 500
+"""Scores that may be asked for where any plan that fits will do: the first of EVALUATIONS."""
 SIMULATED = 4
 """How many plans are simulated for each number of micro-batches, plain data parallelism aside."""
 POLISHED, POLISHES = 12, 4
 """How many neighbours of the best plan are simulated, those best by formula, and how often: the
 formula knows nothing of interference, nor of the size of slices."""
-
-
-class Candidate(NamedTuple):
-    """Decisions and their score by formula."""
-
-    score: Score
-    decisions: Decisions
 
 
 class Found(NamedTuple):
@@ -85,7 +78,7 @@ def search(problem: Problem, time_limit_s: float | None = None) -> Found:
     best: Found | None = None
     for i, micro_batches in enumerate(counts):
         problem.report(f"{micro_batches} micro-batches", i / len(counts))
-        for found in _simulated(problem, micro_batches, deadline):
+        for found in _simulated(_start(problem, micro_batches), problem, deadline):
             if best is None or found.score.beats(best.score):
                 best = found
         if time.perf_counter() > deadline:
@@ -93,6 +86,22 @@ def search(problem: Problem, time_limit_s: float | None = None) -> Found:
     assert best is not None
     exact = problem.schedule == "barrier" and problem.cluster.interference == Interference()
     return best if exact else polish(problem, best, deadline)
+
+
+def feasible(problem: Problem) -> bool:
+    """Whether a plan fits that ``search`` would find, without looking for the quickest."""
+    for micro_batches in problem.goal.micro_batches:
+        if not _divides(problem, micro_batches):
+            continue
+        point = _start(problem, micro_batches)
+        for layout in point.space.layouts:
+            for decisions in split_plans(point.space, layout):
+                point.move_to(decisions)
+                if point.score().over_bytes == 0:
+                    return True
+        if _candidates(point, float("inf"), FEASIBILITY)[0].score.over_bytes == 0:
+            return True
+    return False
 
 
 def polish(problem: Problem, best: Found, deadline: float) -> Found:
@@ -118,7 +127,7 @@ def _neighbours(point: Point, decisions: Decisions, deadline: float) -> list[Dec
     """The neighbours that are best by formula."""
     point.move_to(decisions)
     near: list[Candidate] = []
-    for changes in _moves(point.space):
+    for changes in moves(point.space):
         if time.perf_counter() > deadline or len(near) >= EVALUATIONS:
             break
         before = point.set(changes.items())
@@ -140,8 +149,8 @@ def _divides(problem: Problem, micro_batches: int) -> bool:
     return enough and problem.capability.micro_batches
 
 
-def _simulated(problem: Problem, micro_batches: int, deadline: float) -> Iterator[Found]:
-    """The best plans for one number of micro-batches, simplest first so that ties go to it."""
+def _start(problem: Problem, micro_batches: int) -> Point:
+    """Plain data parallelism, to move on from."""
     model = CostModel(
         problem.profile,
         problem.cluster,
@@ -150,12 +159,12 @@ def _simulated(problem: Problem, micro_batches: int, deadline: float) -> Iterato
         problem.placement,
         problem.bucket_bytes,
     )
-    point = Point(
-        Space(model, problem.capability),
-        MemoryModel(model),
-        problem.schedule,
-    )
-    chosen = _candidates(point, deadline)
+    return Point(Space(model, problem.capability), MemoryModel(model), problem.schedule)
+
+
+def _simulated(point: Point, problem: Problem, deadline: float) -> Iterator[Found]:
+    """The best plans for one number of micro-batches, simplest first so that ties go to it."""
+    model, chosen = point.model, _candidates(point, deadline, EVALUATIONS)
     plain = [model.baseline] if _runs(point.space, model.baseline) else []
     for decisions in dict.fromkeys([*plain, *(c.decisions for c in chosen)]):
         yield _found(model, decisions, problem)
@@ -165,7 +174,7 @@ def _runs(space: Space, decisions: Decisions) -> bool:
     return all(o in space.options[k] for k, o in enumerate(decisions))
 
 
-def _candidates(point: Point, deadline: float) -> list[Candidate]:
+def _candidates(point: Point, deadline: float, evaluations: int) -> list[Candidate]:
     """The best split plans and what improving them gave, best first."""
     found: list[Candidate] = []
     for layout in point.space.layouts:
@@ -178,7 +187,7 @@ def _candidates(point: Point, deadline: float) -> list[Candidate]:
             break
     start = sorted({c.decisions: c for c in found}.values(), key=lambda c: c.score)
     improved: list[Candidate] = []
-    most = point.evaluations + EVALUATIONS
+    most = point.evaluations + evaluations
     for candidate in start[:IMPROVED]:
         if point.evaluations < most and time.perf_counter() < deadline:
             improved.append(improve(point, candidate, most, deadline))
@@ -226,72 +235,3 @@ def _styles(model: CostModel, chosen: list[Option], layout: Layout, k: int) -> t
     if sources and all(o == Option(layout, "column") for o in sources):
         return ("row", "pair", "column")
     return ("pair", "column", "row")
-
-
-def improve(point: Point, start: Candidate, most: int, deadline: float) -> Candidate:
-    """Moves to better neighbours until nothing helps or the evaluations are at ``most``."""
-    point.move_to(start.decisions)
-    best = start.score
-    helped = True
-    while helped:
-        helped = False
-        for moves in (_moves(point.space), islice(_pairs(point), PAIRS)):
-            for changes in moves if not helped else ():
-                if point.evaluations >= most or time.perf_counter() > deadline:
-                    return Candidate(best, point.taken())
-                score = _try(point, changes, best)
-                if score is not None:
-                    best, helped = score, True
-    return Candidate(best, point.taken())
-
-
-def _pairs(point: Point) -> Iterator[dict[int, Option]]:
-    """A divided unit back to data parallel while another changes (what one leaves open in a bucket
-    the other may fill); then the units with most parameters, two at a time."""
-    space = point.space
-    decisions = point.taken()
-    for k, option in enumerate(decisions):
-        back = space.tied(k, space.home) if option != space.home else None
-        for changes in _moves(space) if back else ():
-            if back and not back.keys() & changes.keys():
-                yield {**back, **changes}
-    free = [k for k, o in enumerate(space.options) if len(o) > 1 and k == space.model.ties[k][0]]
-    weight = [sum(p.bytes for p in owned) for owned in space.model.owned]
-    heavy = sorted(free, key=lambda k: weight[k], reverse=True)[:HEAVY]
-    for a, b in combinations(heavy, 2):
-        for first, second in product(space.options[a], space.options[b]):
-            one, other = space.tied(a, first), space.tied(b, second)
-            if one and other:
-                yield {**one, **other}
-
-
-def _moves(space: Space) -> Iterator[dict[int, Option]]:
-    """Every option of every unit, tied ones with it; then column and row together, one way and the
-    other, for neighbours: changed one by one, the first alone would only cost."""
-    model = space.model
-    for k, options in enumerate(space.options):
-        if k == model.ties[k][0] and len(options) > 1:
-            for option in options:
-                changes = space.tied(k, option)
-                if changes:
-                    yield changes
-    for a, b in model.ends:
-        if len(model.ties[a]) > 1 or len(model.ties[b]) > 1:
-            continue
-        for layout in space.layouts:
-            column, row = Option(layout, "column"), Option(layout, "row")
-            for first, second in ((column, row), (row, column)):
-                if first in space.options[a] and second in space.options[b]:
-                    yield {a: first, b: second}
-
-
-def _try(point: Point, changes: dict[int, Option], best: Score) -> Score | None:
-    """Makes changes; keeps them and returns the score if that is better."""
-    if all(point.decisions[k] == option for k, option in changes.items()):
-        return None
-    before = point.set(changes.items())
-    score = point.score()
-    if score.beats(best):
-        return score
-    point.set(before.items())
-    return None

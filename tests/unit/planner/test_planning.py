@@ -113,11 +113,11 @@ def test_unequal_device_memories_bind_each_at_its_own_rank(vgg16):
     assert plan.prediction.peak_bytes[plan.placement.index(7)] <= need * 4 // 5
 
 
-@pytest.mark.parametrize("batch", [64, 100, 256, 1024])
+@pytest.mark.parametrize("batch", [100, 256])
 def test_a_planned_step_does_not_rise_with_bandwidth(vgg16, batch):
-    """From 10 Mbit/s to 10 Tbit/s in steps of ten. For fixed decisions it never does, however small
+    """From 10 Mbit/s to 1 Tbit/s in steps of ten. For fixed decisions it never does, however small
     the step (tests/property); the heuristic proves nothing of the decisions that it finds."""
-    rates = [1.25e6 * 10**n for n in range(7)]
+    rates = [1.25e6 * 10**n for n in range(6)]
     steps = [
         planned(vgg16, cluster(RANKS, inter=rate), batch=batch).prediction.step_s for rate in rates
     ]
