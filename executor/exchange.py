@@ -141,7 +141,9 @@ def make_buckets(entries: Iterable[Entry], limit_bytes: int) -> list[Bucket]:
     open_: dict[object, list[Entry]] = {}
     bytes_: dict[object, int] = {}
     buckets = []
+    order: dict[Entry, int] = {}
     for entry in entries:
+        order[entry] = len(order)
         size = entry.full_numel * entry.parameter.element_size()
         kind = entry.kind
         if open_.get(kind) and bytes_[kind] + size > limit_bytes:
@@ -150,7 +152,8 @@ def make_buckets(entries: Iterable[Entry], limit_bytes: int) -> list[Bucket]:
             open_[kind], bytes_[kind] = [], 0
         open_[kind].append(entry)
         bytes_[kind] += size
-    return buckets + [Bucket(rest) for rest in open_.values()]
+    buckets += [Bucket(rest) for rest in open_.values()]
+    return sorted(buckets, key=lambda bucket: order[bucket.entries[-1]])
 
 
 class BucketExchange:

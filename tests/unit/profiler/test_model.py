@@ -231,7 +231,7 @@ def test_a_slow_unit_gets_its_own_time() -> None:
     found = discover(model, workload.make_batch(3), workload.make_batch(2))
     batch = workload.make_batch(64)
     with Timeline(model, found.units, torch.device("cpu")) as timeline:
-        steps = [timeline.step(batch, workload.loss) for _ in range(8)]
+        steps = [timeline.step(batch, workload.loss) for _ in range(60)]
 
     def least(direction: str, name: str) -> float:
         return min(getattr(s, direction)[name] for s in steps)
