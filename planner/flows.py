@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from .cluster import Level
 from .collectives import Fabric, Positions, all_to_all_s
-from .movement import Moved, boxes, moved
+from .movement import boxes, moved
 from .ownership import Held
 
 Reals = npt.NDArray[np.float64]
