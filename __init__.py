@@ -1,4 +1,103 @@
 """Meshwright decides how to train a PyTorch model on the machines at hand, and runs it so.
 
-Public names load lazily, so that ``import meshwright.planner`` never loads torch.
+Public names load when they are first used, so that ``import meshwright.planner`` never loads torch.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import compare, describe_cluster, explain, launch, plan, probe, profile, verify
+    from .demonstration import demo
+    from .executor.micro import micro_batches
+    from .executor.parallel import (
+        full_optimizer_state_dict,
+        full_state_dict,
+        load_full_optimizer_state_dict,
+        loss_weight,
+    )
+    from .parallelize import auto_parallelize
+    from .planner.cluster import Cluster
+    from .planner.errors import InfeasibleError, InputError, MeshwrightError, RunError
+    from .planner.goal import Goal
+    from .planner.noun import load, save
+    from .planner.plan import Plan
+    from .planner.profile import ModelProfile
+    from .units.workload import Batch, Workload
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    ".api": (
+        "compare",
+        "describe_cluster",
+        "explain",
+        "launch",
+        "plan",
+        "probe",
+        "profile",
+        "verify",
+    ),
+    ".demonstration": ("demo",),
+    ".executor.micro": ("micro_batches",),
+    ".executor.parallel": (
+        "full_optimizer_state_dict",
+        "full_state_dict",
+        "load_full_optimizer_state_dict",
+        "loss_weight",
+    ),
+    ".parallelize": ("auto_parallelize",),
+    ".planner.cluster": ("Cluster",),
+    ".planner.errors": ("InfeasibleError", "InputError", "MeshwrightError", "RunError"),
+    ".planner.goal": ("Goal",),
+    ".planner.noun": ("load", "save"),
+    ".planner.plan": ("Plan",),
+    ".planner.profile": ("ModelProfile",),
+    ".units.workload": ("Batch", "Workload"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Batch",
+    "Cluster",
+    "Goal",
+    "InfeasibleError",
+    "InputError",
+    "MeshwrightError",
+    "ModelProfile",
+    "Plan",
+    "RunError",
+    "Workload",
+    "auto_parallelize",
+    "compare",
+    "demo",
+    "describe_cluster",
+    "explain",
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "launch",
+    "load",
+    "load_full_optimizer_state_dict",
+    "loss_weight",
+    "micro_batches",
+    "plan",
+    "probe",
+    "profile",
+    "save",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home, __name__), name)
+    globals()[name] = value  # a second look-up no longer comes here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

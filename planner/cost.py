@@ -41,6 +41,10 @@ from .shares import backward_s, batch_counts, busiest_samples, forward_s, shard_
 from .step import LINKS, Chain, empty_chain
 
 
+BUCKET_BYTES = 25 * 2**20
+"""DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
+
+
 class Option(NamedTuple):
     """One choice for a unit."""
 
@@ -100,9 +104,10 @@ class CostModel:
         goal: Goal,
         micro_batches: int = 1,
         placement: tuple[int, ...] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.profile, self.cluster, self.goal = profile, cluster, goal
-        self.micro_batches = micro_batches
+        self.micro_batches, self.bucket_bytes = micro_batches, bucket_bytes
         self.world_size = cluster.world_size
         self.placement = placement or tuple(range(self.world_size))
         self.fabric = Fabric(cluster, self.placement)
@@ -178,7 +183,7 @@ class CostModel:
             update_s=gradient * rate,
             inner_forward=inner_forward,
             inner_backward=inner_backward,
-            exchange=self.exchange(layout, gradient),
+            exchange=self._bucketed(layout, gradient),
             gradient_bytes=gradient if layout.groups > 1 else 0,
             trained_bytes=gradient,
             shard_bytes=shard_bytes(unit, style, layout.degree, self.owned[k]),
@@ -191,6 +196,15 @@ class CostModel:
         seconds = all_reduce_s(self.fabric, ring, gradient_bytes)
         sent = 2 * (ring.ranks - 1) / ring.ranks * gradient_bytes
         return OnLink(seconds, LINKS.index(ring.level), sent)
+
+    def _bucketed(self, layout: Layout, gradient_bytes: float) -> OnLink:
+        """A unit's part in the exchange: gradients smaller than a bucket share one with others, and
+        with them the latency."""
+        part = min(gradient_bytes / self.bucket_bytes, 1.0)
+        if part == 1.0:
+            return self.exchange(layout, gradient_bytes)
+        full = self.exchange(layout, self.bucket_bytes)
+        return OnLink(full.seconds * part, full.link, full.sent_bytes * part)
 
     def ring(self, layout: Layout, which: str) -> Rings:
         """The rings over a layout's ``groups``, over its ``peers``, or over ``all`` positions."""

@@ -14,7 +14,7 @@ import msgspec
 
 from .capability import PLAIN, Capability
 from .cluster import Cluster
-from .cost import CostModel, Decisions, Option
+from .cost import BUCKET_BYTES, CostModel, Decisions, Option
 from .errors import InputError
 from .goal import Goal
 from .layout import data_parallel
@@ -25,9 +25,6 @@ from .profile import ModelProfile
 from .schedule import ScheduleName, Step, step_of
 from .simulate import Simulation, simulate
 from .step import Chain
-
-BUCKET_BYTES = 25 * 2**20
-"""DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
 
 
 class RankMemory(NamedTuple):
@@ -83,35 +80,29 @@ def evaluate(
     slice under the ``priority`` schedule.
     """
     order = tuple(placement) if placement else None
-    model = CostModel(profile, cluster, goal, micro_batches, order)
+    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes)
     chosen = model.baseline if decisions is None else tuple(decisions)
-    return evaluation(model, chosen, schedule=schedule, bucket_bytes=bucket_bytes).prediction
+    return evaluation(model, chosen, schedule=schedule).prediction
 
 
 def evaluation(
-    model: CostModel,
-    decisions: Decisions,
-    *,
-    schedule: ScheduleName = "barrier",
-    bucket_bytes: int = BUCKET_BYTES,
+    model: CostModel, decisions: Decisions, *, schedule: ScheduleName = "barrier"
 ) -> Evaluation:
     """``evaluate`` with everything that led to the prediction."""
     units = model.profile.units
     if len(decisions) != len(units):
         raise InputError(f"{len(decisions)} decisions for {len(units)} units: give one for each")
     chain = model.chain(decisions)
-    step = step_of(model, decisions, chain, schedule, bucket_bytes)
+    step = step_of(model, decisions, chain, schedule)
     result = simulate(step, model.cluster.interference)
-    memory = rank_memory(model, decisions, bucket_bytes)
+    memory = rank_memory(model, decisions)
     prediction = _prediction(model, decisions, step, result, memory)
     return Evaluation(model, decisions, chain, step, result, memory, prediction)
 
 
-def rank_memory(
-    model: CostModel, decisions: Decisions, bucket_bytes: int = BUCKET_BYTES
-) -> tuple[RankMemory, ...]:
+def rank_memory(model: CostModel, decisions: Decisions) -> tuple[RankMemory, ...]:
     """The memory timeline of each class of positions."""
-    memory = MemoryModel(model, bucket_bytes)
+    memory = MemoryModel(model)
     found = []
     for group in position_classes(model.counts, [o.layout for o in decisions]):
         held = memory.held(decisions, group.samples)
@@ -209,9 +200,9 @@ def make_plan(
     What ``executor`` cannot run is listed in the plan as hypothetical.
     """
     order = tuple(placement) if placement else None
-    model = CostModel(profile, cluster, goal, micro_batches, order)
+    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes)
     chosen = model.baseline if decisions is None else tuple(decisions)
-    ours = evaluation(model, chosen, schedule=schedule, bucket_bytes=bucket_bytes)
+    ours = evaluation(model, chosen, schedule=schedule)
     plain = _baseline(profile, cluster, goal, micro_batches, schedule, bucket_bytes)
     plan = Plan(
         target=profile.target,
@@ -239,8 +230,8 @@ def _baseline(
     bucket_bytes: int,
 ) -> Evaluation:
     """Plain data parallelism as it would be run: ranks in the order of the hosts."""
-    model = CostModel(profile, cluster, goal, micro_batches)
-    return evaluation(model, model.baseline, schedule=schedule, bucket_bytes=bucket_bytes)
+    model = CostModel(profile, cluster, goal, micro_batches, bucket_bytes=bucket_bytes)
+    return evaluation(model, model.baseline, schedule=schedule)
 
 
 def provenance_of(

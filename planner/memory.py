@@ -109,8 +109,8 @@ _QUANTITIES: tuple[Quantity, ...] = (
 class MemoryModel:
     """What the units of a cost model hold, remembered by unit, option and samples."""
 
-    def __init__(self, model: CostModel, bucket_bytes: int) -> None:
-        self.model, self.bucket_bytes = model, bucket_bytes
+    def __init__(self, model: CostModel) -> None:
+        self.model = model
         self._units: dict[tuple[int, Option, int | None], tuple[float, ...]] = {}
 
     def unit(self, k: int, option: Option, samples: int | None) -> tuple[float, ...]:
@@ -157,7 +157,7 @@ class MemoryModel:
 
     def bucket(self, exchanged: Vector) -> float:
         """Bytes of buckets in flight: a bucket is at least a unit's gradients."""
-        largest = max(float(exchanged.max(initial=0.0)), float(self.bucket_bytes))
+        largest = max(float(exchanged.max(initial=0.0)), float(self.model.bucket_bytes))
         return min(float(exchanged.sum()), BUCKETS_IN_FLIGHT * largest)
 
 

@@ -114,9 +114,9 @@ class Bucket(NamedTuple):
     gradient_bytes: int
 
 
-def buckets(model: CostModel, decisions: Sequence[Option], bucket_bytes: int) -> list[Bucket]:
+def buckets(model: CostModel, decisions: Sequence[Option]) -> list[Bucket]:
     """Gradients gathered in backward order, layout by layout; a bucket is full once it holds
-    ``bucket_bytes`` or more (a unit is not cut), and what is left at the end travels as it is.
+    the model's ``bucket_bytes`` or more (a unit is not cut), and what is left at the end travels as it is.
     """
     open_: dict[Layout, Bucket] = {}
     full: list[Bucket] = []
@@ -126,7 +126,7 @@ def buckets(model: CostModel, decisions: Sequence[Option], bucket_bytes: int) ->
             continue
         last = open_.pop(layout, Bucket(layout, (), 0))
         bucket = Bucket(layout, (k, *last.units), last.gradient_bytes + size)
-        if bucket.gradient_bytes >= bucket_bytes:
+        if bucket.gradient_bytes >= model.bucket_bytes:
             full.append(bucket)
         else:
             open_[layout] = bucket
@@ -137,22 +137,18 @@ def _message(bucket: Bucket, on: OnLink, urgency: float = 0.0) -> Message:
     return Message(bucket.units, LINKS[on.link], on.seconds, urgency, on.sent_bytes)
 
 
-def bucket_messages(
-    model: CostModel, decisions: Sequence[Option], bucket_bytes: int
-) -> tuple[Message, ...]:
+def bucket_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
     """The buckets as messages, each one all-reduce."""
-    found = buckets(model, decisions, bucket_bytes)
+    found = buckets(model, decisions)
     return tuple(_message(b, model.exchange(b.layout, b.gradient_bytes)) for b in found)
 
 
-def slice_messages(
-    model: CostModel, decisions: Sequence[Option], slice_bytes: int
-) -> tuple[Message, ...]:
-    """Each unit's gradients in equal slices of at most ``slice_bytes``, each one all-reduce."""
+def slice_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
+    """Each unit's gradients in equal slices of at most ``bucket_bytes``, each one all-reduce."""
     found = []
     for k in reversed(range(len(decisions))):
         size = model.unit(k, decisions[k]).gradient_bytes
-        pieces = ceil(size / slice_bytes)
+        pieces = ceil(size / model.bucket_bytes)
         if pieces:
             layout = decisions[k].layout
             on = model.exchange(layout, size / pieces)
@@ -165,12 +161,11 @@ def step_of(
     decisions: Sequence[Option],
     chain: Chain,
     schedule: ScheduleName,
-    bucket_bytes: int,
 ) -> Step:
-    """The step that the executor runs under those decisions; ``bucket_bytes`` is a slice's size
-    under priority."""
+    """The step that the executor runs under those decisions; the model's ``bucket_bytes`` is the
+    size of a slice under priority."""
     if schedule == "barrier":
-        messages = bucket_messages(model, decisions, bucket_bytes)
+        messages = bucket_messages(model, decisions)
     else:
-        messages = slice_messages(model, decisions, bucket_bytes)
+        messages = slice_messages(model, decisions)
     return Step(work_of(chain, model.micro_batches, schedule), messages, schedule)

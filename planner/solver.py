@@ -13,9 +13,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from .capability import PLAIN, Capability
 from .cluster import Cluster
-from .cost import Decisions
+from .cost import BUCKET_BYTES, Decisions
 from .errors import InfeasibleError, InputError
-from .evaluate import BUCKET_BYTES
 from .goal import Goal
 from .plan import Plan
 from .profile import ModelProfile

@@ -94,19 +94,22 @@ def _divides(problem: Problem, micro_batches: int) -> bool:
 def _simulated(problem: Problem, micro_batches: int, deadline: float) -> Iterator[Found]:
     """The best plans for one number of micro-batches, simplest first so that ties go to it."""
     model = CostModel(
-        problem.profile, problem.cluster, problem.goal, micro_batches, problem.placement
+        problem.profile,
+        problem.cluster,
+        problem.goal,
+        micro_batches,
+        problem.placement,
+        problem.bucket_bytes,
     )
     point = Point(
         Space(model, problem.capability),
-        MemoryModel(model, problem.bucket_bytes),
+        MemoryModel(model),
         problem.schedule,
     )
     chosen = _candidates(point, deadline)
     plain = [model.baseline] if _runs(point.space, model.baseline) else []
     for decisions in dict.fromkeys([*plain, *(c.decisions for c in chosen)]):
-        done = evaluation(
-            model, decisions, schedule=problem.schedule, bucket_bytes=problem.bucket_bytes
-        )
+        done = evaluation(model, decisions, schedule=problem.schedule)
         yield Found(done, excess(model, done.memory))
 
 

@@ -1,0 +1,59 @@
+# Every target sets up what it needs: Python 3.11 or newer, git and make are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# One thread for each process, as in a training run: several ranks share the cores.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: help demo test test-all test-long lint types bench-prediction clean
+
+help:
+	@echo "make demo              measure, plan, verify and train on this machine"
+	@echo "make test              the quick tests"
+	@echo "make test-all          those and the slow ones"
+	@echo "make test-long         those that take many minutes"
+	@echo "make lint, make types  ruff, mypy"
+	@echo "make bench-prediction  predicted against measured step times"
+	@echo "make clean             remove the environment and everything built"
+
+# A stamp is made anew when what is to be installed has changed.
+$(VENV)/run.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e ".[data]"
+	touch $@
+
+$(VENV)/test.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e ".[data,test]"
+	touch $(VENV)/run.stamp $@
+
+demo: $(VENV)/run.stamp
+	$(BIN)/meshwright demo
+
+test: $(VENV)/test.stamp
+	$(TEST) -m "not slow and not long"
+
+test-all: $(VENV)/test.stamp
+	$(TEST) -m "not long"
+
+test-long: $(VENV)/test.stamp
+	$(TEST) -m long
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+# The root is the package: mypy finds it under its name through a link.
+types: $(VENV)/test.stamp
+	mkdir -p build/types
+	ln -sfn ../.. build/types/meshwright
+	$(BIN)/mypy
+
+bench-prediction: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/prediction.py
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

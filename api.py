@@ -1,0 +1,210 @@
+"""The verbs as functions: what the command line calls, for scripts and notebooks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from .planner.capability import EVERYTHING
+from .planner.cluster import Cluster
+from .planner.compare import Comparison
+from .planner.compare import compare as compare_plans
+from .planner.errors import InputError
+from .planner.explain import Explanation
+from .planner.explain import explain as explain_plan
+from .planner.goal import Goal
+from .planner.plan import Plan
+from .planner.profile import ModelProfile
+from .planner.solver import Problem, solve
+from .remember import recall, remember
+from .screen import Step
+
+if TYPE_CHECKING:
+    from .executor.report import RunReport
+    from .executor.verify import Verification
+    from .units.workload import Workload
+
+# Torch and what needs it is imported where it is used: reading, comparing and explaining plans must
+# not wait seconds for it.
+
+
+def profile(
+    target: str | Workload,
+    *,
+    batches: Sequence[int] | None = None,
+    device: str | None = None,
+    ranks: int = 1,
+    progress: Step | None = None,
+) -> ModelProfile:
+    """What a model's units take, measured on this machine.
+
+    ``target`` names a workload or is one. ``batches`` are the batch sizes to measure. ``device`` is
+    ``cpu`` or ``cuda``, or a catalogued device that is not here, for which times are estimated.
+    With ``ranks`` above 1 so many processes measure at once, as they will share this host's memory
+    in a run (needs a target by name). Raises ``InputError``.
+    """
+    from . import local
+
+    _check_counts(batches or (), ranks)
+    return local.profile(target, batches, device, ranks, progress)
+
+
+def _check_counts(batches: Sequence[int], ranks: int) -> None:
+    if any(b < 1 for b in batches):
+        raise InputError(f"batch size {min(batches)} cannot be measured: give at least 1")
+    if ranks < 1:
+        raise InputError(f"{ranks} ranks cannot measure: give at least 1")
+
+
+def probe(*, ranks: int | None = None, progress: Step | None = None) -> Cluster:
+    """What the links among ranks do.
+
+    Collective where torchrun started this process or a process group is initialised; else starts
+    ``ranks`` processes on this machine (default: one for each GPU, or 2).
+    """
+    from . import local
+
+    return local.probe(ranks, progress)
+
+
+def describe_cluster(**description: Any) -> Cluster:
+    """A cluster of catalogued devices from a description; see ``profiler.describe``."""
+    from .profiler.describe import describe_cluster as describe
+
+    return describe(**description)
+
+
+def plan(
+    what: str | Workload | ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    *,
+    solver: str = "auto",
+    time_limit_s: float | None = None,
+    hypothetical: bool = False,
+    progress: Step | None = None,
+) -> Plan:
+    """How to train a model on a cluster.
+
+    ``what`` is a profile, or a target that is measured here (where the cluster is of this machine's
+    devices) or estimated (where its devices are catalogued). Plans only what the executor can run,
+    unless ``hypothetical``. Raises ``InputError``, and ``InfeasibleError`` where nothing fits.
+    """
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise InputError(f"a time limit of {time_limit_s:g} s leaves no search: give more than 0")
+    made = _profile_for(what, cluster, goal, progress)
+    from .executor.capability import CAPABILITY
+
+    def show(doing: str, share: float) -> None:
+        if progress is not None:
+            progress(round(1000 * share), 1000, doing)
+
+    problem = Problem(
+        made,
+        cluster,
+        goal,
+        EVERYTHING if hypothetical else CAPABILITY,
+        executor=CAPABILITY,
+        progress=show,
+    )
+    found = solve(problem, solver, time_limit_s).checked()
+    remember(made)
+    remember(cluster)
+    return found
+
+
+def _profile_for(
+    what: str | Workload | ModelProfile, cluster: Cluster, goal: Goal, progress: Step | None
+) -> ModelProfile:
+    if isinstance(what, ModelProfile):
+        return what
+    from . import local
+
+    return local.profile_for(what, cluster, goal, progress)
+
+
+def explain(
+    plan: Plan,
+    profile: ModelProfile | None = None,
+    cluster: Cluster | None = None,
+    *,
+    best: int = 2,
+    progress: Step | None = None,
+) -> Explanation:
+    """Why a plan is as it is. The profile and the cluster that it was made from are found by their
+    fingerprints where this machine made it; raises ``InputError`` where they are not."""
+    if best < 1:
+        raise InputError(f"{best} alternatives explain nothing: ask for at least 1")
+    if progress is not None:
+        progress(0, 0, "")
+    made = profile or recall(ModelProfile, plan.provenance.profile, "--profile")
+    there = cluster or recall(Cluster, plan.provenance.cluster, "--cluster")
+    from .executor.capability import CAPABILITY
+
+    capability = EVERYTHING if plan.hypothetical else CAPABILITY
+    return explain_plan(plan, made, there, capability=capability, best=best)
+
+
+def compare(first: Plan, second: Plan) -> Comparison:
+    """What two plans decide differently, and what they predict."""
+    return compare_plans(first, second)
+
+
+def is_rank_zero() -> bool:
+    """Whether this process prints: the only one, or rank 0 of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def verify(
+    plan: Plan,
+    *,
+    dtype: Literal["float64", "float32"] = "float64",
+    batch: int | None = None,
+    timeout_s: float | None = None,
+) -> Verification:
+    """Whether training under ``plan`` equals that of one process, on the plan's own model.
+
+    Starts the plan's ranks on this machine; see ``executor.verify``. ``batch`` in samples (default:
+    the plan's, at most four for each rank). ``timeout_s`` ends it. Raises ``InputError``.
+    """
+    from .executor.launch import Ranks, check_plan
+    from .executor.verify import Verification
+    from .tasks import Task, run_task
+
+    check_plan(plan, plan.world_size)
+    if batch is not None and batch < 1:
+        raise InputError(f"a batch of {batch} cannot be compared: give at least 1")
+    task = Task(name="verify", dtype=dtype, batch=batch, timeout_s=timeout_s)
+    ranks = Ranks(nproc=plan.world_size, timeout_s=timeout_s)
+    found = run_task(task, ranks, Verification, plan)
+    assert found is not None
+    return found
+
+
+def launch(
+    plan: Plan,
+    script: Sequence[str] = (),
+    *,
+    steps: int = 30,
+    ranks_here: int | None = None,
+    nodes: int = 1,
+    node_rank: int = 0,
+    rendezvous: str | None = None,
+    timeout_s: float | None = None,
+    quiet: bool = False,
+) -> RunReport | None:
+    """Runs ``plan`` and returns what was predicted beside what was measured.
+
+    ``script`` with its arguments is run on every rank, where ``auto_parallelize`` picks the plan
+    up; without one the plan's own workload is trained for ``steps``. ``ranks_here`` processes start
+    on this machine, which is host ``node_rank`` of ``nodes``; the hosts meet at ``rendezvous``
+    (HOST:PORT of host 0). ``quiet`` sends what ranks print to stderr. Returns None on hosts other
+    than 0, and where a script made too few optimizer steps under the plan to measure. Raises
+    ``InputError`` for a plan that cannot be run so, ``RunError`` for a run that failed; no process
+    is left behind.
+    """
+    from .launching import launch, ranks_for
+
+    ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
+    return launch(plan, script, steps, ranks)

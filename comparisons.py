@@ -1,0 +1,144 @@
+"""Tables that hold one thing against another: two plans, and a plan against its alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from .planner.compare import Comparison
+from .planner.explain import Explanation
+from .planner.layout import Layout
+from .screen import empty_table, figures_table, names_of, seconds, size
+
+if TYPE_CHECKING:  # these load torch
+    from .executor.report import RunReport
+    from .executor.verify import Verification
+
+_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step_s": ("step time", seconds),
+    "compute_s": ("  computing", seconds),
+    "blocking_s": ("  blocking communication", seconds),
+    "exposed_s": ("  exposed gradient exchange", seconds),
+    "update_s": ("parameter update", seconds),
+    "exchange_s": ("gradient exchange", seconds),
+    "wire_bytes": ("sent by the busiest rank", size),
+    "gpu_seconds": ("device time", seconds),
+    "samples_per_s": ("samples per second", lambda v: f"{v:,.0f}"),
+    "peak_bytes": ("peak memory of a rank", size),
+}
+
+
+def comparison_tables(found: Comparison, first: str, second: str) -> list[Table | str]:
+    """What two plans predict, and where they differ."""
+    shown: list[Table | str] = []
+    rows = []
+    for figure in found.figures:
+        name, show = _FIGURES.get(figure.name, (figure.name, str))
+        by = f"{figure.second / figure.first:.2f}" if figure.first else ""
+        rows.append((name, show(figure.first), show(figure.second), by))
+    shown.append(figures_table("Predicted for one step", ("", first, second, "ratio"), rows))
+    if found.settings:
+        shown.append(figures_table("Settings", ("", first, second), found.settings))
+    if found.units:
+        differing = [
+            (u.name, u.first or "-", u.second or "-", seconds(u.first_s), seconds(u.second_s))
+            for u in found.units
+        ]
+        headings = ("unit", first, second, "costs", "costs")
+        shown.append(figures_table("Units decided differently", headings, differing))
+    else:
+        shown.append("All units are decided alike.")
+    if not found.same_model:
+        shown.append("The plans are of different models.")
+    elif not found.same_cluster:
+        shown.append("The plans are for different clusters.")
+    return shown
+
+
+def explanation_tables(found: Explanation) -> list[Table | str]:
+    """Each unit's cost and what its alternatives would give, then what binds."""
+    headings = ("unit", "layout", "compute", "blocking", "exchange", "if instead", "step", "fits")
+    table = empty_table(
+        "Each unit, and the step if it alone were decided otherwise", headings, left=2
+    )
+    for unit in found.units:
+        if not unit.alternatives:
+            continue
+        costs = (
+            seconds(unit.forward_s + unit.backward_s),
+            seconds(unit.redistribute_s + unit.inner_s),
+            seconds(unit.exchange_s),
+        )
+        for i, other in enumerate(unit.alternatives):
+            lead = (unit.name, _option(unit.layout, unit.style), *costs) if i == 0 else ("",) * 5
+            change = f"{seconds(other.step_s)} ({100 * (other.step_s / found.step_s - 1):+.1f}%)"
+            fits = "yes" if other.fits else "no"
+            table.add_row(*lead, _option(other.layout, other.style), change, fits)
+    largest = {
+        "compute": "computing",
+        "blocking": "blocking communication",
+        "exchange": "gradient exchange that nothing hides",
+    }[found.bound_by]
+    words = [
+        f"The largest part of the step of {seconds(found.step_s)} is {largest}.",
+        f"Memory is tightest on rank {found.tightest_rank} at {found.tightest_unit}: "
+        f"{size(found.needed_bytes)} of {size(found.available_bytes)}"
+        + (", and keeps a quicker plan out." if found.memory_binds else "."),
+    ]
+    if found.exposed:
+        worst = max(found.exposed, key=lambda e: e.seconds)
+        words.append(
+            f"Exposed exchange: {seconds(sum(e.seconds for e in found.exposed))}, most of it the "
+            f"gradients of {names_of(worst.units)} ({seconds(worst.seconds)}, {worst.link})."
+        )
+    return [table, *words]
+
+
+def _option(layout: Layout, style: str) -> str:
+    return str(layout) if style == "none" else f"{layout} {style}"
+
+
+def figures_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
+    """(what, predicted, measured, measured over predicted) as texts."""
+    rows = []
+    for what, name, show in _MEASURED:
+        guess, found = getattr(report.predicted, name), getattr(report.measured, name)
+        ratio = f"{found / guess:.2f}" if found and guess else ""
+        texts = ["-" if v is None else show(v) for v in (guess, found)]
+        rows.append((what, texts[0], texts[1], ratio))
+    return rows
+
+
+_MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("step time", "step_s", seconds),
+    ("  blocking communication", "blocking_s", seconds),
+    ("  exposed gradient exchange", "exposed_s", seconds),
+    ("peak memory of a rank", "peak_bytes", size),
+)
+
+
+def measured_table(report: RunReport) -> Table:
+    """Predicted beside measured."""
+    title = f"{report.target} on {report.world_size} ranks, {report.steps} steps"
+    headings = ("", "predicted", "measured", "ratio")
+    return figures_table(title, headings, figures_rows(report))
+
+
+def verification_table(found: Verification) -> Table:
+    """How far each class of tensors is from the single process."""
+    sizes = ", ".join(str(b) for b in found.batches)
+    title = f"{found.target} on {found.world_size} ranks, {found.dtype}, batches of {sizes}"
+    headings = ("", "tensors", "largest difference", "of what is allowed", "")
+    rows = [
+        (
+            d.what,
+            str(d.tensors),
+            f"{d.largest:.2g}",
+            f"{d.of_allowed:.2g}",
+            "equal" if d.passed else f"DIFFERS ({d.worst})",
+        )
+        for d in found.deviations
+    ]
+    return figures_table(title, headings, rows)

@@ -1,0 +1,201 @@
+"""Applies a plan to a model and its optimizer, in place."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..planner.errors import InputError
+from ..planner.noun import fingerprint
+from ..planner.plan import Plan
+from . import optimizer as optimizers
+from .broadcast import broadcast, changing_buffers
+from .capability import CAPABILITY
+from .control import digest
+from .division import Division, check_ties, divide, divided, split_of, tensor_named
+from .exchange import Entry
+from .gradients import Members
+from .groups import Group, make_world
+from .parallel import ModelT, adopt, is_parallel
+from .run import Run
+from .state import install
+from .statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
+from .watch import Watch, time_limit
+
+_runs = count()
+
+
+def apply(
+    model: ModelT, optimizer: Optimizer | None, plan: Plan, *, timeout_s: float | None = None
+) -> tuple[ModelT, Optimizer | None]:
+    """Makes ``model`` train as ``plan`` says, on all ranks of the process group. Collective.
+
+    The model and the optimizer stay the same objects with the same parameters; divided parameters
+    keep this rank's slice, and what state and gradients there are is sliced alike. Parameters and
+    buffers become rank 0's. ``timeout_s`` is how long a rank waits for the others before it says
+    where they are (default: MESHWRIGHT_TIMEOUT_S, or ten minutes). Raises ``InputError`` where the
+    plan does not fit the model or the ranks; nothing is changed then.
+    """
+    limit = time_limit(timeout_s)
+    check(model, optimizer, plan)
+    run = _make_run(model, plan, limit)
+    _agree(run, model)
+    everything = [*model.parameters(), *model.buffers()]
+    broadcast(everything, run.world.likes[1], run.watch, "the broadcast of rank 0's parameters")
+    division = divide(model, run)
+    run.shards, run.divided_parameters = division.by_name, division.parameters
+    if optimizer is not None:
+        optimizers.slice_state(optimizer, division.parameters)
+    _prepare_norms(model, run, division)
+    install(model, division.by_name)
+    run.start(entries_of(model, run, division), _buffers(model, plan, division))
+    adopt(model, run)
+    return model, optimizer
+
+
+def _make_run(model: nn.Module, plan: Plan, limit: float) -> Run:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    degrees = {unit.layout.degree for unit in plan.units}
+    world = make_world(plan.placement, degrees, device, limit)
+    return Run(plan, world, Watch(world.rank, world.size, limit, run=next(_runs)))
+
+
+def _agree(run: Run, model: nn.Module) -> None:
+    """All ranks must have built the same model and got the same plan."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    text = ";".join(f"{n}{tuple(t.shape)}{t.dtype}{t.requires_grad}" for n, t in tensors)
+    run.control.agree(
+        "the model (names, shapes and types of its parameters and buffers)",
+        digest(text),
+        "build the same model on every rank",
+    )
+    plan = digest(fingerprint(run.plan))
+    run.control.agree("the plan", plan, "give every rank the same file")
+
+
+def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
+    """Raises ``InputError`` unless the plan can be applied to this model by these ranks."""
+    if not dist.is_initialized():
+        raise InputError(
+            "no process group was started: start the script with torchrun, or call "
+            "torch.distributed.init_process_group first"
+        )
+    ranks = dist.get_world_size()
+    if ranks != plan.world_size:
+        raise InputError(
+            f"a plan for {plan.world_size} ranks was started on {ranks}: start {plan.world_size} "
+            f"processes, or make a plan for {ranks}"
+        )
+    if is_parallel(model):
+        raise InputError("a plan was applied to this model already: build the model anew")
+    refusals = CAPABILITY.refusals(plan)
+    if refusals:
+        raise InputError(f"this plan cannot be run: {refusals[0]}; plan without hypothetical")
+    _check_modules(model, plan)
+    _check_tensors(model)
+    check_ties(model, plan)
+    _check_norms(model, plan)
+    if optimizer is not None:
+        cuts = [c.name for u, _ in divided(plan) for c in split_of(model, u).cuts]
+        tensors = [tensor_named(model, name) for name in cuts]
+        optimizers.check(optimizer, {t for t in tensors if isinstance(t, nn.Parameter)})
+
+
+def _check_modules(model: nn.Module, plan: Plan) -> None:
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    for unit in plan.units:
+        missing = next((m for m in unit.modules if m not in known), None)
+        if missing is not None:
+            raise InputError(
+                f"the plan is for another model: this {type(model).__name__} has no module "
+                f"{missing!r}; make a plan for it"
+            )
+
+
+def _check_tensors(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise InputError(
+                f"parameter {name!r} has no shape yet: run one batch through the model first"
+            )
+        if tensor.is_meta:
+            raise InputError(f"{name!r} is on the meta device: give it memory and values first")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise InputError(
+                f"embedding {name!r} makes sparse gradients, which are not exchanged: build it "
+                "with sparse=False"
+            )
+
+
+def _check_norms(model: nn.Module, plan: Plan) -> None:
+    """Local statistics are those of a rank's own samples, which a divided unit does not see."""
+    if plan.goal.batch_statistics == "global":
+        return
+    inside = {m for unit, _ in divided(plan) if unit.style == "column" for m in unit.modules}
+    for name, _ in norms_of(model):
+        if any(name == m or name.startswith(f"{m}.") for m in inside):
+            raise InputError(
+                f"batch normalisation {name!r} is in a divided unit, which sees the samples of a "
+                "whole group: plan with batch_statistics 'global', or without dividing that unit"
+            )
+
+
+def _prepare_norms(model: nn.Module, run: Run, division: Division) -> None:
+    for name, module in norms_of(model):
+        if run.plan.goal.batch_statistics == "global":
+            group = _same_channels(run, division, name, module)
+            statistics = Statistics(group, run.watch, run.meter)
+            normalise_globally(module, name, statistics)
+        elif not isinstance(module, nn.SyncBatchNorm):
+            tolerate_nothing(module)
+
+
+def _same_channels(run: Run, division: Division, name: str, module: nn.Module) -> Group:
+    """Those who hold other samples of the channels that this module normalises here."""
+    prefix = f"{name}."
+    cut = any(entry.startswith(prefix) for entry in division.by_name)
+    column = division.styles.get(name) == "column"
+    return run.world.likes[division.degrees[name] if cut or column else 1]
+
+
+def _buffers(model: nn.Module, plan: Plan, division: Division) -> list[Tensor]:
+    """The buffers that follow rank 0's in each training forward; slices cannot, but for those of
+    statistics (which then agree anyway) units have none that training changes.
+    """
+    local = plan.goal.batch_statistics == "local"
+    return [b for b in changing_buffers(model, statistics=local) if id(b) not in division.buffers]
+
+
+def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
+    """All parameters in the order in which backward finishes their gradients: units backwards, a
+    tied one with its first user; those outside units beside what was registered before them.
+    """
+    members = {d: Members(g, run.watch) for d, g in run.world.neighbours.items()}
+    place = _first_users(model, run.plan)
+    entries = []
+    for name, parameter in model.named_parameters():
+        shard = division.parameters.get(parameter)
+        degree = shard.degree if shard else 1
+        size = shard.full_shape.numel() if shard else parameter.numel()
+        group = run.world.peers[degree]
+        entries.append(Entry(name, parameter, group, degree, size, members.get(degree)))
+    order = sorted(range(len(entries)), key=lambda i: (place[entries[i].parameter], i))
+    return [entries[i] for i in reversed(order)]
+
+
+def _first_users(model: nn.Module, plan: Plan) -> dict[nn.Parameter, int]:
+    """The first unit in forward order that uses each parameter."""
+    place: dict[nn.Parameter, int] = {}
+    for index, unit in enumerate(plan.units):
+        for path in unit.modules:
+            for parameter in model.get_submodule(path).parameters():
+                place.setdefault(parameter, index)
+    last = 0
+    for parameter in model.parameters():
+        last = place.setdefault(parameter, last)
+    return place

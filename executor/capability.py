@@ -1,0 +1,16 @@
+"""What this executor runs, as data: plans are made within it, and the rest is refused by name."""
+
+from __future__ import annotations
+
+from ..planner.capability import Capability
+
+CAPABILITY = Capability(
+    styles=("none", "column", "row", "pair"),
+    memory=("keep",),
+    exchange=("dense",),
+    idle_positions=False,
+    early_release=False,
+    micro_batches=True,
+)
+"""Every unit takes all ranks (groups × degree = world size), keeps its feature maps, and exchanges
+dense gradients."""

@@ -1,0 +1,142 @@
+"""Divides the units that a plan divides: slices, hooks, and who holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor, nn
+
+from ..planner.errors import InputError
+from ..planner.layout import Style
+from ..planner.plan import Plan, UnitPlan
+from ..units.spec import SplitSpec
+from ..units.splits import apply_split, find_splits
+from .boundary import Boundary, keeps_features
+from .redistribute import Mover
+from .run import Run
+from .shards import Shard, aliases, by_name
+
+
+@dataclass
+class Division:
+    """The slices that this rank holds."""
+
+    parameters: dict[nn.Parameter, Shard] = field(default_factory=dict)
+    buffers: dict[int, Shard] = field(default_factory=dict)
+    degrees: dict[str, int] = field(default_factory=dict)
+    styles: dict[str, Style] = field(default_factory=dict)
+    """Degree and style of the divided unit that a module belongs to, by the module's name."""
+
+    @property
+    def by_name(self) -> dict[str, Shard]:
+        """Each divided parameter's and buffer's slice, under all of its names."""
+        return by_name([*self.parameters.values(), *self.buffers.values()])
+
+
+def divided(plan: Plan) -> Iterator[tuple[UnitPlan, list[UnitPlan]]]:
+    """The divided units, each with the units that follow it."""
+    for i, unit in enumerate(plan.units):
+        if unit.layout.degree > 1:
+            yield unit, list(plan.units[i + 1 :])
+
+
+def divide(model: nn.Module, run: Run) -> Division:
+    """Slices the parameters of divided units in place and hooks their ends."""
+    division = Division()
+    names = aliases(model)
+    for unit, following in divided(run.plan):
+        _divide_unit(model, run, unit, following, division, names)
+    return division
+
+
+def _divide_unit(
+    model: nn.Module,
+    run: Run,
+    unit: UnitPlan,
+    following: Sequence[UnitPlan],
+    division: Division,
+    names: dict[int, list[str]],
+) -> None:
+    degree = unit.layout.degree
+    group = run.world.neighbours[degree]
+    spec = split_of(model, unit)
+    mover = Mover(group, run.watch, run.meter, run.issued)
+    counts: Callable[[], tuple[int, ...]] = partial(run.group_counts, degree)
+    boundary = Boundary(unit, spec, mover, counts, keeps=keeps_features(unit, following))
+    gradients: dict[nn.Parameter, Tensor] = {}
+    for cut in spec.cuts:
+        tensor = tensor_named(model, cut.name)
+        shard = Shard(tuple(names[id(tensor)]), cut, group, tensor.shape, tensor.stride())
+        if not isinstance(tensor, nn.Parameter):
+            division.buffers[id(tensor)] = shard
+        elif tensor not in division.parameters:
+            division.parameters[tensor] = shard
+            if tensor.grad is not None:
+                gradients[tensor], tensor.grad = tensor.grad, None
+    apply_split(model, unit.modules, spec, degree, group.member, boundary.reduce)
+    for parameter, gradient in gradients.items():
+        parameter.grad = division.parameters[parameter].take(gradient)
+    for path in unit.modules:
+        for inner, _ in model.get_submodule(path).named_modules(prefix=path):
+            division.degrees[inner], division.styles[inner] = degree, unit.style
+    boundary.attach(model.get_submodule(unit.modules[0]), model.get_submodule(unit.modules[-1]))
+
+
+def split_of(model: nn.Module, unit: UnitPlan) -> SplitSpec:
+    """How the model's own modules divide in the plan's style; ``InputError`` if they do not."""
+    found = find_splits(model, unit.modules)
+    for spec in found:
+        if spec.style == unit.style:
+            return _checked(spec, unit)
+    known = ", ".join(spec.style for spec in found) or "none"
+    raise InputError(
+        f"unit {unit.name!r} cannot be divided in style {unit.style!r} (it can in: {known}): make "
+        "a new plan for this model"
+    )
+
+
+def _checked(spec: SplitSpec, unit: UnitPlan) -> SplitSpec:
+    degree = unit.layout.degree
+    if degree > spec.parts or (not spec.uneven and spec.parts % degree):
+        raise InputError(
+            f"unit {unit.name!r} has {spec.parts} parts, which {degree} members cannot share: "
+            "make a new plan for this model"
+        )
+    if not unit.batched_inputs:
+        raise InputError(
+            f"unit {unit.name!r} is divided and no input of it carries the batch: give it degree 1"
+        )
+    return spec
+
+
+def check_ties(model: nn.Module, plan: Plan) -> None:
+    """Raises ``InputError`` where a parameter is cut in one use and whole, or cut in another way,
+    in another.
+    """
+    names = aliases(model)
+    cuts: dict[str, tuple[int, int, int]] = {}
+    for unit, _ in divided(plan):
+        spec = split_of(model, unit)
+        cuts.update({c.name: (c.dim, c.blocks, unit.layout.degree) for c in spec.cuts})
+    for same in names.values():
+        ways = {name: cuts.get(name) for name in same}
+        if len(set(ways.values())) > 1:
+            told = ", ".join(f"{n!r} {_way(way)}" for n, way in ways.items())
+            raise InputError(
+                f"one parameter is divided in different ways by its uses ({told}): give all units "
+                "that share it one layout"
+            )
+
+
+def _way(way: tuple[int, int, int] | None) -> str:
+    return "whole" if way is None else f"cut along dim {way[0]} over {way[2]} members"
+
+
+def tensor_named(model: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of that fully qualified name."""
+    path, _, leaf = name.rpartition(".")
+    tensor = getattr(model.get_submodule(path), leaf)
+    assert isinstance(tensor, Tensor)
+    return tensor

@@ -1,0 +1,194 @@
+"""Gradient exchange in buckets: averages over those who hold the same slice of a parameter.
+
+Buckets are the same on every rank (made from the list of parameters and their full sizes, in the
+order in which backward finishes them) and leave in one order on every rank, as a collective
+library demands. Each is a flat tensor; gradients are views of it, so nothing is copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .gradients import Members, ShardGradient
+from .groups import Group
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One parameter and who else holds the same values. ``full_numel`` is its undivided size.
+
+    ``degree`` members hold the slices of a divided parameter; ``members`` is then their group.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    group: Group
+    degree: int
+    full_numel: int
+    members: Members | None = None
+
+    @property
+    def kind(self) -> tuple[int, torch.dtype, torch.device]:
+        """Entries of one kind can share a bucket."""
+        return self.degree, self.parameter.dtype, self.parameter.device
+
+    def show(self, gradient: Tensor) -> Tensor:
+        """The gradient as the user sees it."""
+        if self.members is None:
+            return gradient
+        return ShardGradient.of(gradient, self.members)
+
+
+class Bucket:
+    """Gradients that travel together."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.entries = entries
+        self.group = entries[0].group
+        self.missing = set(entries)
+        self.launched = False
+        self._flat: Tensor | None = None
+        self._views: dict[Entry, Tensor] = {}
+        self.work: dist.Work | None = None
+
+    @property
+    def numel(self) -> int:
+        return sum(e.parameter.numel() for e in self.entries)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.entries[0].parameter.element_size()
+
+    def reset(self) -> None:
+        """Forgets the last backward. Gradients keep its memory alive where they are its views."""
+        self.missing = set(self.entries)
+        self.launched = False
+        self._flat, self.work = None, None
+        self._views = {}
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else holds these slices, so that nothing travels."""
+        return self.group.handle is None
+
+    def fill(self, entry: Entry) -> None:
+        """Takes over the parameter's gradient: what has accumulated there, or zeros."""
+        if self.alone:
+            self.missing.discard(entry)
+            return
+        view = self._view(entry)
+        gradient = entry.parameter.grad
+        if gradient is None:
+            view.zero_()
+        else:
+            view.copy_(gradient)
+        self.missing.discard(entry)
+
+    def launch(self) -> None:
+        """Starts the sum over the group. Collective, in bucket order."""
+        self.launched = True
+        if not self.alone and self._flat is not None and self.numel:
+            self.work = dist.all_reduce(self._flat, group=self.group.handle, async_op=True)
+
+    def settle(self) -> None:
+        """Turns the sum into the average, once it has arrived."""
+        if self._flat is not None:
+            self._flat.div_(self.group.size)
+
+    def result(self, entry: Entry) -> Tensor:
+        """The entry's part of the bucket."""
+        if not self.alone:
+            return self._views[entry]
+        gradient = entry.parameter.grad
+        return torch.zeros_like(entry.parameter) if gradient is None else gradient
+
+    def _view(self, entry: Entry) -> Tensor:
+        if self._flat is None:
+            first = self.entries[0].parameter
+            self._flat = torch.empty(self.numel, dtype=first.dtype, device=first.device)
+            start = 0
+            for other in self.entries:
+                parameter = other.parameter
+                self._views[other] = _shaped(self._flat, start, parameter)
+                start += parameter.numel()
+        return self._views[entry]
+
+
+def _shaped(flat: Tensor, start: int, parameter: Tensor) -> Tensor:
+    """A piece of ``flat`` in the parameter's shape and, if dense, its memory format."""
+    piece = flat.narrow(0, start, parameter.numel())
+    if parameter.numel() and torch.ops.aten.is_non_overlapping_and_dense(parameter.detach()):
+        return piece.as_strided(parameter.shape, parameter.stride())
+    return piece.view(parameter.shape)
+
+
+def make_buckets(entries: Iterable[Entry], limit_bytes: int) -> list[Bucket]:
+    """Buckets of at most ``limit_bytes`` (of undivided size; more only for a single parameter),
+    in the order of their last entry.
+    """
+    open_: dict[object, list[Entry]] = {}
+    bytes_: dict[object, int] = {}
+    buckets = []
+    for entry in entries:
+        size = entry.full_numel * entry.parameter.element_size()
+        kind = entry.kind
+        if open_.get(kind) and bytes_[kind] + size > limit_bytes:
+            buckets.append(Bucket(open_.pop(kind)))
+        if kind not in open_:
+            open_[kind], bytes_[kind] = [], 0
+        open_[kind].append(entry)
+        bytes_[kind] += size
+    return buckets + [Bucket(rest) for rest in open_.values()]
+
+
+class BucketExchange:
+    """Sends buckets as they fill, in order, and waits for them at the end of backward.
+
+    ``issued(text)`` is told of each collective. With ``eager`` off nothing leaves before ``flush``:
+    on NCCL, collectives of several communicators must be launched in one order on all ranks, which
+    buckets that leave in the midst of redistributions could break.
+    """
+
+    def __init__(
+        self, buckets: list[Bucket], *, eager: bool, issued: Callable[[str], None]
+    ) -> None:
+        self.buckets = buckets
+        self.home = {entry: bucket for bucket in buckets for entry in bucket.entries}
+        self._eager = eager
+        self._issued = issued
+        self._next = 0
+
+    def reset(self) -> None:
+        """Begins a backward."""
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def ready(self, entry: Entry) -> None:
+        """The entry's gradient is complete: it joins its bucket, which leaves if it is its turn."""
+        bucket = self.home[entry]
+        bucket.fill(entry)
+        entry.parameter.grad = bucket.result(entry)
+        if self._eager and not bucket.missing:
+            self._advance(all_of_them=False)
+
+    def flush(self) -> None:
+        """Sends what is left, zeros (or what had accumulated before) for gradients not computed."""
+        for bucket in self.buckets:
+            for entry in list(bucket.missing):
+                bucket.fill(entry)
+        self._advance(all_of_them=True)
+
+    def _advance(self, *, all_of_them: bool) -> None:
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if bucket.missing and not all_of_them:
+                return
+            bucket.launch()
+            self._issued(f"bucket {self._next}")
+            self._next += 1

@@ -1,0 +1,135 @@
+"""Which rank stands at which position, and the process groups through which ranks talk.
+
+Gradient exchange, redistribution (with statistics), and control traffic never share a process
+group: two threads that issue on one gloo group gave wrong sums without any error, and on one
+group nothing can overtake. All groups are created in one order on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..planner.layout import Layout
+
+CONTROL_BACKEND = "gloo"
+"""Control vectors live on the host, whatever carries the tensors."""
+
+GRACE_S = 5.0
+"""A collective's own time limit beyond ours, so that our sentence comes before its error."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate. ``ranks`` is in the order of members; ``member`` is this rank's.
+
+    ``handle`` is None where the rank is alone: nothing is sent then. torch numbers the ranks of a
+    process group in ascending order, so ``slots[i]`` is the number there of member ``i``.
+    """
+
+    ranks: tuple[int, ...]
+    member: int
+    handle: dist.ProcessGroup | None
+    label: str
+    on_stream: bool = False
+    """Whether its collectives run on a device's streams, where a wait does not hold the host."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        ascending = sorted(self.ranks)
+        return tuple(ascending.index(rank) for rank in self.ranks)
+
+    @property
+    def ascending(self) -> bool:
+        """Whether members are numbered as torch numbers them."""
+        return list(self.ranks) == sorted(self.ranks)
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among all, and the groups that it belongs to.
+
+    ``neighbours[m]`` are the members of its group of degree m: they redistribute among each other.
+    ``peers[m]`` hold the same shard of a unit of degree m: they exchange its gradient (degree 1:
+    all ranks). ``likes[m]`` are the same ranks as ``peers[m]`` in a process group of their own, for
+    batch statistics and buffers.
+    """
+
+    rank: int
+    size: int
+    position: int
+    placement: tuple[int, ...]
+    control: Group
+    neighbours: dict[int, Group]
+    peers: dict[int, Group]
+    likes: dict[int, Group]
+
+    def by_position(self, by_rank: Sequence[int]) -> tuple[int, ...]:
+        """Reorders what is listed by rank."""
+        return tuple(by_rank[rank] for rank in self.placement)
+
+    def group_of(self, degree: int) -> range:
+        """The positions of this rank's group of that degree."""
+        start = self.position - self.position % degree
+        return range(start, start + degree)
+
+
+def make_world(
+    placement: Sequence[int], degrees: Iterable[int], device: torch.device, timeout_s: float
+) -> World:
+    """Creates the groups that layouts of ``degrees`` need for tensors on ``device``. Collective
+    over all ranks.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    limit = timedelta(seconds=timeout_s + GRACE_S)
+    maker = _Maker(rank, tuple(placement), device.type, limit)
+    everyone = [range(size)]
+    control = maker.make("control", everyone, CONTROL_BACKEND)
+    peers = {1: maker.make("exchange", everyone)}
+    likes = {1: maker.make("statistics", everyone)}
+    neighbours = {}
+    for degree in sorted({d for d in degrees if d > 1}):
+        layout = Layout(groups=size // degree, degree=degree)
+        same = [layout.peers(member) for member in range(degree)]
+        neighbours[degree] = maker.make(
+            f"redistribution {degree}", [layout.group(g) for g in range(layout.groups)]
+        )
+        peers[degree] = maker.make(f"exchange {degree}", same)
+        likes[degree] = maker.make(f"statistics {degree}", same)
+    position = maker.placement.index(rank)
+    return World(rank, size, position, maker.placement, control, neighbours, peers, likes)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    rank: int
+    placement: tuple[int, ...]
+    device: str
+    timeout: timedelta
+
+    def make(
+        self, label: str, divisions: Sequence[Sequence[int]], backend: str | None = None
+    ) -> Group:
+        """The group of this rank among those that ``divisions`` (of positions) describe."""
+        mine: Group | None = None
+        for positions in divisions:
+            ranks = tuple(self.placement[p] for p in positions)
+            handle = None
+            if len(ranks) > 1:  # every rank takes part in the creation, members or not
+                handle = dist.new_group(sorted(ranks), timeout=self.timeout, backend=backend)
+            if self.rank in ranks:
+                stream = handle is not None and backend is None and self._on_stream(handle)
+                mine = Group(ranks, ranks.index(self.rank), handle, label, stream)
+        assert mine is not None
+        return mine
+
+    def _on_stream(self, handle: dist.ProcessGroup) -> bool:
+        return self.device == "cuda" and "nccl" in str(dist.get_backend_config(handle))

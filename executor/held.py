@@ -1,0 +1,83 @@
+"""A tensor that a column unit has left as features: it goes home when anything but its next unit
+touches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree  # torch has no public name for it
+
+
+class HeldTensor(Tensor):
+    """All samples of the group and this member's features (``local``), shown in the shape that the
+    tensor has at home. Any torch function first brings it there, once (``home``), and then runs.
+
+    ``owner`` and ``dim_held`` tell a following unit whether it can take ``local`` as it is.
+    """
+
+    local: Tensor
+    dim_held: int
+    owner: object
+    _bring: Callable[[], Tensor] | None
+    _home: Tensor | None
+
+    @staticmethod
+    def of(
+        local: Tensor, shape: torch.Size, dim: int, owner: object, bring: Callable[[], Tensor]
+    ) -> HeldTensor:
+        """A stand-in for the tensor of ``shape`` that ``bring()`` would fetch."""
+        held = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            HeldTensor, shape, dtype=local.dtype, device=local.device, requires_grad=False
+        )
+        held.local, held.dim_held, held.owner = local, dim, owner
+        held._bring, held._home = bring, None
+        return held  # type: ignore[no-any-return]
+
+    def home(self) -> Tensor:
+        """The tensor with this rank's own samples and all features. Collective the first time."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._home is None:
+                assert self._bring is not None
+                # Its graph must not depend on whether the first touch wanted gradients.
+                with torch.set_grad_enabled(self.local.requires_grad):
+                    self._home, self._bring = self._bring(), None
+            return self._home
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = pytree.tree_map_only(HeldTensor, HeldTensor.home, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise AssertionError(f"{func} met a tensor that has not been brought home")
+
+
+_SHAPE = {
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.__len__,
+    Tensor.is_floating_point,
+}
+"""What can be answered without the values."""
+
+
+def bring_home(tree: Any) -> Any:
+    """The tree with every held tensor brought home."""
+    return pytree.tree_map_only(HeldTensor, HeldTensor.home, tree)

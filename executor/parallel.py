@@ -1,0 +1,126 @@
+"""What a model gains when a plan is applied to it, and the functions that take such a model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..planner.errors import InputError
+from .optimizer import gather_optimizer_state, scatter_optimizer_state
+from .run import Run
+from .state import gather_state
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_RUN = "_meshwright_run"
+_latest: weakref.ref[Run] | None = None
+
+
+class ParallelModule(nn.Module):
+    """Mixed into the class of a model that a plan was applied to; the object stays the same, and an
+    instance of its own class.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = run_of(self)
+        if run.inside:  # the model calls itself: one forward to the outside
+            return super().__call__(*args, **kwargs)
+        _remember(run)
+        with run.around(self, args, kwargs) as forward:
+            output = super().__call__(*args, **kwargs)
+            return run.finish(output, forward)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards in here leave gradients unexchanged: they add up on each rank until the first
+        backward whose forward was outside, which exchanges the sum.
+        """
+        run = run_of(self)
+        before, run.synchronise = run.synchronise, False
+        try:
+            yield
+        finally:
+            run.synchronise = before
+
+
+def adopt(model: ModelT, run: Run) -> None:
+    """Makes ``model`` a ``ParallelModule`` that ``run`` looks after."""
+    cls = type(model)
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    # Under the same name: some libraries write it into configurations.
+    model.__class__ = type(cls.__name__, (ParallelModule, cls), body)
+    model.__dict__[_RUN] = run
+    _remember(run)
+
+
+def is_parallel(model: nn.Module) -> bool:
+    """Whether a plan was applied to this model object."""
+    return _RUN in model.__dict__
+
+
+def run_of(model: nn.Module) -> Run:
+    """The run that looks after ``model``; ``InputError`` where no plan was applied to it."""
+    run = model.__dict__.get(_RUN)
+    if not isinstance(run, Run):
+        raise InputError(
+            f"no plan was applied to this {type(model).__name__}: call auto_parallelize first"
+        )
+    return run
+
+
+def _remember(run: Run) -> None:
+    global _latest
+    _latest = weakref.ref(run)
+
+
+def loss_weight(count: float, model: nn.Module | None = None) -> None:
+    """Says what this rank's loss is a mean over: ``count`` tokens, say, instead of its samples.
+
+    Call it on every rank after the forward and before its backward, with the count of this rank's
+    share (zero is allowed). The gradient is then that of the mean over all ranks' counts. Collective.
+    ``model`` may be left out where only one model is trained.
+    """
+    run = run_of(model) if model is not None else (_latest() if _latest is not None else None)
+    if run is None or run.forward is None:
+        raise InputError("loss_weight was called before any forward: call the model first")
+    number = float(count)
+    if not 0 <= number < float("inf"):
+        raise InputError(f"loss_weight got {count}, expected a count of zero or more")
+    # The header goes first: control vectors are matched in the order in which ranks send them.
+    run.forward.announce()
+    run.forward.weigh(number, run.control.gather([number], "loss_weight", whole=False))
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
+    """``model.state_dict()`` with every divided tensor whole. Collective: call it on every rank.
+
+    With ``rank0_only`` the other ranks get an empty dict, and keep none of it in memory.
+    """
+    run = run_of(model)
+    return gather_state(
+        model,
+        run.shards,
+        run.watch,
+        rank=run.world.rank,
+        only=0 if rank0_only else None,
+    )
+
+
+def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with the state of divided parameters whole, as a single process
+    would save it. Collective: call it on every rank.
+    """
+    run = run_of(model)
+    return gather_optimizer_state(optimizer, run.divided_parameters, run.watch)
+
+
+def load_full_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Any]
+) -> None:
+    """Loads an optimizer's whole state: each rank takes its slices. Communicates nothing."""
+    scatter_optimizer_state(optimizer, run_of(model).divided_parameters, state)

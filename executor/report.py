@@ -1,0 +1,170 @@
+"""Predicted beside measured: what a run reports, and how a user's own script is measured.
+
+A script is measured between optimizer steps, from hooks: it need not know. Each rank keeps its own
+figures and leaves them in the launcher's folder when it ends, because a collective at that point
+could wait for a rank that has gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import statistics
+import time
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..planner.noun import Bytes, Count, Noun, Seconds, load, save
+from ..planner.plan import Plan, Prediction
+from .parallel import run_of
+
+PLAN_VARIABLE = "MESHWRIGHT_PLAN"
+"""The file of the plan that ``auto_parallelize`` is to apply."""
+REPORT_VARIABLE = "MESHWRIGHT_REPORT"
+"""The folder that ranks leave their figures in."""
+WARM_UP = 3
+"""Steps at the beginning that are not counted: memory is first allocated, caches are cold."""
+
+
+class Figures(Noun, frozen=True, kw_only=True):
+    """What a step takes on the busiest rank. None: not measured (``peak_bytes`` of a script on a
+    CPU, where nothing counts what is alive). ``exposed_s`` is gradient exchange that nothing hid,
+    ``blocking_s`` redistribution and the collectives inside units."""
+
+    step_s: Seconds
+    blocking_s: Seconds | None = None
+    exposed_s: Seconds | None = None
+    peak_bytes: Bytes | None = None
+
+
+class RankFigures(Noun, frozen=True, kw_only=True):
+    """One rank's figures over the ``steps`` that were counted."""
+
+    steps: Count
+    figures: Figures
+
+
+class RunReport(Noun, frozen=True, kw_only=True):
+    """A run's end: predicted, measured, and what data parallelism was predicted to take.
+
+    ``samples`` trained in a step where it is known; ``accuracy`` (0 to 1) on test data where the
+    workload has some.
+    """
+
+    target: str
+    world_size: Count
+    steps: Count
+    predicted: Figures
+    measured: Figures
+    data_parallel: Figures
+    loss: float | None = None
+    accuracy: float | None = None
+
+
+def predicted_figures(prediction: Prediction) -> Figures:
+    """A prediction's figures as far as they are measured too."""
+    return Figures(
+        step_s=prediction.step_s,
+        blocking_s=prediction.blocking_s,
+        exposed_s=prediction.exposed_s,
+        peak_bytes=max(prediction.peak_bytes),
+    )
+
+
+def report_of(plan: Plan, ranks: Iterable[RankFigures], **more: float | None) -> RunReport:
+    """The report of a run from its ranks' figures: a step ends when the slowest rank's does, so
+    each figure is the largest."""
+    found = list(ranks)
+    return RunReport(
+        target=plan.target,
+        world_size=plan.world_size,
+        steps=min(r.steps for r in found),
+        predicted=predicted_figures(plan.prediction),
+        measured=Figures(
+            step_s=max(r.figures.step_s for r in found),
+            blocking_s=_largest(r.figures.blocking_s for r in found),
+            exposed_s=_largest(r.figures.exposed_s for r in found),
+            peak_bytes=_largest(r.figures.peak_bytes for r in found),
+        ),
+        data_parallel=predicted_figures(plan.baseline),
+        **more,
+    )
+
+
+def _largest(values: Iterable[Any]) -> Any:
+    known = [v for v in values if v is not None]
+    return max(known, default=None)
+
+
+class _Recorder:
+    """Notes the time and the waits at the end of every optimizer step of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._run = run_of(model)
+        self._parameters = {id(p) for p in model.parameters()}
+        self._times: list[float] = []
+        self._waited: list[float] = []
+        self._redistributed: list[float] = []
+        register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        mine = (id(p) for group in optimizer.param_groups for p in group["params"])
+        if not any(p in self._parameters for p in mine):
+            return  # another model's
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            if len(self._times) == WARM_UP:
+                torch.cuda.reset_peak_memory_stats()
+        self._times.append(time.perf_counter())
+        self._waited.append(self._run.watch.waited_s)
+        self._redistributed.append(self._run.meter.seconds)
+
+    def figures(self) -> RankFigures | None:
+        """Medians over the steps after the warm-up; None where too few were made."""
+        first = min(WARM_UP, max(len(self._times) - 2, 0))
+        steps = _differences(self._times[first:])
+        if not steps:
+            return None
+        blocking = _differences(self._redistributed[first:])
+        waited = _differences(self._waited[first:])
+        on_cpu = not torch.cuda.is_available()
+        return RankFigures(
+            steps=len(steps),
+            figures=Figures(
+                step_s=statistics.median(steps),
+                blocking_s=statistics.median(blocking),
+                exposed_s=max(statistics.median(waited) - statistics.median(blocking), 0.0),
+                peak_bytes=None if on_cpu else torch.cuda.max_memory_allocated(),
+            ),
+        )
+
+
+def _differences(values: list[float]) -> list[float]:
+    return [b - a for a, b in pairwise(values)]
+
+
+def record_run(model: nn.Module, plan: Plan) -> None:
+    """Measures the steps of ``model`` from now on where the launcher asked for it; when the process
+    ends its figures are left in the launcher's folder."""
+    folder = os.environ.get(REPORT_VARIABLE)
+    if not folder:
+        return
+    recorder = _Recorder(model)
+
+    def leave() -> None:
+        found = recorder.figures()
+        if found is not None:
+            save(found, Path(folder) / f"figures-{os.environ.get('RANK', '0')}.json")
+
+    atexit.register(leave)
+
+
+def collect(folder: Path) -> list[RankFigures]:
+    """What the ranks of this host left."""
+    return [load(RankFigures, path) for path in sorted(folder.glob("figures-*.json"))]

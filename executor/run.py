@@ -1,0 +1,153 @@
+"""An applied plan on this rank: what happens around every forward of the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..planner.plan import Plan
+from .broadcast import broadcast
+from .control import Control, Header, Row, digest
+from .exchange import BucketExchange, Entry, make_buckets
+from .forward import Forward, Weight, samples_of, shapes_of
+from .groups import World
+from .held import bring_home
+from .redistribute import Meter
+from .scaling import scale_output
+from .shards import Shard
+from .synchronise import GradientSynchroniser
+from .watch import Watch
+
+DEBUG_VARIABLE = "MESHWRIGHT_DEBUG"
+
+
+class Run:
+    """The state of a plan that has been applied to a model.
+
+    ``synchronise`` is False inside ``no_sync``. ``forward`` is the forward that ran last.
+    """
+
+    def __init__(self, plan: Plan, world: World, watch: Watch) -> None:
+        self.plan = plan
+        self.world = world
+        self.watch = watch
+        self.control = Control(world, watch)
+        self.meter = Meter()
+        self.divided = any(unit.layout.degree > 1 for unit in plan.units)
+        self.strict = self.divided
+        self.synchronise = True
+        self.inside = False
+        self.forward: Forward | None = None
+        self.shards: dict[str, Shard] = {}
+        self.divided_parameters: dict[nn.Parameter, Shard] = {}
+        self.weigh_next: Callable[[Forward], Weight] | None = None
+        self._number = 0
+        self._issued = 0
+        self._debug = os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+        self._buffers: list[Tensor] = []
+        self._all_entries: list[Entry] = []
+        self._trainable: list[bool] = []
+        self._gradients: GradientSynchroniser | None = None
+
+    def start(self, entries: Sequence[Entry], buffers: list[Tensor]) -> None:
+        """Takes over the parameters (in the order in which backward finishes them) and the buffers
+        that follow rank 0's.
+        """
+        self._all_entries = list(entries)
+        self._buffers = buffers
+        self._watch_gradients()
+
+    @property
+    def gradients(self) -> GradientSynchroniser:
+        """The exchange of gradients."""
+        assert self._gradients is not None
+        return self._gradients
+
+    def issued(self, what: str) -> None:
+        """Notes a collective, where ranks are to compare what they issue."""
+        if self._debug:
+            self._issued = digest(f"{self._issued} {what}")
+
+    def group_counts(self, degree: int) -> tuple[int, ...]:
+        """The samples of each member of this rank's group of that degree."""
+        assert self.forward is not None
+        counts = self.world.by_position(self.forward.counts())
+        return tuple(counts[p] for p in self.world.group_of(degree))
+
+    def _watch_gradients(self) -> None:
+        """(Re)makes buckets and hooks for the parameters that require a gradient now."""
+        if self._gradients is not None:
+            self._gradients.detach()
+        self._trainable = [e.parameter.requires_grad for e in self._all_entries]
+        entries = [e for e in self._all_entries if e.parameter.requires_grad]
+        on_stream = any(g.on_stream for g in self.world.peers.values())
+        exchange = BucketExchange(
+            make_buckets(entries, self.plan.bucket_bytes),
+            eager=not (on_stream and self.divided),
+            issued=self.issued,
+        )
+        self._gradients = GradientSynchroniser(
+            entries, exchange, self.control, self.watch, lambda: self.forward
+        )
+
+    @contextmanager
+    def around(self, model: nn.Module, args: Any, kwargs: Any) -> Iterator[Forward | None]:
+        """Prepares one forward of the whole model; None where it concerns this rank alone."""
+        self.inside = True
+        try:
+            forward = self._begin(model, args, kwargs)
+            yield forward
+        finally:
+            self.inside = False
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> Forward | None:
+        grad = torch.is_grad_enabled()
+        if grad:
+            self.gradients.abandon()
+            if [e.parameter.requires_grad for e in self._all_entries] != self._trainable:
+                self._watch_gradients()
+        if not (grad or self.divided):
+            return None  # evaluation of a model that every rank has whole
+        forward = self._record(model, args, kwargs)
+        if self.divided or model.training:
+            forward.announce()
+        if self.divided:
+            forward.counts()
+        if grad and model.training and self.synchronise:
+            self.issued("buffers")
+            doing = f"the buffers of forward {self._number}"
+            broadcast(self._buffers, self.world.likes[1], self.watch, doing)
+        return forward
+
+    def _record(self, model: nn.Module, args: Any, kwargs: Any) -> Forward:
+        samples = samples_of(args, kwargs)
+        shapes = digest(shapes_of(args, kwargs)) if self.strict else 0
+        mode = 2 * model.training + torch.is_grad_enabled()
+
+        def begin() -> Header:
+            self._number += 1
+            row = Row(self._number, samples, shapes, mode, self._issued)
+            doing = f"forward {self._number}"
+            self.watch.post(f"is in {doing}")
+            return Header(row, self.control.gather(row, doing), self.strict)
+
+        forward = Forward(samples, synchronise=self.synchronise, begin=begin)
+        if self.weigh_next is not None:
+            forward.weight = self.weigh_next(forward)
+        self.forward = forward
+        return forward
+
+    def finish(self, output: Any, forward: Forward | None) -> Any:
+        """The model's output as the user gets it."""
+        output = bring_home(output)
+        if forward is None or not torch.is_grad_enabled():
+            return output
+        if forward.announced:
+            number = forward.announce().number
+            self.watch.post(f"has finished forward {number} and not begun its backward")
+        return scale_output(output, forward, self.gradients.began)

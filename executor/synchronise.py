@@ -1,0 +1,165 @@
+"""From a parameter's finished gradient to the average over ranks, at the end of each backward.
+
+What is averaged is all that has accumulated in ``grad``, as under DDP. An earlier average is equal
+on all ranks, so averaging it again leaves it as it is: several backwards before one step, gradients
+kept from ``no_sync``, and values that the user put there all come out right without bookkeeping.
+For divided parameters the same holds because the share that one backward adds is divided by the
+degree first; the average over the G peers is then the average over all G·degree ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from ..planner.errors import RunError
+from .control import Control, Gathered
+from .exchange import BucketExchange, Entry
+from .forward import Forward
+from .watch import Watch
+
+
+class GradientSynchroniser:
+    """Watches the parameters' gradients and drives the exchange.
+
+    ``latest()`` is the forward that ran last, whose ``no_sync`` counts where the loss did not come
+    through the model's output. A backward begins with its first gradient at that output (or
+    parameter) and ends with the engine's callback.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[Entry],
+        exchange: BucketExchange,
+        control: Control,
+        watch: Watch,
+        latest: Callable[[], Forward | None],
+    ) -> None:
+        self.entries = list(entries)
+        self.exposed_s = 0.0
+        self._exchange = exchange
+        self._control = control
+        self._watch = watch
+        self._latest = latest
+        self._active = False
+        self._weighted = False
+        self._synchronise = True
+        self._touched: set[Entry] = set()
+        self._dirty: set[Entry] = set()
+        self._number = 0
+        self._hooks = [h for entry in self.entries for h in self._attach(entry)]
+
+    def _attach(self, entry: Entry) -> list[Any]:
+        def ready(parameter: nn.Parameter) -> None:
+            self._ready(entry)
+
+        hooks: list[Any] = [entry.parameter.register_post_accumulate_grad_hook(ready)]
+        if entry.degree > 1:
+            hooks.append(entry.parameter.register_hook(lambda gradient: gradient / entry.degree))
+        return hooks
+
+    def detach(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def abandon(self) -> None:
+        """Forgets a backward that failed halfway."""
+        self._active = False
+
+    def began(self, forward: Forward) -> None:
+        """A gradient has reached the output of ``forward``."""
+        self._begin(forward)
+        self._weighted = True
+
+    def _begin(self, forward: Forward | None) -> None:
+        if self._active:
+            return
+        self._active = True
+        self._weighted = False
+        self._synchronise = forward is None or forward.synchronise
+        self._touched.clear()
+        self._exchange.reset()
+        if forward is not None:
+            self._watch.post(f"is in backward after forward {forward.announce().number}")
+        Variable._execution_engine.queue_callback(self._finish)  # type: ignore[no-untyped-call]
+
+    def _ready(self, entry: Entry) -> None:
+        self._begin(self._latest())
+        self._dirty.add(entry)
+        if not self._synchronise:
+            self._touched.add(entry)
+            return
+        if entry in self._touched and self._exchange.home[entry].launched:
+            raise RunError(
+                f"parameter {entry.name!r} got a gradient twice in one backward, the second after "
+                "the first had been sent: use checkpoint(..., use_reentrant=False)"
+            )
+        self._touched.add(entry)
+        with torch.no_grad():
+            self._exchange.ready(entry)
+
+    def _finish(self) -> None:
+        """At the end of backward: sends the rest, waits for all, and shows the averages."""
+        self._active = False
+        if not self._touched:
+            return  # torch.autograd.grad: no parameter has accumulated anything
+        self._check_weighted()
+        if self._synchronise:
+            with torch.no_grad():
+                self._exchange_all()
+        latest = self._latest()
+        number = latest.announce().number if latest is not None else 0
+        self._watch.post(f"has finished backward after forward {number} and not begun the next")
+
+    def _exchange_all(self) -> None:
+        self._number += 1
+        used = [e in self._dirty and e.parameter.grad is not None for e in self.entries]
+        votes = self._vote(used)
+        self._exchange.flush()
+        somewhere = self._count(votes)
+        doing = f"the exchange of gradients of backward {self._number}"
+        for bucket in self._exchange.buckets:
+            self.exposed_s += self._watch.wait(bucket.work, bucket.group, doing)
+            bucket.settle()
+            for entry in bucket.entries:
+                if entry in somewhere:
+                    entry.parameter.grad = entry.show(bucket.result(entry))
+        self._dirty.clear()
+        self._exchange.reset()
+
+    def _vote(self, used: list[bool]) -> Gathered:
+        latest = self._latest()
+        forward = latest.announce().number if latest is not None else 0
+        head = [self._number, -self._number, forward, -forward]
+        vector = torch.tensor(head + [int(u) for u in used], dtype=torch.int64, device="cpu")
+        return self._control.most(vector, f"the end of backward after forward {forward}")
+
+    def _count(self, votes: Gathered) -> set[Entry]:
+        """The entries that some rank has a gradient for."""
+        before = self._control.seconds
+        (vector,) = votes.rows()
+        self.exposed_s += self._control.seconds - before
+        if vector[0] != -vector[1] or vector[2] != -vector[3]:
+            raise RunError(
+                f"ranks end different backwards: one ends backward {-int(vector[1])} after forward "
+                f"{-int(vector[3])}, another backward {int(vector[0])} after forward "
+                f"{int(vector[2])}: every rank must call the model and backward equally often"
+            )
+        return {e for e, bit in zip(self.entries, vector[4:], strict=True) if bit}
+
+    def _check_weighted(self) -> None:
+        latest = self._latest()
+        if self._weighted or latest is None:
+            return
+        counts = latest.counts()
+        if len(set(counts)) > 1:
+            raise RunError(
+                f"ranks feed {list(counts)} samples, and the loss was not computed from the "
+                "model's output, where their weight enters: return what the loss needs from "
+                "forward, in tensors, tuples, dicts or dataclasses"
+            )

@@ -1,0 +1,92 @@
+"""What ``launch`` starts on every rank: it runs a program and leaves word of how it failed.
+
+``python -m meshwright.executor.worker FOLDER SCRIPT ARGS…`` (or ``-m MODULE ARGS…``) behaves as
+``python SCRIPT ARGS…`` would, and besides: it ends when its parent dies, however that dies; and
+where the program fails, FOLDER gets one sentence that says why, which the launcher shows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from ..planner.errors import MeshwrightError
+from ..planner.noun import write_whole
+
+STDOUT_TO_STDERR = "MESHWRIGHT_STDOUT_TO_STDERR"
+"""Set where stdout is kept for machines: what the program prints goes to stderr."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the program; exits as it does, with 1 where it raised."""
+    folder, program = Path(arguments[0]), arguments[1:]
+    rank = int(os.environ.get("RANK", "0"))
+    _end_with_parent()
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    if os.environ.get(STDOUT_TO_STDERR):
+        os.dup2(2, 1)
+    try:
+        run_program(program)
+    except KeyboardInterrupt:  # the launcher has it too, and says so
+        _exit(128 + signal.SIGINT)
+    except MeshwrightError as error:
+        _leave_word(folder, rank, error)
+        _exit(1)
+    except Exception as error:
+        traceback.print_exc()
+        _leave_word(folder, rank, error)
+        _exit(1)
+
+
+def _exit(code: int) -> None:
+    """Ends at once: threads of a process group that lost a peer may never finish."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_program(program: list[str]) -> None:
+    """Runs ``SCRIPT ARGS…`` or ``-m MODULE ARGS…`` as the main module."""
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = program
+        sys.path[0] = str(Path(program[0]).resolve().parent)
+        runpy.run_path(program[0], run_name="__main__")
+
+
+def _leave_word(folder: Path, rank: int, error: Exception) -> None:
+    word = {
+        "rank": rank,
+        "time": time.time(),
+        "kind": type(error).__name__,
+        "message": str(error) or type(error).__name__,
+        "exit_code": getattr(error, "exit_code", 1),
+        "expected": isinstance(error, MeshwrightError),
+    }
+    write_whole(folder / f"failure-{rank}.json", json.dumps(word).encode())
+
+
+def _end_with_parent() -> None:
+    """Asks the kernel (Linux) to kill this process when the launcher is gone, so that a launcher
+    that was itself killed leaves nothing behind."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died between the two lines
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

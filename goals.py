@@ -1,0 +1,82 @@
+"""A ``Goal`` from what users say: checked, with a sentence for what cannot be."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import get_args
+
+from .planner.errors import InputError
+from .planner.goal import STATE_COPIES, BatchStatistics, Goal
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{u}i": 1024**n for n, u in enumerate("kmgt", start=1)}
+
+
+def make_goal(
+    batch: int,
+    *,
+    memory_limit_bytes: int | None = None,
+    optimizer: str = "sgd",
+    micro_batches: Sequence[int] = (1,),
+    batch_statistics: str = "local",
+) -> Goal:
+    """The goal of those values, each checked; raises ``InputError``."""
+    _at_least_one("batch", batch)
+    if memory_limit_bytes is not None:
+        _at_least_one("memory limit", memory_limit_bytes)
+    if not micro_batches:
+        raise InputError("no counts of micro-batches: name at least one, such as 1")
+    for count in micro_batches:
+        _at_least_one("number of micro-batches", count)
+    _one_of("optimizer", optimizer, STATE_COPIES)
+    _one_of("batch statistics", batch_statistics, get_args(BatchStatistics))
+    return Goal(
+        batch=batch,
+        memory_limit_bytes=memory_limit_bytes,
+        optimizer=optimizer,  # type: ignore[arg-type]
+        micro_batches=tuple(dict.fromkeys(micro_batches)),
+        batch_statistics=batch_statistics,  # type: ignore[arg-type]
+    )
+
+
+def _at_least_one(what: str, value: int) -> None:
+    if value < 1:
+        raise InputError(f"a {what} of {value} cannot be: give at least 1")
+
+
+def _one_of(what: str, value: str, known: Sequence[str] | dict[str, int]) -> None:
+    if value not in known:
+        raise InputError(f"unknown {what} {value!r}: choose from {', '.join(known)}")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from ``8GiB``, ``500 MB``, ``1.5g`` or a plain number; raises ``InputError``."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?)b?\s*", text.lower())
+    try:
+        count = float(match[1]) * _UNITS[match[2]] if match else math.nan
+    except (ValueError, KeyError):
+        count = math.nan
+    if not 1 <= count < 2**62:
+        raise InputError(f"{text!r} is not an amount of memory: write it like 8GiB or 500MB")
+    return round(count)
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Whole numbers from ``1,2,4``; raises ``InputError``."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"{text!r} is not a list of counts: write it like 1,2,4") from None
+
+
+def shares_note(batch: int, world_size: int) -> str | None:
+    """What happens to a batch that does not divide over the ranks; None where it does."""
+    least, more = divmod(batch, world_size)
+    if not more:
+        return None
+    return (
+        f"a batch of {batch} does not divide over {world_size} ranks: {more} of them take "
+        f"{least + 1} samples and the others {least}, and every sample counts alike"
+    )

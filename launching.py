@@ -1,0 +1,67 @@
+"""Running a plan: its own workload or a user's script, here or on one of several hosts."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from .executor.launch import Ranks, check_plan, run_ranks
+from .executor.report import PLAN_VARIABLE, REPORT_VARIABLE, RunReport, collect, report_of
+from .executor.worker import STDOUT_TO_STDERR
+from .planner.errors import InputError
+from .planner.noun import save
+from .planner.plan import Plan
+from .tasks import PLAN, Task, run_task
+
+
+def launch(plan: Plan, script: Sequence[str], steps: int, ranks: Ranks) -> RunReport | None:
+    """See ``api.launch``. None where this host has no rank 0, or where a script made too few
+    optimizer steps under the plan to measure."""
+    check_plan(plan, ranks.world_size)
+    if not script:
+        return run_task(Task(name="train", steps=steps), ranks, RunReport, plan)
+    _check_script(script)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
+        folder = Path(name)
+        save(plan, folder / PLAN)
+        told = {PLAN_VARIABLE: str(folder / PLAN), REPORT_VARIABLE: name}
+        run_ranks(script, ranks.telling(told), folder)
+        found = collect(folder)
+    return report_of(plan, found) if found and ranks.node_rank == 0 else None
+
+
+def ranks_for(
+    plan: Plan,
+    ranks_here: int | None,
+    nodes: int,
+    node_rank: int,
+    rendezvous: str | None,
+    timeout_s: float | None,
+    quiet: bool,
+) -> Ranks:
+    """The ranks of this host: the plan's, divided over the hosts, where no number is given."""
+    if ranks_here is None:
+        ranks_here, left = divmod(plan.world_size, max(nodes, 1))
+        if left:
+            raise InputError(
+                f"the plan's {plan.world_size} ranks do not divide over {nodes} hosts: use as many "
+                "hosts as divide them"
+            )
+    environment = {STDOUT_TO_STDERR: "1"} if quiet else {}
+    return Ranks(
+        nproc=ranks_here,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        timeout_s=timeout_s,
+        environment=environment,
+    )
+
+
+def _check_script(script: Sequence[str]) -> None:
+    if script[0] == "-m":
+        if len(script) < 2:
+            raise InputError("-m names no module: write -m package.module")
+    elif not Path(script[0]).is_file():
+        raise InputError(f"there is no script {script[0]}: name a Python file, or -m and a module")

@@ -1,0 +1,100 @@
+"""Measuring on this machine: in this process, on ranks started for it, or from the catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .executor.launch import Ranks
+from .executor.start import local_device, start_process_group, under_torchrun
+from .measure import batches_for, cluster_of_ranks
+from .planner.cluster import Cluster
+from .planner.errors import InputError
+from .planner.goal import Goal
+from .planner.profile import ModelProfile
+from .profiler.catalogue import names as catalogued
+from .profiler.estimate import estimate
+from .profiler.model import device_name
+from .profiler.model import profile as profile_model
+from .screen import Step
+from .targets import try_out, workload
+from .tasks import Task, run_task
+from .units.workload import Workload
+
+
+def profile(
+    target: str | Workload,
+    batches: Sequence[int] | None,
+    device: str | None,
+    ranks: int,
+    progress: Step | None,
+) -> ModelProfile:
+    """See ``api.profile``."""
+    chosen = workload(target)
+    if device is not None and device.split(":")[0] not in ("cpu", "cuda"):
+        return estimate(chosen, device, batches=batches)
+    try_out(chosen)
+    if ranks > 1:
+        return _on_ranks(target, batches, ranks)
+    return profile_model(chosen, batches=batches, device=device_of(device), progress=progress)
+
+
+def device_of(name: str | None) -> torch.device:
+    """A device by name, or this machine's best; ``InputError`` where there is none such."""
+    if name is None:
+        return local_device()
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"device {name!r} is not here: this machine's torch sees no GPU")
+    return torch.device(name)
+
+
+def _on_ranks(target: str | Workload, batches: Sequence[int] | None, ranks: int) -> ModelProfile:
+    if isinstance(target, Workload):
+        raise InputError(
+            f"workload {target.name!r} cannot be sent to {ranks} processes: name it as "
+            "file.py:factory"
+        )
+    task = Task(name="profile", target=target, batches=tuple(batches or ()))
+    found = run_task(task, Ranks(nproc=ranks), ModelProfile)
+    assert found is not None
+    return found
+
+
+def probe(ranks: int | None, progress: Step | None) -> Cluster:
+    """See ``api.probe``."""
+    if dist.is_initialized() or under_torchrun():
+        return cluster_of_ranks(start_process_group(), progress)
+    count = ranks if ranks is not None else max(torch.cuda.device_count(), 2)
+    if count < 2:
+        raise InputError(f"{count} ranks have no links to measure: probe at least 2")
+    found = run_task(Task(name="probe"), Ranks(nproc=count), Cluster)
+    assert found is not None
+    return found
+
+
+def profile_for(
+    target: str | Workload, cluster: Cluster, goal: Goal, progress: Step | None
+) -> ModelProfile:
+    """A profile of ``target`` on the cluster's devices: measured where they are this machine's,
+    else estimated where they are catalogued."""
+    names = {device.name for device in cluster.devices}
+    name = min(names)
+    here = device_name(local_device())
+    if names == {here}:
+        batches = batches_for(goal, cluster.world_size)
+        ranks = min(len(node.devices) for node in cluster.nodes)
+        together = ranks if local_device().type == "cpu" and isinstance(target, str) else 1
+        return profile(target, batches, None, together, progress)
+    if len(names) > 1:
+        raise InputError(
+            f"the cluster has devices of several kinds ({', '.join(sorted(names))}): profile the "
+            "model on the slowest and plan from that profile"
+        )
+    if name not in catalogued():
+        raise InputError(
+            f"the cluster's device {name!r} is neither this machine's ({here!r}) nor catalogued: "
+            "run 'meshwright profile' there and plan from that profile"
+        )
+    return profile(target, None, name, 1, progress)

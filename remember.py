@@ -1,0 +1,48 @@
+"""Documents kept on disk by fingerprint: a plan is explained by what it was made from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+from .planner.errors import InputError
+from .planner.noun import Document, fingerprint, load, save
+
+CACHE_VARIABLE = "MESHWRIGHT_CACHE"
+DocumentT = TypeVar("DocumentT", bound=Document)
+
+
+def cache_folder() -> Path:
+    """``MESHWRIGHT_CACHE``, else ``meshwright`` in the user's cache folder (XDG)."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "meshwright"
+
+
+def _path(mark: str) -> Path:
+    return cache_folder() / "documents" / f"{mark}.json"
+
+
+def remember(document: Document) -> None:
+    """Keeps a document; one that cannot be kept (no room, no permission) is just not found."""
+    path = _path(fingerprint(document))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            save(document, path)
+    except (OSError, InputError):
+        return
+
+
+def recall(cls: type[DocumentT], mark: str, option: str) -> DocumentT:
+    """The document with that fingerprint; ``InputError`` names ``option`` where there is none."""
+    path = _path(mark)
+    if not path.exists():
+        raise InputError(
+            f"the {cls.__name__} {mark} that the plan was made from is not on this machine: name "
+            f"its file with {option}"
+        )
+    return load(cls, path)

@@ -1,0 +1,122 @@
+"""Tables of the documents: a plan's decisions and prediction, a profile's units, a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+
+from rich.table import Table
+
+from .planner.cluster import Cluster
+from .planner.plan import Plan, Prediction, UnitPlan
+from .planner.profile import ModelProfile, UnitProfile
+from .screen import empty_table, names_of, rate, seconds, size
+
+
+def gain(plan: Plan) -> str:
+    """How many times the speed of plain data parallelism, in words."""
+    by = plan.speedup
+    text = "the same as plain data parallelism" if abs(by - 1) < 0.005 else ""
+    text = text or f"{by:.2f} times as fast as plain data parallelism"
+    return text if plan.baseline_fits else f"{text}, which does not fit in memory"
+
+
+def _communication(unit: UnitPlan) -> float:
+    return unit.blocking_s + unit.exchange_s
+
+
+def _decision(unit: UnitPlan) -> tuple[object, ...]:
+    return (unit.layout, unit.style, unit.memory, unit.exchange, unit.early_release)
+
+
+def decision_table(plan: Plan, *, fold: bool = True) -> Table:
+    """Each unit's decision; runs of units that are decided alike are one row with their sums.
+
+    Code between units that costs nothing is left out of a folded table.
+    """
+    headings = ("unit", "kind", "parameters", "layout", "style", "forward", "backward", "comm.")
+    table = empty_table("Decisions: layout is (groups, members of each)", headings, left=2)
+    free = ("input", "output", "glue")
+    shown = [u for u in plan.units if not fold or u.kind not in free or _communication(u) > 0]
+    runs = [list(run) for _, run in groupby(shown, _decision)] if fold else [[u] for u in shown]
+    for run in runs:
+        first = run[0]
+        table.add_row(
+            names_of([u.name for u in run]),
+            ", ".join(dict.fromkeys(u.kind for u in run)),
+            size(sum(u.parameter_bytes for u in run)),
+            str(first.layout),
+            _style(first),
+            seconds(sum(u.forward_s for u in run)),
+            seconds(sum(u.backward_s for u in run)),
+            seconds(sum(_communication(u) for u in run)),
+        )
+    return table
+
+
+def _style(unit: UnitPlan) -> str:
+    words: list[str] = ["data parallel" if unit.style == "none" else unit.style]
+    words += [unit.memory] if unit.memory != "keep" else []
+    words += [unit.exchange] if unit.exchange != "dense" else []
+    return ", ".join(words)
+
+
+def prediction_table(plan: Plan) -> Table:
+    """The predicted step, part by part, beside plain data parallelism."""
+    table = empty_table("Predicted for one step", ("", "this plan", "data parallel"))
+    for name, left, right in prediction_rows(plan.prediction, plan.baseline):
+        table.add_row(name, left, right)
+    return table
+
+
+def prediction_rows(first: Prediction, second: Prediction) -> list[tuple[str, str, str]]:
+    """(what, first, second) as texts."""
+    figures: list[tuple[str, Callable[[Prediction], str]]] = [
+        ("step time", lambda p: seconds(p.step_s)),
+        ("  computing", lambda p: seconds(p.compute_s)),
+        ("  blocking communication", lambda p: seconds(p.blocking_s)),
+        ("  exposed gradient exchange", lambda p: seconds(p.exposed_s)),
+        ("samples per second", lambda p: f"{p.samples_per_s:,.0f}"),
+        ("sent by the busiest rank", lambda p: size(p.wire_bytes)),
+        ("peak memory of a rank", lambda p: size(max(p.peak_bytes))),
+    ]
+    return [(name, show(first), show(second)) for name, show in figures]
+
+
+def units_table(profile: ModelProfile, *, fold: bool = True) -> Table:
+    """What was measured of each unit, at the largest batch measured."""
+    batch = profile.batches[-1]
+    title = f"{profile.target} on {profile.device}, {profile.dtype}, {batch} samples"
+    headings = ("unit", "kind", "divisible", "parameters", "forward", "backward", "saved")
+    table = empty_table(title, headings, left=3)
+
+    def alike(unit: UnitProfile) -> tuple[object, ...]:
+        return (unit.kind, tuple(s.style for s in unit.splits), unit.name if not fold else "")
+
+    for _, group in groupby(profile.units, alike):
+        run = list(group)
+        table.add_row(
+            names_of([u.name for u in run]),
+            run[0].kind,
+            ", ".join(s.style for s in run[0].splits) or "no",
+            size(sum(u.parameter_bytes for u in run)),
+            seconds(sum(u.whole.forward(batch) for u in run)),
+            seconds(sum(u.whole.backward(batch) for u in run)),
+            size(sum(u.whole.saved(batch) for u in run)),
+        )
+    return table
+
+
+def cluster_table(cluster: Cluster) -> Table:
+    """Nodes, devices and links."""
+    title = f"{cluster.name}: {cluster.world_size} ranks on {len(cluster.nodes)} nodes"
+    table = empty_table(title, ("", "", "latency", "bandwidth"), left=2)
+    for node in cluster.nodes:
+        device = node.devices[0]
+        count = len(node.devices)
+        table.add_row(node.name, f"{count} x {device.name}, {size(device.memory_bytes)}", "", "")
+    for level in cluster.levels:
+        where = "between nodes" if level.name == "inter" else "inside a node"
+        curves = f"{len(level.curves)} curves measured" if level.curves else "by formula"
+        table.add_row(where, curves, seconds(level.latency_s), rate(level.bytes_per_s))
+    return table

@@ -1,0 +1,184 @@
+"""Runs functions on several ranks: processes that stay for the next test, as importing torch takes
+longer than most of what they do.
+
+Each call gets a process group of its own (gloo, over a store that this process keeps), random
+numbers from seed 0, and a time limit; when a rank outlasts it, all are killed and started anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+STARTUP_S = 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank returned, or the error that it raised."""
+
+    value: Any = None
+    error: str = ""
+    kind: str = ""
+    trace: str = ""
+
+
+class RankError(AssertionError):
+    """A rank failed."""
+
+
+class Ranks:
+    """``size`` processes that run the same function at the same time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._calls = 0
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._store: Any = None
+
+    def __call__(
+        self, function: Callable[..., Any], *args: Any, limit_s: float = 60.0, **kwargs: Any
+    ) -> list[Any]:
+        """``function(rank, *args)`` of every rank; ``RankError`` with a traceback where one failed."""
+        outcomes = self.outcomes(function, *args, limit_s=limit_s, **kwargs)
+        failed = [(r, o) for r, o in enumerate(outcomes) if o.kind]
+        if failed:
+            raise RankError("\n".join(f"rank {r}: {o.error}\n{o.trace}" for r, o in failed))
+        return [o.value for o in outcomes]
+
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, limit_s: float = 60.0, **kwargs: Any
+    ) -> list[Outcome]:
+        """The same, errors included; the processes are started anew where there were any."""
+        self._ensure()
+        self._calls += 1
+        place = inspect.getsourcefile(function)
+        task = pickle.dumps((self._calls, place, function.__qualname__, args, kwargs))
+        for pipe in self._pipes:
+            pipe.send_bytes(task)
+        outcomes = self._collect(limit_s)
+        if any(o.kind for o in outcomes):
+            self.stop()
+        return outcomes
+
+    def _collect(self, limit_s: float) -> list[Outcome]:
+        answers: dict[int, Outcome] = {}
+        end = time.monotonic() + limit_s
+        while len(answers) < self.size:
+            left = [p for r, p in enumerate(self._pipes) if r not in answers]
+            ready = wait(left, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                late = [r for r in range(self.size) if r not in answers]
+                self.stop()
+                raise RankError(f"ranks {late} did not finish in {limit_s:.0f} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = Outcome(*pickle.loads(pipe.recv_bytes()))  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = Outcome(None, "the process died", "Died", "")
+        return [answers[r] for r in range(self.size)]
+
+    def _ensure(self) -> None:
+        if self._processes and all(p.is_alive() for p in self._processes):
+            return
+        from torch.distributed import TCPStore
+
+        self.stop()
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True
+            )
+            with _one_thread():
+                process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(mine)
+
+    def stop(self) -> None:
+        """Ends every process."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes, self._store = [], [], None
+
+
+@contextlib.contextmanager
+def _one_thread() -> Any:
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    import torch
+    from torch.distributed import TCPStore
+
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(HERE))
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=STARTUP_S))
+    while True:
+        try:
+            number, place, name, args, kwargs = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        answer = _answer(rank, size, store, number, _find(place, name), args, kwargs)
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+def _find(place: str, name: str) -> Callable[..., Any]:
+    """The function of that name in that file; pytest's own module names mean nothing here."""
+    key = f"ranks:{place}"
+    if key not in sys.modules:
+        spec = importlib.util.spec_from_file_location(key, place)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[key] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[key])
+    return getattr(sys.modules[key], name)  # type: ignore[no-any-return]
+
+
+def _answer(
+    rank: int, size: int, store: Any, number: int, function: Any, args: Any, kwargs: Any
+) -> tuple[Any, str, str, str]:
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    prefixed = dist.PrefixStore(f"call/{number}", store)
+    dist.init_process_group(
+        "gloo", store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=30)
+    )
+    try:
+        value = function(rank, *args, **kwargs)
+        dist.destroy_process_group()
+        return value, "", "", ""
+    except Exception as error:
+        return None, str(error), type(error).__name__, traceback.format_exc()

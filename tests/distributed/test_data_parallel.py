@@ -1,0 +1,46 @@
+"""Plain data parallelism: equality with one process, and what a DDP user expects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from meshwright.executor.apply import apply
+from plans import plan
+from reference import assert_equal, train_alone, train_together, twin
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.units.workload import Batch
+
+
+def small(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)
+    ).to(dtype)
+
+
+def batches(size: int, steps: int = 3, dtype: torch.dtype = torch.float64) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Batch(
+            (torch.randn(size, 6, generator=generator, dtype=dtype),),
+            torch.randint(3, (size,), generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def equal_to_one_process(rank: int, optimizer: str, counts: list[int]) -> None:
+    model, data = small(), batches(sum(counts))
+    expected = train_alone(twin(model), optimizer, data, F.cross_entropy)
+    world = len(counts)
+    found = train_together(
+        rank, model, optimizer, data, F.cross_entropy, plan(world, bucket_bytes=300), counts
+    )
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("counts", [[4, 4], [5, 2], [6, 0]])
+def test_equal_to_one_process(ranks, optimizer, counts):
+    ranks(2)(equal_to_one_process, optimizer, counts)

@@ -1,0 +1,104 @@
+"""What holds of every prediction, whatever the model, the cluster and the decisions."""
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshwright.planner.collectives import (
+    Fabric,
+    all_gather_s,
+    all_reduce_s,
+    groups_of,
+    p2p_s,
+    reduce_scatter_s,
+    rings,
+)
+from meshwright.planner.cost import CostModel
+from meshwright.planner.evaluate import evaluation
+from meshwright.planner.layout import lattice
+from meshwright.planner.memory import MemoryModel, peak_bytes, position_classes, timeline
+from meshwright.planner.ownership import entry, exit_, traffic, transfers
+
+from tests.strategies import clusters, decided
+
+SOME = settings(max_examples=120, deadline=None)
+
+
+def faster(cluster, level, factor):
+    levels = tuple(
+        msgspec.structs.replace(x, bytes_per_s=x.bytes_per_s * factor) if x.name == level else x
+        for x in cluster.levels
+    )
+    return msgspec.structs.replace(cluster, levels=levels)
+
+
+@SOME
+@given(decided(), st.sampled_from(("intra", "inter")), st.floats(1.0, 1e4))
+def test_predicted_time_never_rises_with_bandwidth(case, level, factor):
+    model, chosen = case
+    links = faster(model.cluster, level, factor)
+    quick = CostModel(model.profile, links, model.goal, model.micro_batches)
+    for schedule in ("barrier", "priority"):
+        before = evaluation(model, chosen, schedule=schedule).prediction.step_s
+        after = evaluation(quick, chosen, schedule=schedule).prediction.step_s
+        slack = 1e-9 if schedule == "barrier" else 0.02 * before + 1e-9
+        assert after <= before * (1 + 1e-9) + slack
+
+
+@SOME
+@given(decided(measured=True))
+def test_a_prediction_adds_up(case):
+    model, chosen = case
+    found = evaluation(model, chosen).prediction
+    parts = found.compute_s + found.blocking_s + found.exposed_s
+    assert abs(found.step_s - parts) <= 1e-9 * max(found.step_s, 1.0)
+    assert found.update_s <= found.compute_s + 1e-12
+    assert len(found.peak_bytes) == model.world_size
+    assert 0 <= found.gpu_seconds <= found.step_s * model.world_size * (1 + 1e-9) + 1e-12
+
+
+@SOME
+@given(decided())
+def test_an_edge_costs_the_bytes_that_ownership_moves(case):
+    model, chosen = case
+    for e, (a, b) in enumerate(model.ends):
+        edge = model.profile.edges[e]
+        held = exit_(chosen[a].layout, chosen[a].style), entry(chosen[b].layout, chosen[b].style)
+        features = edge.features if "features" in (held[0].form, held[1].form) else 1
+        sent, received = traffic(transfers(model.counts, *held, features), model.world_size)
+        cost, element = model.edge(e, chosen[a], chosen[b]), edge.bytes_per_sample / features
+        assert cost.forward.sent_bytes == max(sent) * element
+        assert cost.received_bytes == max(received) * element
+        assert (cost.forward.seconds > 0) == (max(sent) * element > 0)
+
+
+@SOME
+@given(clusters(measured=True), st.data(), st.floats(0, 1e9), st.floats(0, 1e9))
+def test_collectives_take_no_less_for_more(links, data, size, more):
+    fabric = Fabric(links, tuple(range(links.world_size)))
+    layout = data.draw(st.sampled_from(list(lattice(links.world_size))))
+    ring = rings(fabric, groups_of(layout))
+    for collective in (all_reduce_s, all_gather_s, reduce_scatter_s):
+        assert 0 <= collective(fabric, ring, size) <= collective(fabric, ring, size + more) + 1e-12
+    last = links.world_size - 1
+    assert p2p_s(fabric, 0, last, size) <= p2p_s(fabric, 0, last, size + more) + 1e-12
+
+
+@SOME
+@given(decided())
+def test_the_peak_is_the_largest_point_of_the_timeline(case):
+    model, chosen = case
+    memory = MemoryModel(model)
+    for group in position_classes(model.counts, [o.layout for o in chosen]):
+        held = memory.held(chosen, group.samples)
+        peak, _ = peak_bytes(held, model.micro_batches)
+        totals = [point.total for point in timeline(held, model.micro_batches)]
+        assert abs(peak - max(totals)) <= 1e-6 * max(peak, 1.0)
+
+
+@SOME
+@given(decided())
+def test_tied_parameters_count_once(case):
+    model, _ = case
+    counted = [p.shared for owned in model.owned for p in owned]
+    assert len(counted) == len(set(counted))
+    assert sum(p.bytes for owned in model.owned for p in owned) == model.profile.parameter_bytes

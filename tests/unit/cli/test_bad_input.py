@@ -1,0 +1,284 @@
+"""What a wrong input gets: one sentence with the value and the remedy, an exit code, no file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from meshwright.planner.noun import save
+
+from .conftest import cluster_of
+
+FACTORIES = """
+import torch
+from torch import nn
+from meshwright import Batch, Workload
+
+
+def number():
+    return 7
+
+
+def wrong_width():
+    model = nn.Linear(5, 2)
+    make = lambda size: Batch((torch.randn(size, 3),), torch.zeros(size, 2))
+    return Workload("wrong", model, make, nn.functional.mse_loss)
+
+
+def no_mean():
+    model = nn.Linear(3, 2)
+    make = lambda size: Batch((torch.randn(size, 3),), torch.zeros(size, 2))
+    return Workload("long", model, make, lambda output, target: output - target)
+
+
+def needy(argument):
+    return None
+
+
+def broken():
+    raise KeyError("no such layer")
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(FACTORIES)
+    return path
+
+
+def refused(done, code: int, *words: str) -> None:
+    """Exit code, nothing on stdout, and a sentence that holds all the words."""
+    assert done.code == code, done
+    assert done.out == ""
+    for word in words:
+        assert word in done.sentence
+
+
+# -- targets ----------------------------------------------------------------------------------
+
+
+def test_unknown_model_names_the_nearest(meshwright, tmp_path):
+    done = meshwright("profile", "vgg61", "-o", "p.json")
+    refused(done, 2, "'vgg61'", "vgg16")
+    assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("mine.py:number", ("mine.py:number", "int", "Workload")),
+        ("mine.py:wrong_width", ("mat1 and mat2 shapes cannot be multiplied",)),
+        ("mine.py:no_mean", ("shape (2, 2)", "expected one number")),
+        ("mine.py:needy", ("missing 1 required positional argument", "without arguments")),
+        ("mine.py:broken", ("KeyError", "no such layer")),
+        ("mine.py:absent", ("'absent'", "factory")),
+        ("mine.py", ("mine.py:factory",)),
+        ("not_here.py:make", ("not_here.py", "factory")),
+        ("no.such.module:make", ("'no'", "module")),
+    ],
+)
+def test_targets_that_are_none(meshwright, factories, tmp_path, target, words):
+    done = meshwright("profile", target, "-o", "p.json")
+    refused(done, 2, *words)
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_file_that_does_not_run(meshwright, tmp_path):
+    (tmp_path / "mine.py").write_text("def make(:\n")
+    refused(meshwright("profile", "mine.py:make"), 2, "SyntaxError", "mine.py")
+
+
+# -- options ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--batch", "0"), ("batch of 0", "at least 1")),
+        (("--batch", "-8"), ("batch of -8",)),
+        (("--batch", "many"), ("--batch", "integer")),
+        (("--batch", "8", "--memory-limit", "lots"), ("'lots'", "8GiB")),
+        (("--batch", "8", "--memory-limit", "-3GB"), ("-3GB",)),
+        (("--batch", "8", "--micro-batches", "1,x"), ("'1,x'", "1,2,4")),
+        (("--batch", "8", "--micro-batches", "0"), ("micro-batches of 0",)),
+        (("--batch", "8", "--micro-batches", "64"), ("micro-batches", "at most 1")),
+        (("--batch", "8", "--optimizer", "lion"), ("'lion'", "adamw")),
+        (("--batch", "8", "--batch-statistics", "mine"), ("'mine'", "global")),
+        (("--batch", "8", "--solver", "magic"), ("'magic'", "heuristic")),
+        (("--batch", "8", "--time-limit", "0"), ("time limit of 0",)),
+        (("--batch", "8", "--time-limit", "nan"), ("nan",)),
+        (("--batch", "8", "-o", "no/such/folder/p.json"), ("no/such/folder",)),
+        (("--batch", "8", "--wrong"), ("--wrong",)),
+        ((), ("--batch",)),
+    ],
+)
+def test_options_of_plan(meshwright, profile_file, cluster_file, options, words):
+    refused(meshwright("plan", profile_file, "-c", cluster_file, *options), 2, *words)
+
+
+def test_unknown_verb(meshwright):
+    refused(meshwright("plam"), 2, "'plam'")
+
+
+# -- documents --------------------------------------------------------------------------------
+
+
+def changed(path: Path, **fields: object) -> None:
+    """Sets fields of a JSON file by dotted path."""
+    document = json.loads(path.read_text())
+    for dotted, value in fields.items():
+        *steps, last = dotted.split("__")
+        at = document
+        for step in steps:
+            at = at[int(step) if step.isdigit() else step]
+        at[last] = value
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"schema_version": 99}, ("schema version 99", "reads 1")),
+        ({"nodes__0__devices__0__memory_bytes": -1}, ("$.nodes[0].devices[0].memory_bytes",)),
+        ({"levels__0__bytes_per_s": "fast"}, ("$.levels[0].bytes_per_s",)),
+        ({"levels__0__latency_s": -0.5}, ("$.levels[0].latency_s", ">= 0")),
+        ({"levels__0__bytes_per_s": 0}, ("$.levels[0].bytes_per_s", "> 0")),
+        ({"levels__0__bytes_per_s": float("nan")}, ("cluster.json",)),
+        ({"levels__0__bytes_per_s": float("inf")}, ("cluster.json",)),
+        ({"levels": []}, ("no links", "bandwidth")),
+        ({"nodes": []}, ("at least one node",)),
+        ({"colour": "red"}, ("`colour`",)),
+        ({"document": "Plan"}, ("Plan",)),
+    ],
+)
+def test_damaged_cluster(meshwright, profile_file, cluster_file, tmp_path, fields, words):
+    changed(cluster_file, **fields)
+    out = tmp_path / "p.json"
+    done = meshwright("plan", profile_file, "-c", cluster_file, "--batch", 256, "-o", out)
+    refused(done, 2, "cluster.json", *words)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 5000])
+def test_truncated_profile(meshwright, profile_file, cluster_file, keep):
+    profile_file.write_bytes(profile_file.read_bytes()[:keep])
+    done = meshwright("plan", profile_file, "-c", cluster_file, "--batch", 256)
+    refused(done, 2, "profile.json", "not a valid ModelProfile")
+
+
+def test_not_text_at_all(meshwright, profile_file, cluster_file):
+    profile_file.write_bytes(bytes(range(256)))
+    done = meshwright("plan", profile_file, "-c", cluster_file, "--batch", 256)
+    refused(done, 2, "profile.json")
+
+
+def test_missing_files(meshwright, profile_file, cluster_file):
+    done = meshwright("plan", "absent.json", "-c", cluster_file, "--batch", 256)
+    refused(done, 2, "absent.json", "No such file")
+    done = meshwright("plan", profile_file, "-c", "absent.json", "--batch", 256)
+    refused(done, 2, "absent.json", "No such file")
+
+
+def test_a_folder_as_file(meshwright, profile_file, tmp_path):
+    done = meshwright("plan", profile_file, "-c", tmp_path, "--batch", 256)
+    refused(done, 2, str(tmp_path), "directory")
+
+
+def test_plan_with_a_step_of_nan(meshwright, plan_file):
+    changed(plan_file, prediction__step_s=float("nan"))
+    refused(meshwright("compare", plan_file, plan_file), 2, "plan.json")
+
+
+def test_plan_with_a_placement_of_other_ranks(meshwright, plan_file):
+    changed(plan_file, placement=[0, 1, 2])
+    refused(meshwright("compare", plan_file, plan_file), 2, "placement", "0 to 7")
+
+
+# -- documents that do not belong together ----------------------------------------------------
+
+
+def test_profile_of_another_model(meshwright, plan_file, profile_file, cluster_file):
+    changed(profile_file, model="0123456789abcdef")
+    done = meshwright("explain", plan_file, "--profile", profile_file, "--cluster", cluster_file)
+    refused(done, 2, "0123456789abcdef", "plan again")
+
+
+def test_cluster_of_another_size(meshwright, plan_file, profile_file, tmp_path):
+    small = tmp_path / "small.json"
+    save(cluster_of(4), small)
+    done = meshwright("explain", plan_file, "--profile", profile_file, "--cluster", small)
+    refused(done, 2, "8 ranks", "has 4")
+
+
+def test_plan_for_eight_ranks_started_on_two(meshwright, plan_file):
+    refused(meshwright("launch", plan_file, "--nproc", 2), 2, "8 ranks", "2 would be started")
+
+
+def test_hosts_that_do_not_divide_the_ranks(meshwright, plan_file):
+    done = meshwright("launch", plan_file, "--nnodes", 3, "--rendezvous", "127.0.0.1:29500")
+    refused(done, 2, "8 ranks", "3 hosts")
+
+
+@pytest.mark.parametrize("address", [None, "127.0.0.1", "host:port", ":29500", "host:99999"])
+def test_rendezvous_that_is_none(meshwright, plan_file, address):
+    given = ("--rendezvous", address) if address else ()
+    done = meshwright("launch", plan_file, "--nnodes", 2, *given)
+    refused(done, 2, "HOST:PORT")
+
+
+def test_script_that_is_not_there(meshwright, plan_file):
+    refused(meshwright("launch", plan_file, "absent.py", "--lr", "1"), 2, "absent.py")
+
+
+def test_what_the_executor_cannot_run_is_refused_by_name(meshwright, plan_file, plan):
+    conv = next(i for i, u in enumerate(plan.units) if u.kind == "conv")
+    unit = msgspec.structs.replace(plan.units[conv], memory="recompute")
+    units = (*plan.units[:conv], unit, *plan.units[conv + 1 :])
+    save(msgspec.structs.replace(plan, units=units), plan_file)
+    for verb in ("launch", "verify"):
+        refused(meshwright(verb, plan_file), 2, repr(unit.name), "'recompute'")
+
+
+# -- memory -----------------------------------------------------------------------------------
+
+
+def test_memory_that_no_plan_fits(meshwright, profile_file, cluster_file, tmp_path):
+    out = tmp_path / "p.json"
+    done = meshwright(
+        *("plan", profile_file, "-c", cluster_file, "--batch", 256, "-o", out),
+        *("--memory-limit", "100MB"),
+    )
+    refused(done, 3, "rank", "unit '", "100,000,000 bytes", "are available", "allow")
+    assert not out.exists()
+
+
+# -- files ------------------------------------------------------------------------------------
+
+
+def test_a_refused_plan_leaves_the_old_file_alone(meshwright, profile_file, cluster_file, tmp_path):
+    out = tmp_path / "p.json"
+    out.write_text("mine")
+    arguments = ("plan", profile_file, "-c", cluster_file, "-o", out)
+    assert meshwright(*arguments, "--batch", 256, "--memory-limit", "1MB").code == 3
+    assert out.read_text() == "mine"
+    assert [p.name for p in tmp_path.glob(".p.json*")] == []
+
+
+def test_the_console_script_says_it_in_one_sentence(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", "compare", "a.json", "b.json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("meshwright: cannot read a.json")
+    assert done.stderr.count("\n") == 1

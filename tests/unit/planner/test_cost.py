@@ -1,0 +1,171 @@
+"""Costs of units and edges against hand calculation."""
+
+import msgspec
+import pytest
+from meshwright.planner.capability import PLAIN
+from meshwright.planner.cost import CostModel, Option, allowed, ties_agree
+from meshwright.planner.curve import proportional
+from meshwright.planner.errors import InputError
+from meshwright.planner.goal import Goal
+from meshwright.planner.layout import Layout, data_parallel
+from meshwright.planner.shares import batch_counts, busiest_samples, share_of
+from meshwright.planner.step import LINKS
+
+from tests.strategies import chain_profile, cluster, linear, norm, share
+
+HOME = Option(data_parallel(4))
+RATE = 1e8
+
+
+def model(units, batch=16, micro_batches=1, links=None, updates=(), **goal):
+    profile = chain_profile(units, bytes_per_sample=400.0, features=100, updates=updates)
+    links = links or cluster(4, inter=RATE, latency_s=0.0)
+    return CostModel(profile, links, Goal(batch=batch, **goal), micro_batches)
+
+
+def test_uneven_batches_count_by_the_busiest_group():
+    counts = batch_counts(10, 4)
+    assert counts == (3, 3, 2, 2)
+    assert busiest_samples(counts, Layout(groups=2, degree=2)) == 6
+    assert busiest_samples(counts, data_parallel(4)) == 3
+    assert batch_counts(3, 4) == (1, 1, 1, 0)
+    assert batch_counts(22, 4, 2) == (3, 3, 3, 3)
+
+
+def test_micro_batches_need_a_sample_each():
+    with pytest.raises(InputError, match="at most 2"):
+        batch_counts(8, 4, 3)
+
+
+def test_data_parallel_unit():
+    m = model([linear("fc", 100, 100, 1e-3)], updates=(("sgd", 1e-9),))
+    cost = m.unit(1, HOME)
+    assert cost.forward_s == pytest.approx(4e-3)
+    assert cost.backward_s == pytest.approx(8e-3)
+    assert cost.exchange.seconds == pytest.approx(2 * 3 / 4 * 40_000 / RATE)
+    assert cost.update_s == pytest.approx(40_000e-9)
+    assert cost.shard_bytes == cost.gradient_bytes == 40_000
+
+
+def test_divided_unit_exchanges_its_shard_only():
+    m = model([linear("fc", 100, 100, 1e-3)], updates=(("sgd", 1e-9),))
+    cost = m.unit(1, Option(Layout(groups=2, degree=2), "column"))
+    assert cost.forward_s == pytest.approx(8 * 1e-3 / 2)  # the group's 8 samples, half the work
+    assert cost.exchange.seconds == pytest.approx(20_000 / RATE)
+    assert cost.update_s == pytest.approx(20_000e-9)
+    assert cost.inner_forward.seconds == 0
+    alone = m.unit(1, Option(Layout(groups=1, degree=4), "column"))
+    assert alone.exchange.seconds == 0
+    assert alone.gradient_bytes == 0
+    assert alone.trained_bytes == 10_000
+
+
+def test_row_units_reduce_their_outputs():
+    m = model([linear("fc", 100, 100, 1e-3)])
+    cost = m.unit(1, Option(Layout(groups=2, degree=2), "row"))
+    assert cost.inner_forward.seconds == pytest.approx(8 * 400 / 2 / RATE)
+    assert cost.inner_backward.seconds == pytest.approx(8 * 400 / 2 / RATE)
+
+
+def test_uneven_divisions_count_by_the_largest_shard():
+    m = model([linear("fc", 10, 100, 1e-3)])
+    assert m.unit(1, Option(Layout(groups=1, degree=4), "column")).shard_bytes == 3 * 400
+
+
+def test_column_then_row_moves_nothing_between():
+    m = model([linear("a", 100, 100), linear("b", 100, 100)])
+    layout = Layout(groups=2, degree=2)
+    column, row = Option(layout, "column"), Option(layout, "row")
+    assert m.edge(1, column, row).forward.seconds == 0
+    assert m.edge(1, column, column).forward.seconds == pytest.approx(8 * 200 / RATE)
+    assert m.edge(0, HOME, column).forward.seconds == pytest.approx(4 * 400 / RATE)
+    assert m.edge(0, HOME, column).backward.seconds == 0  # the model's input wants no gradient
+
+
+def test_glue_takes_tensors_home():
+    m = model([linear("a"), linear("b")])
+    glue = msgspec.structs.replace(m.profile.units[1], kind="glue")
+    assert glue.fixed
+    m = model([linear("a"), msgspec.structs.replace(linear("g"), kind="glue"), linear("b")])
+    assert not allowed(m, 2, Option(Layout(groups=2, degree=2), "column"), PLAIN)
+    assert allowed(m, 2, HOME, PLAIN)
+
+
+def test_batch_statistics():
+    local = model([norm("bn", statistics_bytes=1000)])
+    assert local.unit(1, HOME).inner_forward.seconds == 0
+    burst = Option(Layout(groups=2))
+    idle = msgspec.structs.replace(PLAIN, idle_positions=True)
+    assert not allowed(local, 1, burst, idle)
+    whole = model([norm("bn", statistics_bytes=1000)], batch_statistics="global")
+    assert whole.unit(1, HOME).inner_forward.seconds == pytest.approx(1.5 * 1000 / RATE)
+    assert whole.unit(1, HOME).inner_backward.seconds == pytest.approx(1.5 * 1000 / RATE)
+    assert allowed(whole, 1, burst, idle)
+
+
+def test_tied_units_agree_on_layout_and_dimension():
+    m = model([linear("a", shared="w"), linear("b"), linear("c", shared="w")])
+    layout = Layout(groups=2, degree=2)
+    column, row = Option(layout, "column"), Option(layout, "row")
+    assert m.ties == ((0,), (1, 3), (2,), (1, 3), (4,))
+    assert ties_agree(m, (1, 3), (column, column))
+    assert not ties_agree(m, (1, 3), (column, row))
+    assert not ties_agree(m, (1, 3), (column, HOME))
+    assert m.unit(3, HOME).exchange.seconds == 0
+    assert m.unit(3, HOME).shard_bytes == 0
+
+
+def test_frozen_parameters_are_held_and_not_exchanged():
+    unit = linear("fc", 100, 100)
+    frozen = tuple(msgspec.structs.replace(p, trainable=False) for p in unit.parameters)
+    cost = model([msgspec.structs.replace(unit, parameters=frozen)]).unit(1, HOME)
+    assert (cost.gradient_bytes, cost.shard_bytes, cost.exchange.seconds) == (0, 40_000, 0)
+
+
+def test_policies_outside_the_model_are_refused():
+    m = model([linear("fc")])
+    with pytest.raises(InputError, match="recompute"):
+        m.unit(1, HOME._replace(memory="recompute"))
+    with pytest.raises(InputError, match="topk"):
+        m.unit(1, HOME._replace(exchange="topk"))
+
+
+def test_measured_degrees_are_interpolated_in_their_inverse():
+    unit = linear("fc", seconds_per_sample=8.0)
+    for degree, seconds in ((2, 5.0), (4, 3.5)):
+        half = share("column", degree, proportional(seconds), proportional(0.0))
+        unit = msgspec.structs.replace(unit, shares=(*unit.shares, half))
+
+    def at(degree):
+        return share_of(unit, "column", degree, lambda s: s.forward, 1)
+
+    assert (at(1), at(2), at(4)) == (8.0, 5.0, 3.5)
+    assert at(3) == pytest.approx(5.0 - 1.5 * (1 / 2 - 1 / 3) / (1 / 4))
+    assert at(8) == pytest.approx(3.5 - 1.5 / 2)
+    assert at(1000) > 2.0  # the part that is not divided
+
+
+def test_nothing_divides_better_than_perfectly():
+    unit = linear("fc", seconds_per_sample=8.0)
+    quick = share("column", 2, proportional(1.0), proportional(0.0))
+    unit = msgspec.structs.replace(unit, shares=(*unit.shares, quick))
+    assert share_of(unit, "column", 4, lambda s: s.forward, 1) == 0.5
+
+
+def test_each_figure_stands_on_its_link():
+    links = cluster(2, 2, inter=RATE, intra=1e9, latency_s=0.0)
+    m = model([linear("fc", 100, 100)], links=links)
+    chain = m.chain((HOME, Option(Layout(groups=2, degree=2), "row"), HOME))
+    intra, inter = LINKS.index("intra"), LINKS.index("inter")
+    assert chain.inner_forward_s[intra, 1] > 0 == chain.inner_forward_s[inter, 1]
+    assert chain.exchange_s[inter, 1] > 0 == chain.exchange_s[intra, 1]
+    # two exchange groups share the node's interface
+    assert chain.exchange_s[inter, 1] == pytest.approx(2 * 20_000 / RATE)
+
+
+def test_a_thousand_ranks_are_quick():
+    m = model([linear("a", 4096, 4096), linear("b", 4096, 4096)], 2048, 1, cluster(128, 8))
+    for degree in (1, 8, 1024):
+        layout = Layout(groups=1024 // degree, degree=degree)
+        style = "none" if degree == 1 else "column"
+        assert m.edge(1, Option(layout, style), Option(data_parallel(1024))).forward.seconds >= 0

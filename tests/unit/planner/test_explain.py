@@ -1,0 +1,121 @@
+"""Explaining and comparing plans, and the published schemas."""
+
+from pathlib import Path
+
+import pytest
+from meshwright.planner import schemas
+from meshwright.planner.compare import compare
+from meshwright.planner.errors import InputError
+from meshwright.planner.evaluate import evaluate, make_plan
+from meshwright.planner.explain import explain
+from meshwright.planner.goal import Goal
+from meshwright.planner.solver import Problem, solve
+from meshwright.profiler.tables import load_table
+
+from tests.strategies import chain_profile, cluster, linear
+
+FOLDER = Path(__file__).resolve().parents[3] / "docs" / "schemas"
+
+
+@pytest.fixture(scope="module")
+def case():
+    profile, links = load_table("vgg16"), cluster(8)
+    return solve(Problem(profile, links, Goal(batch=256))).plan, profile, links
+
+
+def test_alternatives_are_what_evaluating_them_gives(case):
+    plan, profile, links = case
+    found = explain(plan, profile, links)
+    assert found.step_s == plan.prediction.step_s
+    unit = next(u for u in found.units if u.name == "32.linear")
+    assert 0 < len(unit.alternatives) <= 3
+    from meshwright.planner.cost import Option
+    from meshwright.planner.evaluate import decisions_of
+
+    k = [u.name for u in plan.units].index("32.linear")
+    for other in unit.alternatives:
+        assert (other.layout, other.style) != (unit.layout, unit.style)
+        chosen = list(decisions_of(plan))
+        chosen[k] = Option(other.layout, other.style)
+        assert evaluate(profile, links, plan.goal, chosen).step_s == other.step_s
+        assert other.step_s >= plan.prediction.step_s * (1 - 1e-6)
+        assert other.fits
+
+
+def test_what_is_exposed_adds_up(case):
+    plan, profile, links = case
+    found = explain(plan, profile, links)
+    assert found.bound_by == "exchange"
+    exposed = sum(e.seconds for e in found.exposed)
+    assert exposed == pytest.approx(plan.prediction.exposed_s)
+    names = {u.name for u in profile.units}
+    assert all(set(e.units) <= names for e in found.exposed)
+
+
+def test_memory_that_binds_is_named():
+    profile = chain_profile([linear(f"fc{i}", 512, 512, 1e-4) for i in range(3)])
+    links = cluster(4, inter=1e12, latency_s=0.0)
+    free = make_plan(profile, links, Goal(batch=16, optimizer="adam"))
+    limit = max(free.prediction.peak_bytes) * 9 // 10
+    goal = Goal(batch=16, optimizer="adam", memory_limit_bytes=limit)
+    plan = solve(Problem(profile, links, goal)).plan
+    found = explain(plan, profile, links, best=8)
+    assert found.needed_bytes <= found.available_bytes == limit
+    unfit = [a for u in found.units for a in u.alternatives if not a.fits]
+    assert found.memory_binds == any(a.step_s < plan.prediction.step_s for a in unfit)
+
+
+def test_tied_units_change_together():
+    profile = chain_profile([linear("a", shared="w"), linear("b"), linear("c", shared="w")])
+    plan = make_plan(profile, cluster(4), Goal(batch=16))
+    first = explain(plan, profile, cluster(4)).units[1]
+    assert first.with_it == ("c",)
+    assert first.alternatives
+
+
+def test_a_plan_of_something_else_is_refused(case):
+    plan, profile, links = case
+    with pytest.raises(InputError, match="plan again"):
+        explain(plan, load_table("wide_resnet101_2"), links)
+    with pytest.raises(InputError, match="8 ranks"):
+        explain(plan, profile, cluster(4))
+
+
+def test_compare_lists_what_differs(case):
+    plan, profile, links = case
+    plain = make_plan(profile, links, Goal(batch=128))
+    found = compare(plain, plan)
+    assert found.same_model
+    assert found.same_cluster
+    assert [u.name for u in found.units] == ["32.linear", "34.linear", "36.linear"]
+    assert found.units[0].first == "(8,1)"
+    assert found.units[0].second.startswith("(1,8) ")
+    assert ("goal.batch", "128", "256") in found.settings
+    steps = next(f for f in found.figures if f.name == "step_s")
+    assert (steps.first, steps.second) == (plain.prediction.step_s, plan.prediction.step_s)
+    assert not compare(plan, plan).units
+
+
+def test_compare_of_different_models_keeps_both_sides(case):
+    plan, _, links = case
+    other = make_plan(load_table("wide_resnet101_2"), links, Goal(batch=256))
+    found = compare(plan, other)
+    assert not found.same_model
+    assert any(u.first is None for u in found.units)
+    assert any(u.second is None for u in found.units)
+
+
+def test_published_schemas_are_up_to_date():
+    files = schemas.schema_files()
+    assert {p.name for p in FOLDER.glob("*.json")} == set(files)
+    for name, content in files.items():
+        assert (FOLDER / name).read_bytes() == content, (
+            "run: python -m meshwright.planner.schemas docs/schemas"
+        )
+
+
+def test_the_generator_writes_the_schemas(tmp_path):
+    assert schemas.main([str(tmp_path)]) == 0
+    assert {p.name for p in tmp_path.iterdir()} == set(schemas.schema_files())
+    with pytest.raises(InputError, match="folder"):
+        schemas.main(["/nowhere"])

@@ -1,0 +1,120 @@
+"""The memory timeline against hand calculation, and what the simulation shows."""
+
+import msgspec
+import pytest
+from meshwright.planner.cost import BUCKET_BYTES, CostModel, Option
+from meshwright.planner.evaluate import evaluate, evaluation, excess, rank_memory
+from meshwright.planner.goal import Goal
+from meshwright.planner.layout import Layout, data_parallel
+from meshwright.planner.memory import BUCKETS_IN_FLIGHT, group_samples, position_classes
+
+from tests.strategies import chain_profile, cluster, linear
+
+MIB = 2**20
+
+
+def units(count=3, saved=1000.0):
+    return [linear(f"fc{i}", 512, 512, 1e-4, saved) for i in range(count)]
+
+
+def model(batch=8, micro_batches=1, bucket_bytes=BUCKET_BYTES, **goal):
+    goal = Goal(batch=batch, **goal)
+    profile = chain_profile(units())
+    return CostModel(profile, cluster(4), goal, micro_batches, bucket_bytes=bucket_bytes)
+
+
+def test_data_parallel_timeline():
+    (found,) = rank_memory(model(optimizer="adam"), model().baseline)
+    forward = [p for p in found.points if p.phase == "forward"]
+    backward = [p for p in found.points if p.phase == "backward"]
+    assert all(p.weights == 3 * MIB and p.optimizer == 6 * MIB for p in found.points)
+    assert [p.feature_maps for p in forward] == [0, 2000, 4000, 6000, 6000]
+    assert [p.gradients for p in forward] == [0] * 5
+    assert [p.gradients / MIB for p in backward] == [0, 1, 2, 3, 3]
+    assert [p.feature_maps for p in backward] == [6000, 6000, 4000, 2000, 0]
+    assert found.points[-1].phase == "update"
+    assert found.points[-1].gradients == 3 * MIB
+    assert found.peak_bytes == max(p.total for p in found.points)
+
+
+def test_buckets_in_flight_are_bounded():
+    m, gathered = model(bucket_bytes=1), model(bucket_bytes=100 * MIB)
+    (small,) = rank_memory(m, m.baseline)
+    (large,) = rank_memory(gathered, gathered.baseline)
+    assert small.points[-1].buffers == BUCKETS_IN_FLIGHT * MIB  # a unit is not cut
+    assert large.points[-1].buffers == 3 * MIB  # no more than there is
+
+
+def test_micro_batches_hold_one_of_feature_maps_and_all_gradients():
+    whole, cut = model(batch=16), model(batch=16, micro_batches=2)
+    (one,), (two,) = (rank_memory(m, m.baseline) for m in (whole, cut))
+    assert max(p.feature_maps for p in two.points) * 2 == max(p.feature_maps for p in one.points)
+    assert {p.gradients for p in two.points} == {3 * MIB}
+
+
+def test_division_holds_shards():
+    m = model(optimizer="momentum")
+    divided = Option(Layout(groups=1, degree=4), "column")
+    (found,) = rank_memory(m, (m.baseline[0], divided, divided, divided, m.baseline[0]))
+    assert found.points[0].weights == 3 * MIB / 4
+    assert found.points[0].optimizer == 3 * MIB / 4
+    assert found.points[-1].buffers == 0  # one group exchanges nothing
+
+
+def test_positions_that_take_no_part_hold_nothing():
+    m = model()
+    burst = Option(Layout(groups=2))
+    classes = rank_memory(m, (m.baseline[0], burst, burst, burst, m.baseline[0]))
+    assert [c.positions for c in classes] == [(0, 1), (2, 3)]
+    assert classes[1].points[0].weights == 0
+    assert classes[0].points[0].weights == 3 * MIB
+
+
+def test_uneven_batches_make_classes():
+    counts = (3, 3, 2, 2)
+    classes = position_classes(counts, [data_parallel(4)])
+    assert [c.positions for c in classes] == [(0, 1), (2, 3)]
+    assert group_samples(counts, Layout(groups=2, degree=2)) == [6, 6, 4, 4]
+    assert group_samples(counts, Layout(groups=1, degree=2, first=2)) == [None, None, 10, 10]
+
+
+def test_the_tightest_rank_by_its_own_device():
+    m = model()
+    device = msgspec.structs.replace(m.cluster.devices[0], memory_bytes=MIB)
+    nodes = (*m.cluster.nodes[:2], msgspec.structs.replace(m.cluster.nodes[2], devices=(device,)))
+    links = msgspec.structs.replace(m.cluster, nodes=(*nodes, m.cluster.nodes[3]))
+    m = CostModel(m.profile, links, m.goal, 1, (3, 2, 1, 0))
+    tight = excess(m, rank_memory(m, m.baseline))
+    assert (tight.position, tight.available_bytes) == (1, MIB)
+    assert tight.over_bytes > 0
+
+
+def test_interference_slows_what_overlaps():
+    quiet = cluster(4, inter=1e8)
+    noisy = cluster(4, inter=1e8, interference=msgspec.structs.replace(
+        quiet.interference, compute_slowdown=1.5, communication_slowdown=1.2))  # fmt: skip
+    steps = [evaluate(chain_profile(units()), c, Goal(batch=64)) for c in (quiet, noisy)]
+    assert steps[0].compute_s < steps[1].compute_s
+    assert steps[0].step_s < steps[1].step_s
+
+
+def test_buckets_gather_units_and_save_latency():
+    profile, links = chain_profile(units()), cluster(4, latency_s=1e-3)
+    single = evaluate(profile, links, Goal(batch=8), bucket_bytes=1)
+    gathered = evaluate(profile, links, Goal(batch=8), bucket_bytes=100 * MIB)
+    assert single.exchange_s - gathered.exchange_s == pytest.approx(2 * 6 * 1e-3)
+
+
+def test_wire_bytes_of_data_parallelism():
+    found = evaluate(chain_profile(units()), cluster(4), Goal(batch=8))
+    assert found.wire_bytes == round(2 * 3 / 4 * 3 * MIB)
+
+
+def test_spans_fill_the_step():
+    m = model()
+    done = evaluation(m, m.baseline)
+    assert max(s.end_s for s in done.simulation.spans) == pytest.approx(done.prediction.step_s)
+    for resource in ("compute", "intra", "inter"):
+        mine = [s for s in done.simulation.spans if s.resource == resource]
+        for before, after in zip(mine, mine[1:], strict=False):
+            assert before.end_s <= after.start_s + 1e-12

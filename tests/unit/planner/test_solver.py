@@ -1,0 +1,130 @@
+"""The solver interface, and what is said where nothing fits."""
+
+import msgspec
+import pytest
+from meshwright.planner.capability import PLAIN
+from meshwright.planner.errors import InfeasibleError, InputError
+from meshwright.planner.goal import Goal
+from meshwright.planner.heuristic import Heuristic
+from meshwright.planner.solver import Problem, Solver, solve, solvers
+
+from tests.strategies import chain_profile, cluster, linear
+
+
+@pytest.fixture
+def problem():
+    units = [linear(f"fc{i}", 512, 512, 1e-4, saved=2.0**16) for i in range(4)]
+    goal = Goal(batch=64, optimizer="adam", micro_batches=(1,))
+    return Problem(chain_profile(units), cluster(4), goal)
+
+
+def limited(problem, **changes):
+    return Problem(
+        problem.profile, problem.cluster, msgspec.structs.replace(problem.goal, **changes)
+    )
+
+
+def test_auto_says_what_it_took(problem):
+    result = solve(problem)
+    assert result.solver == "heuristic"
+    assert result.status == "heuristic"
+    assert "heuristic" in result.reason
+    assert result.plan.provenance.solver == "heuristic"
+    assert result.objective_s == result.plan.prediction.step_s
+    assert result.bound_s is None
+    assert result.plan.provenance.bound_s is None
+
+
+def test_solvers_satisfy_the_protocol():
+    solver: Solver = Heuristic()
+    assert solver.name in solvers()
+
+
+def test_an_unknown_solver_is_refused(problem):
+    with pytest.raises(InputError, match="choose from"):
+        solve(problem, "oracle")
+
+
+def test_micro_batches_that_leave_no_samples_are_refused(problem):
+    with pytest.raises(InputError, match="at most 16"):
+        solve(limited(problem, micro_batches=(32,)))
+
+
+def test_some_micro_batch_counts_may_be_too_many(problem):
+    assert solve(limited(problem, micro_batches=(1, 64))).plan.micro_batches == 1
+
+
+def test_a_wrong_placement_is_refused(problem):
+    wrong = Problem(problem.profile, problem.cluster, problem.goal, placement=(0, 0, 1, 2))
+    with pytest.raises(InputError, match="placement"):
+        solve(wrong)
+
+
+@pytest.mark.parametrize("part", [0.2, 0.5, 0.9])
+def test_each_relaxation_named_does_help(problem, part):
+    need = min(solve(limited(problem, memory_limit_bytes=1)).infeasible.needed_bytes, 10**12)
+    tight = limited(problem, memory_limit_bytes=int(need * part))
+    result = solve(tight)
+    assert result.status == "infeasible"
+    why = result.infeasible
+    assert 0 <= why.rank < 4
+    assert why.unit in [u.name for u in problem.profile.units]
+    assert why.needed_bytes > why.available_bytes == int(need * part)
+    assert any(r.what == "memory_limit_bytes" for r in why.relaxations)
+    for change in why.relaxations:
+        value = (change.value,) if change.what == "micro_batches" else change.value
+        assert solve(limited(tight, **{change.what: value})).plan is not None
+
+
+def test_infeasible_is_one_sentence_with_the_numbers(problem):
+    with pytest.raises(InfeasibleError) as caught:
+        solve(limited(problem, memory_limit_bytes=10_000)).checked()
+    text = str(caught.value)
+    assert "10,000 bytes" in text
+    assert "rank" in text
+    assert "unit" in text
+    assert "allow" in text
+    assert caught.value.exit_code == 3
+
+
+def test_a_smaller_limit_is_the_largest_batch_that_fits(problem):
+    free = solve(problem)
+    limit = max(free.plan.prediction.peak_bytes) - 1
+    why = solve(limited(problem, memory_limit_bytes=limit // 2)).infeasible
+    if why is None:
+        pytest.skip("another plan fits")
+    batch = next(r.value for r in why.relaxations if r.what == "batch")
+    more = limited(problem, memory_limit_bytes=limit // 2, batch=batch + 4)
+    assert batch % 4 == 0
+    assert solve(more).plan is None
+
+
+def test_progress_is_reported(problem):
+    seen = []
+    case = Problem(
+        problem.profile,
+        problem.cluster,
+        msgspec.structs.replace(problem.goal, micro_batches=(1, 2, 4)),
+        progress=lambda what, share: seen.append((what, share)),
+    )
+    solve(case)
+    assert [share for _, share in seen] == sorted(share for _, share in seen)
+    assert len(seen) == 3
+
+
+def test_bursts_only_where_the_capability_allows_them(problem):
+    """A model too small for its links runs on fewer ranks, if ranks may stay idle."""
+    slow = Problem(problem.profile, cluster(4, inter=1e5, latency_s=1e-2), Goal(batch=4))
+    everywhere = solve(slow).plan
+    assert all(u.layout.size == 4 for u in everywhere.units)
+    idle = msgspec.structs.replace(PLAIN, idle_positions=True)
+    burst = solve(Problem(slow.profile, slow.cluster, slow.goal, capability=idle)).plan
+    assert burst.prediction.step_s <= everywhere.prediction.step_s
+    real = solve(
+        Problem(slow.profile, slow.cluster, slow.goal, capability=idle, executor=PLAIN)
+    ).plan
+    assert bool(real.hypothetical) == any(u.layout.size < 4 for u in real.units)
+
+
+def test_a_time_limit_still_gives_a_plan(problem):
+    assert solve(problem, time_limit_s=1e-6).plan is not None
