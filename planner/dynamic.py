@@ -13,6 +13,7 @@ what it costs to the best state of its target. What is found is then still a low
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -81,19 +82,21 @@ def _greedy(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> list[Bag]:
         if sizes[a] > 1 and sizes[b] > 1:
             near[a].add(b)
             near[b].add(a)
-    bags = []
-    left = set(range(len(sizes)))
-    cost = {k: _entries(sizes, Bag(k, tuple(near[k]))) for k in left}
-    while left:
-        k = min(left, key=lambda unit: (cost[unit], unit))
+    bags: list[Bag] = []
+    queue = [(_entries(sizes, Bag(k, tuple(near[k]))), k) for k in range(len(sizes))]
+    heapify(queue)
+    gone: set[int] = set()
+    while queue:
+        cost, k = heappop(queue)
+        if k in gone or cost != _entries(sizes, Bag(k, tuple(near[k]))):
+            continue  # an entry from before its neighbours changed
+        gone.add(k)
         scope = tuple(sorted(near[k]))
         bags.append(Bag(k, scope))
-        left.remove(k)
         for a in scope:
             near[a] |= set(scope)
             near[a] -= {a, k}
-        for a in scope:
-            cost[a] = _entries(sizes, Bag(a, tuple(near[a])))
+            heappush(queue, (_entries(sizes, Bag(a, tuple(near[a]))), a))
     return bags
 
 

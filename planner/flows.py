@@ -22,6 +22,7 @@ from .movement import boxes, moved
 from .ownership import Held
 
 Reals = npt.NDArray[np.float64]
+_Sides = Positions | Sequence[Positions]
 CHUNK = 4_000_000
 """Elements of the largest temporary array: [sources, targets of a chunk, positions]."""
 
@@ -161,7 +162,7 @@ def _united(
     return pieces, weight
 
 
-def _meet(a: Sequence[Positions], b: Sequence[Positions]) -> Positions:
+def _meet(a: _Sides, b: _Sides) -> Positions:
     """Areas of the overlaps of boxes, each given as its four arrays."""
     samples = np.minimum(a[1], b[1]) - np.maximum(a[0], b[0])
     columns = np.minimum(a[3], b[3]) - np.maximum(a[2], b[2])
@@ -249,7 +250,8 @@ def _tallies(side: _Side, low: int, cuts: Positions) -> tuple[Positions, Positio
 
 
 def _filled(table: Positions) -> npt.NDArray[np.bool_]:
-    return (table[1] > table[0]) & (table[3] > table[2])
+    filled: npt.NDArray[np.bool_] = (table[1] > table[0]) & (table[3] > table[2])
+    return filled
 
 
 def flow_seconds(fabric: Fabric, flow: Flows, element_bytes: float) -> Reals:

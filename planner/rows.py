@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from .memory import BUCKETS_IN_FLIGHT
 from .schedule import ScheduleName
-from .step import LINKS, Chain, LinkMatrix, Terms, Vector, priority_terms
+from .step import LINKS, Chain, Terms, Vector, priority_terms
 
 Matrix = npt.NDArray[np.float64]
 
@@ -98,13 +98,15 @@ def _once(chain: Chain) -> Vector:
         chain.entry_forward_s + chain.entry_backward_s + chain.inner_forward_s
         + chain.inner_backward_s
     )  # fmt: skip
-    return chain.forward_s + chain.backward_s + per_link.sum(axis=0)
+    total: Vector = chain.forward_s + chain.backward_s + per_link.sum(axis=0)
+    return total
 
 
 def _forward_part(chain: Chain) -> Vector:
     """Forward, its waiting, and the update: what the barrier's step has outside the overlap."""
     per_link = chain.entry_forward_s + chain.inner_forward_s
-    return chain.forward_s + chain.update_s + per_link.sum(axis=0)
+    total: Vector = chain.forward_s + chain.update_s + per_link.sum(axis=0)
+    return total
 
 
 def step_terms(chain: Chain, micro_batches: int, schedule: ScheduleName) -> Terms:
@@ -122,12 +124,10 @@ def _unit_chain() -> Chain:
     """A chain with one unit for each figure, which has that figure 1 and all others 0."""
     count = len(FIGURES)
     eye = np.eye(count)
-    vectors = [eye[AT[name]] for name in _VECTORS]
-    links: list[LinkMatrix] = [
-        np.stack([eye[AT[f"{name}.{link}"]] for link in LINKS]) for name in _PER_LINK
-    ]
-    inner_forward, inner_backward, exchange, entry_forward, entry_backward = links
-    return Chain(*vectors, entry_forward, entry_backward, inner_forward, inner_backward, exchange)
+    fields: dict[str, Matrix] = {f"{name}_s": eye[AT[name]] for name in _VECTORS}
+    for name in _PER_LINK:
+        fields[f"{name}_s"] = np.stack([eye[AT[f"{name}.{link}"]] for link in LINKS])
+    return Chain(**fields)
 
 
 def _memory(micro_batches: int, bucket: float) -> tuple[Matrix, Matrix, Matrix, Matrix]:
