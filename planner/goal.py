@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from .errors import InputError
-from .noun import Bytes, Count, Noun, Share
+from .noun import Bytes, Count, Noun, Positive, Share
 
 STATE_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """Optimizer state as multiples of the parameters' bytes."""
@@ -20,6 +20,14 @@ class Goal(Noun, frozen=True, kw_only=True):
     rank; without it each device's own memory counts. ``micro_batches`` are the counts that may be
     chosen from. ``batch_statistics`` is what normalisation over the batch means: of each rank's
     own share (``local``, as under DDP) or of the whole batch (``global``).
+
+    ``slice_bytes`` are the slice sizes that may be chosen from under priority (none given: the one
+    asked for with the problem). ``objective`` is what shall be least: seconds of a step, or
+    device-seconds (within ``time_limit_s`` seconds of a step, if given). ``amplification_limit`` bounds the
+    device-seconds of a step, ``unit_amplification_limit`` those of every unit by itself, as a
+    multiple of what one device would take for the whole batch (DeepPool, arXiv 2112.10065).
+    Lossy exchange needs ``allow_lossy``, and keeps at least ``min_fidelity`` of the gradient's
+    energy over all units.
     """
 
     batch: Count
@@ -29,7 +37,11 @@ class Goal(Noun, frozen=True, kw_only=True):
     batch_statistics: BatchStatistics = "local"
     allow_lossy: bool = False
     min_fidelity: Share = 1.0
-    amplification_limit: float | None = None
+    amplification_limit: Positive | None = None
+    unit_amplification_limit: Positive | None = None
+    objective: Literal["time", "gpu_seconds"] = "time"
+    time_limit_s: Positive | None = None
+    slice_bytes: tuple[Count, ...] = ()
     background: bool = False
 
     def __post_init__(self) -> None:

@@ -13,7 +13,6 @@ from math import ceil
 from typing import Literal, NamedTuple
 
 from .cost import CostModel, OnLink, Option
-from .layout import Layout
 from .step import LINKS, Chain, LinkMatrix
 
 ScheduleName = Literal["barrier", "priority"]
@@ -107,52 +106,55 @@ def plain_messages(chain: Chain) -> tuple[Message, ...]:
 
 
 class Bucket(NamedTuple):
-    """Units whose gradients travel together: they have one layout, hence the same peers."""
+    """Units whose gradients travel together: they have one layout, hence the same peers, and one
+    exchange policy, here as an option that stands for theirs."""
 
-    layout: Layout
+    option: Option
     units: tuple[int, ...]
     gradient_bytes: int
 
 
 def buckets(model: CostModel, decisions: Sequence[Option]) -> list[Bucket]:
     """Gradients gathered in backward order, layout by layout; a bucket is full once it holds
-    the model's ``bucket_bytes`` or more (a unit is not cut), and what is left at the end travels as it is.
+    the model's ``bucket_bytes`` or more (a unit is not cut), and what is left at the end travels
+    as it is.
     """
-    open_: dict[Layout, Bucket] = {}
+    open_: dict[Option, Bucket] = {}
     full: list[Bucket] = []
     for k in reversed(range(len(decisions))):
-        layout, size = decisions[k].layout, model.unit(k, decisions[k]).gradient_bytes
+        size = model.unit(k, decisions[k]).gradient_bytes
         if not size:
             continue
-        last = open_.pop(layout, Bucket(layout, (), 0))
-        bucket = Bucket(layout, (k, *last.units), last.gradient_bytes + size)
+        key = Option(decisions[k].layout, exchange=decisions[k].exchange)
+        last = open_.pop(key, Bucket(key, (), 0))
+        bucket = Bucket(key, (k, *last.units), last.gradient_bytes + size)
         if bucket.gradient_bytes >= model.bucket_bytes:
             full.append(bucket)
         else:
-            open_[layout] = bucket
+            open_[key] = bucket
     return full + list(open_.values())
 
 
-def _message(bucket: Bucket, on: OnLink, urgency: float = 0.0) -> Message:
-    return Message(bucket.units, LINKS[on.link], on.seconds, urgency, on.sent_bytes)
+def _message(units: tuple[int, ...], on: OnLink, urgency: float = 0.0) -> Message:
+    return Message(units, LINKS[on.link], on.seconds, urgency, on.sent_bytes)
 
 
 def bucket_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
-    """The buckets as messages, each one all-reduce."""
+    """The buckets as messages, each one collective."""
     found = buckets(model, decisions)
-    return tuple(_message(b, model.exchange(b.layout, b.gradient_bytes)) for b in found)
+    return tuple(_message(b.units, model.exchange(b.option, b.gradient_bytes)) for b in found)
 
 
 def slice_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
-    """Each unit's gradients in equal slices of at most ``bucket_bytes``, each one all-reduce."""
+    """Each unit's gradients in equal slices of at most ``bucket_bytes``, each one collective (two
+    where the exchange is sharded); none of those that are waited for in backward."""
     found = []
     for k in reversed(range(len(decisions))):
         size = model.unit(k, decisions[k]).gradient_bytes
         pieces = ceil(size / model.bucket_bytes)
-        if pieces:
-            layout = decisions[k].layout
-            on = model.exchange(layout, size / pieces)
-            found += [_message(Bucket(layout, (k,), size), on, k)] * pieces
+        if pieces and not decisions[k].early_release:
+            on = model.exchange(decisions[k], size / pieces)
+            found += [_message((k,), on, k)] * pieces
     return tuple(found)
 
 

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from .capability import Capability
-from .cost import CostModel, Decisions, Option, allowed, ties_agree
+from .cost import CostModel, Decisions, Option, ties_agree
 from .evaluate import limits_bytes
-from .layout import Layout, Style, lattice
+from .layout import Layout
 from .memory import Holding, MemoryModel, group_samples, peak_bytes
+from .options import layouts_of, unit_options
 from .schedule import ScheduleName
 from .step import barrier_step, priority_step
 
-STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")
 BETTER = 1 - 1e-6
 """A change must save a millionth of the step: rounding is no reason to change a layout."""
 
@@ -44,22 +44,14 @@ class Space:
 
     def __init__(self, model: CostModel, capability: Capability) -> None:
         self.model, self.capability = model, capability
-        self.layouts = tuple(lattice(model.world_size, bursts=capability.idle_positions))
+        self.layouts = layouts_of(model, capability)
         self.home = model.baseline[0]
 
     @cached_property
     def options(self) -> tuple[tuple[Option, ...], ...]:
         """The options of each unit by itself."""
-        every = [
-            Option(layout, style)
-            for layout in self.layouts
-            for style in STYLES
-            if (style == "none") == (layout.degree == 1)
-        ]
-        return tuple(
-            tuple(o for o in every if allowed(self.model, k, o, self.capability))
-            for k in range(len(self.model.profile.units))
-        )
+        units = range(len(self.model.profile.units))
+        return tuple(unit_options(self.model, k, self.capability) for k in units)
 
     def tied(self, k: int, option: Option) -> dict[int, Option] | None:
         """The options of all units tied to ``k`` if it takes ``option``; None if they cannot."""

@@ -100,6 +100,7 @@ def _simulated(problem: Problem, micro_batches: int, deadline: float) -> Iterato
         micro_batches,
         problem.placement,
         problem.bucket_bytes,
+        problem.schedule == "priority",
     )
     point = Point(
         Space(model, problem.capability),
