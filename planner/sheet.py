@@ -90,9 +90,10 @@ class Sheet:
         for name, on in (
             ("inner_forward", cost.inner_forward),
             ("inner_backward", cost.inner_backward),
+            ("inner_backward", cost.released),
             ("exchange", cost.exchange),
         ):
-            found[AT[f"{name}.{LINKS[on.link]}"]] = on.seconds
+            found[AT[f"{name}.{LINKS[on.link]}"]] += on.seconds
         weights, optimizer, *rest = self.memory.unit(k, option, self.samples(layout))
         gradients, saved, maps, workspace, exchanged = rest
         found[AT["standing"] : AT["standing"] + 6] = [
