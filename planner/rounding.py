@@ -2,78 +2,106 @@
 
 Two plans differ in some units and agree in others. Units that differ in state and are neighbours
 form a *block*; taking over a block from the other plan changes nothing outside it but what its own
-units add to the rows. So every block can be judged by itself, and a plan is improved by taking over
-the blocks that help, from every plan of the mixture, until none does.
+units add to the rows. A plan is improved by taking over the blocks that help, and where a whole
+block does not, windows of it (halves, quarters, down to single units), from every plan of the
+mixture, until none does.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from .rows import ENTRY, RECEIVED, Matrix, Rows, Values, values
+from .limits import Limits, Score, score
+from .rows import AT, ENTRY, RECEIVED, Matrix, Rows, Values, changes, slice_waits, values
 from .sheet import Numbers, Sheet
 
-BETTER = 1 - 1e-9
+IDLE = AT["idle"]
 
 
 class Standing(NamedTuple):
-    """A plan by numbers of options, its figures and its rows."""
+    """A plan by numbers of options, its figures, its rows, the state of each unit, its score."""
 
     numbers: Numbers
     figures: Matrix
     rows: Values
+    score: Score
+
+    @property
+    def idle_s(self) -> float:
+        """Device-seconds that it leaves free."""
+        return float(self.figures[:, IDLE].sum())
 
 
 class Rounding:
-    """Judges and improves plans against a memory limit."""
+    """Judges and improves plans."""
 
-    def __init__(self, sheet: Sheet, rows: Rows, limit_bytes: float) -> None:
-        self.sheet, self.rows, self.limit_bytes = sheet, rows, limit_bytes
+    def __init__(self, sheet: Sheet, rows: Rows, limits: Limits) -> None:
+        self.sheet, self.rows, self.limits = sheet, rows, limits
         count = len(sheet.units)
         self.into: list[list[int]] = [[] for _ in range(count)]
         self.after: list[list[int]] = [[] for _ in range(count)]
         for e, edge in enumerate(sheet.edges):
             self.into[edge.target].append(e)
             self.after[edge.source].append(edge.target)
+        self.together = [(e.source, e.target) for e in (*sheet.edges, *sheet.ties)]
 
     def stand(self, numbers: Numbers) -> Standing:
         """A plan with everything known of it."""
         figures = self.sheet.plan_figures(numbers)
-        return Standing(numbers, figures, values(self.rows, figures))
+        return self._standing(numbers, figures, values(self.rows, figures))
 
-    def score(self, plan: Values) -> tuple[float, float]:
-        """(bytes over the limit, seconds of a step)."""
-        timed = self.rows.timed
-        return max(plan.peak_bytes(timed) - self.limit_bytes, 0.0), plan.step_s(timed)
+    def _standing(self, numbers: Numbers, figures: Matrix, rows: Values) -> Standing:
+        step = rows.step_s(slice_waits(figures))
+        idle = float(figures[:, IDLE].sum())
+        found = score(self.limits, rows, step, idle, self.rows.timed)
+        return Standing(
+            numbers, figures, rows, found._replace(over=found.over + self._loose(numbers))
+        )
 
-    def beats(self, one: tuple[float, float], other: tuple[float, float]) -> bool:
-        """Whether a score is better by more than rounding."""
-        if abs(one[0] - other[0]) > 0.5:
-            return one[0] < other[0]
-        return one[1] < other[1] * BETTER
+    def _loose(self, numbers: Numbers) -> int:
+        """How many ties a plan does not keep."""
+        units = self.sheet.units
+        return sum(
+            not t.agree[
+                units[t.source].split(numbers[t.source])[0],
+                units[t.target].split(numbers[t.target])[0],
+            ]
+            for t in self.sheet.ties
+        )
 
     def improve(self, plan: Standing, other: Numbers, deadline: float) -> Standing:
         """The plan after taking over each block of ``other`` that helps."""
-        score = self.score(plan.rows)
-        for block in self._blocks(plan.numbers, other):
+        for block in self._windows(plan.numbers, other):
             if time.perf_counter() > deadline:
                 break
             numbers = plan.numbers.copy()
             numbers[block] = other[block]
-            trial = self._changed(plan, numbers, block)
-            found = self.score(trial.rows)
-            if self.beats(found, score):
-                plan, score = trial, found
+            if not np.array_equal(numbers, plan.numbers):
+                trial = self._changed(plan, numbers, block)
+                plan = trial if trial.score.beats(plan.score) else plan
         return plan
 
+    def _windows(self, one: Numbers, other: Numbers) -> Iterator[list[int]]:
+        """Every block, then the larger windows of each before the smaller."""
+        blocks = self._blocks(one, other)
+        yield from blocks
+        size = max((len(block) for block in blocks), default=0)
+        while size > 1:
+            size = -(-size // 2)
+            for block in blocks:
+                if len(block) > size:
+                    step = max(size // 2, 1)
+                    yield from (block[i : i + size] for i in range(0, len(block), step))
+
     def _blocks(self, one: Numbers, other: Numbers) -> list[list[int]]:
-        """Units that differ, those together whose states differ along edges."""
+        """Units that differ, those together whose states differ along edges and ties."""
         units = self.sheet.units
-        differ = np.flatnonzero(one != other)
-        moved = {int(k) for k in differ if units[k].state_of[one[k]] != units[k].state_of[other[k]]}
+        differ = [int(k) for k in np.flatnonzero(one != other)]
+        moved = {k for k in differ if units[k].split(one[k])[0] != units[k].split(other[k])[0]}
         root = {k: k for k in moved}
 
         def find(k: int) -> int:
@@ -82,36 +110,36 @@ class Rounding:
                 k = root[k]
             return k
 
-        for edge in self.sheet.edges:
-            if edge.source in moved and edge.target in moved:
-                a, b = find(edge.source), find(edge.target)
+        for source, target in self.together:
+            if source in moved and target in moved:
+                a, b = find(source), find(target)
                 root[max(a, b)] = min(a, b)
         blocks: dict[int, list[int]] = {}
         for k in sorted(moved):
             blocks.setdefault(find(k), []).append(k)
-        return [*blocks.values(), *([int(k)] for k in differ if int(k) not in moved)]
+        return [*blocks.values(), *([k] for k in differ if k not in moved)]
 
     def _changed(self, plan: Standing, numbers: Numbers, block: list[int]) -> Standing:
         """The plan with other options for the units of a block."""
         figures = plan.figures.copy()
         touched = set(block)
         for k in block:
-            figures[k, : len(self.sheet.units[k].figures[0])] = self.sheet.units[k].figures[
-                numbers[k]
-            ]
+            figures[k] = self.sheet.unit_figures(k, int(numbers[k]))
             touched.update(self.after[k])
         for k in touched:
             self._entry(figures, numbers, k)
-        return Standing(numbers, figures, values(self.rows, figures))
+        changed = sorted(touched)
+        gained = changes(self.rows, changed, figures[changed] - plan.figures[changed], len(numbers))
+        return self._standing(numbers, figures, plan.rows.plus(gained))
 
     def _entry(self, figures: Matrix, numbers: Numbers, k: int) -> None:
         """Writes the redistribution at the entry of unit ``k``."""
         units = self.sheet.units
-        figures[k, list(ENTRY)] = 0.0
+        here = units[k].split(numbers[k])[0]
+        figures[k, ENTRY[0] : ENTRY[-1] + 1] = 0.0
         figures[k, RECEIVED] = 0.0
         for e in self.into[k]:
             edge = self.sheet.edges[e]
-            a = units[edge.source].state_of[numbers[edge.source]]
-            cost = edge.figures[:, a, units[k].state_of[numbers[k]]]
-            figures[k, list(ENTRY)] += cost[:-1]
+            cost = edge.figures[:, units[edge.source].split(numbers[edge.source])[0], here]
+            figures[k, ENTRY[0] : ENTRY[-1] + 1] += cost[:-1]
             figures[k, RECEIVED] = max(figures[k, RECEIVED], cost[-1])

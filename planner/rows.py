@@ -22,6 +22,7 @@ that is never more stands for them (the chord under a concave function).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,26 +41,32 @@ FIGURES: tuple[str, ...] = (
     *_VECTORS,
     *(f"{name}.{link}" for name in _PER_LINK for link in LINKS),
     *_BYTES,
+    "lost",
     "idle",
+    *(f"slice.{link}" for link in LINKS),
 )
-"""What each unit's decision amounts to: seconds, bytes, and ``idle`` device-seconds that it leaves
-free (devices that take no part times the seconds of its compute)."""
+"""What each unit's decision amounts to: seconds, bytes, the share of the gradient's energy that is
+``lost`` for a step, ``idle`` device-seconds that it leaves free (devices that take no part times
+the seconds of its compute), and seconds of one slice of its exchange (see ``slice_waits``)."""
 AT = {name: i for i, name in enumerate(FIGURES)}
 ENTRY: tuple[int, ...] = tuple(i for i, n in enumerate(FIGURES) if n.startswith("entry_"))
 RECEIVED = AT["received"]
+SLICES: tuple[int, ...] = tuple(AT[f"slice.{link}"] for link in LINKS)
+LOST_FIGURE = AT["lost"]
+ALWAYS, UPDATE, LOST = range(3)
+"""The totals: Σ(F+B+U+A) or what the barrier has instead, memory at the update, energy lost."""
 
 
 class Rows(NamedTuple):
     """The families of rows: ``before``, ``at``, ``after`` [track, figure] and ``totals`` [total,
-    figure]. The first ``timed`` tracks and the first total are seconds of a step; the others are
-    bytes of memory; ``idle`` is no row but a vector over figures."""
+    figure]. The first ``timed`` tracks and the total ``ALWAYS`` are seconds of a step, the other
+    tracks and the total ``UPDATE`` bytes of memory."""
 
     before: Matrix
     at: Matrix
     after: Matrix
     totals: Matrix
     timed: int
-    idle: Vector
 
 
 class Values(NamedTuple):
@@ -68,13 +75,18 @@ class Values(NamedTuple):
     tracks: Matrix
     totals: Vector
 
-    def step_s(self, timed: int) -> float:
-        """The largest row of seconds."""
-        return float(max(self.tracks[:timed].max(), self.totals[0]))
+    def plus(self, other: Values) -> Values:
+        """Both added up."""
+        return Values(self.tracks + other.tracks, self.totals + other.totals)
+
+    def step_s(self, waits: Matrix) -> float:
+        """The largest row of seconds, with the waits for slices [link, unit]."""
+        timed = len(waits)
+        return float(max((self.tracks[:timed] + waits).max(), self.totals[ALWAYS]))
 
     def peak_bytes(self, timed: int) -> float:
         """The largest row of bytes."""
-        return float(max(self.tracks[timed:].max(), self.totals[1:].max()))
+        return float(max(self.tracks[timed:].max(), self.totals[UPDATE]))
 
 
 def barrier_terms(chain: Chain) -> Terms:
@@ -157,9 +169,8 @@ def rows(micro_batches: int, schedule: ScheduleName, bucket: float) -> Rows:
         before=np.concatenate([terms.before, before]),
         at=np.concatenate([terms.at, at]),
         after=np.concatenate([terms.after, after]),
-        totals=np.concatenate([terms.always[None], update]),
+        totals=np.concatenate([terms.always[None], update, np.eye(len(FIGURES))[AT["lost"]][None]]),
         timed=len(LINKS),
-        idle=np.eye(len(FIGURES))[AT["idle"]],
     )
 
 
@@ -175,6 +186,28 @@ def values(rows_: Rows, figures: Matrix) -> Values:
     ahead = before.cumsum(axis=0) - before
     behind = after[::-1].cumsum(axis=0)[::-1] - after
     return Values((ahead + at + behind).T, rows_.totals @ figures.sum(axis=0))
+
+
+def slice_waits(figures: Matrix) -> Matrix:
+    """For each link and unit the longest slice of the units after it, which one of its own may
+    find on the wire: what ``step.priority_step`` adds to the rows of seconds."""
+    waits = np.zeros((len(SLICES), len(figures)))
+    later = figures[:0:-1, list(SLICES)].T
+    waits[:, :-1] = np.maximum.accumulate(later, axis=1)[:, ::-1]
+    return waits
+
+
+def changes(rows_: Rows, units: Sequence[int], figures: Matrix, count: int) -> Values:
+    """What the rows of a plan of ``count`` units gain where ``units``, in rising order, gain
+    ``figures`` [changed unit, figure]."""
+    before, at, after = (figures @ m.T for m in (rows_.before, rows_.at, rows_.after))
+    place = np.array(units)
+    ahead = np.concatenate([np.zeros((1, before.shape[1])), before.cumsum(axis=0)])
+    behind = np.concatenate([after[::-1].cumsum(axis=0)[::-1], np.zeros((1, after.shape[1]))])
+    every = np.arange(count)
+    tracks = ahead[np.searchsorted(place, every)] + behind[np.searchsorted(place, every, "right")]
+    tracks[place] += at
+    return Values(tracks.T, rows_.totals @ figures.sum(axis=0))
 
 
 def prices(rows_: Rows, tracks: Matrix, totals: Vector) -> Matrix:

@@ -1,52 +1,119 @@
 """All that the units of a space may cost, as arrays: what the searches over many units work on.
 
-A unit's *state* is what its neighbours see of its decision: layout and style. Several options may
-share a state. Edges depend on the states at both ends only; edges that carry as much between units
-with the same states share one table, whether or not anybody marked the units as repeated.
+A unit's *state* is what its neighbours see of its decision: layout and style. In each state there
+is a choice about memory and one about exchange. What they change adds up, so that both are tabled
+by themselves and an option is one row of each; only where a limit holds for every unit by itself
+(which looks at both) are all their pairs tabled. Edges depend on the states at both ends only;
+edges that carry as much between units with the same states share one table, and so do the exchanges
+of units with the same parameters, whether or not anybody marked the units as repeated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .cost import Decisions, Option
-from .flows import Flows, Reals, flow_seconds, flows
+from .budget import energy_budget
+from .cost import CostModel, Decisions, Option, allowed, ties_agree
+from .edges import EdgeFigures
 from .layout import Layout, Style
 from .memory import MemoryModel, group_samples
-from .ownership import Held, entry, exit_
-from .rows import AT, ENTRY, FIGURES, RECEIVED, Matrix
+from .options import STYLES, unit_options
+from .rows import AT, ENTRY, FIGURES, LOST_FIGURE, RECEIVED, Matrix
 from .search import Space
+from .shares import busiest_samples, saved_bytes
 from .step import LINKS
 
 State = tuple[Layout, Style]
 Numbers = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Reals = npt.NDArray[np.float64]
+Policy = tuple[tuple[str, Any], ...]
+"""Fields of ``Option`` and their values."""
 
-EDGE_FIGURES: tuple[int, ...] = (*ENTRY, RECEIVED)
-"""The figures that an edge adds to its target."""
+
+class Block(NamedTuple):
+    """One of the choices of a unit: what each policy adds, [state, policy, figure], and where it
+    may be had, [state, policy]."""
+
+    policies: tuple[Policy, ...]
+    figures: Reals
+    allowed: Mask
+
+    @property
+    def free(self) -> bool:
+        """Whether every policy may be had in every state."""
+        return bool(self.allowed.all())
 
 
 class UnitTable(NamedTuple):
-    """One unit: its options in order of state, figures [option, figure], the number of the first
-    option of each state, the state of each option."""
+    """One unit. An option's number is (state · memory policies + memory) · exchange policies +
+    exchange."""
 
-    options: tuple[Option, ...]
-    figures: Matrix
     states: tuple[State, ...]
-    begin: Numbers
-    state_of: Numbers
+    memory: Block
+    exchange: Block
+
+    def split(self, number: int) -> tuple[int, int, int]:
+        """(state, memory policy, exchange policy) of an option's number."""
+        rest, exchange = divmod(int(number), len(self.exchange.policies))
+        state, memory = divmod(rest, len(self.memory.policies))
+        return state, memory, exchange
+
+    def number(self, state: int, memory: int, exchange: int) -> int:
+        """The option's number."""
+        count = len(self.memory.policies)
+        return (state * count + memory) * len(self.exchange.policies) + exchange
+
+    def figures(self, number: int) -> Reals:
+        """The option's figures."""
+        state, memory, exchange = self.split(number)
+        found: Reals = self.memory.figures[state, memory] + self.exchange.figures[state, exchange]
+        return found
+
+    def option(self, number: int) -> Option:
+        """The option itself."""
+        state, memory, exchange = self.split(number)
+        fields = (*self.memory.policies[memory], *self.exchange.policies[exchange])
+        return Option(*self.states[state])._replace(**dict(fields))
+
+    def find(self, option: Option) -> int:
+        """The option's number, -1 where it may not be had."""
+        state = option.layout, option.style
+        if state not in self.states:
+            return -1
+        at, fields = self.states.index(state), option._asdict()
+        for memory, first in enumerate(self.memory.policies):
+            for exchange, second in enumerate(self.exchange.policies):
+                fits = all(fields[name] == value for name, value in (*first, *second))
+                if fits and self.memory.allowed[at, memory] and self.exchange.allowed[at, exchange]:
+                    return self.number(at, memory, exchange)
+        return -1
+
+    def numbers(self) -> list[int]:
+        """The numbers of all options."""
+        pairs = self.memory.allowed[:, :, None] & self.exchange.allowed[:, None, :]
+        return [int(n) for n in np.flatnonzero(pairs)]
 
 
 class EdgeTable(NamedTuple):
-    """Figures of ``EDGE_FIGURES`` by [figure, source's state, target's state]."""
+    """Figures of ``rows.ENTRY`` and ``rows.RECEIVED``, [figure, source's state, target's state]."""
 
     source: int
     target: int
     figures: Reals
+
+
+class TieTable(NamedTuple):
+    """Which states of two tied units agree."""
+
+    source: int
+    target: int
+    agree: Mask
 
 
 class Sheet:
@@ -56,8 +123,9 @@ class Sheet:
         self.space, self.model, self.memory = space, space.model, memory
         self.position = position
         self._samples: dict[Layout, int | None] = {}
-        self._flows: dict[tuple[tuple[Held, ...], tuple[Held, ...], int], Flows] = {}
-        self._edges: dict[tuple[object, ...], Reals] = {}
+        self._states: dict[object, tuple[State, ...]] = {}
+        self._exchanges: dict[object, Block] = {}
+        self._edge_figures = EdgeFigures(self.model)
 
     def samples(self, layout: Layout) -> int | None:
         """Samples of the judged position's group, None where it takes no part."""
@@ -66,21 +134,60 @@ class Sheet:
             self._samples[layout] = group_samples(counts, layout)[self.position]
         return self._samples[layout]
 
+    @cached_property
+    def energy(self) -> Reals:
+        """The share of the whole gradient's energy in each unit (see ``budget.lost_energy``)."""
+        units = self.model.profile.units
+        energy = np.array([u.gradient_energy for u in units])
+        if not energy.any():
+            owned = self.model.owned
+            energy = np.array([float(sum(p.bytes for p in o if p.trainable)) for o in owned])
+        return energy / max(float(energy.sum()), 1e-300)
+
     # -- units ---------------------------------------------------------------------------------
 
     @cached_property
     def units(self) -> tuple[UnitTable, ...]:
         """The tables of all units."""
-        return tuple(self._unit(k) for k in range(len(self.model.profile.units)))
+        flat = self.model.goal.unit_amplification_limit is not None
+        make = self._listed if flat else self._unit
+        return tuple(make(k) for k in range(len(self.model.profile.units)))
+
+    def states_of(self, k: int) -> tuple[State, ...]:
+        """The states that unit ``k`` may have."""
+        unit = self.model.profile.units[k]
+        cuts = tuple((s.style, s.parts, s.uneven) for s in unit.splits)
+        key = (unit.fixed, unit.batch_statistics, cuts)
+        if key not in self._states:
+            capability = self.space.capability
+            every = [
+                (layout, style)
+                for layout in self.space.layouts
+                for style in STYLES
+                if (style == "none") == (layout.degree == 1)
+            ]
+            self._states[key] = tuple(
+                state for state in every if allowed(self.model, k, Option(*state), capability)
+            )
+        return self._states[key]
 
     def _unit(self, k: int) -> UnitTable:
-        options = sorted(self.space.options[k], key=lambda o: (o.layout, o.style))
+        states = self.states_of(k)
+        plain = np.array([self.figures(k, Option(*state)) for state in states])
+        return UnitTable(states, self._memory_block(k, states, plain), self._exchange_block(k))
+
+    def _listed(self, k: int) -> UnitTable:
+        """The table of a unit whose options are tabled one by one."""
+        options = unit_options(self.model, k, self.space.capability)
+        fields = [tuple(o._asdict().items())[2:] for o in options]
+        policies = tuple(dict.fromkeys(fields))
         states = tuple(dict.fromkeys((o.layout, o.style) for o in options))
-        number = {state: i for i, state in enumerate(states)}
-        state_of = np.array([number[o.layout, o.style] for o in options])
-        begin = np.searchsorted(state_of, np.arange(len(states)))
-        figures = np.array([self.figures(k, o) for o in options])
-        return UnitTable(tuple(options), figures, states, begin, state_of)
+        figures = np.zeros((len(states), len(policies), len(FIGURES)))
+        open_ = np.zeros(figures.shape[:2], dtype=bool)
+        for option, field in zip(options, fields, strict=True):
+            at = states.index((option.layout, option.style)), policies.index(field)
+            figures[at], open_[at] = self.figures(k, option), True
+        return UnitTable(states, Block(policies, figures, open_), _nothing(len(states)))
 
     def figures(self, k: int, option: Option) -> list[float]:
         """What unit ``k`` costs by itself, in the order of ``FIGURES``."""
@@ -94,90 +201,191 @@ class Sheet:
             ("exchange", cost.exchange),
         ):
             found[AT[f"{name}.{LINKS[on.link]}"]] += on.seconds
+        found[AT[f"slice.{LINKS[cost.exchange.link]}"]] = cost.slice_s
         weights, optimizer, *rest = self.memory.unit(k, option, self.samples(layout))
         gradients, saved, maps, workspace, exchanged = rest
         found[AT["standing"] : AT["standing"] + 6] = [
             weights + optimizer, gradients, saved, maps, workspace, exchanged,
         ]  # fmt: skip
+        if option.lossy:
+            kept = self.model.profile.units[k].kept(option.exchange, option.ratio)
+            found[LOST_FIGURE] = 1.0 - (kept or 0.0)
         took = self.model.micro_batches * (cost.forward_s + cost.backward_s) + cost.update_s
         found[AT["idle"]] = (self.model.world_size - layout.size) * took
         return found
 
-    # -- edges ---------------------------------------------------------------------------------
+    def _memory_block(self, k: int, states: Sequence[State], plain: Reals) -> Block:
+        """Keep, recompute and offload, as ``cost`` and ``memory`` have them."""
+        unit, names = self.model.profile.units[k], ["keep"]
+        saves = not unit.fixed and any(saved_bytes(unit, s, y.degree, 1.0) for y, s in states)
+        if saves and "recompute" in self.space.capability.memory:
+            names.append("recompute")
+        host = self.model.cluster.host_bytes_per_s
+        if saves and "offload" in self.space.capability.memory and host is not None:
+            names.append("offload")
+        parts = [plain]
+        for name in names[1:]:
+            parts.append(self._recomputed(k, states, plain) if name == "recompute"
+                         else self._offloaded(k, states, plain, host or 1.0))  # fmt: skip
+        open_ = np.ones((len(states), len(names)), dtype=bool)
+        policies: tuple[Policy, ...] = tuple((("memory", name),) for name in names)
+        return Block(policies, np.stack(parts, axis=1), open_)
+
+    def _recomputed(self, k: int, states: Sequence[State], plain: Reals) -> Reals:
+        found = plain.copy()
+        found[:, AT["backward"]] += plain[:, AT["forward"]]
+        for link in LINKS:
+            found[:, AT[f"inner_backward.{link}"]] += plain[:, AT[f"inner_forward.{link}"]]
+        edges = (self.model.profile.edges[e] for e in self.model.edges_into[k])
+        whole = sum(e.bytes_per_sample for e in edges)
+        resident = np.array(
+            [
+                whole * (self.samples(y) or 0) / (1 if s in ("column", "pair") else y.degree)
+                for y, s in states
+            ]
+        )
+        resident = np.minimum(resident, plain[:, AT["saved"]])
+        return self._released(found, plain, resident, states)
+
+    def _offloaded(
+        self, k: int, states: Sequence[State], plain: Reals, host_bytes_per_s: float
+    ) -> Reals:
+        found, unit = plain.copy(), self.model.profile.units[k]
+        copy_s = [
+            saved_bytes(unit, s, y.degree, busiest_samples(self.model.counts, y)) / host_bytes_per_s
+            for y, s in states
+        ]
+        found[:, AT["forward"]] += copy_s
+        found[:, AT["backward"]] += copy_s
+        return self._released(found, plain, np.zeros(len(states)), states)
+
+    def _released(
+        self, found: Reals, plain: Reals, resident: Reals, states: Sequence[State]
+    ) -> Reals:
+        """Feature maps of which only ``resident`` bytes stay, and the devices' time anew."""
+        found[:, AT["workspace"]] += plain[:, AT["saved"]] - resident
+        found[:, AT["saved"]] = resident
+        both = [AT["forward"], AT["backward"]]
+        more = self.model.micro_batches * (found[:, both] - plain[:, both]).sum(axis=1)
+        free = [self.model.world_size - y.size for y, _ in states]
+        found[:, AT["idle"]] += np.array(free) * more
+        return found
+
+    def _exchange_block(self, k: int) -> Block:
+        """Every exchange policy, as what it adds to the plain one."""
+        unit, owned = self.model.profile.units[k], self.model.owned[k]
+        divided = [{name for name, _ in s.sharded} for s in unit.splits]
+        key = (
+            self.states_of(k),
+            tuple((p.bytes, p.trainable, *(p.shared in d for d in divided)) for p in owned),
+            tuple(c for c in unit.fidelity if self._affordable(k, c.exchange, c.ratios)),
+            tuple(self._affordable(k, c.exchange, c.ratios) for c in unit.fidelity),
+        )
+        if key not in self._exchanges:
+            self._exchanges[key] = self._exchange(k)
+        return self._exchanges[key]
+
+    def _affordable(self, k: int, exchange: str, ratios: Sequence[float]) -> tuple[float, ...]:
+        """The ratios at which a lossy exchange of unit ``k`` alone would not use up the budget."""
+        goal, unit = self.model.goal, self.model.profile.units[k]
+        if not goal.allow_lossy or exchange not in self.space.capability.exchange:
+            return ()
+        budget = energy_budget(self.model)
+        lost = {r: (1.0 - (unit.kept(exchange, r) or 0.0)) * self.energy[k] for r in ratios}
+        return tuple(r for r in ratios if lost[r] <= budget)
+
+    def _exchange(self, k: int) -> Block:
+        states, unit = self.states_of(k), self.model.profile.units[k]
+        trained = any(p.trainable for p in self.model.owned[k])
+        names: list[tuple[str, float]] = [("dense", 1.0)]
+        if trained and _shards(self.model, self.space.capability.exchange):
+            names.append(("sharded", 1.0))
+        for curve in unit.fidelity if trained else ():
+            names += [
+                (curve.exchange, r) for r in self._affordable(k, curve.exchange, curve.ratios)
+            ]
+        early = (
+            trained
+            and self.space.capability.early_release
+            and self.model.sliced
+            and self.model.micro_batches == 1
+        )
+        fields = [(x, r, e) for x, r in names for e in (False, True)
+                  if not e or (early and x != "sharded")]  # fmt: skip
+        figures = np.zeros((len(states), len(fields), len(FIGURES)))
+        open_ = np.zeros(figures.shape[:2], dtype=bool)
+        for i, state in enumerate(states):
+            plain = np.array(self.figures(k, Option(*state)))
+            for p, (x, r, e) in enumerate(fields):
+                if x == "dense" or state[0].groups > 1:
+                    option = Option(*state, "keep", x, r, e)  # type: ignore[arg-type]
+                    figures[i, p] = np.array(self.figures(k, option)) - plain
+                    open_[i, p] = True
+        policies: tuple[Policy, ...] = tuple(
+            (("exchange", x), ("ratio", r), ("early_release", e)) for x, r, e in fields
+        )
+        return Block(policies, figures, open_)
+
+    # -- edges and ties --------------------------------------------------------------------------
 
     @cached_property
     def edges(self) -> tuple[EdgeTable, ...]:
         """The tables of all edges."""
         return tuple(
-            EdgeTable(a, b, self._edge(e, self.units[a].states, self.units[b].states))
+            EdgeTable(a, b, self._edge_figures.of(e, self.units[a].states, self.units[b].states))
             for e, (a, b) in enumerate(self.model.ends)
         )
 
-    def _edge(self, e: int, sources: tuple[State, ...], targets: tuple[State, ...]) -> Reals:
-        edge = self.model.profile.edges[e]
-        sizes = edge.bytes_per_sample, edge.gradient_bytes_per_sample, edge.features
-        key = (*sizes, sources, targets)
-        if key not in self._edges:
-            self._edges[key] = self._edge_figures(sizes, sources, targets)
-        return self._edges[key]
-
-    def _edge_figures(
-        self, sizes: tuple[float, float, int], sources: Sequence[State], targets: Sequence[State]
-    ) -> Reals:
-        made = [exit_(*state) for state in sources]
-        taken = [entry(*state) for state in targets]
-        out, into = list(dict.fromkeys(made)), list(dict.fromkeys(taken))
-        figures = np.zeros((len(EDGE_FIGURES), len(out), len(into)))
-        for sliced in (False, True):
-            for form in ("samples", "features"):
-                rows = [i for i, h in enumerate(out) if h.form == form]
-                cols = [i for i, h in enumerate(into) if ("features" in (form, h.form)) == sliced]
-                if rows and cols:
-                    features = sizes[2] if sliced else 1
-                    part = self._pairs(
-                        tuple(out[i] for i in rows), tuple(into[i] for i in cols), features
-                    )
-                    figures[np.ix_(range(len(EDGE_FIGURES)), rows, cols)] = self._seconds(
-                        part, sizes[0] / features, sizes[1] / features
-                    )
-        where = [out.index(h) for h in made], [into.index(h) for h in taken]
-        return figures[np.ix_(range(len(EDGE_FIGURES)), *where)]
-
-    def _pairs(self, sources: tuple[Held, ...], targets: tuple[Held, ...], features: int) -> Flows:
-        key = (sources, targets, features)
-        if key not in self._flows:
-            self._flows[key] = flows(
-                self.model.fabric, self.model.counts, sources, targets, features
-            )
-        return self._flows[key]
-
-    def _seconds(self, flow: Flows, element: float, back: float) -> Reals:
-        """The figures of ``EDGE_FIGURES`` for a tensor whose elements have so many bytes."""
-        ahead = flow_seconds(self.model.fabric, flow, element)
-        behind = flow_seconds(self.model.fabric, flow, back)
-        on = [flow.level == i for i in range(len(LINKS))]
-        return np.stack(
-            [*(ahead * link for link in on), *(behind * link for link in on),
-             flow.received * element]
-        )  # fmt: skip
+    @cached_property
+    def ties(self) -> tuple[TieTable, ...]:
+        """For each unit tied to others, which states agree with the first of them."""
+        found = []
+        for k, group in enumerate(self.model.ties):
+            if group[0] != k:
+                a = group[0]
+                agree = [
+                    [ties_agree(self.model, (a, k), (Option(*x), Option(*y)))
+                     for y in self.units[k].states]
+                    for x in self.units[a].states
+                ]  # fmt: skip
+                found.append(TieTable(a, k, np.array(agree)))
+        return tuple(found)
 
     # -- plans ---------------------------------------------------------------------------------
 
-    def choose(self, numbers: Sequence[int]) -> Decisions:
+    def choose(self, numbers: Sequence[int] | Numbers) -> Decisions:
         """The decisions of one option's number for each unit."""
-        return tuple(u.options[n] for u, n in zip(self.units, numbers, strict=True))
+        return tuple(u.option(n) for u, n in zip(self.units, numbers, strict=True))
 
-    def numbers(self, decisions: Sequence[Option]) -> Numbers:
-        """The number of each unit's option."""
-        return np.array([u.options.index(o) for u, o in zip(self.units, decisions, strict=True)])
+    def numbers(self, decisions: Sequence[Option]) -> Numbers | None:
+        """The number of each unit's option, or None where one of them may not be had."""
+        found = [u.find(o) for u, o in zip(self.units, decisions, strict=True)]
+        return None if -1 in found else np.array(found)
+
+    def unit_figures(self, k: int, number: int) -> Reals:
+        """The figures of unit ``k`` under an option's number, its energy as a share of all."""
+        figures = self.units[k].figures(number)
+        figures[LOST_FIGURE] *= self.energy[k]
+        return figures
 
     def plan_figures(self, numbers: Sequence[int] | Numbers) -> Matrix:
         """[unit, figure] of a plan; of several redistributions at one unit's entry the seconds add
         up and the largest is received."""
-        figures = np.array([u.figures[n] for u, n in zip(self.units, numbers, strict=True)])
-        states = [u.state_of[n] for u, n in zip(self.units, numbers, strict=True)]
+        figures = np.array([self.unit_figures(k, int(n)) for k, n in enumerate(numbers)])
+        states = [u.split(n)[0] for u, n in zip(self.units, numbers, strict=True)]
         for edge in self.edges:
             cost = edge.figures[:, states[edge.source], states[edge.target]]
             figures[edge.target, list(ENTRY)] += cost[:-1]
             figures[edge.target, RECEIVED] = max(figures[edge.target, RECEIVED], cost[-1])
         return figures
+
+
+def _nothing(states: int) -> Block:
+    """A choice of one policy that adds nothing."""
+    return Block(((),), np.zeros((states, 1, len(FIGURES))), np.ones((states, 1), dtype=bool))
+
+
+def _shards(model: CostModel, exchanges: Sequence[str]) -> bool:
+    """Whether an exchange may be sharded, and has something to divide."""
+    rate = model.profile.update_seconds_per_byte(model.goal.optimizer)
+    return "sharded" in exchanges and model.sliced and bool(model.goal.state_copies or rate)
