@@ -95,7 +95,6 @@ class Lagrangian:
     def prices(self, weights: Weights) -> Matrix:
         """What one of each figure of each unit costs, [unit, figure]."""
         price = prices(self.rows, weights.tracks, weights.totals)
-        price[:, LOST_FIGURE] *= self.sheet.energy
         price[:, IDLE] -= weights.gpu + (1.0 if self.limits.economical else 0.0)
         return price
 
@@ -131,7 +130,7 @@ def _choices(unit: UnitTable, price: Vector) -> _Choice:
 
 
 def _priced(block: Block, price: Vector) -> Reals:
-    found: Reals = block.figures @ price
+    found: Reals = block.figures @ price + block.lost * price[LOST_FIGURE]
     return found if block.free else np.where(block.allowed, found, np.inf)
 
 
@@ -166,7 +165,7 @@ class Search:
             if not self._price(guess) and not self._price(mixture.weights):
                 break
             mixture = self.master.solve()
-            if self.iterations % ROUND_EVERY == 0:
+            if self.iterations % ROUND_EVERY == 0 and self._promising(mixture):
                 self._round(mixture)
         if not self._done(cutoff):
             self._round(mixture)
@@ -184,6 +183,17 @@ class Search:
         closed = not over and value - self.bound <= self.gap * value
         late = time.perf_counter() > self.deadline
         return closed or late or self.bound > cutoff or self.iterations >= ITERATIONS
+
+    def _promising(self, mixture: Mixture) -> bool:
+        """Whether a plan as good as the mixture would end the search."""
+        idle = sum(float(w) * p.idle_s for w, p in zip(mixture.shares, self.seen, strict=True))
+        value = self.lagrangian.limits.objective(mixture.step_s, idle)
+        return value <= self.enough
+
+    @property
+    def enough(self) -> float:
+        """The objective that is close enough to the bound."""
+        return self.bound / (1.0 - self.gap)
 
     def _price(self, weights: Weights) -> bool:
         """Finds the cheapest plan for the weights; says whether it is new."""
@@ -212,11 +222,13 @@ class Search:
         shares = mixture.shares
         parts = [self.seen[i] for i in np.argsort(-shares)[: int((shares > 1e-9).sum())]]
         for start in (self.best, *parts[:2]):
+            if self._done(float("inf")):
+                return
             plan, before = start, None
             for _ in range(3):
                 if plan is before:
                     break
                 before = plan
                 for other in (*parts, self.best):
-                    plan = self.rounding.improve(plan, other.numbers, self.deadline)
+                    plan = self.rounding.improve(plan, other.numbers, self.deadline, self.enough)
             self._offer(plan)

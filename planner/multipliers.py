@@ -26,7 +26,7 @@ from .solver import Problem, Result
 from .splits import placed
 from .splits import search as heuristic_search
 
-GAP = 0.002
+GAP = 0.0075
 """The search ends when plan and bound are this close."""
 TIME_LIMIT_S = 60.0
 """Where the caller gives none."""

@@ -64,6 +64,8 @@ class Rounding:
 
     def _loose(self, numbers: Numbers) -> int:
         """How many ties a plan does not keep."""
+        if not self.sheet.ties:
+            return 0
         units = self.sheet.units
         return sum(
             not t.agree[
@@ -73,10 +75,14 @@ class Rounding:
             for t in self.sheet.ties
         )
 
-    def improve(self, plan: Standing, other: Numbers, deadline: float) -> Standing:
-        """The plan after taking over each block of ``other`` that helps."""
+    def improve(
+        self, plan: Standing, other: Numbers, deadline: float, enough: float = 0.0
+    ) -> Standing:
+        """The plan after taking over each block of ``other`` that helps, until its objective is
+        ``enough``."""
         for block in self._windows(plan.numbers, other):
-            if time.perf_counter() > deadline:
+            good = not plan.score.over and plan.score.objective <= enough
+            if good or time.perf_counter() > deadline:
                 break
             numbers = plan.numbers.copy()
             numbers[block] = other[block]

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from .budget import energy_budget
 from .cost import CostModel, Decisions, Option, allowed, ties_agree
+from .curves import Reader
 from .edges import EdgeFigures
 from .layout import Layout, Style
 from .memory import MemoryModel, group_samples
@@ -38,11 +39,13 @@ Policy = tuple[tuple[str, Any], ...]
 
 class Block(NamedTuple):
     """One of the choices of a unit: what each policy adds, [state, policy, figure], and where it
-    may be had, [state, policy]."""
+    may be had, [state, policy]. ``lost`` is the share of the whole gradient's energy that each
+    policy leaves for later: the one thing in which units of the same shape differ here."""
 
     policies: tuple[Policy, ...]
     figures: Reals
     allowed: Mask
+    lost: Reals
 
     @property
     def free(self) -> bool:
@@ -73,6 +76,7 @@ class UnitTable(NamedTuple):
         """The option's figures."""
         state, memory, exchange = self.split(number)
         found: Reals = self.memory.figures[state, memory] + self.exchange.figures[state, exchange]
+        found[LOST_FIGURE] = self.memory.lost[memory] + self.exchange.lost[exchange]
         return found
 
     def option(self, number: int) -> Option:
@@ -125,6 +129,8 @@ class Sheet:
         self._samples: dict[Layout, int | None] = {}
         self._states: dict[object, tuple[State, ...]] = {}
         self._exchanges: dict[object, Block] = {}
+        self._shapes: dict[object, Reals] = {}
+        self._reading: dict[tuple[State, ...], tuple[Reader, Reader]] = {}
         self._edge_figures = EdgeFigures(self.model)
 
     def samples(self, layout: Layout) -> int | None:
@@ -173,8 +179,50 @@ class Sheet:
 
     def _unit(self, k: int) -> UnitTable:
         states = self.states_of(k)
-        plain = np.array([self.figures(k, Option(*state)) for state in states])
+        plain = self._plain(k, states)
         return UnitTable(states, self._memory_block(k, states, plain), self._exchange_block(k))
+
+    def _plain(self, k: int, states: tuple[State, ...]) -> Reals:
+        """[state, figure] without policies. Units of one shape differ in what was measured only."""
+        key = states, self._shape(k)
+        if key not in self._shapes:
+            self._shapes[key] = np.array([self.figures(k, Option(*state)) for state in states])
+            return self._shapes[key]
+        unit, found = self.model.profile.units[k], self._shapes[key].copy()
+        busiest, judged = self._readers(states)
+        for name, reader, quantity in (
+            ("forward", busiest, lambda s: s.forward),
+            ("backward", busiest, lambda s: s.backward),
+            ("saved", judged, lambda s: s.saved),
+            ("maps", judged, lambda s: s.gradient),
+            ("workspace", judged, lambda s: s.workspace),
+        ):
+            column = reader.values(unit, quantity, divides=reader is busiest)
+            found[:, AT[name]] = column
+        times = self.model.micro_batches
+        took = times * (found[:, AT["forward"]] + found[:, AT["backward"]])
+        free = self.model.world_size - np.array([layout.size for layout, _ in states])
+        found[:, AT["idle"]] = free * (took + found[:, AT["update"]])
+        idle = [self.samples(layout) is None for layout, _ in states]
+        found[np.ix_(idle, [AT["saved"], AT["maps"], AT["workspace"]])] = 0.0
+        return found
+
+    def _shape(self, k: int) -> tuple[object, ...]:
+        """All of a unit that its figures depend on, but for its curves."""
+        unit, owned = self.model.profile.units[k], self.model.owned[k]
+        divided = [{name for name, _ in s.sharded} for s in unit.splits]
+        sizes = tuple((p.bytes, p.trainable, *(p.shared in d for d in divided)) for p in owned)
+        out = self.model.output_bytes_per_sample(k)
+        return sizes, unit.state_bytes, unit.batch_statistics, unit.statistics_bytes, out
+
+    def _readers(self, states: tuple[State, ...]) -> tuple[Reader, Reader]:
+        """Readers of curves at the busiest group's samples, and at the judged position's."""
+        if states not in self._reading:
+            counts = self.model.counts
+            busiest = [float(busiest_samples(counts, layout)) for layout, _ in states]
+            judged = [float(self.samples(layout) or 0) for layout, _ in states]
+            self._reading[states] = Reader(states, busiest), Reader(states, judged)
+        return self._reading[states]
 
     def _listed(self, k: int) -> UnitTable:
         """The table of a unit whose options are tabled one by one."""
@@ -187,10 +235,20 @@ class Sheet:
         for option, field in zip(options, fields, strict=True):
             at = states.index((option.layout, option.style)), policies.index(field)
             figures[at], open_[at] = self.figures(k, option), True
-        return UnitTable(states, Block(policies, figures, open_), _nothing(len(states)))
+        listed = Block(policies, figures, open_, self._lost(k, policies))
+        return UnitTable(states, listed, _nothing(len(states)))
+
+    def _lost(self, k: int, policies: Sequence[Policy]) -> Reals:
+        """The share of the whole gradient's energy that each policy of unit ``k`` leaves."""
+        unit, found = self.model.profile.units[k], []
+        for policy in policies:
+            fields = dict(policy)
+            kept = unit.kept(fields.get("exchange", "dense"), fields.get("ratio", 1.0))
+            found.append(0.0 if kept is None else 1.0 - kept)
+        return np.array(found) * self.energy[k]
 
     def figures(self, k: int, option: Option) -> list[float]:
-        """What unit ``k`` costs by itself, in the order of ``FIGURES``."""
+        """What unit ``k`` costs by itself, in the order of ``FIGURES`` (energy lost left out)."""
         cost, layout = self.model.unit(k, option), option.layout
         found = [0.0] * len(FIGURES)
         found[:3] = cost.forward_s, cost.backward_s, cost.update_s
@@ -207,9 +265,6 @@ class Sheet:
         found[AT["standing"] : AT["standing"] + 6] = [
             weights + optimizer, gradients, saved, maps, workspace, exchanged,
         ]  # fmt: skip
-        if option.lossy:
-            kept = self.model.profile.units[k].kept(option.exchange, option.ratio)
-            found[LOST_FIGURE] = 1.0 - (kept or 0.0)
         took = self.model.micro_batches * (cost.forward_s + cost.backward_s) + cost.update_s
         found[AT["idle"]] = (self.model.world_size - layout.size) * took
         return found
@@ -217,7 +272,7 @@ class Sheet:
     def _memory_block(self, k: int, states: Sequence[State], plain: Reals) -> Block:
         """Keep, recompute and offload, as ``cost`` and ``memory`` have them."""
         unit, names = self.model.profile.units[k], ["keep"]
-        saves = not unit.fixed and any(saved_bytes(unit, s, y.degree, 1.0) for y, s in states)
+        saves = not unit.fixed and saved_bytes(unit, "none", 1, 1.0) > 0
         if saves and "recompute" in self.space.capability.memory:
             names.append("recompute")
         host = self.model.cluster.host_bytes_per_s
@@ -229,7 +284,7 @@ class Sheet:
                          else self._offloaded(k, states, plain, host or 1.0))  # fmt: skip
         open_ = np.ones((len(states), len(names)), dtype=bool)
         policies: tuple[Policy, ...] = tuple((("memory", name),) for name in names)
-        return Block(policies, np.stack(parts, axis=1), open_)
+        return Block(policies, np.stack(parts, axis=1), open_, np.zeros(len(names)))
 
     def _recomputed(self, k: int, states: Sequence[State], plain: Reals) -> Reals:
         found = plain.copy()
@@ -251,10 +306,8 @@ class Sheet:
         self, k: int, states: Sequence[State], plain: Reals, host_bytes_per_s: float
     ) -> Reals:
         found, unit = plain.copy(), self.model.profile.units[k]
-        copy_s = [
-            saved_bytes(unit, s, y.degree, busiest_samples(self.model.counts, y)) / host_bytes_per_s
-            for y, s in states
-        ]
+        busiest, _ = self._readers(tuple(states))
+        copy_s = busiest.values(unit, lambda s: s.saved, divides=False) / host_bytes_per_s
         found[:, AT["forward"]] += copy_s
         found[:, AT["backward"]] += copy_s
         return self._released(found, plain, np.zeros(len(states)), states)
@@ -273,17 +326,17 @@ class Sheet:
 
     def _exchange_block(self, k: int) -> Block:
         """Every exchange policy, as what it adds to the plain one."""
-        unit, owned = self.model.profile.units[k], self.model.owned[k]
-        divided = [{name for name, _ in s.sharded} for s in unit.splits]
-        key = (
-            self.states_of(k),
-            tuple((p.bytes, p.trainable, *(p.shared in d for d in divided)) for p in owned),
-            tuple(c for c in unit.fidelity if self._affordable(k, c.exchange, c.ratios)),
-            tuple(self._affordable(k, c.exchange, c.ratios) for c in unit.fidelity),
+        unit = self.model.profile.units[k]
+        lossy = tuple(
+            (c.exchange, r)
+            for c in unit.fidelity
+            for r in self._affordable(k, c.exchange, c.ratios)
         )
+        key = self.states_of(k), self._shape(k), lossy
         if key not in self._exchanges:
-            self._exchanges[key] = self._exchange(k)
-        return self._exchanges[key]
+            self._exchanges[key] = self._exchange(k, lossy)
+        shared = self._exchanges[key]
+        return shared._replace(lost=self._lost(k, shared.policies))
 
     def _affordable(self, k: int, exchange: str, ratios: Sequence[float]) -> tuple[float, ...]:
         """The ratios at which a lossy exchange of unit ``k`` alone would not use up the budget."""
@@ -294,16 +347,13 @@ class Sheet:
         lost = {r: (1.0 - (unit.kept(exchange, r) or 0.0)) * self.energy[k] for r in ratios}
         return tuple(r for r in ratios if lost[r] <= budget)
 
-    def _exchange(self, k: int) -> Block:
-        states, unit = self.states_of(k), self.model.profile.units[k]
+    def _exchange(self, k: int, lossy: Sequence[tuple[str, float]]) -> Block:
+        states = self.states_of(k)
         trained = any(p.trainable for p in self.model.owned[k])
         names: list[tuple[str, float]] = [("dense", 1.0)]
         if trained and _shards(self.model, self.space.capability.exchange):
             names.append(("sharded", 1.0))
-        for curve in unit.fidelity if trained else ():
-            names += [
-                (curve.exchange, r) for r in self._affordable(k, curve.exchange, curve.ratios)
-            ]
+        names += lossy if trained else ()
         early = (
             trained
             and self.space.capability.early_release
@@ -324,7 +374,7 @@ class Sheet:
         policies: tuple[Policy, ...] = tuple(
             (("exchange", x), ("ratio", r), ("early_release", e)) for x, r, e in fields
         )
-        return Block(policies, figures, open_)
+        return Block(policies, figures, open_, np.zeros(len(policies)))
 
     # -- edges and ties --------------------------------------------------------------------------
 
@@ -363,10 +413,8 @@ class Sheet:
         return None if -1 in found else np.array(found)
 
     def unit_figures(self, k: int, number: int) -> Reals:
-        """The figures of unit ``k`` under an option's number, its energy as a share of all."""
-        figures = self.units[k].figures(number)
-        figures[LOST_FIGURE] *= self.energy[k]
-        return figures
+        """The figures of unit ``k`` under an option's number, energy as a share of all."""
+        return self.units[k].figures(number)
 
     def plan_figures(self, numbers: Sequence[int] | Numbers) -> Matrix:
         """[unit, figure] of a plan; of several redistributions at one unit's entry the seconds add
@@ -382,7 +430,8 @@ class Sheet:
 
 def _nothing(states: int) -> Block:
     """A choice of one policy that adds nothing."""
-    return Block(((),), np.zeros((states, 1, len(FIGURES))), np.ones((states, 1), dtype=bool))
+    figures = np.zeros((states, 1, len(FIGURES)))
+    return Block(((),), figures, np.ones((states, 1), dtype=bool), np.zeros(1))
 
 
 def _shards(model: CostModel, exchanges: Sequence[str]) -> bool:
