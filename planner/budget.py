@@ -75,3 +75,16 @@ def lost_energy(model: CostModel, k: int, option: Option) -> float:
 def energy_budget(model: CostModel) -> float:
     """The share of the gradient's energy that a plan may leave for later steps."""
     return 1.0 - model.goal.min_fidelity if model.goal.allow_lossy else 0.0
+
+
+def overdrawn(model: CostModel, decisions: Sequence[Option], step_s: float) -> float:
+    """By what share a plan goes over its limits on device-seconds, fidelity and time, added up."""
+    over, limit = 0.0, gpu_seconds_limit(model)
+    if limit < float("inf"):
+        over += max(gpu_seconds(model, decisions, step_s) / limit - 1.0, 0.0)
+    if model.goal.time_limit_s is not None:
+        over += max(step_s / model.goal.time_limit_s - 1.0, 0.0)
+    if model.goal.allow_lossy:
+        lost = sum(lost_energy(model, k, option) for k, option in enumerate(decisions))
+        over += max(lost - energy_budget(model), 0.0)
+    return over

@@ -434,6 +434,8 @@ def allowed(model: CostModel, k: int, option: Option, capability: Capability) ->
     """Whether unit ``k`` may have ``option`` by itself (ties are checked by ``ties_agree``)."""
     unit, layout = model.profile.units[k], option.layout
     home = data_parallel(model.world_size)
+    if not model.goal.permits(unit.name, layout):
+        return False
     if unit.fixed or (unit.batch_statistics and model.goal.batch_statistics == "local"):
         return layout == home and option.style == "none"
     return (

@@ -251,5 +251,5 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
 
     def compression_seconds_per_byte(self, exchange: str) -> float:
         """The measured rate of a lossy exchange, zero where it was not measured."""
-        rates = {r.exchange: r.seconds_per_byte for r in self.compression}
+        rates: dict[str, float] = {r.exchange: r.seconds_per_byte for r in self.compression}
         return rates.get(exchange, 0.0)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .budget import gpu_seconds, overdrawn
 from .capability import Capability
 from .cost import CostModel, Decisions, Option, ties_agree
 from .evaluate import limits_bytes
@@ -22,12 +23,13 @@ from .options import layouts_of, unit_options
 from .schedule import ScheduleName
 from .step import barrier_step, priority_step
 
+ROUNDING = 1e-9
 BETTER = 1 - 1e-6
 """A change must save a millionth of the step: rounding is no reason to change a layout."""
 
 
 class Score(NamedTuple):
-    """Bytes over the limit (0 where it fits), then seconds of a step."""
+    """Bytes over the limit (0 where all limits are kept), then seconds of the objective."""
 
     over_bytes: float
     step_s: float
@@ -37,6 +39,19 @@ class Score(NamedTuple):
         if self.over_bytes != other.over_bytes:
             return self.over_bytes < other.over_bytes
         return self.step_s < other.step_s * BETTER
+
+
+def score_of(
+    model: CostModel, decisions: Sequence[Option], over_bytes: float, step_s: float
+) -> Score:
+    """The score of a plan; other limits that it goes over count as if they were memory's, and the
+    objective may be device-seconds."""
+    over = overdrawn(model, decisions, step_s)
+    if over > ROUNDING:
+        over_bytes += over * min(limits_bytes(model.cluster, model.goal, model.placement))
+    if model.goal.objective == "gpu_seconds":
+        step_s = gpu_seconds(model, decisions, step_s)
+    return Score(over_bytes, step_s)
 
 
 class Space:
@@ -52,6 +67,20 @@ class Space:
         """The options of each unit by itself."""
         units = range(len(self.model.profile.units))
         return tuple(unit_options(self.model, k, self.capability) for k in units)
+
+    @cached_property
+    def start(self) -> Decisions:
+        """Plain data parallelism, as far as every unit may have it; else its first option, and for
+        tied units the first that all of them may have."""
+        chosen = list(self.model.baseline)
+        for k, options in enumerate(self.options):
+            ties = self.model.ties[k]
+            if k != ties[0] or all(chosen[u] in self.options[u] for u in ties):
+                continue
+            fitting = (found for o in options if (found := self.tied(k, o)) is not None)
+            for u, option in next(fitting, {}).items():
+                chosen[u] = option
+        return tuple(chosen)
 
     def tied(self, k: int, option: Option) -> dict[int, Option] | None:
         """The options of all units tied to ``k`` if it takes ``option``; None if they cannot."""
@@ -82,7 +111,7 @@ class Point:
         self.limit_bytes = min(
             limits_bytes(self.model.cluster, self.model.goal, self.model.placement)
         )
-        self.decisions: list[Option] = list(self.model.baseline)
+        self.decisions: list[Option] = list(space.start)
         self.chain = self.model.chain(self.decisions)
         self._samples: dict[Layout, int | None] = {}
         units = range(len(self.decisions))
@@ -128,7 +157,8 @@ class Point:
         """The score where the point stands."""
         self.evaluations += 1
         step = self.formula(self.chain, self.model.micro_batches)
-        return Score(max(self.peak() - self.limit_bytes, 0.0), step)
+        over = max(self.peak() - self.limit_bytes, 0.0)
+        return score_of(self.model, self.decisions, over, step)
 
     def peak(self) -> float:
         """Peak bytes of the rank judged."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Literal, NamedTuple, Protocol
 
 from .capability import PLAIN, Capability
@@ -31,7 +32,8 @@ PREFERENCE = ("heuristic",)
 @dataclass(frozen=True)
 class Problem:
     """What to plan. ``capability`` bounds the search; ``executor`` is what can be run, where the
-    search is allowed more (then the plan is hypothetical). Without ``placement`` one is chosen."""
+    search is allowed more (then the plan is hypothetical). Without ``placement`` one is chosen.
+    Among plans whose objective is within ``near`` of the best (a share) the simpler is taken."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -41,7 +43,14 @@ class Problem:
     placement: tuple[int, ...] | None = None
     schedule: ScheduleName = "barrier"
     bucket_bytes: int = BUCKET_BYTES
+    near: float = 0.01
     progress: Progress | None = field(default=None, compare=False)
+
+    @property
+    def slice_bytes(self) -> tuple[int, ...]:
+        """The sizes of slices or buckets that may be chosen from."""
+        chosen = self.goal.slice_bytes if self.schedule == "priority" else ()
+        return tuple(dict.fromkeys(chosen)) or (self.bucket_bytes,)
 
     def report(self, what: str, share: float) -> None:
         """Tells the caller how far the search is."""
@@ -52,25 +61,31 @@ class Problem:
 class Relaxation(NamedTuple):
     """A change of the goal that makes a problem feasible, checked by solving it again."""
 
-    what: Literal["memory_limit_bytes", "batch", "micro_batches"]
-    value: int
+    what: Literal[
+        "memory_limit_bytes", "batch", "micro_batches", "amplification_limit", "time_limit_s"
+    ]
+    value: float
     sentence: str
 
 
 class Infeasibility(NamedTuple):
     """Why no plan fits: the tightest rank and unit of the plan that comes closest, the bytes that
-    it needs there and that are available, and the smallest changes found that help."""
+    it needs there and that are available, and the smallest changes found that help. ``limit`` is
+    what cannot be kept: a field of the goal, memory's unless said otherwise."""
 
     rank: int
     unit: str
     needed_bytes: int
     available_bytes: int
     relaxations: tuple[Relaxation, ...] = ()
+    limit: str = "memory_limit_bytes"
 
     @property
     def sentence(self) -> str:
         """All of it for a person."""
         help_ = "; or ".join(r.sentence for r in self.relaxations)
+        if self.limit != "memory_limit_bytes":
+            return f"no plan keeps {self.limit}: " + (help_ or "allow more, or lift another limit")
         return (
             f"no plan found fits in memory: the closest needs {_mib(self.needed_bytes)} on rank "
             f"{self.rank} (at unit {self.unit!r}) and {_mib(self.available_bytes)} are available: "
@@ -79,8 +94,10 @@ class Infeasibility(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a solver found: ``objective_s`` is the predicted step of ``plan``, ``bound_s`` what no
-    plan can beat (None where nothing was proved), ``gap`` = 1 - bound / objective."""
+    """What a solver found: ``objective_s`` is the value of ``plan`` by the formulas that solvers
+    work with (seconds of a step, or device-seconds), ``bound_s`` what no plan can beat (None where
+    nothing was proved), ``gap`` = 1 - bound / objective. What the step is predicted to take stands
+    in the plan: there it is simulated as it is run."""
 
     solver: str
     status: ResultStatus
@@ -147,6 +164,11 @@ def _check(problem: Problem) -> None:
             f"a batch of {goal.batch} on {world} ranks cannot be cut into any of "
             f"{list(goal.micro_batches)} micro-batches: allow at most {most}"
         )
+    names = [unit.name for unit in problem.profile.units]
+    for pin in goal.pins:
+        if pin.unit not in names:
+            near = get_close_matches(pin.unit, names, 3) or names[:3]
+            raise InputError(f"a pin names unit {pin.unit!r}, which is not there: try {near}")
     if problem.placement is not None and sorted(problem.placement) != list(range(world)):
         raise InputError(
             f"placement {list(problem.placement)} is not an order of ranks 0 to {world - 1}"

@@ -28,7 +28,7 @@ from .evaluate import (
 from .layout import Layout, Style
 from .memory import MemoryModel
 from .placement import place
-from .search import Point, Score, Space
+from .search import Point, Score, Space, score_of
 from .solver import Problem
 
 SPLIT_POINTS = 48
@@ -57,7 +57,9 @@ class Found(NamedTuple):
     @property
     def score(self) -> Score:
         """Bytes over the limit, then simulated seconds."""
-        return Score(max(self.tightest.over_bytes, 0), self.evaluation.prediction.step_s)
+        done = self.evaluation
+        over = max(self.tightest.over_bytes, 0)
+        return score_of(done.model, done.decisions, over, done.prediction.step_s)
 
 
 def placed(problem: Problem) -> Problem:
@@ -108,14 +110,9 @@ def _simulated(problem: Problem, micro_batches: int, deadline: float) -> Iterato
         problem.schedule,
     )
     chosen = _candidates(point, deadline)
-    plain = [model.baseline] if _runs(point.space, model.baseline) else []
-    for decisions in dict.fromkeys([*plain, *(c.decisions for c in chosen)]):
+    for decisions in dict.fromkeys([point.space.start, *(c.decisions for c in chosen)]):
         done = evaluation(model, decisions, schedule=problem.schedule)
         yield Found(done, excess(model, done.memory))
-
-
-def _runs(space: Space, decisions: Decisions) -> bool:
-    return all(o in space.options[k] for k, o in enumerate(decisions))
 
 
 def _candidates(point: Point, deadline: float) -> list[Candidate]:
@@ -140,7 +137,7 @@ def split_plans(space: Space, layout: Layout) -> Iterator[Decisions]:
     able = [k for k in range(len(options)) if any(_at(o, layout, space) for o in options[k])]
     stride = max(len(able) / SPLIT_POINTS, 1.0)
     points = sorted({able[int(i * stride)] for i in range(int(len(able) / stride))})
-    yield space.model.baseline
+    yield space.start
     for start in reversed(points):
         yield _split_at(space, layout, start)
 
@@ -151,7 +148,7 @@ def _at(option: Option, layout: Layout, space: Space) -> bool:
 
 def _split_at(space: Space, layout: Layout, start: int) -> Decisions:
     model = space.model
-    chosen = list(model.baseline)
+    chosen = list(space.start)
     done: set[int] = set()
     for k in range(len(chosen)):
         if k in done or max(model.ties[k]) < start:

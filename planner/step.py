@@ -139,10 +139,12 @@ def _last(chain: Chain, update: Vector) -> float:
 
 
 def _slice_before(chain: Chain, link: int) -> Vector:
-    """For each j the longest slice of the units after it."""
+    """For each j the longest slice of the units after it; none where unit j exchanges nothing (its
+    term is then not the largest: nothing is waited for that was not waited for before it)."""
     wait = np.zeros_like(chain.update_s)
     if chain.slice_s is not None:
         wait[:-1] = np.maximum.accumulate(chain.slice_s[link, :0:-1])[::-1]
+        wait[chain.exchange_s[link] == 0] = 0.0
     return wait
 
 
