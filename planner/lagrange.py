@@ -169,6 +169,8 @@ class Search:
                 self._round(mixture)
         if not self._done(cutoff):
             self._round(mixture)
+        if not self._done(cutoff) and self.best is not None:
+            self._offer(self.rounding.polish(self.best, self.deadline))
         return self._outcome()
 
     def _outcome(self) -> Outcome:

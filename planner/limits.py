@@ -7,6 +7,8 @@ from typing import NamedTuple
 from .rows import LOST, Values
 
 INFINITE = float("inf")
+ROUNDING = 5e-10
+"""Limits may be overdrawn by this share: sums of floats differ by their order."""
 
 
 class Limits(NamedTuple):
@@ -48,4 +50,4 @@ def score(limits: Limits, plan: Values, step_s: float, idle_s: float, timed: int
 
 
 def _over(value: float, limit: float) -> float:
-    return max(value - limit * (1 + 1e-12), 0.0) / max(limit, 1e-12) if limit < INFINITE else 0.0
+    return max(value - limit * (1 + ROUNDING), 0.0) / max(limit, 1e-12) if limit < INFINITE else 0.0

@@ -1,47 +1,51 @@
 """The solver for many units on many ranks: plans with a proven bound, from ``lagrange``'s search.
 
 Each number of micro-batches and each slice size is a search of its own; one whose bound is above a
-plan already found is left early, so that the bound that is reported holds over all of them.
-
-The objective is the step by formula (or its device-seconds), as that of the integer program; what
-the plan predicts is the simulation of the schedule.
+plan already found is left early, so that the bound that is reported holds over all of them. Among
+these the best plan wins: with a gap of up to a percent nothing simpler is looked for.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from .answer import Choice, answer, choice
 from .budget import energy_budget, gpu_seconds_limit
+from .bursts import LIMITS, greedy
+from .cases import models
 from .cost import CostModel, Decisions
-from .evaluate import excess, limits_bytes, make_plan, provenance_of, rank_memory
+from .evaluate import limits_bytes
 from .infeasible import explain_infeasible
-from .lagrange import Lagrangian, Outcome, Search
+from .lagrange import Lagrangian, Search
 from .limits import INFINITE, Limits
 from .memory import MemoryModel
 from .rows import AT, bucket_share, rows
 from .search import Space
-from .sheet import Numbers, Sheet
-from .solver import Problem, Result
+from .sheet import Sheet
+from .solver import Infeasibility, Problem, Result
 from .splits import placed
 from .splits import search as heuristic_search
+from .unfit import explain_proved
 
 GAP = 0.0075
 """The search ends when plan and bound are this close."""
+PROVED = 1e-9
+"""A gap that is rounding."""
 TIME_LIMIT_S = 60.0
 """Where the caller gives none."""
 REPAIRS = 3
 """How often a plan that is over the limit on another rank, or by its buckets, is searched anew
 under a limit lowered by that much."""
+FEW_UNITS = 60
+"""Up to here the heuristic's plan is worth its time as one to begin with."""
 
 
 class Part(NamedTuple):
     """The outcome for one number of micro-batches and one slice size."""
 
-    model: CostModel
-    decisions: Decisions
-    objective: float
-    feasible: bool
+    choice: Choice | None
     bound: float
 
 
@@ -50,119 +54,95 @@ class Multipliers:
 
     name = "multipliers"
 
+    def __init__(self, gap: float = GAP) -> None:
+        self.gap = gap
+
     def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
         """See ``solver.Solver``."""
         start = time.perf_counter()
         deadline = start + (TIME_LIMIT_S if time_limit_s is None else time_limit_s)
         problem = placed(problem)
-        parts: list[Part] = []
-        models = models_of(problem)
-        for i, model in enumerate(models):
-            problem.report(_named(model), i / len(models))
-            cutoff = min((p.objective for p in parts if p.feasible), default=INFINITE)
-            parts.append(part(problem, model, deadline, cutoff))
-        fitting = [p for p in parts if p.feasible]
-        bound = min(p.bound for p in parts)
-        if not fitting:
-            return self._nothing(problem, bound, start)
-        best = min(fitting, key=lambda p: p.objective)
-        return self._result(problem, best, min(bound, best.objective), start)
-
-    def _result(self, problem: Problem, best: Part, bound: float, start: float) -> Result:
-        gap = 1.0 - bound / best.objective if best.objective else 0.0
-        status = "optimal" if gap <= 1e-9 else "feasible"
+        every, best, bound = list(models(problem)), None, INFINITE
+        for i, model in enumerate(every):
+            problem.report(f"{model.micro_batches} micro-batches", i / len(every))
+            cutoff = best.objective_s if best else INFINITE
+            found = search_part(problem, model, deadline, cutoff, self.gap)
+            bound = min(bound, found.bound)
+            better = found.choice and found.choice.feasible
+            if better and (best is None or found.choice.objective_s < best.objective_s):
+                best = found.choice
         seconds = time.perf_counter() - start
-        model = best.model
-        timed = problem.goal.objective == "time"
-        provenance = provenance_of(
-            problem.profile, problem.cluster, self.name, status,
-            bound_s=bound if timed else None, gap=gap, solve_s=seconds,
-        )  # fmt: skip
-        plan = make_plan(
-            problem.profile,
-            problem.cluster,
-            problem.goal,
-            best.decisions,
-            model.micro_batches,
-            model.placement,
-            provenance=provenance,
-            schedule=problem.schedule,
-            bucket_bytes=model.bucket_bytes,
-            executor=problem.executor or problem.capability,
-        )
-        return Result(self.name, status, best.objective, bound, gap, plan, best.decisions, seconds)  # type: ignore[arg-type]
-
-    def _nothing(self, problem: Problem, bound: float, start: float) -> Result:
-        """No plan that fits was found: the heuristic's closest says what is missing."""
-        found = heuristic_search(problem)
-        why = explain_infeasible(problem, found)
-        seconds = time.perf_counter() - start
-        return Result(self.name, "infeasible", None, bound, None, None, None, seconds, why)
+        if best is None:
+            why = _why(problem, every)
+            return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
+        bound = min(bound, best.objective_s)
+        proved = best.objective_s - bound <= PROVED * best.objective_s
+        return answer(problem, best, self.name, bound, proved=proved, seconds=seconds)
 
 
-def models_of(problem: Problem) -> list[CostModel]:
-    """A cost model for each number of micro-batches and slice size that may be chosen."""
-    goal, world = problem.goal, problem.cluster.world_size
-    sliced = problem.schedule == "priority"
-    sizes = goal.slice_bytes if sliced and goal.slice_bytes else (problem.bucket_bytes,)
-    counts = [
-        m
-        for m in sorted(set(goal.micro_batches))
-        if m == 1 or (problem.capability.micro_batches and goal.batch >= m * world)
-    ]
-    return [
-        CostModel(problem.profile, problem.cluster, goal, m, problem.placement, size, sliced)
-        for m in counts
-        for size in sizes
-    ]
-
-
-def _named(model: CostModel) -> str:
-    return f"{model.micro_batches} micro-batches, slices of {model.bucket_bytes:,} bytes"
-
-
-def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian:
-    """The tables and limits of a problem for one cost model, as the tightest position sees them."""
+def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
+    """The tables and limits of a problem for one cost model, as the position with the tightest
+    memory sees them; None where a unit has no option."""
     limits = limits_bytes(model.cluster, model.goal, model.placement)
     position = min(range(len(limits)), key=lambda p: (limits[p], p))
     sheet = Sheet(Space(model, problem.capability), MemoryModel(model), position)
-    exchanged = AT["exchanged"]
+    if not all(unit.states for unit in sheet.units):
+        return None
+    at = AT["exchanged"]
     most = sum(
-        float(u.memory.figures[..., exchanged].max() + u.exchange.figures[..., exchanged].max())
+        float(u.memory.figures[..., at].max() + u.exchange.figures[..., at].max())
         for u in sheet.units
     )
-    found = rows(model.micro_batches, problem.schedule, bucket_share(most, model.bucket_bytes))
+    share = bucket_share(most, model.bucket_bytes)
     goal = model.goal
     economical = goal.objective == "gpu_seconds"
-    return Lagrangian(sheet, found, Limits(
+    bounds = Limits(
         memory_bytes=limits[position],
         lost=energy_budget(model),
         gpu_s=gpu_seconds_limit(model),
-        step_s=goal.time_limit_s if economical and goal.time_limit_s else INFINITE,
+        step_s=goal.time_limit_s if goal.time_limit_s is not None else INFINITE,
         devices=model.world_size,
         economical=economical,
-    ))  # fmt: skip
+    )
+    return Lagrangian(sheet, rows(model.micro_batches, problem.schedule, share), bounds)
 
 
-def part(
+def search_part(
     problem: Problem, model: CostModel, deadline: float, cutoff: float, gap: float = GAP
 ) -> Part:
-    """The search for one cost model."""
+    """The search for one cost model; its bound holds for every plan of that model."""
     lagrangian = lagrangian_of(problem, model)
-    baseline = lagrangian.sheet.numbers(model.baseline)
-    first: list[Numbers] = [] if baseline is None else [baseline]
-    bound, limits = 0.0, lagrangian.limits
-    for _ in range(REPAIRS):
+    if lagrangian is None:
+        return Part(None, INFINITE)
+    known = (lagrangian.sheet.numbers(d) for d in _first(problem, model))
+    first = [n for n in known if n is not None]
+    bound, best = 0.0, None
+    for attempt in range(REPAIRS):
         outcome = Search(lagrangian, deadline, gap).run(first, cutoff)
-        bound = max(bound, outcome.bound) if lagrangian.limits == limits else bound
+        bound = outcome.bound if attempt == 0 else bound
         decisions = lagrangian.sheet.choose(outcome.best.numbers)
-        over = excess(model, rank_memory(model, decisions)).over_bytes
+        made = choice(model, decisions, problem.schedule)
+        best = made if best is None or made.feasible else best
+        over = made.value.over_bytes
         if over <= 0 or outcome.best.score.over:
             break
-        tighter = lagrangian.limits._replace(memory_bytes=lagrangian.limits.memory_bytes - over)
-        lagrangian = Lagrangian(lagrangian.sheet, lagrangian.rows, tighter)
-    feasible = over <= 0 and not outcome.best.score.over
-    return Part(model, decisions, outcome.best.score.objective, feasible, bound)
+        tighter = lagrangian.limits.memory_bytes - over
+        limits = lagrangian.limits._replace(memory_bytes=tighter)
+        lagrangian = Lagrangian(lagrangian.sheet, lagrangian.rows, limits)
+    return Part(best, bound)
 
 
-__all__ = ["Multipliers", "Outcome", "lagrangian_of", "models_of", "part"]
+def _why(problem: Problem, every: list[CostModel]) -> Infeasibility:
+    """Why nothing fits: proved where an integer program is quick, else from the closest plan."""
+    if len(problem.profile.units) <= FEW_UNITS:
+        return explain_proved(problem, every)
+    return explain_infeasible(problem, heuristic_search(problem, TIME_LIMIT_S))
+
+
+def _first(problem: Problem, model: CostModel) -> Iterator[Decisions]:
+    """Plans to begin with: plain data parallelism, bursts, and what the heuristic finds."""
+    yield model.baseline
+    if problem.capability.idle_positions and len(model.baseline) <= FEW_UNITS:
+        yield from dict.fromkeys(greedy(model, limit) for limit in LIMITS)
+    if len(model.baseline) <= FEW_UNITS:
+        yield heuristic_search(problem, 1.0).evaluation.decisions

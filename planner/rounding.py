@@ -20,6 +20,8 @@ from .rows import AT, ENTRY, RECEIVED, Matrix, Rows, Values, changes, slice_wait
 from .sheet import Numbers, Sheet
 
 IDLE = AT["idle"]
+MOST_OPTIONS = 4000
+"""Options of all units up to which each is tried one by one."""
 
 
 class Standing(NamedTuple):
@@ -90,6 +92,48 @@ class Rounding:
                 trial = self._changed(plan, numbers, block)
                 plan = trial if trial.score.beats(plan.score) else plan
         return plan
+
+    def polish(self, plan: Standing, deadline: float) -> Standing:
+        """The plan after giving single units (with those tied to them) whatever option helps, until
+        none does. Where there are many options only a unit's own state is looked at."""
+        every = [u.numbers() for u in self.sheet.units]
+        if sum(len(numbers) for numbers in every) > MOST_OPTIONS:
+            every = [
+                [n for n in numbers if u.split(n)[0] == u.split(int(plan.numbers[k]))[0]]
+                for k, (u, numbers) in enumerate(zip(self.sheet.units, every, strict=True))
+            ]
+        before: Standing | None = None
+        while plan is not before:
+            before = plan
+            for k, numbers in enumerate(every):
+                for number in numbers if len(numbers) > 1 else ():
+                    if time.perf_counter() > deadline:
+                        return plan
+                    trial = self._given(plan, k, number)
+                    if trial is not None and trial.score.beats(plan.score):
+                        plan = trial
+        return plan
+
+    def _given(self, plan: Standing, k: int, number: int) -> Standing | None:
+        """The plan with one unit's option, tied units following in layout; None if they cannot."""
+        if plan.numbers[k] == number:
+            return None
+        units, numbers, block = self.sheet.units, plan.numbers.copy(), [k]
+        numbers[k] = number
+        state = units[k].split(number)[0]
+        first = self.sheet.model.ties[k][0]
+        for other in self.sheet.model.ties[k] if len(self.sheet.model.ties[k]) > 1 else ():
+            if other != k:
+                agreeing = self.sheet.agreeing(first, k, state, other)
+                if not agreeing:
+                    return None
+                _, memory, exchange = units[other].split(int(numbers[other]))
+                there = [s for s in agreeing if units[other].may(s, memory, exchange)]
+                if not there:
+                    return None
+                numbers[other] = units[other].number(there[0], memory, exchange)
+                block.append(other)
+        return self._changed(plan, numbers, block)
 
     def _windows(self, one: Numbers, other: Numbers) -> Iterator[list[int]]:
         """Every block, then the larger windows of each before the smaller."""

@@ -53,6 +53,7 @@ ENTRY: tuple[int, ...] = tuple(i for i, n in enumerate(FIGURES) if n.startswith(
 RECEIVED = AT["received"]
 SLICES: tuple[int, ...] = tuple(AT[f"slice.{link}"] for link in LINKS)
 LOST_FIGURE = AT["lost"]
+EXCHANGES: tuple[int, ...] = tuple(AT[f"exchange.{link}"] for link in LINKS)
 ALWAYS, UPDATE, LOST = range(3)
 """The totals: Σ(F+B+U+A) or what the barrier has instead, memory at the update, energy lost."""
 
@@ -190,11 +191,11 @@ def values(rows_: Rows, figures: Matrix) -> Values:
 
 def slice_waits(figures: Matrix) -> Matrix:
     """For each link and unit the longest slice of the units after it, which one of its own may
-    find on the wire: what ``step.priority_step`` adds to the rows of seconds."""
+    find on the wire (none where it has none): what ``step.priority_step`` adds to the rows."""
     waits = np.zeros((len(SLICES), len(figures)))
     later = figures[:0:-1, list(SLICES)].T
     waits[:, :-1] = np.maximum.accumulate(later, axis=1)[:, ::-1]
-    return waits
+    return waits * (figures[:, list(EXCHANGES)].T > 0)
 
 
 def changes(rows_: Rows, units: Sequence[int], figures: Matrix, count: int) -> Values:

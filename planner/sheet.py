@@ -98,6 +98,10 @@ class UnitTable(NamedTuple):
                     return self.number(at, memory, exchange)
         return -1
 
+    def may(self, state: int, memory: int, exchange: int) -> bool:
+        """Whether the option may be had."""
+        return bool(self.memory.allowed[state, memory] and self.exchange.allowed[state, exchange])
+
     def numbers(self) -> list[int]:
         """The numbers of all options."""
         pairs = self.memory.allowed[:, :, None] & self.exchange.allowed[:, None, :]
@@ -163,7 +167,8 @@ class Sheet:
         """The states that unit ``k`` may have."""
         unit = self.model.profile.units[k]
         cuts = tuple((s.style, s.parts, s.uneven) for s in unit.splits)
-        key = (unit.fixed, unit.batch_statistics, cuts)
+        pins = tuple(pin for pin in self.model.goal.pins if pin.unit == unit.name)
+        key = (unit.fixed, unit.batch_statistics, cuts, pins)
         if key not in self._states:
             capability = self.space.capability
             every = [
@@ -400,6 +405,15 @@ class Sheet:
                 ]  # fmt: skip
                 found.append(TieTable(a, k, np.array(agree)))
         return tuple(found)
+
+    def agreeing(self, first: int, k: int, state: int, other: int) -> list[int]:
+        """The states of unit ``other`` that agree with that state of unit ``k``; ``first`` is the
+        first of the units tied to both."""
+        tables = {t.target: t.agree for t in self.ties if t.source == first}
+        ways = [state] if k == first else [int(s) for s in np.flatnonzero(tables[k][:, state])]
+        if other == first:
+            return ways
+        return sorted({int(s) for way in ways for s in np.flatnonzero(tables[other][way])})
 
     # -- plans ---------------------------------------------------------------------------------
 

@@ -177,9 +177,10 @@ def _check(problem: Problem) -> None:
 
 def _load() -> None:
     """Registers the solvers that come with the planner (late: they import this module)."""
-    from . import heuristic
+    from . import heuristic, multipliers
 
     register("heuristic", heuristic.Heuristic)
+    register("multipliers", multipliers.Multipliers)
 
 
 def _mib(count: int) -> str:
