@@ -17,6 +17,7 @@ from .bursts import LIMITS, greedy
 from .cases import models
 from .cost import CostModel, Decisions
 from .evaluate import limits_bytes
+from .exact import Integer
 from .infeasible import explain_infeasible
 from .lagrange import Lagrangian, Search
 from .limits import INFINITE, Limits
@@ -24,10 +25,9 @@ from .memory import MemoryModel
 from .rows import AT, bucket_share, rows
 from .search import Space
 from .sheet import Sheet
-from .solver import Infeasibility, Problem, Result
+from .solver import Problem, Result
 from .splits import placed
 from .splits import search as heuristic_search
-from .unfit import explain_proved
 
 GAP = 0.0075
 """The search ends when plan and bound are this close."""
@@ -71,13 +71,21 @@ class Multipliers:
             better = found.choice and found.choice.feasible
             if better and (best is None or found.choice.objective_s < best.objective_s):
                 best = found.choice
-        seconds = time.perf_counter() - start
         if best is None:
-            why = _why(problem, every)
-            return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
+            return self._nothing(problem, start, deadline)
+        seconds = time.perf_counter() - start
         bound = min(bound, best.objective_s)
         proved = best.objective_s - bound <= PROVED * best.objective_s
         return answer(problem, best, self.name, bound, proved=proved, seconds=seconds)
+
+    def _nothing(self, problem: Problem, start: float, deadline: float) -> Result:
+        """No plan that keeps the limits was found. That proves nothing: where the integer program
+        is quick it has the last word, else the heuristic's closest plan says what is missing."""
+        if len(problem.profile.units) <= FEW_UNITS:
+            return Integer().solve(problem, max(deadline - time.perf_counter(), 1.0))
+        why = explain_infeasible(problem, heuristic_search(problem, TIME_LIMIT_S))
+        seconds = time.perf_counter() - start
+        return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
 
 
 def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
@@ -130,13 +138,6 @@ def search_part(
         limits = lagrangian.limits._replace(memory_bytes=tighter)
         lagrangian = Lagrangian(lagrangian.sheet, lagrangian.rows, limits)
     return Part(best, bound)
-
-
-def _why(problem: Problem, every: list[CostModel]) -> Infeasibility:
-    """Why nothing fits: proved where an integer program is quick, else from the closest plan."""
-    if len(problem.profile.units) <= FEW_UNITS:
-        return explain_proved(problem, every)
-    return explain_infeasible(problem, heuristic_search(problem, TIME_LIMIT_S))
 
 
 def _first(problem: Problem, model: CostModel) -> Iterator[Decisions]:
