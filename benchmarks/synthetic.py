@@ -9,6 +9,7 @@ feed-forward layers in 16-bit numbers; the fidelity of lossy exchange is drawn f
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from meshwright.planner.cluster import Cluster, Device, Level, Node
 from meshwright.planner.curve import ZERO, Curve, proportional
@@ -50,7 +51,7 @@ def gpt_like(units: int, seed: int = 0) -> ModelProfile:
             gradient_bytes_per_sample=0.0 if a.kind == "input" else _edge_bytes(a.name, b.name),
             features=VOCABULARY if b.kind == "output" else WIDTH,
         )
-        for a, b in zip(every, every[1:], strict=False)
+        for a, b in pairwise(every)
     )
     return ModelProfile(
         target=f"gpt-like-{units}",
@@ -72,9 +73,7 @@ def gpt_like(units: int, seed: int = 0) -> ModelProfile:
 
 def cluster_of(ranks: int, gbit_per_s: float = 100.0, memory_gib: float = 80.0) -> Cluster:
     """Nodes of eight devices, 300 GB/s inside, one network interface each."""
-    device = Device(
-        name="A100-like", memory_bytes=int(memory_gib * 2**30), host_bytes_per_s=25e9
-    )
+    device = Device(name="A100-like", memory_bytes=int(memory_gib * 2**30), host_bytes_per_s=25e9)
     return Cluster(
         name=f"{ranks} devices",
         nodes=tuple(Node(name=f"node{i}", devices=(device,) * 8) for i in range(ranks // 8)),

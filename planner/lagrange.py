@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .dynamic import Order, minimise, order_of
+from .finish import Finish
 from .limits import Limits
 from .master import Master, Mixture, Weights
 from .rounding import Rounding, Standing
@@ -33,6 +34,10 @@ SMOOTHING = 0.5
 """How far each guess of weights is drawn back to the best ones yet."""
 ROUND_EVERY = 6
 """Iterations between roundings."""
+RECENT = 20
+"""Plans whose policies the last step of rounding may choose from."""
+FINISH_S = 1.0
+"""Seconds that it may take, each time."""
 EDGE_FIGURES = [*ENTRY, RECEIVED]
 IDLE = AT["idle"]
 
@@ -148,6 +153,7 @@ class Search:
         self.bound = 0.0
         self.centre: Weights | None = None
         self.iterations = 0
+        self._finished: Standing | None = None
 
     def run(self, first: Sequence[Numbers], cutoff: float = float("inf")) -> Outcome:
         """All of it, from the plans ``first`` on; ends early once no plan can be better than an
@@ -167,8 +173,10 @@ class Search:
             mixture = self.master.solve()
             if self.iterations % ROUND_EVERY == 0 and self._promising(mixture):
                 self._round(mixture)
+                self._finish()
         if not self._done(cutoff):
             self._round(mixture)
+            self._finish()
         if not self._done(cutoff) and self.best is not None:
             self._offer(self.rounding.polish(self.best, self.deadline))
         return self._outcome()
@@ -203,6 +211,15 @@ class Search:
         if self.centre is None or found.bound > self.bound:
             self.bound, self.centre = max(found.bound, self.bound), weights
         return self._add(self.rounding.stand(found.numbers))
+
+    def _finish(self) -> None:
+        """Decides the policies of the best plan's units together."""
+        assert self.best is not None
+        left = self.deadline - time.perf_counter()
+        if not self._done(float("inf")) and self.best is not self._finished:
+            recent = self.seen[-RECENT:]
+            self._offer(Finish(self.rounding, self.best, recent).run(min(left, FINISH_S)))
+            self._finished = self.best
 
     def _add(self, plan: Standing) -> bool:
         key = plan.numbers.tobytes()

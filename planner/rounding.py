@@ -95,13 +95,11 @@ class Rounding:
 
     def polish(self, plan: Standing, deadline: float) -> Standing:
         """The plan after giving single units (with those tied to them) whatever option helps, until
-        none does. Where there are many options only a unit's own state is looked at."""
+        none does; not where there are many options and the plan keeps all limits."""
+        count = sum(u.memory.allowed.size * u.exchange.allowed.shape[1] for u in self.sheet.units)
+        if count > MOST_OPTIONS and not plan.score.over:
+            return plan
         every = [u.numbers() for u in self.sheet.units]
-        if sum(len(numbers) for numbers in every) > MOST_OPTIONS:
-            every = [
-                [n for n in numbers if u.split(n)[0] == u.split(int(plan.numbers[k]))[0]]
-                for k, (u, numbers) in enumerate(zip(self.sheet.units, every, strict=True))
-            ]
         before: Standing | None = None
         while plan is not before:
             before = plan
