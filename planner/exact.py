@@ -23,8 +23,8 @@ from .solver import Problem, Result
 from .splits import placed, search
 from .unfit import explain_proved
 
-BETTER = 1e-8
-"""A plan must be better by this share, or it is the same."""
+AT_LEAST_AS_GOOD = 1e-5
+"""A program must reach the best objective so far, with this much room for rounding."""
 CUTS = 50
 """How often a solution over a limit by rounding is excluded before that is taken for a bug."""
 
@@ -117,7 +117,7 @@ class Search:
         program = this.program(self.problem)
         program.problem.setObjective(pulp.LpAffineExpression(program.objective))
         if self.best is not None:
-            program.within(self.best.objective_s * (1 - BETTER))
+            program.within(self.best.objective_s * (1 + AT_LEAST_AS_GOOD))
 
         def progress(gap: float) -> None:
             if 0 <= gap < 1e6:
@@ -172,5 +172,5 @@ class Search:
             return best
         decisions = this.ledger.choose(program.chosen())
         new = choice(best.model, decisions, self.problem.schedule)
-        near = best.objective_s * (1 + self.problem.near) * (1 + BETTER)
+        near = best.objective_s * (1 + self.problem.near) * (1 + 1e-8)
         return new if new.feasible and new.objective_s <= near else best

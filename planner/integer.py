@@ -372,7 +372,10 @@ class Program:
 
     def within(self, most_s: float) -> None:
         """Only what is at most that good counts from now on."""
-        self._at_most(self.objective, most_s / self.unit_s)
+        if self.model.goal.objective == "time":
+            self.step.upBound = most_s / self.unit_s
+        else:
+            self._at_most(self.device_seconds(), most_s / self.unit_s)
 
     def minimise(self, what: str) -> None:
         """Makes what a limit of the goal bounds the objective."""
