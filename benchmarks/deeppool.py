@@ -1,4 +1,4 @@
-"""Against DeepPool's greedy search on DeepPool's own layer times (A100): who needs less for as much.
+"""Against DeepPool's greedy search on DeepPool's own layer times (A100): time and device-seconds.
 
 For each network, number of devices, batch and link, the greedy search is run under amplification
 limits from 1.1 to 16. Each of its plans is a point: seconds of a step and device-seconds, by the
@@ -6,7 +6,7 @@ same cost model as ours (bursts start and end at a batch spread over all devices
 is paid for). For each point two questions are asked of our planner: the fastest plan that uses no
 more device-seconds, and the fewest device-seconds at no more time.
 
-    python benchmarks/deeppool.py TABLES [--markdown docs/results/deeppool.md] [--quick]
+    python benchmarks/deeppool.py TABLES [--markdown docs/results/deeppool.md] [--ranks 8 16] [--batches 32]
 
 TABLES is the folder of the published tables (vgg16.json, wide_resnet101_2.json).
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from statistics import geometric_mean
@@ -132,7 +133,7 @@ def markdown(rows: list[Comparison], command: str) -> str:
         assert r.cheaper is not None, "reported only where both were found"
         lines.append(
             f"| {r.case} | {r.limit:g} | {1e3 * r.greedy_s:.3f} | {1e3 * r.greedy_gpu_s:.2f} | "
-            f"{1e3 * r.faster.step_s:.3f} | {r.greedy_s / r.faster.step_s:.2f}× | "
+            f"{1e3 * r.faster.step_s:.3f} | {r.greedy_s / r.faster.step_s:.2f} | "
             f"{100 * (r.faster.result.gap or 0):.1f}% | {1e3 * r.cheaper.gpu_seconds:.2f} | "
             f"{100 * (1 - r.cheaper.gpu_seconds / r.greedy_gpu_s):.0f}% | "
             f"{100 * (r.cheaper.result.gap or 0):.1f}% |"
@@ -160,21 +161,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tables", type=Path)
     parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--quick", action="store_true", help="8 devices and batch 32 only")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     asked = parser.parse_args()
     start, rows = time.perf_counter(), []
     for network in NETWORKS:
         path = asked.tables / f"{network}.json"
         profile = profile_of_table(path.read_bytes(), path.name)
-        for ranks in RANKS[:1] if asked.quick else RANKS:
-            for batch in BATCHES[1:2] if asked.quick else BATCHES:
+        for ranks in asked.ranks:
+            for batch in asked.batches:
                 for link, rate in LINKS.items():
                     case = f"{network}, {ranks} devices, batch {batch}, {link}"
                     rows += compare(case, problem(profile, ranks, batch, rate))
                     print(f"{case}: {sum(r.case == case for r in rows)} greedy plans", flush=True)
     if asked.markdown:
         asked.markdown.parent.mkdir(parents=True, exist_ok=True)
-        command = "python benchmarks/deeppool.py TABLES --markdown docs/results/deeppool.md"
+        command = " ".join(["python", "benchmarks/deeppool.py", "TABLES", *sys.argv[2:]])
         asked.markdown.write_text(markdown(rows, command))
     for r in rows:
         if not r.holds:

@@ -81,14 +81,12 @@ def main() -> None:
         rows = [row(chosen[0], chosen[1], "multipliers")]
     else:
         rows = [_separately(units, ranks) for units, ranks in ROWS]
-    print(
-        f"{'units':>6} {'ranks':>6} {'solver':>12} {'seconds':>8} {'of CPU':>7} {'gap':>8} {'peak MiB':>9}"
-    )
+    print("  units  ranks       solver  seconds   of CPU      gap  peak MiB")
     for r in rows:
         gap = "none" if r["gap"] is None else f"{100 * r['gap']:.3f}%"
         print(
-            f"{r['units']:6} {r['ranks']:6} {r['solver']:>12} {r['seconds']:8.2f} {r['cpu_seconds']:7.2f} {gap:>8} "
-            f"{r['peak_rss_mib']:9.0f}"
+            f"{r['units']:7} {r['ranks']:6} {r['solver']:>12} {r['seconds']:8.2f} "
+            f"{r['cpu_seconds']:8.2f} {gap:>8} {r['peak_rss_mib']:9.0f}"
         )
     print(json.dumps({"rows": rows}))
 

@@ -141,9 +141,11 @@ def search_part(
 
 
 def _first(problem: Problem, model: CostModel) -> Iterator[Decisions]:
-    """Plans to begin with: plain data parallelism, bursts, and what the heuristic finds."""
+    """Plans to begin with: plain data parallelism, and bursts or what the heuristic finds."""
     yield model.baseline
-    if problem.capability.idle_positions and len(model.baseline) <= FEW_UNITS:
+    if len(model.baseline) > FEW_UNITS:
+        return
+    if problem.capability.idle_positions:
         yield from dict.fromkeys(greedy(model, limit) for limit in LIMITS)
-    if len(model.baseline) <= FEW_UNITS:
+    else:
         yield heuristic_search(problem, 1.0).evaluation.decisions
