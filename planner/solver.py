@@ -17,6 +17,7 @@ from .cluster import Cluster
 from .cost import BUCKET_BYTES, Decisions
 from .errors import InfeasibleError, InputError
 from .goal import Goal
+from .layout import lattice
 from .plan import Plan
 from .profile import ModelProfile
 from .schedule import ScheduleName
@@ -25,8 +26,12 @@ ResultStatus = Literal["optimal", "feasible", "heuristic", "infeasible"]
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share of it that is over (0 to 1)."""
 
-PREFERENCE = ("heuristic",)
-"""The order in which ``auto`` looks for a solver."""
+PREFERENCE = ("integer", "multipliers", "heuristic")
+"""The order in which ``auto`` looks for a solver: the first that is there and that is able."""
+INTEGER_PAIRS = 20_000
+"""Pairs of states along all edges up to which an integer program is taken to be quick."""
+AUTO_S = 20.0
+"""Seconds that ``auto`` gives the integer program where no limit was asked for."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +153,38 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
     _load()
     name, reason = solver, "asked for"
     if solver == "auto":
-        name = next(n for n in PREFERENCE if n in _solvers)
-        reason = f"auto took {name}, the best solver that is there"
+        name, reason = _auto(problem)
+        if name == "integer" and time_limit_s is None:
+            time_limit_s = AUTO_S
     if name not in _solvers:
         raise InputError(f"there is no solver {solver!r}: choose from {['auto', *_solvers]}")
     _check(problem)
-    return _solvers[name]().solve(problem, time_limit_s)._replace(reason=reason)
+    result = _solvers[name]().solve(problem, time_limit_s)
+    return result._replace(reason="; ".join(r for r in (reason, result.reason) if r))
+
+
+def _auto(problem: Problem) -> tuple[str, str]:
+    """The solver to take, and why."""
+    pairs = _pairs(problem)
+    able = [n for n in PREFERENCE if n in _solvers and (n != "integer" or pairs <= INTEGER_PAIRS)]
+    size = f"{pairs:,} pairs of states along edges"
+    if able[0] == "integer":
+        return able[0], f"auto took integer: it proves its answer, and {size} are few"
+    return able[0], f"auto took {able[0]}: {size} are too many for the integer program"
+
+
+def _pairs(problem: Problem) -> int:
+    """About how many pairs of layouts and styles the integer program would have."""
+    bursts = problem.capability.idle_positions
+    layouts = list(lattice(problem.cluster.world_size, bursts=bursts))
+    states = {
+        unit.name: 1
+        if unit.fixed
+        else sum(1 for y in layouts if y.degree == 1)
+        + len(unit.splits) * sum(1 for y in layouts if y.degree > 1)
+        for unit in problem.profile.units
+    }
+    return sum(states[e.source] * states[e.target] for e in problem.profile.edges)
 
 
 def _check(problem: Problem) -> None:
@@ -177,9 +208,10 @@ def _check(problem: Problem) -> None:
 
 def _load() -> None:
     """Registers the solvers that come with the planner (late: they import this module)."""
-    from . import heuristic, multipliers
+    from . import exact, heuristic, multipliers
 
     register("heuristic", heuristic.Heuristic)
+    register("integer", exact.Integer)
     register("multipliers", multipliers.Multipliers)
 
 
