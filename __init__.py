@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import compare, describe_cluster, explain, launch, plan, probe, profile, verify
     from .demonstration import demo
-    from .executor.micro import micro_batches
+    from .executor.micro import join, micro_batches
     from .executor.parallel import (
         full_optimizer_state_dict,
         full_state_dict,
@@ -41,7 +41,7 @@ _HOMES = {
         "verify",
     ),
     ".demonstration": ("demo",),
-    ".executor.micro": ("micro_batches",),
+    ".executor.micro": ("join", "micro_batches"),
     ".executor.parallel": (
         "full_optimizer_state_dict",
         "full_state_dict",
@@ -77,6 +77,7 @@ __all__ = [
     "explain",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "join",
     "launch",
     "load",
     "load_full_optimizer_state_dict",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .executor.launch import Ranks, check_plan, run_ranks
-from .executor.report import PLAN_VARIABLE, REPORT_VARIABLE, RunReport, collect, report_of
+from .executor.report import PLAN_VARIABLE, REPORT_VARIABLE, RunReport, collect, report_of_script
 from .executor.worker import STDOUT_TO_STDERR
 from .planner.errors import InputError
 from .planner.noun import save
@@ -28,7 +28,7 @@ def launch(plan: Plan, script: Sequence[str], steps: int, ranks: Ranks) -> RunRe
         told = {PLAN_VARIABLE: str(folder / PLAN), REPORT_VARIABLE: name}
         run_ranks(script, ranks.telling(told), folder)
         found = collect(folder)
-    return report_of(plan, found) if found and ranks.node_rank == 0 else None
+    return report_of_script(plan, found) if found and ranks.node_rank == 0 else None
 
 
 def ranks_for(

@@ -14,9 +14,10 @@ from .planner.cluster import Cluster
 from .planner.errors import InputError
 from .planner.goal import Goal
 from .planner.profile import ModelProfile
+from .profiler.catalogue import datasheet
 from .profiler.catalogue import names as catalogued
+from .profiler.device import device_name
 from .profiler.estimate import estimate
-from .profiler.model import device_name
 from .profiler.model import profile as profile_model
 from .screen import Step
 from .targets import try_out, workload
@@ -34,10 +35,11 @@ def profile(
     """See ``api.profile``."""
     chosen = workload(target)
     if device is not None and device.split(":")[0] not in ("cpu", "cuda"):
+        datasheet(device)  # an unknown device is told before any work
         return estimate(chosen, device, batches=batches)
     try_out(chosen)
     if ranks > 1:
-        return _on_ranks(target, batches, ranks)
+        return _on_ranks(target, batches, ranks, refresh=True)
     return profile_model(chosen, batches=batches, device=device_of(device), progress=progress)
 
 
@@ -50,13 +52,15 @@ def device_of(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def _on_ranks(target: str | Workload, batches: Sequence[int] | None, ranks: int) -> ModelProfile:
+def _on_ranks(
+    target: str | Workload, batches: Sequence[int] | None, ranks: int, refresh: bool
+) -> ModelProfile:
     if isinstance(target, Workload):
         raise InputError(
             f"workload {target.name!r} cannot be sent to {ranks} processes: name it as "
             "file.py:factory"
         )
-    task = Task(name="profile", target=target, batches=tuple(batches or ()))
+    task = Task(name="profile", target=target, batches=tuple(batches or ()), refresh=refresh)
     found = run_task(task, Ranks(nproc=ranks), ModelProfile)
     assert found is not None
     return found
@@ -65,7 +69,7 @@ def _on_ranks(target: str | Workload, batches: Sequence[int] | None, ranks: int)
 def probe(ranks: int | None, progress: Step | None) -> Cluster:
     """See ``api.probe``."""
     if dist.is_initialized() or under_torchrun():
-        return cluster_of_ranks(start_process_group(), progress)
+        return cluster_of_ranks(start_process_group(), progress, refresh=True)
     count = ranks if ranks is not None else max(torch.cuda.device_count(), 2)
     if count < 2:
         raise InputError(f"{count} ranks have no links to measure: probe at least 2")
@@ -84,9 +88,11 @@ def profile_for(
     here = device_name(local_device())
     if names == {here}:
         batches = batches_for(goal, cluster.world_size)
-        ranks = min(len(node.devices) for node in cluster.nodes)
-        together = ranks if local_device().type == "cpu" and isinstance(target, str) else 1
-        return profile(target, batches, None, together, progress)
+        ranks = max(len(node.devices) for node in cluster.nodes)
+        if ranks > 1 and local_device().type == "cpu" and isinstance(target, str):
+            try_out(workload(target))
+            return _on_ranks(target, batches, ranks, refresh=False)
+        return profile(target, batches, None, 1, progress)
     if len(names) > 1:
         raise InputError(
             f"the cluster has devices of several kinds ({', '.join(sorted(names))}): profile the "

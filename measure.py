@@ -1,26 +1,43 @@
-"""Measuring the model and the links where several ranks take part."""
+"""Measuring a model and its links on all ranks together, once: what was measured is kept on disk.
+
+A profile is found again by the model's structure (its modules, parameters and batch), the sizes
+measured, the device, how many ranks share its host and the software; a cluster by its hosts,
+devices and software. ``refresh`` measures anew.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from .executor.agreement import rank_zero_decides, together
-from .planner.cluster import Cluster
+from .planner.cluster import Cluster, Device, Node
 from .planner.goal import Goal
 from .planner.profile import ModelProfile
+from .profiler.device import device_name, memory_bytes, software
 from .profiler.model import profile as profile_model
 from .profiler.probe import probe as probe_ranks
+from .remember import DocumentT, find, keep
 from .screen import Step
 from .units.workload import Workload
+
+SEVERAL_STATISTICS_SAMPLES = 2
+"""A batch of one has no statistics to normalise by: torch refuses it."""
 
 
 def batches_for(goal: Goal, world_size: int) -> tuple[int, ...]:
     """Batch sizes worth measuring for a goal: around what one rank gets in a micro-batch."""
-    share = max(goal.batch // (world_size * min(goal.micro_batches)), 1)
-    return tuple(sorted({max(share // 4, 1), max(share // 2, 1), share, 2 * share}))
+    share = max(goal.batch // (world_size * min(goal.micro_batches)), SEVERAL_STATISTICS_SAMPLES)
+    least = SEVERAL_STATISTICS_SAMPLES
+    return tuple(sorted({max(share // 4, least), max(share // 2, least), share, 2 * share}))
 
 
 def profile_on_ranks(
@@ -28,6 +45,8 @@ def profile_on_ranks(
     batches: Sequence[int] | None,
     device: torch.device,
     progress: Step | None = None,
+    *,
+    refresh: bool = False,
 ) -> ModelProfile:
     """Rank 0's profile, on every rank; collective.
 
@@ -39,12 +58,77 @@ def profile_on_ranks(
         step = progress if dist.get_rank() == 0 else None
         return profile_model(workload, batches=batches, device=device, progress=step)
 
-    if device.type != "cpu" or dist.get_world_size() == 1:
-        return rank_zero_decides(measure)
-    mine = together(measure)
-    return rank_zero_decides(lambda: mine)
+    def measure_together() -> ModelProfile:
+        if device.type != "cpu" or dist.get_world_size() == 1:
+            return rank_zero_decides(measure)
+        mine = together(measure)
+        return rank_zero_decides(lambda: mine)
+
+    mark = profile_mark(workload, batches, device, local_ranks())
+    return _once(ModelProfile, mark, measure_together, refresh)
 
 
-def cluster_of_ranks(device: torch.device, progress: Step | None = None) -> Cluster:
+def cluster_of_ranks(
+    device: torch.device, progress: Step | None = None, *, refresh: bool = False
+) -> Cluster:
     """What the links among all ranks do; collective, and the same on every rank."""
-    return probe_ranks(device=device, progress=progress if dist.get_rank() == 0 else None)
+    if dist.get_world_size() == 1:
+        return single_rank(device)
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, (socket.gethostname(), device_name(device)))
+    shown = progress if dist.get_rank() == 0 else None
+    return _once(
+        Cluster,
+        _digest("cluster", places, software(), os.environ.get("OMP_NUM_THREADS")),
+        lambda: probe_ranks(device=device, progress=shown),
+        refresh,
+    )
+
+
+def single_rank(device: torch.device) -> Cluster:
+    """The cluster of one rank, which has no links."""
+    alone = Device(name=device_name(device), memory_bytes=memory_bytes(device))
+    name = socket.gethostname()
+    return Cluster(name=name, nodes=(Node(name=name, devices=(alone,)),), levels=())
+
+
+def local_ranks() -> int:
+    """Ranks on this host, this one included."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _once(
+    cls: type[DocumentT], mark: str, make: Callable[[], DocumentT], refresh: bool
+) -> DocumentT:
+    """The document that rank 0 remembers, else made by all ranks and remembered. Collective."""
+    known = None if refresh else rank_zero_decides(lambda: find(cls, mark))
+    if known is not None:
+        return known
+    made = make()
+    if dist.get_rank() == 0:
+        keep(made, mark)
+    return made
+
+
+def profile_mark(
+    workload: Workload, batches: Sequence[int] | None, device: torch.device, sharing: int
+) -> str:
+    """What a profile is remembered by."""
+    model = workload.model
+    with torch.random.fork_rng():
+        batch = workload.make_batch(1)
+    inputs = [
+        (tuple(leaf.shape), str(leaf.dtype))
+        for leaf in pytree.tree_leaves((batch.args, dict(batch.kwargs), batch.target))
+        if isinstance(leaf, Tensor)
+    ]
+    parameters = [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in model.named_parameters(remove_duplicate=False)
+    ]
+    where = (device_name(device), sharing, torch.get_num_threads(), software())
+    return _digest("profile", workload.name, repr(model), parameters, inputs, batches, where)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

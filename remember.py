@@ -1,4 +1,4 @@
-"""Documents kept on disk by fingerprint: a plan is explained by what it was made from."""
+"""Documents kept on disk: what was measured, and what plans were made from, by fingerprint."""
 
 from __future__ import annotations
 
@@ -26,13 +26,27 @@ def _path(mark: str) -> Path:
     return cache_folder() / "documents" / f"{mark}.json"
 
 
+def find(cls: type[DocumentT], mark: str) -> DocumentT | None:
+    """The document kept under that mark, if there is one that can be read."""
+    path = _path(mark)
+    try:
+        return load(cls, path) if path.exists() else None
+    except InputError:  # damaged, or of another version of Meshwright
+        return None
+
+
 def remember(document: Document) -> None:
-    """Keeps a document; one that cannot be kept (no room, no permission) is just not found."""
-    path = _path(fingerprint(document))
+    """Keeps a document under its fingerprint; one that cannot be kept (no room, no permission) is
+    just not found later."""
+    keep(document, fingerprint(document))
+
+
+def keep(document: Document, mark: str) -> None:
+    """``remember`` under another mark than the document's own."""
+    path = _path(mark)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            save(document, path)
+        save(document, path)
     except (OSError, InputError):
         return
 

@@ -78,7 +78,7 @@ def prediction_rows(first: Prediction, second: Prediction) -> list[tuple[str, st
         ("  exposed gradient exchange", lambda p: seconds(p.exposed_s)),
         ("samples per second", lambda p: f"{p.samples_per_s:,.0f}"),
         ("sent by the busiest rank", lambda p: size(p.wire_bytes)),
-        ("peak memory of a rank", lambda p: size(max(p.peak_bytes))),
+        ("peak memory of a rank", lambda p: size(max(p.peak_bytes, default=0))),
     ]
     return [(name, show(first), show(second)) for name, show in figures]
 
@@ -109,7 +109,8 @@ def units_table(profile: ModelProfile, *, fold: bool = True) -> Table:
 
 def cluster_table(cluster: Cluster) -> Table:
     """Nodes, devices and links."""
-    title = f"{cluster.name}: {cluster.world_size} ranks on {len(cluster.nodes)} nodes"
+    hosts = "one node" if len(cluster.nodes) == 1 else f"{len(cluster.nodes)} nodes"
+    title = f"{cluster.name}: {cluster.world_size} devices on {hosts}"
     table = empty_table(title, ("", "", "latency", "bandwidth"), left=2)
     for node in cluster.nodes:
         device = node.devices[0]

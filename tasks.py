@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     import torch
 
     from .executor.launch import Ranks
+    from .executor.report import RunReport
     from .executor.verify import Verification
 
 TaskName = Literal["probe", "profile", "verify", "train"]
 TASK, PLAN, ANSWER = "task.json", "plan.json", "answer.json"
+LEARNING_RATE = 1e-3
+"""Of a training without a script: what Adam's authors recommend (Kingma & Ba, 2015)."""
 NounT = TypeVar("NounT", bound=Noun)
 
 
@@ -40,8 +43,8 @@ class Task(Noun, frozen=True, kw_only=True):
     dtype: Literal["float64", "float32"] = "float64"
     batch: int | None = None
     steps: int = 30
-    epochs: int = 0
     timeout_s: float | None = None
+    refresh: bool = True
 
 
 def run_task(
@@ -95,7 +98,7 @@ def _probe(task: Task, folder: Path, device: torch.device) -> Cluster:
     from .measure import cluster_of_ranks
 
     with _bar("probing") as step:
-        return cluster_of_ranks(device, step)
+        return cluster_of_ranks(device, step, refresh=task.refresh)
 
 
 def _profile(task: Task, folder: Path, device: torch.device) -> ModelProfile:
@@ -103,7 +106,9 @@ def _profile(task: Task, folder: Path, device: torch.device) -> ModelProfile:
     from .targets import workload
 
     with _bar(f"profiling {task.target}") as step:
-        return profile_on_ranks(workload(task.target), task.batches or None, device, step)
+        return profile_on_ranks(
+            workload(task.target), task.batches or None, device, step, refresh=task.refresh
+        )
 
 
 def _verify(task: Task, folder: Path, device: torch.device) -> Verification:
@@ -125,8 +130,29 @@ def _verify(task: Task, folder: Path, device: torch.device) -> Verification:
         )
 
 
-def _train(task: Task, folder: Path, device: torch.device) -> Noun:
-    raise NotImplementedError
+def _train(task: Task, folder: Path, device: torch.device) -> RunReport:
+    from .executor.apply import apply
+    from .executor.report import report_of_training
+    from .executor.train import optimizer_for, run_steps
+    from .feeding import accuracy, drawing
+    from .targets import try_out, workload
+
+    plan = load(Plan, folder / PLAN)
+    chosen = workload(plan.target)
+    try_out(chosen)
+    model = chosen.model.to(device)
+    optimizer = optimizer_for(plan.goal, model.parameters(), LEARNING_RATE)
+    apply(model, optimizer, plan, timeout_s=task.timeout_s)
+    with _bar(f"training {plan.target}") as step:
+        measured = run_steps(
+            chosen,
+            plan,
+            task.steps,
+            optimizer=optimizer,
+            draw=drawing(chosen, plan.goal.batch),
+            progress=lambda done, total: step(done, total, ""),
+        )
+    return report_of_training(plan, measured, accuracy(chosen, device))
 
 
 if __name__ == "__main__":

@@ -168,7 +168,8 @@ def _buffers(model: nn.Module, plan: Plan, division: Division) -> list[Tensor]:
     statistics (which then agree anyway) units have none that training changes.
     """
     local = plan.goal.batch_statistics == "local"
-    return [b for b in changing_buffers(model, statistics=local) if id(b) not in division.buffers]
+    cut = {id(tensor_named(model, name)) for name in division.by_name}
+    return [b for b in changing_buffers(model, statistics=local) if id(b) not in cut]
 
 
 def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .groups import Group
@@ -35,7 +36,7 @@ def broadcast(tensors: Iterable[Tensor], group: Group, watch: Watch, doing: str)
 
 def _unpack(flat: Tensor, batch: list[Tensor]) -> None:
     start = 0
-    with torch.autograd._unsafe_preserve_version_counter(tuple(batch)):
+    with _unsafe_preserve_version_counter(tuple(batch)):
         for tensor in batch:
             tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
             start += tensor.numel()

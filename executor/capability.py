@@ -12,5 +12,5 @@ CAPABILITY = Capability(
     early_release=False,
     micro_batches=True,
 )
-"""Every unit takes all ranks (groups × degree = world size), keeps its feature maps, and exchanges
+"""Every unit takes all ranks (groups x degree = world size), keeps its feature maps, and exchanges
 dense gradients."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from ..planner.errors import InputError
 from ..planner.layout import Style
+from ..planner.ownership import feature_bounds
 from ..planner.plan import Plan, UnitPlan
 from ..units.spec import SplitSpec
 from ..units.splits import apply_split, find_splits
@@ -46,8 +48,11 @@ def divide(model: nn.Module, run: Run) -> Division:
     """Slices the parameters of divided units in place and hooks their ends."""
     division = Division()
     names = aliases(model)
-    for unit, following in divided(run.plan):
-        _divide_unit(model, run, unit, following, division, names)
+    # A tied parameter is cut by its first unit: the others' specs must be read before.
+    units = [(unit, rest, split_of(model, unit)) for unit, rest in divided(run.plan)]
+    for unit, rest, spec in units:
+        keeps = keeps_features(unit, rest)
+        _divide_unit(model, run, unit, spec, division, names, keeps=keeps)
     return division
 
 
@@ -55,16 +60,17 @@ def _divide_unit(
     model: nn.Module,
     run: Run,
     unit: UnitPlan,
-    following: Sequence[UnitPlan],
+    spec: SplitSpec,
     division: Division,
     names: dict[int, list[str]],
+    *,
+    keeps: bool,
 ) -> None:
     degree = unit.layout.degree
     group = run.world.neighbours[degree]
-    spec = split_of(model, unit)
     mover = Mover(group, run.watch, run.meter, run.issued)
     counts: Callable[[], tuple[int, ...]] = partial(run.group_counts, degree)
-    boundary = Boundary(unit, spec, mover, counts, keeps=keeps_features(unit, following))
+    boundary = Boundary(unit, spec, mover, counts, keeps=keeps)
     gradients: dict[nn.Parameter, Tensor] = {}
     for cut in spec.cuts:
         tensor = tensor_named(model, cut.name)
@@ -89,7 +95,7 @@ def split_of(model: nn.Module, unit: UnitPlan) -> SplitSpec:
     found = find_splits(model, unit.modules)
     for spec in found:
         if spec.style == unit.style:
-            return _checked(spec, unit)
+            return _checked(spec, unit, model.get_submodule(unit.modules[0]))
     known = ", ".join(spec.style for spec in found) or "none"
     raise InputError(
         f"unit {unit.name!r} cannot be divided in style {unit.style!r} (it can in: {known}): make "
@@ -97,8 +103,14 @@ def split_of(model: nn.Module, unit: UnitPlan) -> SplitSpec:
     )
 
 
-def _checked(spec: SplitSpec, unit: UnitPlan) -> SplitSpec:
+def _checked(spec: SplitSpec, unit: UnitPlan, first: nn.Module) -> SplitSpec:
     degree = unit.layout.degree
+    left, right = feature_bounds(spec.parts, degree, degree - 1)
+    if isinstance(first, _ConvNd) and left == right:  # torch has no convolution of nothing
+        raise InputError(
+            f"unit {unit.name!r} has {spec.parts} channels, of which the last of {degree} members "
+            "would get none: plan a smaller degree"
+        )
     if degree > spec.parts or (not spec.uneven and spec.parts % degree):
         raise InputError(
             f"unit {unit.name!r} has {spec.parts} parts, which {degree} members cannot share: "
@@ -121,13 +133,22 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
         spec = split_of(model, unit)
         cuts.update({c.name: (c.dim, c.blocks, unit.layout.degree) for c in spec.cuts})
     for same in names.values():
-        ways = {name: cuts.get(name) for name in same}
+        ways = {name: cuts.get(name) for name in same if not _only_kept(name, same)}
         if len(set(ways.values())) > 1:
             told = ", ".join(f"{n!r} {_way(way)}" for n, way in ways.items())
             raise InputError(
                 f"one parameter is divided in different ways by its uses ({told}): give all units "
                 "that share it one layout"
             )
+
+
+def _only_kept(name: str, same: list[str]) -> bool:
+    """Whether ``name`` is in a container of a module that has the parameter too: some models keep
+    a second name there, of what the module uses.
+    """
+    path = name.split(".")[:-1]
+    others = [other.split(".")[:-1] for other in same if other != name]
+    return any(len(other) > len(path) and other[: len(path)] == path for other in others)
 
 
 def _way(way: tuple[int, int, int] | None) -> str:

@@ -64,6 +64,13 @@ class Bucket:
     def bytes(self) -> int:
         return self.numel * self.entries[0].parameter.element_size()
 
+    @property
+    def sent_bytes(self) -> int:
+        """What a ring all-reduce sends of it."""
+        if self.alone:
+            return 0
+        return 2 * (self.group.size - 1) * self.bytes // self.group.size
+
     def reset(self) -> None:
         """Forgets the last backward. Gradients keep its memory alive where they are its views."""
         self.missing = set(self.entries)
@@ -149,13 +156,14 @@ def make_buckets(entries: Iterable[Entry], limit_bytes: int) -> list[Bucket]:
 class BucketExchange:
     """Sends buckets as they fill, in order, and waits for them at the end of backward.
 
-    ``issued(text)`` is told of each collective. With ``eager`` off nothing leaves before ``flush``:
-    on NCCL, collectives of several communicators must be launched in one order on all ranks, which
-    buckets that leave in the midst of redistributions could break.
+    ``issued(text, sent)`` is told of each collective, and the bytes that a ring sends for it. With
+    ``eager`` off nothing leaves before ``flush``: on NCCL, collectives of several communicators
+    must be launched in one order on all ranks, which buckets that leave in the midst of
+    redistributions could break.
     """
 
     def __init__(
-        self, buckets: list[Bucket], *, eager: bool, issued: Callable[[str], None]
+        self, buckets: list[Bucket], *, eager: bool, issued: Callable[[str, int], None]
     ) -> None:
         self.buckets = buckets
         self.home = {entry: bucket for bucket in buckets for entry in bucket.entries}
@@ -190,5 +198,5 @@ class BucketExchange:
             if bucket.missing and not all_of_them:
                 return
             bucket.launch()
-            self._issued(f"bucket {self._next}")
+            self._issued(f"bucket {self._next}", bucket.sent_bytes)
             self._next += 1

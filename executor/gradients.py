@@ -5,6 +5,8 @@ own would clip by too little, and differently on each rank; this one answers wit
 members of its group, so that unmodified clipping and logging are right under every plan.
 """
 
+# ruff: noqa: A002, N803 - arguments are named as torch names them
+
 from __future__ import annotations
 
 import math
@@ -80,7 +82,8 @@ def full_norms(shards: Sequence[Tensor], order: float, dtype: torch.dtype | None
 def _own_norm(shard: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
     if shard.numel() == 0:  # the largest of nothing is an error in torch
         return torch.zeros((), dtype=dtype or shard.dtype, device=shard.device)
-    return torch.linalg.vector_norm(shard, order, dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(shard, order, dtype=dtype)
+    return norm
 
 
 def _combine(own: Tensor, order: float, members: Members) -> Tensor:
@@ -126,7 +129,7 @@ def _linalg_norm(
     return full_norms([A], 2.0, options.get("dtype"))[0]
 
 
-def _foreach_norm(self: Sequence[Tensor], ord: Any = 2, dtype: Any = None) -> Any:
+def _foreach_norm(self: list[Tensor], ord: Any = 2, dtype: Any = None) -> Any:
     if not _summable(ord):
         return torch._foreach_norm(self, ord, dtype)
     plain = [i for i, t in enumerate(self) if not isinstance(t, ShardGradient)]
@@ -146,7 +149,7 @@ def _summable(order: Any) -> bool:
     return isinstance(order, int | float) and order >= 0
 
 
-def _unscale(self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+def _unscale(self: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """A gradient scaler must skip a step on all members or on none."""
     torch._amp_foreach_non_finite_check_and_unscale_(self, found_inf, inv_scale)
     groups = {id(t.members.group): t.members for t in self if isinstance(t, ShardGradient)}

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,11 @@ from ..planner.layout import Layout
 
 CONTROL_BACKEND = "gloo"
 """Control vectors live on the host, whatever carries the tensors."""
+
+_handles: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
+"""The process groups made so far, by the default group that they belong to. They are used again by
+the next plan that is applied: each costs threads and connections, which torch never gives back
+while the default group lives."""
 
 GRACE_S = 5.0
 """A collective's own time limit beyond ours, so that our sentence comes before its error."""
@@ -124,12 +131,21 @@ class _Maker:
             ranks = tuple(self.placement[p] for p in positions)
             handle = None
             if len(ranks) > 1:  # every rank takes part in the creation, members or not
-                handle = dist.new_group(sorted(ranks), timeout=self.timeout, backend=backend)
+                handle = self._handle(label, sorted(ranks), backend)
             if self.rank in ranks:
                 stream = handle is not None and backend is None and self._on_stream(handle)
                 mine = Group(ranks, ranks.index(self.rank), handle, label, stream)
         assert mine is not None
         return mine
+
+    def _handle(self, label: str, ranks: list[int], backend: str | None) -> Any:
+        default = dist.group.WORLD
+        assert default is not None, "World is made within a process group"
+        known = _handles.setdefault(default, {})
+        key = (label, *ranks, backend, self.timeout)
+        if key not in known:
+            known[key] = dist.new_group(ranks, timeout=self.timeout, backend=backend)
+        return known[key]
 
     def _on_stream(self, handle: dist.ProcessGroup) -> bool:
         return self.device == "cuda" and "nccl" in str(dist.get_backend_config(handle))

@@ -30,12 +30,12 @@ class HeldTensor(Tensor):
         local: Tensor, shape: torch.Size, dim: int, owner: object, bring: Callable[[], Tensor]
     ) -> HeldTensor:
         """A stand-in for the tensor of ``shape`` that ``bring()`` would fetch."""
-        held = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        held = Tensor._make_wrapper_subclass(
             HeldTensor, shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
         held.local, held.dim_held, held.owner = local, dim, owner
         held._bring, held._home = bring, None
-        return held  # type: ignore[no-any-return]
+        return held
 
     def home(self) -> Tensor:
         """The tensor with this rank's own samples and all features. Collective the first time."""
@@ -58,7 +58,7 @@ class HeldTensor(Tensor):
         return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise AssertionError(f"{func} met a tensor that has not been brought home")
@@ -67,7 +67,7 @@ class HeldTensor(Tensor):
 _SHAPE = {
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,
     Tensor.ndim.__get__,  # type: ignore[attr-defined]
     Tensor.size,
     Tensor.dim,

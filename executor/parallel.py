@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from ..planner.errors import InputError
 from .optimizer import gather_optimizer_state, scatter_optimizer_state
 from .run import Run
 from .state import gather_state
+from .statistics import norms_of
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -46,6 +48,26 @@ class ParallelModule(nn.Module):
             yield
         finally:
             run.synchronise = before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A plain copy that no plan looks after: a moving average of the weights, say."""
+        run = run_of(self)
+        if run.shards:
+            raise InputError(
+                "a model whose parameters are divided over ranks cannot be copied: build it anew "
+                "and load full_state_dict into it"
+            )
+        ours = type(self)
+        del self.__dict__[_RUN]
+        self.__class__ = ours.__mro__[2]  # the model's own class, after ours and this one
+        try:
+            plain = copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = ours
+            self.__dict__[_RUN] = run
+        for _, norm in norms_of(plain):
+            norm.__dict__.pop("forward", None)  # it would keep the statistics of the original
+        return plain
 
 
 def adopt(model: ModelT, run: Run) -> None:
@@ -82,8 +104,8 @@ def loss_weight(count: float, model: nn.Module | None = None) -> None:
     """Says what this rank's loss is a mean over: ``count`` tokens, say, instead of its samples.
 
     Call it on every rank after the forward and before its backward, with the count of this rank's
-    share (zero is allowed). The gradient is then that of the mean over all ranks' counts. Collective.
-    ``model`` may be left out where only one model is trained.
+    share (zero is allowed). The gradient is then that of the mean over all ranks' counts.
+    Collective. ``model`` may be left out where only one model is trained.
     """
     run = run_of(model) if model is not None else (_latest() if _latest is not None else None)
     if run is None or run.forward is None:

@@ -167,8 +167,11 @@ class Mover:
         )
         self.meter.seconds += self.watch.wait(work, self.group, doing)
         self.meter.sent_bytes += buffer.numel() * width
-        pieces = arriving.split([expects[m] for m in order if m in expects])
-        return dict(zip([m for m in order if m in expects], pieces, strict=True))
+        arrived, start = {}, 0
+        for member in (m for m in order if m in expects):
+            arrived[member] = arriving.narrow(0, start, expects[member])
+            start += expects[member]
+        return arrived
 
 
 class _Move(torch.autograd.Function):

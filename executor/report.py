@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..planner.noun import Bytes, Count, Noun, Seconds, load, save
 from ..planner.plan import Plan, Prediction
 from .parallel import run_of
+from .train import Measured
 
 PLAN_VARIABLE = "MESHWRIGHT_PLAN"
 """The file of the plan that ``auto_parallelize`` is to apply."""
@@ -53,8 +54,8 @@ class RankFigures(Noun, frozen=True, kw_only=True):
 class RunReport(Noun, frozen=True, kw_only=True):
     """A run's end: predicted, measured, and what data parallelism was predicted to take.
 
-    ``samples`` trained in a step where it is known; ``accuracy`` (0 to 1) on test data where the
-    workload has some.
+    ``loss`` of the last step and ``accuracy`` on test data (0 to 1) where the plan's own workload
+    was trained and has some.
     """
 
     target: str
@@ -73,12 +74,12 @@ def predicted_figures(prediction: Prediction) -> Figures:
         step_s=prediction.step_s,
         blocking_s=prediction.blocking_s,
         exposed_s=prediction.exposed_s,
-        peak_bytes=max(prediction.peak_bytes),
+        peak_bytes=max(prediction.peak_bytes, default=0),
     )
 
 
-def report_of(plan: Plan, ranks: Iterable[RankFigures], **more: float | None) -> RunReport:
-    """The report of a run from its ranks' figures: a step ends when the slowest rank's does, so
+def report_of_script(plan: Plan, ranks: Iterable[RankFigures]) -> RunReport:
+    """The report of a script's run: a step ends when the slowest rank's does, so
     each figure is the largest."""
     found = list(ranks)
     return RunReport(
@@ -93,7 +94,25 @@ def report_of(plan: Plan, ranks: Iterable[RankFigures], **more: float | None) ->
             peak_bytes=_largest(r.figures.peak_bytes for r in found),
         ),
         data_parallel=predicted_figures(plan.baseline),
-        **more,
+    )
+
+
+def report_of_training(plan: Plan, measured: Measured, accuracy: float | None) -> RunReport:
+    """The report of a training that ``run_steps`` measured."""
+    return RunReport(
+        target=plan.target,
+        world_size=plan.world_size,
+        steps=measured.steps,
+        predicted=predicted_figures(plan.prediction),
+        measured=Figures(
+            step_s=measured.step_s,
+            blocking_s=measured.blocking_s,
+            exposed_s=measured.exposed_s,
+            peak_bytes=max(measured.peak_bytes, default=0),
+        ),
+        data_parallel=predicted_figures(plan.baseline),
+        loss=measured.losses[-1],
+        accuracy=accuracy,
     )
 
 
@@ -109,7 +128,7 @@ class _Recorder:
         self._run = run_of(model)
         self._parameters = {id(p) for p in model.parameters()}
         self._times: list[float] = []
-        self._waited: list[float] = []
+        self._exposed: list[float] = []
         self._redistributed: list[float] = []
         register_optimizer_step_post_hook(self._stepped)
 
@@ -122,7 +141,7 @@ class _Recorder:
             if len(self._times) == WARM_UP:
                 torch.cuda.reset_peak_memory_stats()
         self._times.append(time.perf_counter())
-        self._waited.append(self._run.watch.waited_s)
+        self._exposed.append(self._run.gradients.exposed_s)
         self._redistributed.append(self._run.meter.seconds)
 
     def figures(self) -> RankFigures | None:
@@ -132,14 +151,14 @@ class _Recorder:
         if not steps:
             return None
         blocking = _differences(self._redistributed[first:])
-        waited = _differences(self._waited[first:])
+        exposed = _differences(self._exposed[first:])
         on_cpu = not torch.cuda.is_available()
         return RankFigures(
             steps=len(steps),
             figures=Figures(
                 step_s=statistics.median(steps),
                 blocking_s=statistics.median(blocking),
-                exposed_s=max(statistics.median(waited) - statistics.median(blocking), 0.0),
+                exposed_s=statistics.median(exposed),
                 peak_bytes=None if on_cpu else torch.cuda.max_memory_allocated(),
             ),
         )

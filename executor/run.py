@@ -68,8 +68,9 @@ class Run:
         assert self._gradients is not None
         return self._gradients
 
-    def issued(self, what: str) -> None:
+    def issued(self, what: str, sent_bytes: int = 0) -> None:
         """Notes a collective, where ranks are to compare what they issue."""
+        self.meter.sent_bytes += sent_bytes
         if self._debug:
             self._issued = digest(f"{self._issued} {what}")
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..planner.errors import InputError
 from ..units.spec import ParameterCut
+from ..units.splits import join_parameter, slice_parameter
 from .groups import Group
 from .watch import Watch
 
@@ -58,8 +59,6 @@ class Shard:
                 f"{self.names[0]!r} has shape {list(full.shape)}, expected "
                 f"{list(self.full_shape)}: load a state of the same model"
             )
-        from ..units.splits import slice_parameter
-
         return slice_parameter(full, self.cut, self.degree, self.group.member)
 
     def describe(self, local: Tensor) -> Tensor:
@@ -123,8 +122,6 @@ class Shard:
             wire, padded.view(torch.uint8), group=self.group.handle, async_op=True
         )
         watch.wait(work, self.group, f"gathering {self.names[0]!r}")
-        from ..units.splits import join_parameter
-
         slots = self.group.slots
         shards = [parts[slots[m]][: s.numel()].view(s) for m, s in enumerate(shapes)]
         return join_parameter(shards, self.cut, self.full_shape)

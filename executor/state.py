@@ -40,8 +40,8 @@ def _install_on(module: nn.Module, entries: dict[str, Shard]) -> None:
             if isinstance(value, Tensor):
                 state[prefix + leaf] = shard.accept(value)
 
-    module.register_state_dict_post_hook(describe)
-    module.register_load_state_dict_pre_hook(accept)
+    module.register_state_dict_post_hook(describe)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(accept)  # type: ignore[no-untyped-call]
 
 
 def gather_state(

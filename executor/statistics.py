@@ -43,7 +43,7 @@ def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) ->
     """Makes ``module`` normalise by the statistics of all samples in the statistics' group."""
 
     def forward(x: Tensor) -> Tensor:
-        module._check_input_dim(x)
+        module._check_input_dim(x)  # type: ignore[no-untyped-call]
         if not _by_batch(module):
             return F.batch_norm(
                 x,
@@ -102,7 +102,8 @@ def _moments(
             vector[0] = n
             vector[1 : channels + 1] = n * offset
             vector[channels + 1 :] = n * (variance.double() + offset.square())
-        total, offsets, squares = statistics.sum(vector, doing).split([1, channels, channels])
+        statistics.sum(vector, doing)
+        total, offsets, squares = vector[0], vector[1 : channels + 1], vector[channels + 1 :]
         count = float(total)
         if count <= 1:
             _refuse_one(count, x)
@@ -139,7 +140,7 @@ def _update(module: _BatchNorm, count: float, mean: Tensor, variance: Tensor) ->
 
 
 class _Normalise(torch.autograd.Function):
-    """(x − mean)/√(variance + ε)·weight + bias, where mean and variance depend on every rank's x."""
+    """(x − mean)/√(variance + ε)·weight + bias; mean and variance depend on every rank's x."""
 
     @staticmethod
     def forward(
@@ -159,7 +160,7 @@ class _Normalise(torch.autograd.Function):
         return F.batch_norm(x, mean.to(dtype), variance.to(dtype), weight, bias, eps=eps)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         x, weight, mean, inverse = ctx.saved_tensors
@@ -171,7 +172,7 @@ class _Normalise(torch.autograd.Function):
         into_x = None
         if ctx.needs_input_grad[0]:
             doing = f"batch statistics of {ctx.name!r}, backward"
-            all_g, all_gx = (ctx.statistics.sum(sums, doing) / max(ctx.count, 1.0)).split(channels)
+            all_g, all_gx = (ctx.statistics.sum(sums, doing) / max(ctx.count, 1.0)).chunk(2)
             slope = (all_gx * inverse.square()).to(x.dtype).view(shape)
             scale = inverse if weight is None else inverse * weight.double()
             into_x = gradient - all_g.to(x.dtype).view(shape) - centred * slope

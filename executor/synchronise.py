@@ -9,6 +9,7 @@ degree first; the average over the G peers is then the average over all G·degre
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -54,12 +55,20 @@ class GradientSynchroniser:
         self._hooks = [h for entry in self.entries for h in self._attach(entry)]
 
     def _attach(self, entry: Entry) -> list[Any]:
-        def ready(parameter: nn.Parameter) -> None:
-            self._ready(entry)
+        # Python's garbage collector does not see through the hooks of a parameter: were they to
+        # hold this object, which holds the parameter, nothing of a run would ever be freed.
+        myself, mine = weakref.ref(self), weakref.ref(entry)
+        degree = entry.degree
 
-        hooks: list[Any] = [entry.parameter.register_post_accumulate_grad_hook(ready)]
+        def ready(_: nn.Parameter) -> None:
+            synchroniser, entry = myself(), mine()
+            if synchroniser is not None and entry is not None:
+                synchroniser._ready(entry)
+
+        parameter: Any = entry.parameter  # torch has not typed its hooks
+        hooks = [parameter.register_post_accumulate_grad_hook(ready)]
         if entry.degree > 1:
-            hooks.append(entry.parameter.register_hook(lambda gradient: gradient / entry.degree))
+            hooks.append(parameter.register_hook(lambda gradient: gradient / degree))
         return hooks
 
     def detach(self) -> None:
@@ -86,7 +95,7 @@ class GradientSynchroniser:
         self._exchange.reset()
         if forward is not None:
             self._watch.post(f"is in backward after forward {forward.announce().number}")
-        Variable._execution_engine.queue_callback(self._finish)  # type: ignore[no-untyped-call]
+        Variable._execution_engine.queue_callback(self._finish)
 
     def _ready(self, entry: Entry) -> None:
         self._begin(self._latest())

@@ -27,6 +27,7 @@ from .agreement import rank_zero_decides, together
 from .apply import apply
 from .equality import LOSS, STATE, Deviation, DtypeName, deviations
 from .parallel import full_state_dict
+from .train import train_step
 
 STEPS = 3
 LEARNING_RATE = 0.01
@@ -87,7 +88,13 @@ def verify_on_ranks(
         theirs = _train_alone(
             alone, workload, batches, lambda n: progress(len(sizes) + n, total, "one process")
         )
-        return _compare(ours, theirs, plan, dtype, {name for name, _ in alone.named_parameters()})
+        return _compare(
+            ours,
+            theirs,
+            plan,
+            dtype,
+            {n for n, _ in alone.named_parameters(remove_duplicate=False)},
+        )
 
     found = rank_zero_decides(judge)
     return Verification(
@@ -161,9 +168,7 @@ def _train_together(
     model, _ = apply(workload.model, optimizer, plan, timeout_s=timeout_s)
     losses = []
     for number, batch in enumerate(batches):
-        loss = train_step(workload, plan, batch, optimizer)
-        mine = torch.tensor([loss], dtype=torch.float64)
-        losses.append(float(mine))
+        losses.append(train_step(workload, plan, batch, optimizer))
         progress(number + 1)
     return _Trained(losses, full_state_dict(model))
 

@@ -13,6 +13,7 @@ import weakref
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from ..planner.errors import InputError, RunError
@@ -75,7 +76,7 @@ class Watch:
         start = time.perf_counter()
         if group.on_stream:
             work.wait()
-        elif not work.is_completed() or not work.is_success():
+        else:
             self._wait_on_host(work, doing)
         taken = time.perf_counter() - start
         self.waited_s += taken
@@ -129,7 +130,7 @@ def _say_goodbye(reference: weakref.ref[Watch]) -> None:
         watch.goodbye()
 
 
-def _in_a_file(store: dist.Store) -> bool:
-    while isinstance(store, dist.PrefixStore):
+def _in_a_file(store: Store) -> bool:
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return isinstance(store, dist.FileStore)
+    return isinstance(store, FileStore)

@@ -17,8 +17,9 @@ import time
 import traceback
 from pathlib import Path
 
-from ..planner.errors import MeshwrightError
-from ..planner.noun import write_whole
+# Nothing of the package is imported before it is needed: until the program runs, Ctrl-C is to end
+# this process without a word, and the less there is until then the better.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 STDOUT_TO_STDERR = "MESHWRIGHT_STDOUT_TO_STDERR"
 """Set where stdout is kept for machines: what the program prints goes to stderr."""
@@ -34,16 +35,14 @@ def main(arguments: list[str]) -> None:
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if os.environ.get(STDOUT_TO_STDERR):
         os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run_program(program)
     except KeyboardInterrupt:  # the launcher has it too, and says so
         _exit(128 + signal.SIGINT)
-    except MeshwrightError as error:
-        _leave_word(folder, rank, error)
-        _exit(1)
     except Exception as error:
-        traceback.print_exc()
-        _leave_word(folder, rank, error)
+        if not _leave_word(folder, rank, error):
+            traceback.print_exc()
         _exit(1)
 
 
@@ -65,16 +64,22 @@ def run_program(program: list[str]) -> None:
         runpy.run_path(program[0], run_name="__main__")
 
 
-def _leave_word(folder: Path, rank: int, error: Exception) -> None:
+def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
+    """Writes why; returns whether the sentence says it all, as those of our own errors do."""
+    from ..planner.errors import MeshwrightError
+    from ..planner.noun import write_whole
+
+    expected = isinstance(error, MeshwrightError)
     word = {
         "rank": rank,
         "time": time.time(),
         "kind": type(error).__name__,
         "message": str(error) or type(error).__name__,
         "exit_code": getattr(error, "exit_code", 1),
-        "expected": isinstance(error, MeshwrightError),
+        "expected": expected,
     }
     write_whole(folder / f"failure-{rank}.json", json.dumps(word).encode())
+    return expected
 
 
 def _end_with_parent() -> None:

@@ -3,7 +3,7 @@
 from .capability import EVERYTHING, PLAIN, Capability
 from .cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
 from .compare import Comparison, compare
-from .cost import CostModel, Decisions, Option
+from .cost import CostModel
 from .curve import Curve
 from .errors import InfeasibleError, InputError, MeshwrightError, RunError
 from .evaluate import Evaluation, decisions_of, evaluate, evaluation, make_plan
@@ -11,6 +11,7 @@ from .explain import Explanation, explain
 from .goal import Goal
 from .layout import Layout, data_parallel, lattice
 from .noun import decode, encode, fingerprint, load, save
+from .options import Decisions, Option
 from .placement import place
 from .plan import Plan, Prediction, Provenance, UnitPlan
 from .profile import EdgeProfile, ModelProfile, ShareProfile, SplitProfile, UnitProfile

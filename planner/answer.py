@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from .cost import CostModel, Decisions
+from .cost import CostModel
 from .evaluate import make_plan, provenance_of
 from .objective import Value, value
+from .options import Decisions
 from .plan import Plan, Status
 from .schedule import ScheduleName, Step, plain_messages, slice_messages, work_of
 from .simulate import simulate

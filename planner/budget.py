@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cost import CostModel, Option
+from .cost import CostModel
 from .layout import Layout
+from .options import Option
 from .shares import backward_s, forward_s
 
 

@@ -12,8 +12,9 @@ The search over many units begins with such plans, and benchmarks compare with t
 from __future__ import annotations
 
 from .budget import single_device_s
-from .cost import CostModel, Decisions, Option
+from .cost import CostModel
 from .layout import Layout
+from .options import Decisions, Option
 
 LIMITS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 """Amplification limits that are tried: from hardly any waste to nearly none refused."""

@@ -53,7 +53,8 @@ EVERYTHING = Capability(
     early_release=True,
     micro_batches=True,
 )
-"""What the cost model knows: the bounds of a hypothetical plan."""
+"""All that a decision can say: the bounds of a hypothetical plan. The cost model refuses by name
+what it does not know yet."""
 
 PLAIN = Capability(
     styles=("none", "column", "row", "pair"),

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .answer import choice
+from .choices import unit_options
 from .classes import memory_classes
 from .cost import CostModel
 from .integer import Program
 from .ledger import Ledger
-from .options import unit_options
 from .solver import Problem
 
 SCALE = 100.0

@@ -20,9 +20,6 @@ from .memory import group_samples
 from .rows import AT, Matrix
 from .step import Vector
 
-ROUNDING = 0.5
-"""Peaks are rounded to whole bytes before they are held against the limit."""
-
 
 class MemoryClass(NamedTuple):
     """A position, its memory, figures [option, figure] of each unit there, and for each unit's
@@ -61,7 +58,7 @@ def _class(
         for unit in ledger.units
     )
     figures = tuple(ledger.bytes_at(k, samples) for k in range(len(ledger.units)))
-    return MemoryClass(position, max(limit, 1) + ROUNDING, figures, part)
+    return MemoryClass(position, float(max(limit, 1)), figures, part)
 
 
 def _covers(more: MemoryClass, less: MemoryClass) -> bool:

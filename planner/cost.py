@@ -19,7 +19,6 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
-from .capability import Capability, degrees
 from .cluster import Cluster
 from .collectives import (
     Fabric,
@@ -33,10 +32,10 @@ from .collectives import (
 )
 from .errors import InputError
 from .goal import Goal
-from .layout import Layout, Style, data_parallel
+from .layout import Layout, data_parallel
 from .movement import Moved, moved, moved_s
+from .options import Decisions, Option, tied_units
 from .ownership import Held, entry, exit_
-from .plan import ExchangePolicy, MemoryPolicy
 from .profile import EdgeProfile, ModelProfile, ParameterProfile, UnitProfile
 from .shares import (
     backward_s,
@@ -53,22 +52,6 @@ NUMBER_BYTES = 4
 """Of the number that says where a picked gradient element belongs (int32)."""
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
-
-
-class Option(NamedTuple):
-    """One choice for a unit."""
-
-    layout: Layout
-    style: Style = "none"
-    memory: MemoryPolicy = "keep"
-    exchange: ExchangePolicy = "dense"
-    ratio: float = 1.0
-    early_release: bool = False
-
-    @property
-    def lossy(self) -> bool:
-        """Whether part of the gradient waits for a later step."""
-        return self.exchange in ("dropped", "topk")
 
 
 class OnLink(NamedTuple):
@@ -108,10 +91,6 @@ class EdgeCost(NamedTuple):
     received_bytes: float
 
 
-Decisions = tuple[Option, ...]
-"""One option for each unit of a profile, in its order."""
-
-
 class CostModel:
     """The costs of one profile on one cluster for one goal, micro-batch count and placement.
 
@@ -141,6 +120,7 @@ class CostModel:
         self._units: dict[tuple[int, Option], UnitCost] = {}
         self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
         self._moved: dict[tuple[Held, Held, int], Moved] = {}
+        self._gradients: dict[tuple[int, Option], tuple[tuple[int, int], ...]] = {}
         self._rings: dict[tuple[Layout, str], Rings] = {}
 
     @cached_property
@@ -240,6 +220,20 @@ class CostModel:
                 forward_s=cost.forward_s + copy_s, backward_s=cost.backward_s + copy_s
             )
         return cost
+
+    def gradients(self, k: int, option: Option) -> tuple[tuple[int, int], ...]:
+        """(undivided, a member's payload) bytes of the gradients of unit ``k`` that travel, in the
+        order of backward."""
+        key = (k, option)
+        if key not in self._gradients:
+            unit, layout = self.profile.units[k], option.layout
+            trained = [p for p in self.owned[k] if p.trainable and layout.groups > 1]
+            shards = [shard_bytes(unit, option.style, layout.degree, (p,)) for p in trained]
+            self._gradients[key] = tuple(
+                (p.bytes, self.payload_bytes(option, shard))
+                for p, shard in zip(reversed(trained), reversed(shards), strict=True)
+            )
+        return self._gradients[key]
 
     def _update_s(self, option: Option, trained_bytes: int) -> float:
         """The update of a member's shard, of its part of it where the exchange is sharded; and for
@@ -388,17 +382,6 @@ class CostModel:
             chain.entry_backward_s[cost.backward.link, k] += cost.backward.seconds
 
 
-def tied_units(profile: ModelProfile) -> tuple[tuple[int, ...], ...]:
-    """For each unit the units tied to it by shared parameters, directly or through others."""
-    home = list(range(len(profile.units)))
-    first: dict[str, int] = {}
-    for k, unit in enumerate(profile.units):
-        for name in {p.shared for p in unit.parameters}:
-            a, b = home[first.setdefault(name, k)], home[k]
-            home = [min(a, b) if h in (a, b) else h for h in home]
-    return tuple(tuple(i for i, h in enumerate(home) if h == home[k]) for k in range(len(home)))
-
-
 def _early(cost: UnitCost, option: Option) -> UnitCost:
     """With early release the rank waits for the unit's exchange in backward and updates there."""
     if not option.early_release:
@@ -428,33 +411,3 @@ def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:
         reason = "asks for early release: its gradients add up, so use one micro-batch"
     if reason:
         raise InputError(f"unit {unit.name!r} {reason}")
-
-
-def allowed(model: CostModel, k: int, option: Option, capability: Capability) -> bool:
-    """Whether unit ``k`` may have ``option`` by itself (ties are checked by ``ties_agree``)."""
-    unit, layout = model.profile.units[k], option.layout
-    home = data_parallel(model.world_size)
-    if not model.goal.permits(unit.name, layout):
-        return False
-    if unit.fixed or (unit.batch_statistics and model.goal.batch_statistics == "local"):
-        return layout == home and option.style == "none"
-    return (
-        layout.first + layout.size <= model.world_size
-        and capability.allows(layout, model.world_size)
-        and option.style in capability.styles
-        and degrees(unit, option.style, layout.degree)
-    )
-
-
-def ties_agree(model: CostModel, units: Sequence[int], options: Sequence[Option]) -> bool:
-    """Whether tied units share one layout and cut each shared parameter along one dimension."""
-    if len({o.layout for o in options}) > 1:
-        return False
-    cuts: dict[str, set[int | None]] = {}
-    for k, option in zip(units, options, strict=True):
-        unit = model.profile.units[k]
-        split = unit.split(option.style) if option.layout.degree > 1 else None
-        sharded: dict[str, int] = dict(split.sharded) if split else {}
-        for parameter in unit.parameters:
-            cuts.setdefault(parameter.shared, set()).add(sharded.get(parameter.shared))
-    return all(len(dims) == 1 for dims in cuts.values())

@@ -8,6 +8,7 @@ only get shorter, and no message is sent earlier for being longer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 import msgspec
@@ -15,12 +16,13 @@ import msgspec
 from .budget import gpu_seconds
 from .capability import PLAIN, Capability
 from .cluster import Cluster
-from .cost import BUCKET_BYTES, CostModel, Decisions, Option
+from .cost import BUCKET_BYTES, CostModel
 from .errors import InputError
 from .goal import Goal
 from .layout import data_parallel
-from .memory import MemoryModel, MemoryPoint, peak_bytes, position_classes, timeline
+from .memory import Holding, MemoryModel, MemoryPoint, peak_bytes, position_classes, timeline
 from .noun import fingerprint
+from .options import Decisions, Option
 from .plan import Plan, Prediction, Provenance, UnitPlan
 from .profile import ModelProfile
 from .schedule import ScheduleName, Step, step_of
@@ -29,12 +31,18 @@ from .step import Chain
 
 
 class RankMemory(NamedTuple):
-    """Positions that hold the same, their peak, the unit at work there, and the whole timeline."""
+    """Positions that hold the same, their peak, the unit at work there, and what units hold."""
 
     positions: tuple[int, ...]
     peak_bytes: int
     unit: str
-    points: tuple[MemoryPoint, ...]
+    holding: Holding
+    micro_batches: int
+
+    @property
+    def points(self) -> tuple[MemoryPoint, ...]:
+        """The timeline, class by class."""
+        return tuple(timeline(self.holding, self.micro_batches))
 
 
 class Evaluation(NamedTuple):
@@ -109,9 +117,8 @@ def rank_memory(model: CostModel, decisions: Decisions) -> tuple[RankMemory, ...
     for group in position_classes(model.counts, [o.layout for o in decisions]):
         held = memory.held(decisions, group.samples)
         peak, k = peak_bytes(held, model.micro_batches)
-        points = tuple(timeline(held, model.micro_batches))
         name = model.profile.units[k].name
-        found.append(RankMemory(group.positions, round(peak), name, points))
+        found.append(RankMemory(group.positions, ceil(peak), name, held, model.micro_batches))
     return tuple(found)
 
 
@@ -282,4 +289,7 @@ def decisions_of(plan: Plan) -> Decisions:
 def is_data_parallel(decisions: Sequence[Option], world_size: int) -> bool:
     """Whether every unit is plainly data parallel."""
     home = data_parallel(world_size)
-    return all(o == Option(home) for o in decisions)
+    return all(
+        (o.layout, o.style, o.memory, o.exchange) == (home, "none", "keep", "dense")
+        for o in decisions
+    )

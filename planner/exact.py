@@ -10,15 +10,16 @@ one that loses least.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pulp
 
 from .answer import Choice, DisagreementError, answer, choice
 from .backend import Backend, Interruption, Solved, run
 from .cases import Case, case, models
+from .choices import unit_options
 from .cost import CostModel
 from .integer import Program
-from .options import unit_options
 from .solver import Problem, Result
 from .splits import placed, search
 from .unfit import explain_proved
@@ -92,7 +93,8 @@ class Search:
 
     def _begin(self, every: list[CostModel]) -> None:
         """What the heuristic finds, and plain data parallelism, under every model."""
-        found = search(self.problem, max(min(self.left_s / 4, 10.0), 0.0)).evaluation.decisions
+        quiet = replace(self.problem, progress=None)
+        found = search(quiet, max(min(self.left_s / 4, 10.0), 0.0)).evaluation.decisions
         for model in every:
             for decisions in dict.fromkeys((model.baseline, found)):
                 if all(d in unit_options(model, k, self.problem.capability)

@@ -11,12 +11,13 @@ from typing import Literal, NamedTuple
 
 from .capability import PLAIN, Capability
 from .cluster import Cluster
-from .cost import CostModel, Decisions, Option
+from .cost import CostModel
 from .errors import InputError
 from .evaluate import Evaluation, decisions_of, evaluation, excess
 from .layout import Layout, Style
 from .memory import MemoryModel
 from .noun import Bytes, Index, Noun, Seconds
+from .options import Decisions, Option
 from .plan import Plan
 from .profile import ModelProfile
 from .schedule import ScheduleName
@@ -199,12 +200,11 @@ def _exposed(done: Evaluation) -> Iterator[Exposure]:
     """Each message's part in the stalls of the step, those without one left out."""
     units = done.model.profile.units
     stalls = list(_stalls(done.simulation))
-    for message in done.step.messages:
-        first = min(message.units)
+    for index, message in enumerate(done.step.messages):
         seconds = sum(
             max(min(span.end_s, end) - max(span.start_s, start), 0.0)
             for span in done.simulation.spans
-            if (span.phase, span.unit, span.resource) == ("exchange", first, message.link)
+            if span.message == index
             for start, end in stalls
         )
         if seconds > 0:

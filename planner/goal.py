@@ -15,7 +15,7 @@ BatchStatistics = Literal["local", "global"]
 
 
 class Pin(Noun, frozen=True, kw_only=True):
-    """What the user decides about a unit: ``only`` these layouts (any if empty), ``never`` those."""
+    """What the user decides of a unit: ``only`` these layouts (any if empty), ``never`` those."""
 
     unit: str
     only: tuple[Layout, ...] = ()

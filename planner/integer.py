@@ -13,10 +13,9 @@ with the function that adds it:
                          for every unit j and link, and T ≥ Σ_k always·f_k        ``_step``
     slices               d_j ≥ slice_k for k > j, where unit j exchanges          ``_slices``
     memory timeline      limit ≥ the rows of bytes, at every unit in forward and
-                         backward and at the update, + h in the last two,
-                         for every class of positions; limit·(1 + v) where
-                         v is what is to be least                                 ``_memory``
-    buckets in flight    h ≥ min(Σ_k sent_k, 2·max(bucket, max_k sent_k))         ``_buckets``
+                         backward (there + h_k) and at the update, for every
+                         class of positions; limit·(1 + v) where v is to be least ``_memory``
+    open buckets         h_k ≥ min(Σ_{i<k} sent_i, layouts in use · bucket)       ``_buckets``
     device-seconds       W·T - Σ_k idle_k ≤ limit (DeepPool's amplification)      ``_budgets``
     fidelity             Σ_k lost_k ≤ 1 - the floor                               ``_budgets``
     step time limit      T ≤ limit                                                ``_budgets``
@@ -36,9 +35,9 @@ import pulp
 
 from .budget import energy_budget, gpu_seconds_limit, lost_energy
 from .classes import MemoryClass
-from .cost import Option
+from .layout import Layout
 from .ledger import EDGE_FIGURES, Ledger
-from .memory import BUCKETS_IN_FLIGHT
+from .options import Option
 from .rows import AT, RECEIVED, Matrix, rows
 from .schedule import ScheduleName
 from .step import LINKS, Vector
@@ -276,15 +275,15 @@ class Program:
         figures = [f / each.limit_bytes for f in each.figures]
         received = [self._received(i, k, each) for k in units]
         flight = self._buckets(i, figures, each)
-        for track, flying in ((timed, {}), (timed + 1, flight)):
+        for track, flying in ((timed, [{}] * len(units)), (timed + 1, flight)):
             family = (self.rows.before[track], self.rows.at[track], self.rows.after[track])
             parts = [tuple(self._form(k, w, figures[k]) for w in family) for k in units]
             table = self._track(f"m{i}_{track}", parts)  # type: ignore[arg-type]
-            for row, into in zip(table, received, strict=True):
+            for row, into, buckets in zip(table, received, flying, strict=True):
                 for terms in into:
-                    self._fits([*row.items(), *terms.items(), *flying.items()])
+                    self._fits([*row.items(), *terms.items(), *buckets.items()])
         update = (self._form(k, self.rows.totals[1], figures[k]).items() for k in units)
-        self._fits([*(t for part in update for t in part), *flight.items()])
+        self._fits([t for part in update for t in part])
 
     def _fits(self, parts: Iterable[tuple[pulp.LpVariable, float]]) -> None:
         """A row of bytes, in units of the limit, stays under it (or under 1 + v)."""
@@ -306,26 +305,54 @@ class Program:
             self._at_most(terms | {most: -1.0}, 0.0)
         return [{most: 1.0}]
 
-    def _buckets(self, i: int, figures: Sequence[Matrix], each: MemoryClass) -> Terms:
-        """h: the smaller of all gradients exchanged, and a few of the largest bucket."""
-        column = AT["exchanged"]
-        sent = [f[:, column] for f in figures]
-        total = summed(
-            item for row, s in zip(self.x, sent, strict=True) for item in zip(row, s, strict=True)
-        )
+    def _buckets(self, i: int, figures: Sequence[Matrix], each: MemoryClass) -> list[Terms]:
+        """h_k: as unit k's backward comes, the smaller of what is still to be exchanged and of the
+        open buckets, one for each layout in use; slices need no buckets."""
+        units = range(len(self.x))
+        if self.model.sliced:
+            return [{} for _ in units]
+        sent = [f[:, AT["exchanged"]] for f in figures]
+        to_come = [self._new(f"h{i}_come_{k}") for k in units]
+        self._equal({to_come[0]: 1.0}, 0.0)
+        for k in units[1:]:
+            added = summed(zip(self.x[k - 1], sent[k - 1], strict=True))
+            self._running(to_come[k], to_come[k - 1], added)
         bucket = self.model.bucket_bytes / each.limit_bytes
-        largest, everything = max(s.max() for s in sent), sum(s.max() for s in sent)
-        if everything <= BUCKETS_IN_FLIGHT * bucket:
-            return total
-        height, most = self._new(f"h{i}"), self._new(f"h{i}_most")
-        few = pulp.LpVariable(f"h{i}_few", cat="Binary")
-        self._at_most({most: -1.0}, -bucket)
-        for row, s in zip(self.x, sent, strict=True):
-            if s.max() > bucket:
-                self._at_most(summed(zip(row, s, strict=True)) | {most: -1.0}, 0.0)
-        self._at_most(total | {height: -1.0, few: -everything}, 0.0)
-        top = BUCKETS_IN_FLIGHT * max(largest, bucket)
-        self._at_most({most: float(BUCKETS_IN_FLIGHT), height: -1.0, few: top}, top)
+        most = sum(float(s.max()) for s in sent)
+        if most <= bucket:
+            return [{v: 1.0} for v in to_come]
+        kinds = self._kinds(i)
+        return [self._smaller(f"h{i}_{k}", to_come[k], most, kinds, bucket) for k in units]
+
+    def _kinds(self, i: int) -> list[pulp.LpVariable]:
+        """For each layout that exchanges gradients whether it is in use."""
+        used: dict[Layout, pulp.LpVariable] = {}
+        for row, unit in zip(self.x, self.ledger.units, strict=True):
+            options: dict[Layout, list[pulp.LpVariable]] = {}
+            for x, option in zip(row, unit.options, strict=True):
+                options.setdefault(option.layout, []).append(x)
+            for layout, mine in options.items():
+                if layout.groups > 1:
+                    if layout not in used:
+                        used[layout] = self._new(f"k{i}_{len(used)}")
+                    self._at_most(dict.fromkeys(mine, 1.0) | {used[layout]: -1.0}, 0.0)
+        return list(used.values())
+
+    def _smaller(
+        self,
+        name: str,
+        to_come: pulp.LpVariable,
+        most: float,
+        kinds: Sequence[pulp.LpVariable],
+        bucket: float,
+    ) -> Terms:
+        """h ≥ the smaller of to_come and Σ kinds · bucket; a binary says which."""
+        height = self._new(name)
+        full = pulp.LpVariable(f"{name}_full", cat="Binary")
+        self._at_most({to_come: 1.0, height: -1.0, full: -most}, 0.0)
+        top = bucket * len(kinds)
+        buckets = dict.fromkeys(kinds, bucket)
+        self._at_most(buckets | {height: -1.0, full: top}, top)
         return {height: 1.0}
 
     def _budgets(self) -> None:

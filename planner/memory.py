@@ -14,12 +14,13 @@ are, in bytes:
                    gradients too, which are gone when it has finished
     workspace      temporaries of the unit at work, and those of its feature maps that are only
                    there meanwhile (recompute, offload)
-    buffers        what a redistribution receives, buckets in flight, and with micro-batches the
-                   new gradient before it is added
+    buffers        what a redistribution receives, the part of open buckets that is not filled
+                   yet (slices need none), and a new gradient until it is copied into its bucket
+                   or slices, or added
 
 How long a gradient lives depends on the wire, so it counts to the end of the step, and under
 priority to its unit's next forward, whatever its exchange. The figures are additive: a unit's
-choice adds bytes to each point, and a plan holds their sum (buckets in flight aside).
+choice adds bytes to each point, and a plan holds their sum (open buckets aside).
 What the framework itself takes (allocator slack, a CUDA context) is not counted.
 """
 
@@ -31,14 +32,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .cost import CostModel, Option
+from .cost import CostModel
 from .layout import Layout
+from .options import Option
 from .ownership import group_bounds
 from .shares import Quantity, share_of
 from .step import Vector
-
-BUCKETS_IN_FLIGHT = 2
-"""One on the wire and one being filled: the executor waits before it fills a third."""
 
 
 class MemoryPoint(NamedTuple):
@@ -63,7 +62,8 @@ class MemoryPoint(NamedTuple):
 class Holding(NamedTuple):
     """What the units of one position hold, one value for each unit, in bytes.
 
-    ``bucket`` is the size of the buckets in flight together.
+    ``exchanged`` is the part of gradients that travels, in buckets: gradients are views of these.
+    ``buckets_bytes`` is the most that buckets being filled may take together.
     """
 
     weights: Vector
@@ -73,7 +73,8 @@ class Holding(NamedTuple):
     map_gradients: Vector
     workspace: Vector
     received: Vector
-    bucket: float
+    exchanged: Vector
+    buckets_bytes: float
 
 
 class PositionClass(NamedTuple):
@@ -171,7 +172,15 @@ class MemoryModel:
         )
         weights, optimizer, gradients, saved, maps, workspace, exchanged = table
         return Holding(
-            weights, optimizer, gradients, saved, maps, workspace, received, self.bucket(exchanged)
+            weights,
+            optimizer,
+            gradients,
+            saved,
+            maps,
+            workspace,
+            received,
+            exchanged,
+            self.buckets_bytes(decisions),
         )
 
     def received(self, k: int, decisions: Sequence[Option], samples: int | None) -> float:
@@ -183,21 +192,25 @@ class MemoryModel:
                  for e in model.edges_into[k])  # fmt: skip
         return max((c.received_bytes for c in costs), default=0.0)
 
-    def bucket(self, exchanged: Vector) -> float:
-        """Bytes of buckets in flight: a bucket is at least a unit's gradients."""
-        largest = max(float(exchanged.max(initial=0.0)), float(self.model.bucket_bytes))
-        return min(float(exchanged.sum()), BUCKETS_IN_FLIGHT * largest)
+    def buckets_bytes(self, decisions: Sequence[Option]) -> float:
+        """The most that open buckets take: one for each layout that exchanges gradients; none where
+        gradients travel in slices."""
+        if self.model.sliced:
+            return 0.0
+        kinds = len({o.layout for o in decisions if o.layout.groups > 1})
+        return float(kinds * self.model.bucket_bytes)
 
 
 def _alive(held: Holding, micro_batches: int) -> tuple[Vector, Vector, Vector]:
     """(feature maps, gradients, buffers) as backward reaches each unit; forward has those maps."""
     saved = held.saved.cumsum()
+    to_come = held.exchanged.cumsum() - held.exchanged
+    unfilled = np.minimum(to_come, held.buckets_bytes)
     if micro_batches > 1:
-        gradients = np.full_like(saved, held.gradients.sum())
-        fresh = held.gradients
+        gradients, fresh = np.full_like(saved, held.gradients.sum()), held.gradients
     else:
-        gradients, fresh = held.gradients[::-1].cumsum()[::-1], np.zeros_like(saved)
-    return saved, gradients, fresh + held.received + held.bucket
+        gradients, fresh = held.gradients[::-1].cumsum()[::-1], held.exchanged
+    return saved, gradients, unfilled + fresh + held.received
 
 
 def timeline(held: Holding, micro_batches: int) -> list[MemoryPoint]:
@@ -217,7 +230,7 @@ def timeline(held: Holding, micro_batches: int) -> list[MemoryPoint]:
                     float(held.map_gradients[k]), float(held.workspace[k]), float(buffers[k]))
         for k in reversed(units)
     ]  # fmt: skip
-    end = MemoryPoint(units[-1], "update", weights, optimizer, every, 0.0, 0.0, 0.0, held.bucket)
+    end = MemoryPoint(units[-1], "update", weights, optimizer, every, 0.0, 0.0, 0.0, 0.0)
     return [*points, end]
 
 
@@ -231,4 +244,4 @@ def peak_bytes(held: Holding, micro_batches: int) -> tuple[float, int]:
     backward = gradients + maps + held.map_gradients + held.workspace + buffers
     both = np.maximum(forward, backward)
     k = int(both.argmax())
-    return float(always + max(both[k], every + held.bucket)), k
+    return float(always + max(both[k], every)), k

@@ -15,13 +15,14 @@ from .answer import Choice, answer, choice
 from .budget import energy_budget, gpu_seconds_limit
 from .bursts import LIMITS, greedy
 from .cases import models
-from .cost import CostModel, Decisions
+from .cost import CostModel
 from .evaluate import limits_bytes
 from .exact import Integer
 from .infeasible import explain_infeasible
 from .lagrange import Lagrangian, Search
 from .limits import INFINITE, Limits
 from .memory import MemoryModel
+from .options import Decisions
 from .rows import AT, bucket_share, rows
 from .search import Space
 from .sheet import Sheet
@@ -101,7 +102,7 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
         float(u.memory.figures[..., at].max() + u.exchange.figures[..., at].max())
         for u in sheet.units
     )
-    share = bucket_share(most, model.bucket_bytes)
+    share = 0.0 if model.sliced else bucket_share(most, model.bucket_bytes)
     goal = model.goal
     economical = goal.objective == "gpu_seconds"
     bounds = Limits(

@@ -88,8 +88,13 @@ def _check_version(cls: type[Noun], data: bytes, origin: str) -> None:
 
 
 def _damaged(cls: type[Noun], origin: str, error: Exception) -> str:
-    detail = str(error) or type(error).__name__
+    detail = printable(str(error) or type(error).__name__)
     return f"{origin} is not a valid {cls.__name__}: {detail}; write it anew or mend that field"
+
+
+def printable(text: str) -> str:
+    """The text on one line: what a file holds may break lines or steer a terminal."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def load(cls: type[NounT], path: str | Path) -> NounT:

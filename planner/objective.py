@@ -7,12 +7,14 @@ simulation of the schedule as it is run tells what the Plan predicts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 from .budget import energy_budget, gpu_seconds, gpu_seconds_limit, lost_energy
-from .cost import CostModel, Option
+from .cost import CostModel
 from .evaluate import limits_bytes
 from .memory import MemoryModel, peak_bytes, position_classes
+from .options import Option
 from .schedule import ScheduleName
 from .step import barrier_step, priority_step
 
@@ -58,6 +60,6 @@ def over_bytes(model: CostModel, decisions: Sequence[Option]) -> int:
     limits = limits_bytes(model.cluster, model.goal, model.placement)
     most = -(10**18)
     for group in position_classes(model.counts, [o.layout for o in decisions]):
-        peak = round(peak_bytes(memory.held(decisions, group.samples), model.micro_batches)[0])
+        peak = ceil(peak_bytes(memory.held(decisions, group.samples), model.micro_batches)[0])
         most = max(most, peak - min(limits[p] for p in group.positions))
     return most

@@ -1,83 +1,73 @@
-"""The options of a unit: the lattice of layouts, times what may be done about memory and exchange.
-
-Policies that cannot help a unit are left out: nothing is recomputed or offloaded where nothing is
-saved, no exchange is chosen where there is none, and an exchange is sharded only where there is
-optimizer state or an update to divide.
-"""
+"""What can be decided of a unit, and which decisions go together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from .budget import energy_budget, lost_energy, within_unit_limit
-from .capability import Capability
-from .cost import CostModel, Option, allowed
-from .layout import Layout, Style, lattice
-from .shares import saved_bytes
-
-STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")
-
-
-def layouts_of(model: CostModel, capability: Capability) -> tuple[Layout, ...]:
-    """The layouts that a search tries; all start at position 0."""
-    return tuple(lattice(model.world_size, bursts=capability.idle_positions))
+from .capability import Capability, degrees
+from .goal import Goal
+from .layout import Layout, Style, data_parallel
+from .plan import ExchangePolicy, MemoryPolicy
+from .profile import ModelProfile, UnitProfile
 
 
-def unit_options(model: CostModel, k: int, capability: Capability) -> tuple[Option, ...]:
-    """All options of unit ``k`` by itself, those without a policy first in each layout."""
-    plain = (
-        Option(layout, style)
-        for layout in layouts_of(model, capability)
-        for style in STYLES
-        if (style == "none") == (layout.degree == 1)
+class Option(NamedTuple):
+    """One choice for a unit."""
+
+    layout: Layout
+    style: Style = "none"
+    memory: MemoryPolicy = "keep"
+    exchange: ExchangePolicy = "dense"
+    ratio: float = 1.0
+    early_release: bool = False
+
+    @property
+    def lossy(self) -> bool:
+        """Whether part of the gradient waits for a later step."""
+        return self.exchange in ("dropped", "topk")
+
+
+Decisions = tuple[Option, ...]
+"""One option for each unit of a profile, in its order."""
+
+
+def tied_units(profile: ModelProfile) -> tuple[tuple[int, ...], ...]:
+    """For each unit the units tied to it by shared parameters, directly or through others."""
+    home = list(range(len(profile.units)))
+    first: dict[str, int] = {}
+    for k, unit in enumerate(profile.units):
+        for name in {p.shared for p in unit.parameters}:
+            a, b = home[first.setdefault(name, k)], home[k]
+            home = [min(a, b) if h in (a, b) else h for h in home]
+    return tuple(tuple(i for i, h in enumerate(home) if h == home[k]) for k in range(len(home)))
+
+
+def allowed(
+    unit: UnitProfile, option: Option, goal: Goal, capability: Capability, world_size: int
+) -> bool:
+    """Whether a unit may have ``option`` by itself (ties are checked by ``ties_agree``)."""
+    layout = option.layout
+    if not goal.permits(unit.name, layout):
+        return False
+    if unit.fixed or (unit.batch_statistics and goal.batch_statistics == "local"):
+        return layout == data_parallel(world_size) and option.style == "none"
+    return (
+        layout.first + layout.size <= world_size
+        and capability.allows(layout, world_size)
+        and option.style in capability.styles
+        and degrees(unit, option.style, layout.degree)
     )
-    return tuple(
-        option
-        for base in plain
-        if allowed(model, k, base, capability)
-        for option in with_policies(model, k, base, capability)
-        if within_unit_limit(model, k, option)
-    )
 
 
-def with_policies(
-    model: CostModel, k: int, base: Option, capability: Capability
-) -> Iterator[Option]:
-    """``base`` under every combination of policies that may help."""
-    for memory in _memory(model, k, base, capability):
-        for exchange in _exchange(model, k, memory, capability):
-            yield exchange
-            if exchange.exchange != "sharded" and _releases(model, k, capability):
-                yield exchange._replace(early_release=True)
-
-
-def _memory(model: CostModel, k: int, base: Option, capability: Capability) -> Iterator[Option]:
-    yield base
-    unit = model.profile.units[k]
-    saved = saved_bytes(unit, base.style, base.layout.degree, 1.0)
-    if unit.fixed or not saved:
-        return
-    if "recompute" in capability.memory:
-        yield base._replace(memory="recompute")
-    if "offload" in capability.memory and model.cluster.host_bytes_per_s is not None:
-        yield base._replace(memory="offload")
-
-
-def _exchange(model: CostModel, k: int, base: Option, capability: Capability) -> Iterator[Option]:
-    yield base
-    if base.layout.groups == 1 or not any(p.trainable for p in model.owned[k]):
-        return
-    goal, unit = model.goal, model.profile.units[k]
-    divides = goal.state_copies or model.profile.update_seconds_per_byte(goal.optimizer)
-    if "sharded" in capability.exchange and model.sliced and divides:
-        yield base._replace(exchange="sharded")
-    for curve in unit.fidelity if goal.allow_lossy else ():
-        for ratio in curve.ratios if curve.exchange in capability.exchange else ():
-            lossy = base._replace(exchange=curve.exchange, ratio=ratio)
-            if lost_energy(model, k, lossy) <= energy_budget(model):
-                yield lossy
-
-
-def _releases(model: CostModel, k: int, capability: Capability) -> bool:
-    trained = any(p.trainable for p in model.owned[k])
-    return capability.early_release and model.sliced and model.micro_batches == 1 and trained
+def ties_agree(units: Sequence[UnitProfile], options: Sequence[Option]) -> bool:
+    """Whether tied units share one layout and cut each shared parameter along one dimension."""
+    if len({o.layout for o in options}) > 1:
+        return False
+    cuts: dict[str, set[int | None]] = {}
+    for unit, option in zip(units, options, strict=True):
+        split = unit.split(option.style) if option.layout.degree > 1 else None
+        sharded: dict[str, int] = dict(split.sharded) if split else {}
+        for parameter in unit.parameters:
+            cuts.setdefault(parameter.shared, set()).add(sharded.get(parameter.shared))
+    return all(len(dims) == 1 for dims in cuts.values())

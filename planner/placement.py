@@ -5,21 +5,25 @@ a group's length apart and exchange gradients. An order is judged by the seconds
 slowest ring, summed over the layouts in question: groups of neighbours, and rings over their peers.
 
 Worker allocation is one of the three decisions of GHP (Joo & Youn, IEEE Access 9:52601, 2021); how
-they search is not in the abstract, what stands here is ours. Exact for few ranks; above, hosts stay
-together and the better of several orders is improved by swaps.
+they search is not in the abstract, what stands here is ours. Exact where there are few orders; else
+hosts stay together and the best of several orders is improved by swaps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import permutations
+from itertools import permutations, zip_longest
+from math import factorial
 
 from .cluster import Cluster
 from .collectives import Fabric, groups_of, peers_of, rings
 from .layout import Layout, lattice
 
-EXACT_RANKS = 6
-"""Up to here every order is tried (6! = 720)."""
+EXACT_ORDERS = 1000
+"""Every order is tried where there are no more. Ranks of a host are alike unless pairs were
+measured: two hosts of five and three devices make 56 orders, six ranks measured in pairs 720."""
+GROUP_WEIGHT = 3.0
+"""What is moved inside a group is waited for, the exchange of gradients can hide."""
 SWAP_ROUNDS = 4
 """How often the whole order is gone through for a swap that helps."""
 SWAP_RANKS = 16
@@ -33,9 +37,9 @@ def order_cost(cluster: Cluster, order: Sequence[int], layouts: Sequence[Layout]
     fabric = Fabric(cluster, tuple(order))
     cost = 0.0
     for layout in layouts:
-        for rows in (groups_of(layout), peers_of(layout)):
+        for rows, weight in ((groups_of(layout), GROUP_WEIGHT), (peers_of(layout), 1.0)):
             if rows.shape[1] > 1:
-                cost += 1.0 / rings(fabric, rows).bytes_per_s
+                cost += weight / rings(fabric, rows).bytes_per_s
     return cost
 
 
@@ -49,34 +53,56 @@ def place(cluster: Cluster, layouts: Sequence[Layout] | None = None) -> tuple[in
         return hosts
     if layouts is None:
         layouts = list(lattice(cluster.world_size, bursts=False))
-    best, cost = hosts, order_cost(cluster, hosts, layouts)
-    for order in _candidates(cluster):
-        found = order_cost(cluster, order, layouts)
-        if found < cost * (1 - 1e-9):
-            best, cost = order, found
-    if EXACT_RANKS < cluster.world_size <= SWAP_RANKS:
-        best, cost = _swapped(cluster, best, cost, layouts)
-    return best if cost < WORTH_IT * order_cost(cluster, hosts, layouts) else hosts
+    found = [hosts, *_candidates(cluster)]
+    if orders(cluster) > EXACT_ORDERS and cluster.world_size <= SWAP_RANKS:
+        found += [_swapped(cluster, order, layouts) for order in dict.fromkeys(found)]
+    before = order_cost(cluster, hosts, layouts)
+    costs = [order_cost(cluster, order, layouts) for order in found]
+    cost = min(costs)
+    return found[costs.index(cost)] if cost < WORTH_IT * before else hosts
 
 
 def needs_placing(cluster: Cluster) -> bool:
     """Whether another order than that of the hosts could be better: links were measured pair by
-    pair, or hosts differ in their number of devices."""
-    sizes = {len(node.devices) for node in cluster.nodes}
-    return bool(cluster.pair_bytes_per_s) or len(sizes) > 1
+    pair, hosts differ in their number of devices, or links inside hosts are the slower ones."""
+    if cluster.pair_bytes_per_s or len({len(node.devices) for node in cluster.nodes}) > 1:
+        return True
+    intra, inter = cluster.level("intra"), cluster.level("inter")
+    several = len(cluster.nodes) > 1 and len(cluster.nodes[0].devices) > 1
+    return bool(several and intra and inter and intra.bytes_per_s < inter.bytes_per_s)
+
+
+def orders(cluster: Cluster) -> int:
+    """How many orders of ranks differ in what they cost."""
+    count = factorial(cluster.world_size)
+    if not cluster.pair_bytes_per_s:
+        for node in cluster.nodes:
+            count //= factorial(len(node.devices))
+    return count
 
 
 def _candidates(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Every order for few ranks, else larger hosts first and chains of nearest neighbours."""
-    world = cluster.world_size
-    if world <= EXACT_RANKS:
-        yield from permutations(range(world))
+    """Every order where these are few, else larger hosts first, hosts in turn, and
+    chains of nearest neighbours."""
+    world, blocks = cluster.world_size, _blocks(cluster)
+    if orders(cluster) <= EXACT_ORDERS:
+        yield from permutations(range(world)) if cluster.pair_bytes_per_s else _mixed(blocks)
         return
-    blocks = _blocks(cluster)
     yield tuple(r for block in sorted(blocks, key=len, reverse=True) for r in block)
+    yield tuple(r for row in zip_longest(*blocks) for r in row if r is not None)
     if cluster.pair_bytes_per_s:
-        for start in range(min(world, 8)):
-            yield _nearest_chain(cluster, start * world // min(world, 8))
+        for start in range(min(world, 4)):
+            yield _nearest_chain(cluster, start * world // min(world, 4))
+
+
+def _mixed(blocks: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """All ways to mix the blocks' ranks, each block's in their order."""
+    if not any(blocks):
+        yield ()
+    for i, block in enumerate(blocks):
+        if block:
+            rest = [b[1:] if i == k else b for k, b in enumerate(blocks)]
+            yield from ((block[0], *order) for order in _mixed(rest))
 
 
 def _blocks(cluster: Cluster) -> list[list[int]]:
@@ -99,10 +125,10 @@ def _nearest_chain(cluster: Cluster, start: int) -> tuple[int, ...]:
 
 
 def _swapped(
-    cluster: Cluster, order: tuple[int, ...], cost: float, layouts: Sequence[Layout]
-) -> tuple[tuple[int, ...], float]:
-    """The order and its cost after swaps of two positions, as long as they help."""
-    current = list(order)
+    cluster: Cluster, order: tuple[int, ...], layouts: Sequence[Layout]
+) -> tuple[int, ...]:
+    """The order after swaps of two positions, as long as they help."""
+    current, cost = list(order), order_cost(cluster, order, layouts)
     for _ in range(SWAP_ROUNDS):
         before = cost
         for a in range(len(current)):
@@ -115,4 +141,4 @@ def _swapped(
                     current[a], current[b] = current[b], current[a]
         if cost >= before:
             break
-    return tuple(current), cost
+    return tuple(current)

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .memory import BUCKETS_IN_FLIGHT
 from .schedule import ScheduleName
 from .step import LINKS, Chain, Terms, Vector, priority_terms
 
@@ -146,16 +145,17 @@ def _unit_chain() -> Chain:
 def _memory(micro_batches: int, bucket: float) -> tuple[Matrix, Matrix, Matrix, Matrix]:
     """(before, at, after) for memory in forward and in backward, and the total of the update.
 
-    With micro-batches all gradients stand always, and a fresh one comes on top in backward.
+    With micro-batches all gradients stand always, and a fresh one comes on top in backward; else
+    what is copied into its bucket or slices does.
     """
     eye = np.eye(len(FIGURES))
     figure = {name: eye[AT[name]] for name in _BYTES}
     many = micro_batches > 1
     standing = figure["standing"] + (figure["gradients"] if many else 0.0)
-    backward = figure["standing"] + figure["gradients"] + bucket * figure["exchanged"]
-    early = backward if many else backward - figure["gradients"]
+    backward = figure["standing"] + figure["gradients"]
+    early = (backward if many else figure["standing"]) + bucket * figure["exchanged"]
     work = figure["saved"] + figure["workspace"] + figure["received"]
-    fresh = figure["gradients"] if many else 0.0
+    fresh = figure["gradients"] if many else figure["exchanged"]
     before = np.stack([standing + figure["saved"], early + figure["saved"]])
     at = np.stack([standing + work, backward + work + figure["maps"] + fresh])
     after = np.stack([standing, backward])
@@ -163,7 +163,8 @@ def _memory(micro_batches: int, bucket: float) -> tuple[Matrix, Matrix, Matrix, 
 
 
 def rows(micro_batches: int, schedule: ScheduleName, bucket: float) -> Rows:
-    """The families of rows; ``bucket`` is the share of the exchanged bytes that is in flight."""
+    """The families of rows; ``bucket`` is the share of the bytes still to be exchanged that
+    open buckets take at least."""
     terms = step_terms(_unit_chain(), micro_batches, schedule)
     before, at, after, update = _memory(micro_batches, bucket)
     return Rows(
@@ -176,9 +177,9 @@ def rows(micro_batches: int, schedule: ScheduleName, bucket: float) -> Rows:
 
 
 def bucket_share(exchanged_bytes: float, bucket_bytes: int) -> float:
-    """The share of exchanged gradients that buckets in flight hold at least, where units exchange
-    at most ``exchanged_bytes`` together."""
-    return min(1.0, BUCKETS_IN_FLIGHT * bucket_bytes / max(exchanged_bytes, 1.0))
+    """The share of the gradients still to be exchanged that open buckets take at least, where units
+    exchange at most ``exchanged_bytes`` together."""
+    return min(1.0, bucket_bytes / max(exchanged_bytes, 1.0))
 
 
 def values(rows_: Rows, figures: Matrix) -> Values:

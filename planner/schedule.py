@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Literal, NamedTuple
 
-from .cost import CostModel, OnLink, Option
+import numpy as np
+
+from .cost import CostModel
+from .layout import Layout
+from .options import Option
 from .step import LINKS, Chain, LinkMatrix
 
 ScheduleName = Literal["barrier", "priority"]
@@ -35,14 +39,19 @@ class Work(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Gradients of ``units`` that cross ``link`` together, once the first of them (the last to
-    finish its backward) is ready. The lowest ``urgency`` goes first."""
+    """Gradients of ``units`` that cross ``link`` together, once the backward of the first of them
+    (the last to have it) is over. Low ``urgency`` goes first."""
 
     units: tuple[int, ...]
     link: str
     seconds: float
     urgency: float = 0.0
     sent_bytes: float = 0.0
+
+    @property
+    def ready(self) -> int:
+        """The unit with whose backward the message becomes ready."""
+        return min(self.units)
 
 
 class Step(NamedTuple):
@@ -106,43 +115,82 @@ def plain_messages(chain: Chain) -> tuple[Message, ...]:
 
 
 class Bucket(NamedTuple):
-    """Units whose gradients travel together: they have one layout, hence the same peers, and one
-    exchange policy, here as an option that stands for theirs."""
+    """Gradients that travel together: of parameters with one layout, hence the same peers, and one
+    exchange policy; ``option`` stands for both.
+
+    ``full_bytes`` is their size undivided, ``gradient_bytes`` that of a member's payloads.
+    """
 
     option: Option
     units: tuple[int, ...]
-    gradient_bytes: int
+    full_bytes: int = 0
+    gradient_bytes: int = 0
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that all of them have."""
+        return self.option.layout
 
 
 def buckets(model: CostModel, decisions: Sequence[Option]) -> list[Bucket]:
-    """Gradients gathered in backward order, layout by layout; a bucket is full once it holds
-    the model's ``bucket_bytes`` or more (a unit is not cut), and what is left at the end travels
-    as it is.
+    """Gradients gathered parameter by parameter in the order of backward, each layout's and
+    policy's by themselves. A bucket that one more parameter would fill beyond the model's
+    ``bucket_bytes`` (undivided, so that all ranks agree) is closed. In the order in which their
+    last gradients get ready, so that none holds back another that is.
     """
     open_: dict[Option, Bucket] = {}
-    full: list[Bucket] = []
+    closed: list[Bucket] = []
     for k in reversed(range(len(decisions))):
-        size = model.unit(k, decisions[k]).gradient_bytes
-        if not size:
-            continue
-        key = Option(decisions[k].layout, exchange=decisions[k].exchange)
-        last = open_.pop(key, Bucket(key, (), 0))
-        bucket = Bucket(key, (k, *last.units), last.gradient_bytes + size)
-        if bucket.gradient_bytes >= model.bucket_bytes:
-            full.append(bucket)
-        else:
-            open_[key] = bucket
-    return full + list(open_.values())
+        key = _together(decisions[k])
+        for full, shard in model.gradients(k, decisions[k]):
+            bucket = open_.get(key)
+            if bucket is not None and bucket.full_bytes + full > model.bucket_bytes:
+                closed.append(open_.pop(key))
+                bucket = None
+            units, before, mine = bucket[1:] if bucket else ((), 0, 0)
+            units = units if k in units else (k, *units)
+            open_[key] = Bucket(key, units, before + full, mine + shard)
+    return sorted([*closed, *open_.values()], key=lambda b: min(b.units), reverse=True)
 
 
-def _message(units: tuple[int, ...], on: OnLink, urgency: float = 0.0) -> Message:
-    return Message(units, LINKS[on.link], on.seconds, urgency, on.sent_bytes)
+def _together(option: Option) -> Option:
+    """What options whose gradients may share a bucket have in common."""
+    return Option(option.layout, exchange=option.exchange)
 
 
 def bucket_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
     """The buckets as messages, each one collective."""
-    found = buckets(model, decisions)
-    return tuple(_message(b.units, model.exchange(b.option, b.gradient_bytes)) for b in found)
+    messages = []
+    for bucket in buckets(model, decisions):
+        on = model.exchange(bucket.option, bucket.gradient_bytes)
+        messages.append(Message(bucket.units, LINKS[on.link], on.seconds, 0.0, on.sent_bytes))
+    return tuple(messages)
+
+
+def bucketed_s(model: CostModel, decisions: Sequence[Option]) -> LinkMatrix:
+    """Seconds of the buckets, each at the unit with which it gets ready: with these as exchange,
+    ``barrier_step`` is the simulation of the buckets (without interference), in less time."""
+    found = np.zeros((len(LINKS), len(decisions)))
+    open_: dict[Option, list[int]] = {}  # undivided bytes, a member's bytes, first unit
+
+    def close(key: Option, payload_bytes: int, first: int) -> None:
+        on = model.exchange(key, payload_bytes)
+        found[on.link, first] += on.seconds
+
+    for k in reversed(range(len(decisions))):
+        key = _together(decisions[k])
+        for full, shard in model.gradients(k, decisions[k]):
+            bucket = open_.get(key)
+            if bucket is None or bucket[0] + full > model.bucket_bytes:
+                if bucket is not None:
+                    close(key, *bucket[1:])
+                bucket = open_[key] = [0, 0, k]
+            bucket[0] += full
+            bucket[1] += shard
+            bucket[2] = k
+    for key, bucket in open_.items():
+        close(key, *bucket[1:])
+    return found
 
 
 def slice_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
@@ -154,7 +202,7 @@ def slice_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Messa
         pieces = ceil(size / model.bucket_bytes)
         if pieces and not decisions[k].early_release:
             on = model.exchange(decisions[k], size / pieces)
-            found += [_message((k,), on, k)] * pieces
+            found += [Message((k,), LINKS[on.link], on.seconds, k, on.sent_bytes)] * pieces
     return tuple(found)
 
 

@@ -15,12 +15,13 @@ import numpy as np
 
 from .budget import gpu_seconds, overdrawn
 from .capability import Capability
-from .cost import CostModel, Decisions, Option, ties_agree
+from .choices import layouts_of, unit_options
+from .cost import CostModel
 from .evaluate import limits_bytes
 from .layout import Layout
 from .memory import Holding, MemoryModel, group_samples, peak_bytes
-from .options import layouts_of, unit_options
-from .schedule import ScheduleName
+from .options import Decisions, Option, ties_agree
+from .schedule import ScheduleName, bucketed_s
 from .step import barrier_step, priority_step
 
 ROUNDING = 1e-9
@@ -84,21 +85,24 @@ class Space:
 
     def tied(self, k: int, option: Option) -> dict[int, Option] | None:
         """The options of all units tied to ``k`` if it takes ``option``; None if they cannot."""
-        units = self.model.ties[k]
+        units, profiles = self.model.ties[k], self.model.profile.units
         chosen = {k: option}
+        if len(units) == 1:
+            return chosen
         for other in units:
             if other == k:
                 continue
             fitting = (
                 o
                 for o in self.options[other]
-                if o.layout == option.layout and ties_agree(self.model, (k, other), (option, o))
+                if o.layout == option.layout
+                and ties_agree((profiles[k], profiles[other]), (option, o))
             )
             found = next(fitting, None)
             if found is None:
                 return None
             chosen[other] = found
-        return chosen if ties_agree(self.model, list(chosen), list(chosen.values())) else None
+        return chosen if ties_agree([profiles[u] for u in chosen], list(chosen.values())) else None
 
 
 class Point:
@@ -107,7 +111,7 @@ class Point:
 
     def __init__(self, space: Space, memory: MemoryModel, schedule: ScheduleName) -> None:
         self.space, self.model, self.memory = space, space.model, memory
-        self.formula = barrier_step if schedule == "barrier" else priority_step
+        self.schedule = schedule
         self.limit_bytes = min(
             limits_bytes(self.model.cluster, self.model.goal, self.model.placement)
         )
@@ -156,15 +160,31 @@ class Point:
     def score(self) -> Score:
         """The score where the point stands."""
         self.evaluations += 1
-        step = self.formula(self.chain, self.model.micro_batches)
+        step = self.step_s()
         over = max(self.peak() - self.limit_bytes, 0.0)
         return score_of(self.model, self.decisions, over, step)
+
+    def step_s(self) -> float:
+        """The step by formula: of the buckets as they leave, or of priority."""
+        if self.schedule == "priority":
+            return priority_step(self.chain, self.model.micro_batches)
+        chain = self.chain._replace(exchange_s=bucketed_s(self.model, self.decisions))
+        return barrier_step(chain, self.model.micro_batches)
 
     def peak(self) -> float:
         """Peak bytes of the rank judged."""
         weights, optimizer, gradients, saved, maps, workspace, exchanged = self.table
-        bucket = self.memory.bucket(exchanged)
-        held = Holding(weights, optimizer, gradients, saved, maps, workspace, self.received, bucket)
+        held = Holding(
+            weights,
+            optimizer,
+            gradients,
+            saved,
+            maps,
+            workspace,
+            self.received,
+            exchanged,
+            self.memory.buckets_bytes(self.decisions),
+        )
         return peak_bytes(held, self.model.micro_batches)[0]
 
     def taken(self) -> Decisions:

@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .budget import energy_budget
-from .cost import CostModel, Decisions, Option, allowed, ties_agree
+from .choices import STYLES, unit_options
+from .cost import CostModel
 from .curves import Reader
 from .edges import EdgeFigures
 from .layout import Layout, Style
 from .memory import MemoryModel, group_samples
-from .options import STYLES, unit_options
+from .options import Decisions, Option, allowed, ties_agree
 from .rows import AT, ENTRY, FIGURES, LOST_FIGURE, RECEIVED, Matrix
 from .search import Space
 from .shares import busiest_samples, saved_bytes
@@ -178,7 +179,9 @@ class Sheet:
                 if (style == "none") == (layout.degree == 1)
             ]
             self._states[key] = tuple(
-                state for state in every if allowed(self.model, k, Option(*state), capability)
+                state
+                for state in every
+                if allowed(unit, Option(*state), self.model.goal, capability, self.model.world_size)
             )
         return self._states[key]
 
@@ -398,8 +401,9 @@ class Sheet:
         for k, group in enumerate(self.model.ties):
             if group[0] != k:
                 a = group[0]
+                pair = self.model.profile.units[a], self.model.profile.units[k]
                 agree = [
-                    [ties_agree(self.model, (a, k), (Option(*x), Option(*y)))
+                    [ties_agree(pair, (Option(*x), Option(*y)))
                      for y in self.units[k].states]
                     for x in self.units[a].states
                 ]  # fmt: skip

@@ -23,13 +23,14 @@ ALONE = Interference()
 class Span(NamedTuple):
     """Something that ran on a resource (compute or a link) from ``start_s`` to ``end_s``; several
     spans of one message are the pieces into which more urgent traffic cut it. ``unit`` is the
-    first of a message's units."""
+    first of a message's units, ``message`` its index in the step (-1: not a message)."""
 
     resource: str
     unit: int
     phase: str
     start_s: float
     end_s: float
+    message: int = -1
 
 
 class Simulation(NamedTuple):
@@ -48,10 +49,10 @@ class Simulation(NamedTuple):
 class _Task:
     """A message under way."""
 
-    __slots__ = ("key", "left_s", "message", "since_s", "step")
+    __slots__ = ("index", "key", "left_s", "message", "since_s", "step")
 
-    def __init__(self, message: Message, step: int, key: tuple[float, int]) -> None:
-        self.message, self.step, self.key = message, step, key
+    def __init__(self, index: int, message: Message, step: int, key: tuple[float, int]) -> None:
+        self.index, self.message, self.step, self.key = index, message, step, key
         self.left_s = message.seconds
         self.since_s: float | None = None
 
@@ -67,9 +68,9 @@ class _Run:
         }
         self.carried: dict[str, _Task | None] = dict.fromkeys(LINKS)
         self.missing = self._messages_by_unit(steps)
-        self.ready_at: dict[int, list[Message]] = {}
-        for message in step.messages:
-            self.ready_at.setdefault(min(message.units), []).append(message)
+        self.ready_at: dict[int, list[tuple[int, Message]]] = {}
+        for index, message in enumerate(step.messages):
+            self.ready_at.setdefault(message.ready, []).append((index, message))
         self.released = 0
         self.spans: list[Span] = []
 
@@ -95,11 +96,11 @@ class _Run:
             self._release(work.unit, step)
 
     def _release(self, unit: int, step: int) -> None:
-        for message in self.ready_at.get(unit, ()):
+        for index, message in self.ready_at.get(unit, ()):
             self.released += 1
             urgency = 0.0 if self.step.schedule == "barrier" else message.urgency
             key = urgency, self.released
-            heappush(self.waiting[message.link], (key, _Task(message, step, key)))
+            heappush(self.waiting[message.link], (key, _Task(index, message, step, key)))
 
     def _advance(self, work: Work | None, left: float) -> float:
         """Runs to the next event; returns what is left of the work."""
@@ -145,9 +146,9 @@ class _Run:
     def _record(self, task: _Task) -> None:
         assert task.since_s is not None
         if self.now_s > task.since_s:
-            message = task.message
-            unit = min(message.units)
-            self.spans.append(Span(message.link, unit, "exchange", task.since_s, self.now_s))
+            link, unit = task.message.link, min(task.message.units)
+            span = Span(link, unit, "exchange", task.since_s, self.now_s, task.index)
+            self.spans.append(span)
 
     def _arrive(self, task: _Task) -> None:
         self._record(task)

@@ -14,10 +14,11 @@ from typing import Literal, NamedTuple, Protocol
 
 from .capability import PLAIN, Capability
 from .cluster import Cluster
-from .cost import BUCKET_BYTES, Decisions
+from .cost import BUCKET_BYTES
 from .errors import InfeasibleError, InputError
 from .goal import Goal
 from .layout import lattice
+from .options import Decisions
 from .plan import Plan
 from .profile import ModelProfile
 from .schedule import ScheduleName

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from .cost import CostModel, Decisions, Option
+from .cluster import Interference
+from .cost import CostModel
 from .evaluate import (
     Evaluation,
     Excess,
@@ -27,18 +28,22 @@ from .evaluate import (
 )
 from .layout import Layout, Style
 from .memory import MemoryModel
+from .options import Decisions, Option
 from .placement import place
 from .search import Point, Score, Space, score_of
 from .solver import Problem
 
-SPLIT_POINTS = 48
+SPLIT_POINTS = 32
 """Split points tried for each layout; longer models are cut at as many even distances."""
-IMPROVED = 3
+IMPROVED = 2
 """How many of the best plans, each of another layout, are improved unit by unit."""
-EVALUATIONS = 2500
+EVALUATIONS = 2000
 """Scores that one improvement may ask for."""
 SIMULATED = 4
 """How many plans are simulated for each number of micro-batches, plain data parallelism aside."""
+POLISHED, POLISHES = 12, 4
+"""How many neighbours of the best plan are simulated, those best by formula, and how often: the
+formula knows nothing of interference, nor of the size of slices."""
 
 
 class Candidate(NamedTuple):
@@ -83,7 +88,46 @@ def search(problem: Problem, time_limit_s: float | None = None) -> Found:
         if time.perf_counter() > deadline:
             break
     assert best is not None
+    exact = problem.schedule == "barrier" and problem.cluster.interference == Interference()
+    return best if exact else polish(problem, best, deadline)
+
+
+def polish(problem: Problem, best: Found, deadline: float) -> Found:
+    """Moves from the best plan to better neighbours, judged by simulation."""
+    model = best.evaluation.model
+    point = Point(Space(model, problem.capability), MemoryModel(model), problem.schedule)
+    tried = {best.evaluation.decisions}
+    for _ in range(POLISHES):
+        start = best
+        for decisions in _neighbours(point, best.evaluation.decisions, deadline):
+            if decisions in tried or time.perf_counter() > deadline:
+                continue
+            tried.add(decisions)
+            found = _found(model, decisions, problem)
+            if found.score.beats(best.score):
+                best = found
+        if best is start:
+            break
     return best
+
+
+def _neighbours(point: Point, decisions: Decisions, deadline: float) -> list[Decisions]:
+    """The neighbours that are best by formula."""
+    point.move_to(decisions)
+    near: list[Candidate] = []
+    for changes in _moves(point.space):
+        if time.perf_counter() > deadline or len(near) >= EVALUATIONS:
+            break
+        before = point.set(changes.items())
+        if before:
+            near.append(Candidate(point.score(), point.taken()))
+            point.set(before.items())
+    return [c.decisions for c in sorted(near, key=lambda c: c.score)[:POLISHED]]
+
+
+def _found(model: CostModel, decisions: Decisions, problem: Problem) -> Found:
+    done = evaluation(model, decisions, schedule=problem.schedule)
+    return Found(done, excess(model, done.memory))
 
 
 def _divides(problem: Problem, micro_batches: int) -> bool:
@@ -111,8 +155,7 @@ def _simulated(problem: Problem, micro_batches: int, deadline: float) -> Iterato
     )
     chosen = _candidates(point, deadline)
     for decisions in dict.fromkeys([point.space.start, *(c.decisions for c in chosen)]):
-        done = evaluation(model, decisions, schedule=problem.schedule)
-        yield Found(done, excess(model, done.memory))
+        yield _found(model, decisions, problem)
 
 
 def _candidates(point: Point, deadline: float) -> list[Candidate]:
@@ -175,31 +218,45 @@ def _styles(model: CostModel, chosen: list[Option], layout: Layout, k: int) -> t
 
 
 def improve(point: Point, start: Candidate, deadline: float) -> Candidate:
-    """Changes one unit (with its tied ones) at a time for the better, until nothing helps or the
-    evaluations are used up."""
+    """Changes one unit (with its tied ones) or two neighbours at a time for the better, until
+    nothing helps or the evaluations are used up."""
     point.move_to(start.decisions)
     best, most = start.score, point.evaluations + EVALUATIONS
     helped = True
     while helped:
         helped = False
-        for k, options in enumerate(point.space.options):
-            if k != point.model.ties[k][0]:
-                continue
-            for option in options if len(options) > 1 else ():
-                if point.evaluations >= most or time.perf_counter() > deadline:
-                    return Candidate(best, point.taken())
-                score = _try(point, k, option, best)
-                if score is not None:
-                    best, helped = score, True
+        for changes in _moves(point.space):
+            if point.evaluations >= most or time.perf_counter() > deadline:
+                return Candidate(best, point.taken())
+            score = _try(point, changes, best)
+            if score is not None:
+                best, helped = score, True
     return Candidate(best, point.taken())
 
 
-def _try(point: Point, k: int, option: Option, best: Score) -> Score | None:
-    """Gives a unit an option; keeps it and returns the score if that is better."""
-    if point.decisions[k] == option:
-        return None
-    changes = {k: option} if len(point.model.ties[k]) == 1 else point.space.tied(k, option)
-    if changes is None:
+def _moves(space: Space) -> Iterator[dict[int, Option]]:
+    """Every option of every unit; then column and row together, one way and the other, for
+    neighbours: changed one by one, the first alone would only cost."""
+    model = space.model
+    for k, options in enumerate(space.options):
+        if k == model.ties[k][0] and len(options) > 1:
+            for option in options:
+                changes = space.tied(k, option)
+                if changes:
+                    yield changes
+    for a, b in model.ends:
+        if len(model.ties[a]) > 1 or len(model.ties[b]) > 1:
+            continue
+        for layout in space.layouts:
+            column, row = Option(layout, "column"), Option(layout, "row")
+            for first, second in ((column, row), (row, column)):
+                if first in space.options[a] and second in space.options[b]:
+                    yield {a: first, b: second}
+
+
+def _try(point: Point, changes: dict[int, Option], best: Score) -> Score | None:
+    """Makes changes; keeps them and returns the score if that is better."""
+    if all(point.decisions[k] == option for k, option in changes.items()):
         return None
     before = point.set(changes.items())
     score = point.score()

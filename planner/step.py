@@ -73,6 +73,11 @@ def _from(values: Vector) -> Vector:
     return values[::-1].cumsum()[::-1]
 
 
+def _used(chain: Chain) -> list[int]:
+    """The links that gradients use: the terms of another are never the largest."""
+    return [link for link in range(len(LINKS)) if chain.exchange_s[link].any()]
+
+
 def _ready(own: Vector, inner: LinkMatrix, entry: LinkMatrix, link: int) -> Vector:
     """Σ_{k≥j} (own_k + inner A^other_k) + Σ_{k>j} entry A^other_k + ΣA^l, for each j."""
     other = 1 - link  # LINKS has two
@@ -92,7 +97,7 @@ def barrier_step(chain: Chain, micro_batches: int = 1) -> float:
     whole = compute_s(chain) + blocking_s(chain)
     forward = chain.forward_s.sum() + chain.entry_forward_s.sum() + chain.inner_forward_s.sum()
     end = chain.backward_s.sum() + chain.entry_backward_s.sum() + chain.inner_backward_s.sum()
-    for link in range(len(LINKS)):
+    for link in _used(chain):
         ready = _ready(chain.backward_s, chain.inner_backward_s, chain.entry_backward_s, link)
         end = max(end, (ready + chain.exchange_s[link].cumsum()).max())
     return float((micro_batches - 1) * whole + forward + end + chain.update_s.sum())
@@ -131,7 +136,7 @@ def _last(chain: Chain, update: Vector) -> float:
     own = chain.forward_s + chain.backward_s + update
     inner = chain.inner_forward_s + chain.inner_backward_s
     entry = chain.entry_forward_s + chain.entry_backward_s
-    for link in range(len(LINKS)):
+    for link in _used(chain):
         ready = _ready(own, inner, entry, link)
         late = ready + chain.exchange_s[link].cumsum() + _slice_before(chain, link)
         end = max(end, float(late.max()))

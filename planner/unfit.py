@@ -113,13 +113,13 @@ def _memory(problem: Problem, closest: Closest, end: float) -> Infeasibility:
     needed = max(m.peak_bytes for m in memory)
     sentence = f"allow {needed:,} bytes ({needed / 2**20:,.1f} MiB) per rank"
     relaxations = [Relaxation("memory_limit_bytes", needed, sentence)]
-    more = _more_micro_batches(problem, end)
+    found = (_more_micro_batches(problem, end), _smaller_batch(problem, end))
     return Infeasibility(
         rank=model.placement[tight.position],
         unit=tight.unit,
         needed_bytes=tight.needed_bytes,
         available_bytes=tight.available_bytes,
-        relaxations=(*([more] if more else []), *relaxations),
+        relaxations=(*(r for r in found if r is not None), *relaxations),
     )
 
 
@@ -128,13 +128,33 @@ def _more_micro_batches(problem: Problem, end: float) -> Relaxation | None:
     count = 2 * max(problem.goal.micro_batches)
     most = problem.goal.batch // problem.cluster.world_size
     while problem.capability.micro_batches and count <= most and time.perf_counter() < end:
-        goal = msgspec.structs.replace(problem.goal, micro_batches=(count,))
-        more = replace(problem, goal=goal)
-        closest = _least(more, list(models(more)), "memory_limit_bytes", end)
-        if closest is not None and closest.chosen.feasible:
+        if _feasible(problem, end, micro_batches=(count,)):
             return Relaxation("micro_batches", count, f"allow {count} micro-batches")
         count *= 2
     return None
+
+
+def _smaller_batch(problem: Problem, end: float) -> Relaxation | None:
+    """The largest multiple of the ranks below the batch with which a plan keeps all limits (taking
+    it that smaller batches do, too)."""
+    world = problem.cluster.world_size
+    low, high = 0, (problem.goal.batch - 1) // world
+    while low < high:
+        middle = (low + high + 1) // 2
+        if time.perf_counter() > end:
+            return None
+        good = _feasible(problem, end, batch=middle * world)
+        low, high = (middle, high) if good else (low, middle - 1)
+    if not low:
+        return None
+    return Relaxation("batch", low * world, f"lower the global batch to {low * world}")
+
+
+def _feasible(problem: Problem, end: float, **changes: object) -> bool:
+    """Whether a plan keeps all limits when fields of the goal are changed."""
+    changed = replace(problem, goal=msgspec.structs.replace(problem.goal, **changes))
+    closest = _least(changed, list(models(changed)), "memory_limit_bytes", end)
+    return closest is not None and closest.chosen.feasible
 
 
 def _other(problem: Problem, closest: Closest, what: str) -> Infeasibility:

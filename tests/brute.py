@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from meshwright.planner.budget import energy_budget, gpu_seconds_limit, idle_s, lost_energy
 from meshwright.planner.cases import models
-from meshwright.planner.cost import ties_agree
+from meshwright.planner.choices import unit_options
 from meshwright.planner.evaluate import limits_bytes
 from meshwright.planner.memory import MemoryModel, group_samples
-from meshwright.planner.options import unit_options
+from meshwright.planner.options import ties_agree
 from meshwright.planner.splits import placed
 
 CHUNK = 40_000
@@ -103,7 +103,10 @@ class _Table:
     def _agree(self, a, b):
         return np.array(
             [
-                [ties_agree(self.model, (a, b), (x, y)) for y in self.options[b]]
+                [
+                    ties_agree((self.model.profile.units[a], self.model.profile.units[b]), (x, y))
+                    for y in self.options[b]
+                ]
                 for x in self.options[a]
             ]
         )
@@ -214,7 +217,7 @@ class _Table:
             key = (limit, tuple(there.values()))
             if key not in seen:
                 seen.add(key)
-                peak = np.rint(self._peak(chosen, there, received))
+                peak = np.ceil(self._peak(chosen, there, received) - 1e-6)
                 most = np.maximum(most, peak)
                 keep &= peak <= limit
         return most, keep
@@ -227,20 +230,29 @@ class _Table:
         part = self.unit(chosen, lambda k, o, c: samples[o.layout] is not None)
         received = received * part
         always = (weights + state).sum(axis=1)
-        largest = np.maximum(exchanged.max(axis=1), self.model.bucket_bytes)
-        bucket = np.minimum(exchanged.sum(axis=1), 2 * largest)
+        open_ = self._kinds(chosen) * self.model.bucket_bytes * (not self.model.sliced)
+        to_come = exchanged.cumsum(axis=1) - exchanged
         every = gradients.sum(axis=1)
         many = self.model.micro_batches > 1
-        peak = always + every + bucket
+        peak = always + every
         behind = np.zeros(len(chosen))
         for k in range(self.count):
             behind = behind + saved[:, k]
             work = behind + workspace[:, k] + received[:, k]
-            alive = every + gradients[:, k] if many else gradients[:, k:].sum(axis=1)
+            fresh = gradients[:, k] if many else exchanged[:, k]
+            alive = every if many else gradients[:, k:].sum(axis=1)
+            alive = alive + fresh + np.minimum(to_come[:, k], open_)
             before = every if many else 0.0
             peak = np.maximum(peak, always + before + work)
-            peak = np.maximum(peak, always + alive + work + maps[:, k] + bucket)
+            peak = np.maximum(peak, always + alive + work + maps[:, k])
         return peak
+
+    def _kinds(self, chosen):
+        """How many layouts exchange gradients."""
+        layouts = sorted({o.layout for row in self.options for o in row if o.layout.groups > 1})
+        return sum(
+            self.unit(chosen, lambda k, o, c, y=y: o.layout == y).max(axis=1) for y in layouts
+        )
 
 
 def every_decision(problem):
@@ -249,7 +261,9 @@ def every_decision(problem):
     for model in models(problem):
         for decisions in itertools.product(*options_of(model, problem)):
             agree = all(
-                ties_agree(model, (k, u), (decisions[k], decisions[u]))
+                ties_agree(
+                    (model.profile.units[k], model.profile.units[u]), (decisions[k], decisions[u])
+                )
                 for k, units in enumerate(model.ties)
                 for u in units
                 if k < u

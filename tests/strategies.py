@@ -1,5 +1,7 @@
 """Hypothesis strategies and small builders for the planner's nouns, shared by tests."""
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import strategies as st
 from meshwright.planner.capability import EVERYTHING
@@ -11,11 +13,12 @@ from meshwright.planner.cluster import (
     Level,
     Node,
 )
-from meshwright.planner.cost import CostModel, Option, allowed, ties_agree
+from meshwright.planner.cost import CostModel
 from meshwright.planner.curve import ZERO, Curve, proportional
 from meshwright.planner.evaluate import make_plan
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import lattice
+from meshwright.planner.options import Option, allowed, ties_agree
 from meshwright.planner.profile import (
     EdgeProfile,
     ModelProfile,
@@ -105,7 +108,7 @@ def chain_profile(units, bytes_per_sample=256.0, features=64, updates=()):
             gradient_bytes_per_sample=0.0 if a.kind == "input" else bytes_per_sample,
             features=features,
         )
-        for a, b in zip(units, units[1:], strict=False)
+        for a, b in pairwise(units)
     )
     return ModelProfile(
         target="test",
@@ -316,8 +319,8 @@ def choices(model, bursts=True):
         for style in ("none", "column", "row", "pair")
         if (style == "none") == (layout.degree == 1)
     ]
-    units = range(len(model.profile.units))
-    return [[o for o in options if allowed(model, k, o, EVERYTHING)] for k in units]
+    rules = model.goal, EVERYTHING, model.world_size
+    return [[o for o in options if allowed(u, o, *rules)] for u in model.profile.units]
 
 
 @st.composite
@@ -325,7 +328,9 @@ def decisions(draw, model, bursts=True):
     """One allowed option for each unit; tied units agree or are data parallel."""
     found = [draw(st.sampled_from(options)) for options in choices(model, bursts)]
     for k, units in enumerate(model.ties):
-        if units[0] == k and not ties_agree(model, units, [found[u] for u in units]):
+        if units[0] == k and not ties_agree(
+            [model.profile.units[u] for u in units], [found[u] for u in units]
+        ):
             for u in units:
                 found[u] = model.baseline[u]
     return tuple(found)

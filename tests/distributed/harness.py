@@ -1,13 +1,16 @@
 """Runs functions on several ranks: processes that stay for the next test, as importing torch takes
 longer than most of what they do.
 
-Each call gets a process group of its own (gloo, over a store that this process keeps), random
-numbers from seed 0, and a time limit; when a rank outlasts it, all are killed and started anew.
+Calls share a process group (gloo, over a store that this process keeps), as its threads and
+connections are costly; after one that failed they get a new one, as a collective may be stuck in
+the old. Each begins with random numbers from seed 0 and has a time limit; when a rank dies or
+outlasts it, all are killed and started anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -47,6 +50,7 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.size = size
         self._calls = 0
+        self._failed = False
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None
@@ -54,7 +58,7 @@ class Ranks:
     def __call__(
         self, function: Callable[..., Any], *args: Any, limit_s: float = 60.0, **kwargs: Any
     ) -> list[Any]:
-        """``function(rank, *args)`` of every rank; ``RankError`` with a traceback where one failed."""
+        """``function(rank, *args)`` of every rank; ``RankError`` where one failed."""
         outcomes = self.outcomes(function, *args, limit_s=limit_s, **kwargs)
         failed = [(r, o) for r, o in enumerate(outcomes) if o.kind]
         if failed:
@@ -64,15 +68,16 @@ class Ranks:
     def outcomes(
         self, function: Callable[..., Any], *args: Any, limit_s: float = 60.0, **kwargs: Any
     ) -> list[Outcome]:
-        """The same, errors included; the processes are started anew where there were any."""
+        """The same, errors included."""
         self._ensure()
         self._calls += 1
         place = inspect.getsourcefile(function)
-        task = pickle.dumps((self._calls, place, function.__qualname__, args, kwargs))
+        task = pickle.dumps((self._calls, place, function.__qualname__, args, kwargs, self._failed))
         for pipe in self._pipes:
             pipe.send_bytes(task)
         outcomes = self._collect(limit_s)
-        if any(o.kind for o in outcomes):
+        self._failed = any(o.kind for o in outcomes)
+        if any(o.kind == "Died" for o in outcomes):
             self.stop()
         return outcomes
 
@@ -139,6 +144,7 @@ def _one_thread() -> Any:
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     import torch
+    import torch.distributed as dist
     from torch.distributed import TCPStore
 
     torch.set_num_threads(1)
@@ -146,9 +152,12 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=STARTUP_S))
     while True:
         try:
-            number, place, name, args, kwargs = pickle.loads(pipe.recv_bytes())
+            number, place, name, args, kwargs, fresh = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
+        if fresh and dist.is_initialized():
+            gc.collect()
+            dist.destroy_process_group()
         answer = _answer(rank, size, store, number, _find(place, name), args, kwargs)
         pipe.send_bytes(pickle.dumps(answer))
 
@@ -172,13 +181,14 @@ def _answer(
     import torch.distributed as dist
 
     torch.manual_seed(0)
-    prefixed = dist.PrefixStore(f"call/{number}", store)
-    dist.init_process_group(
-        "gloo", store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=30)
-    )
+    if not dist.is_initialized():
+        prefixed = dist.PrefixStore(f"call/{number}", store)
+        dist.init_process_group(
+            "gloo", store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=30)
+        )
     try:
         value = function(rank, *args, **kwargs)
-        dist.destroy_process_group()
+        gc.collect()  # models and their hooks refer to each other
         return value, "", "", ""
     except Exception as error:
         return None, str(error), type(error).__name__, traceback.format_exc()

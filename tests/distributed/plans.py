@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from meshwright.executor.shards import aliases
 from meshwright.planner.goal import BatchStatistics, Goal
 from meshwright.planner.layout import Layout, Style
 from meshwright.planner.plan import Plan, Prediction, Provenance, UnitPlan
+from meshwright.units.discover import Discovery
+from meshwright.units.spec import SplitSpec, UnitSpec
+from torch import nn
 
 NOTHING = Prediction(
     step_s=0.0,
@@ -64,3 +69,65 @@ def plan(
         baseline=NOTHING,
         provenance=Provenance(solver="hand", status="manual", profile="", cluster=""),
     )
+
+
+Choice = tuple[int, Style]
+"""A unit's degree and style."""
+
+
+def plan_for(
+    found: Discovery,
+    world_size: int,
+    choose: Callable[[UnitSpec], Choice] = lambda unit: (1, "none"),
+    **options: Any,
+) -> Plan:
+    """A plan of a model's discovered units; undivided but where ``choose`` says otherwise, and
+    only as far as a unit can be."""
+    units = []
+    for spec in found.units:
+        degree, style = choose(spec)
+        split = spec.split(style)
+        fits = split is not None and degree <= split.parts
+        if degree == 1 or not fits or (not split.uneven and split.parts % degree):
+            degree, style = 1, "none"
+        units.append(
+            UnitPlan(
+                name=spec.name,
+                kind=spec.kind,
+                modules=spec.modules,
+                batched_inputs=spec.batched_inputs,
+                layout=Layout(groups=world_size // degree, degree=degree),
+                style=style,
+            )
+        )
+    return plan(world_size, units, **options)
+
+
+def by_columns_and_rows(
+    model: nn.Module, degree: int, kinds: Sequence[str]
+) -> Callable[[UnitSpec], Choice]:
+    """Divides units of those kinds: blocks as pairs, others by columns and rows in turn; units that
+    share a parameter cut it alike."""
+    turn = iter(range(10**6))
+    identity = {name: ids for ids, names in aliases(model).items() for name in names}
+    cut: dict[int, tuple[int, int]] = {}
+
+    def fits(split: SplitSpec) -> bool:
+        ways = [(identity[c.name], (c.dim, c.blocks)) for c in split.cuts]
+        return all(cut.get(ids, way) == way for ids, way in ways)
+
+    def choose(unit: UnitSpec) -> Choice:
+        if unit.kind not in kinds:
+            return 1, "none"
+        odd = next(turn) % 2
+        styles: list[Style] = ["pair", "row", "column"] if odd else ["pair", "column", "row"]
+        if unit.kind == "embedding" and odd:
+            styles = ["column", "pair"]
+        for style in styles:
+            split = unit.split(style)
+            if split is not None and fits(split):
+                cut.update({identity[c.name]: (c.dim, c.blocks) for c in split.cuts})
+                return degree, style
+        return 1, "none"
+
+    return choose

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.parallel import full_state_dict
+from meshwright.executor.parallel import full_state_dict, run_of
 from meshwright.planner.plan import Plan
 from meshwright.units.workload import Batch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name == "sgd":
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
@@ -100,3 +100,29 @@ def assert_equal(
 def twin(model: nn.Module) -> nn.Module:
     """A copy that no plan has touched."""
     return copy.deepcopy(model)
+
+
+def gradients_alone(model: nn.Module, batch: Batch, loss: Loss) -> dict[str, Tensor]:
+    """One process's gradients of the whole batch."""
+    model.zero_grad()
+    loss(model(*batch.args, **batch.kwargs), batch.target).backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients_together(
+    rank: int, model: nn.Module, batch: Batch, loss: Loss, counts: Sequence[int] | None = None
+) -> dict[str, Tensor]:
+    """The whole gradients, put together from all ranks, of a model that a plan was applied to."""
+    run = run_of(model)
+    bounds = shares(batch.size, run.world.size, counts)
+    mine = batch.slice(bounds[run.world.position], bounds[run.world.position + 1])
+    model.zero_grad()
+    loss(model(*mine.args, **mine.kwargs), mine.target).backward()
+    whole = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        shard = run.divided_parameters.get(parameter)
+        gradient = parameter.grad.detach().as_subclass(Tensor)
+        whole[name] = shard.gather(gradient, run.watch) if shard else gradient.clone()
+    return whole

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright.executor.apply import apply
+from meshwright.units.workload import Batch
 from plans import plan
 from reference import assert_equal, train_alone, train_together, twin
 from torch import nn
 from torch.nn import functional as F
-
-from meshwright.units.workload import Batch
 
 
 def small(dtype: torch.dtype = torch.float64) -> nn.Module:

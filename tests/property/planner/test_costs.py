@@ -3,6 +3,8 @@
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.planner.capability import EVERYTHING
+from meshwright.planner.cluster import Interference
 from meshwright.planner.collectives import (
     Fabric,
     all_gather_s,
@@ -17,6 +19,7 @@ from meshwright.planner.evaluate import evaluation
 from meshwright.planner.layout import lattice
 from meshwright.planner.memory import MemoryModel, peak_bytes, position_classes, timeline
 from meshwright.planner.ownership import entry, exit_, traffic, transfers
+from meshwright.planner.search import Point, Space
 
 from tests.strategies import clusters, decided
 
@@ -102,3 +105,20 @@ def test_tied_parameters_count_once(case):
     counted = [p.shared for owned in model.owned for p in owned]
     assert len(counted) == len(set(counted))
     assert sum(p.bytes for owned in model.owned for p in owned) == model.profile.parameter_bytes
+
+
+@SOME
+@given(decided(measured=True), st.integers(1, 20_000))
+def test_the_search_scores_what_is_simulated(case, bucket_bytes):
+    """Without interference the formula over buckets is the simulation of them."""
+    model, chosen = case
+    quiet = msgspec.structs.replace(model.cluster, interference=Interference())
+    model = CostModel(
+        model.profile, quiet, model.goal, model.micro_batches, bucket_bytes=bucket_bytes
+    )
+    point = Point(Space(model, EVERYTHING), MemoryModel(model), "barrier")
+    point.move_to(chosen)
+    found = evaluation(model, chosen)
+    assert abs(point.step_s() - found.prediction.step_s) <= 1e-9 * max(found.prediction.step_s, 1.0)
+    if all(o.layout.first == 0 for o in chosen):
+        assert abs(point.peak() - found.prediction.peak_bytes[0]) <= 1.0  # the position judged

@@ -3,11 +3,12 @@
 import msgspec
 import pytest
 from meshwright.planner.capability import PLAIN
-from meshwright.planner.cost import CostModel, Option, allowed, ties_agree
+from meshwright.planner.cost import CostModel
 from meshwright.planner.curve import proportional
 from meshwright.planner.errors import InputError
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout, data_parallel
+from meshwright.planner.options import Option, allowed, ties_agree
 from meshwright.planner.shares import batch_counts, busiest_samples, share_of
 from meshwright.planner.step import LINKS
 
@@ -21,6 +22,10 @@ def model(units, batch=16, micro_batches=1, links=None, updates=(), **goal):
     profile = chain_profile(units, bytes_per_sample=400.0, features=100, updates=updates)
     links = links or cluster(4, inter=RATE, latency_s=0.0)
     return CostModel(profile, links, Goal(batch=batch, **goal), micro_batches)
+
+
+def may(m, k, option, capability):
+    return allowed(m.profile.units[k], option, m.goal, capability, m.world_size)
 
 
 def test_uneven_batches_count_by_the_busiest_group():
@@ -87,8 +92,8 @@ def test_glue_takes_tensors_home():
     glue = msgspec.structs.replace(m.profile.units[1], kind="glue")
     assert glue.fixed
     m = model([linear("a"), msgspec.structs.replace(linear("g"), kind="glue"), linear("b")])
-    assert not allowed(m, 2, Option(Layout(groups=2, degree=2), "column"), PLAIN)
-    assert allowed(m, 2, HOME, PLAIN)
+    assert not may(m, 2, Option(Layout(groups=2, degree=2), "column"), PLAIN)
+    assert may(m, 2, HOME, PLAIN)
 
 
 def test_batch_statistics():
@@ -96,11 +101,11 @@ def test_batch_statistics():
     assert local.unit(1, HOME).inner_forward.seconds == 0
     burst = Option(Layout(groups=2))
     idle = msgspec.structs.replace(PLAIN, idle_positions=True)
-    assert not allowed(local, 1, burst, idle)
+    assert not may(local, 1, burst, idle)
     whole = model([norm("bn", statistics_bytes=1000)], batch_statistics="global")
     assert whole.unit(1, HOME).inner_forward.seconds == pytest.approx(1.5 * 1000 / RATE)
     assert whole.unit(1, HOME).inner_backward.seconds == pytest.approx(1.5 * 1000 / RATE)
-    assert allowed(whole, 1, burst, idle)
+    assert may(whole, 1, burst, idle)
 
 
 def test_tied_units_agree_on_layout_and_dimension():
@@ -108,9 +113,9 @@ def test_tied_units_agree_on_layout_and_dimension():
     layout = Layout(groups=2, degree=2)
     column, row = Option(layout, "column"), Option(layout, "row")
     assert m.ties == ((0,), (1, 3), (2,), (1, 3), (4,))
-    assert ties_agree(m, (1, 3), (column, column))
-    assert not ties_agree(m, (1, 3), (column, row))
-    assert not ties_agree(m, (1, 3), (column, HOME))
+    assert ties_agree((m.profile.units[1], m.profile.units[3]), (column, column))
+    assert not ties_agree((m.profile.units[1], m.profile.units[3]), (column, row))
+    assert not ties_agree((m.profile.units[1], m.profile.units[3]), (column, HOME))
     assert m.unit(3, HOME).exchange.seconds == 0
     assert m.unit(3, HOME).shard_bytes == 0
 

@@ -29,8 +29,8 @@ def test_alternatives_are_what_evaluating_them_gives(case):
     assert found.step_s == plan.prediction.step_s
     unit = next(u for u in found.units if u.name == "32.linear")
     assert 0 < len(unit.alternatives) <= 3
-    from meshwright.planner.cost import Option
     from meshwright.planner.evaluate import decisions_of
+    from meshwright.planner.options import Option
 
     k = [u.name for u in plan.units].index("32.linear")
     for other in unit.alternatives:

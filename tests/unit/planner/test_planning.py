@@ -1,16 +1,17 @@
-"""Planning does what group hybrid parallelism is for (Joo & Youn 2021), on 8 single-device nodes."""
+"""Planning does what group hybrid parallelism is for (Joo & Youn 2021): 8 single-device nodes."""
 
 import itertools
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from meshwright.planner.cost import CostModel, Option
+from meshwright.planner.cost import CostModel
 from meshwright.planner.curve import proportional
 from meshwright.planner.evaluate import evaluation, is_data_parallel
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout, data_parallel
+from meshwright.planner.options import Option
 from meshwright.planner.solver import Problem, solve
 from meshwright.profiler.tables import load_table
 
@@ -114,19 +115,14 @@ def test_unequal_device_memories_bind_each_at_its_own_rank(vgg16):
     assert plan.prediction.peak_bytes[plan.placement.index(7)] <= need * 4 // 5
 
 
-bandwidths = st.floats(1e6, 1e12)
-
-
-@settings(max_examples=30, deadline=None)
-@given(bandwidths, bandwidths, st.sampled_from((64, 100, 256, 1024)))
-def test_a_planned_step_never_rises_with_bandwidth(first, second, batch):
-    slow, fast = sorted((first, second))
-    profile = load_table("vgg16")
-    steps = [
-        planned(profile, cluster(RANKS, inter=rate), batch=batch).prediction.step_s
-        for rate in (slow, fast)
-    ]
-    assert steps[1] <= steps[0] * (1 + 1e-6)
+@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(st.floats(1e6, 1e12), st.floats(1.0, 1e3), st.sampled_from((64, 100, 256, 1024)))
+def test_a_planned_step_does_not_rise_with_bandwidth(vgg16, rate, factor, batch):
+    """For fixed decisions it never does (tests/property); the heuristic proves nothing of the
+    decisions it finds, and may be misled by a part in a thousand."""
+    slow, fast = (cluster(RANKS, inter=r) for r in (rate, rate * factor))
+    before = planned(vgg16, slow, batch=batch).prediction.step_s
+    assert planned(vgg16, fast, batch=batch).prediction.step_s <= before * 1.001
 
 
 def test_micro_batches_are_chosen_where_memory_asks_for_them(vgg16):

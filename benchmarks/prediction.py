@@ -1,0 +1,235 @@
+"""Predicted against measured step times on this machine.
+
+    OMP_NUM_THREADS=1 python benchmarks/prediction.py
+
+Starts two ranks. They probe their links once, profile each model on both ranks at once, predict the
+step of each layout from that, and then train under it. Prints a table, and as the last line one
+JSON object: rows, and the median and the largest relative error |predicted - measured| / measured.
+Measuring is over when predicting begins: nothing here is fitted to the steps that are predicted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.launch import Ranks, run_ranks
+from meshwright.executor.start import cores, start_process_group
+from meshwright.executor.train import Measured, run_steps
+from meshwright.measure import batches_for, cluster_of_ranks, profile_on_ranks
+from meshwright.models import build
+from meshwright.planner.capability import degrees
+from meshwright.planner.cluster import Cluster
+from meshwright.planner.evaluate import make_plan
+from meshwright.planner.goal import Goal
+from meshwright.planner.layout import Layout, Style, data_parallel
+from meshwright.planner.options import Option, tied_units
+from meshwright.planner.plan import Plan, Prediction
+from meshwright.planner.profile import ModelProfile, UnitProfile
+from rich.console import Console
+from rich.table import Table
+
+RANKS = 2
+LIMIT_S = 600.0
+RUN_S = 4.0
+"""About so long each layout trains; at least ``LEAST_STEPS`` steps, at most ``MOST_STEPS``."""
+LEAST_STEPS, MOST_STEPS = 7, 40
+DIVIDED: dict[str, tuple[Style, ...]] = {
+    "linear": ("column", "row"),
+    "attention": ("pair",),
+    "mlp": ("pair",),
+}
+"""The kinds of units that the second layout divides over all ranks; linear ones in turns."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its global batch and optimizer, and the groups of its divided units: as many as
+    there are ranks for plain data parallelism, 1 for model parallelism over all of them."""
+
+    model: str
+    batch: int
+    optimizer: str
+    groups: int
+
+
+CASES = [
+    Case("mlp", 64, "sgd", 2),
+    Case("mlp", 64, "sgd", 1),
+    Case("cnn-digits", 128, "adamw", 2),
+    Case("cnn-digits", 128, "adamw", 1),
+    Case("vgg11-32", 32, "momentum", 2),
+    Case("vgg11-32", 32, "momentum", 1),
+    Case("gpt-mini", 8, "adamw", 2),
+    Case("gpt-mini", 8, "adamw", 1),
+    Case("seq2seq-mini", 16, "adamw", 2),
+    Case("resnet50-32", 8, "momentum", 2),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout: what was predicted and what was measured."""
+
+    case: Case
+    layout: str
+    predicted: Prediction
+    measured: Measured
+
+    @property
+    def error(self) -> float:
+        """Relative, and negative where the step took longer than predicted."""
+        return self.predicted.step_s / self.measured.step_s - 1
+
+
+def decisions(profile: ModelProfile, groups: int, world_size: int) -> list[Option]:
+    """Data parallelism, but for units of the kinds ``DIVIDED`` in that many groups."""
+    home, degree = Option(data_parallel(world_size)), world_size // groups
+    found: list[Option] = []
+    turn = 0
+    for unit, ties in zip(profile.units, tied_units(profile), strict=True):
+        styles = _styles(unit, degree)
+        if degree == 1 or not styles or len(ties) > 1:
+            found.append(home)
+            continue
+        found.append(Option(Layout(groups=groups, degree=degree), styles[turn % len(styles)]))
+        turn += len(styles) > 1
+    return found
+
+
+def _styles(unit: UnitProfile, degree: int) -> tuple[Style, ...]:
+    wanted = DIVIDED.get(unit.kind, ())
+    return tuple(style for style in wanted if degrees(unit, style, degree))
+
+
+def _layout(plan: Plan) -> str:
+    home = data_parallel(plan.world_size)
+    divided = [u for u in plan.units if u.layout != home]
+    if not divided:
+        return f"({home.groups}, {home.degree})"
+    layout, styles = divided[0].layout, "+".join(sorted({u.style for u in divided}))
+    return f"({home.groups}, {home.degree}), {len(divided)} at " + (
+        f"({layout.groups}, {layout.degree}) {styles}"
+    )
+
+
+def run_model(cases: Sequence[Case], cluster: Cluster) -> list[Row]:
+    """The layouts of one model and batch. Collective."""
+    first = cases[0]
+    goal = Goal(batch=first.batch, optimizer=first.optimizer)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    profile = profile_on_ranks(
+        build(first.model),
+        batches_for(goal, dist.get_world_size()),
+        torch.device("cpu"),
+        refresh=True,
+    )
+    rows = []
+    for case in cases:
+        chosen = decisions(profile, case.groups, cluster.world_size)
+        plan = make_plan(profile, cluster, goal, chosen, executor=CAPABILITY)
+        steps = int(RUN_S / max(plan.prediction.step_s, 1e-6))
+        steps = min(max(steps, LEAST_STEPS), MOST_STEPS)
+        torch.manual_seed(0)
+        measured = run_steps(build(case.model), plan, steps)
+        rows.append(Row(case, _layout(plan), plan.prediction, measured))
+    return rows
+
+
+def on_rank(show: Console) -> list[Row]:
+    """All cases. Collective."""
+    cluster = cluster_of_ranks(torch.device("cpu"), refresh=True)
+    rows: list[Row] = []
+    for _, same in groupby(CASES, key=lambda c: (c.model, c.batch, c.optimizer)):
+        cases = list(same)
+        rows += run_model(cases, cluster)
+        if dist.get_rank() == 0:
+            for row in rows[-len(cases) :]:
+                show.print(f"{row.case.model} {row.layout}: {row.error:+.0%}", style="dim")
+    return rows
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """The rows for people: milliseconds, predicted / measured."""
+    table = Table(title="predicted / measured, ms (memory in MB)", caption=_busy())
+    for name in ("model", "batch", "layout", "step", "error", "compute", "blocking", "exposed",
+                 "update", "peak"):  # fmt: skip
+        table.add_column(name, justify="left" if name in ("model", "layout") else "right")
+    for row in rows:
+        p, m = row.predicted, row.measured
+        parts = [
+            (p.compute_s - p.update_s, m.compute_s),
+            (p.blocking_s, m.blocking_s),
+            (p.exposed_s, m.exposed_s),
+            (p.update_s, m.update_s),
+        ]
+        table.add_row(
+            row.case.model,
+            str(row.case.batch),
+            row.layout,
+            f"{1e3 * p.step_s:.1f} / {1e3 * m.step_s:.1f}",
+            f"{row.error:+.0%}",
+            *(f"{1e3 * a:.1f} / {1e3 * b:.1f}" for a, b in parts),
+            f"{max(p.peak_bytes) / 1e6:.1f} / {max(m.peak_bytes) / 1e6:.1f}",
+        )
+    return table
+
+
+def _busy() -> str:
+    """How loaded the machine was in the last five minutes: others' work stretches both figures, and
+    not alike."""
+    load, usable = os.getloadavg()[1], cores()
+    told = f"load {load:.1f} on {usable} cores"
+    if load <= max(usable, RANKS) + 1:
+        return told
+    return f"{told}: the machine was busy with other work, so errors say little about the model"
+
+
+def summary_of(rows: Sequence[Row]) -> dict[str, object]:
+    """The rows for machines."""
+    errors = [abs(row.error) for row in rows]
+    return {
+        "rows": [
+            {
+                "model": row.case.model,
+                "layout": row.layout,
+                "predicted_s": row.predicted.step_s,
+                "measured_s": row.measured.step_s,
+            }
+            for row in rows
+        ],
+        "median_abs_error": median(errors),
+        "max_abs_error": max(errors),
+    }
+
+
+def main() -> None:
+    """Starts the ranks, or is one."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if "RANK" not in os.environ:
+        with tempfile.TemporaryDirectory(prefix="prediction-") as folder:
+            run_ranks(
+                [str(Path(__file__).resolve())], Ranks(RANKS, timeout_s=LIMIT_S), Path(folder)
+            )
+        return
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    start_process_group()
+    show = Console(file=sys.stderr, width=150)
+    rows = on_rank(show)
+    if dist.get_rank() == 0:
+        Console(width=150).print(table_of(rows))
+        print(json.dumps(summary_of(rows)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

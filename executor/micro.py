@@ -1,0 +1,83 @@
+"""A batch in micro-batches whose gradients add up to the batch's, and loops that end together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # torch has no public name for it
+
+from ..planner.errors import InputError
+from ..units.workload import Batch
+from .forward import Share
+from .parallel import run_of
+from .run import Run
+
+
+def micro_batches(
+    model: nn.Module, batch: Batch, parts: int, counts: Sequence[float] | None = None
+) -> Iterator[Batch]:
+    """Yields ``parts`` pieces of this rank's ``batch``, in order; call the model, the loss and
+    backward on each, then step once.
+
+    Each piece's gradient counts as its samples do within all ranks' whole batch, so that uneven
+    pieces and uneven ranks give the gradient of the mean over all samples. ``counts`` are what each
+    piece's loss is a mean over, where that is not its samples (tokens, say). Gradients are
+    exchanged in the last piece's backward. Pieces may be empty: all ranks must ask for the same
+    ``parts``. Collective.
+    """
+    if parts < 1:
+        raise InputError(f"a batch cannot be cut into {parts} micro-batches: use at least 1")
+    bounds = [batch.size * i // parts for i in range(parts + 1)]
+    mine = [bounds[i + 1] - bounds[i] for i in range(parts)] if counts is None else list(counts)
+    if len(mine) != parts:
+        raise InputError(f"{len(mine)} counts were given for {parts} micro-batches: give one each")
+    run = run_of(model)
+    gathered = run.control.gather([sum(mine)], "the start of a step", whole=False)
+    total = sum(row[0] for row in gathered.rows())
+    before = run.synchronise
+    try:
+        for i in range(parts):
+            run.synchronise = before and i == parts - 1
+            _weigh(run, mine[i], total)
+            yield batch.slice(bounds[i], bounds[i + 1])
+    finally:
+        run.synchronise, run.weigh_next = before, None
+
+
+def _weigh(run: Run, mine: float, total: float) -> None:
+    run.weigh_next = lambda forward: Share(mine, total, run.world.size)
+
+
+def join(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
+    """Yields this rank's batches, then empty ones until every rank has used up its own.
+
+    So that ranks with fewer batches take part to the end, as they must where others need them. An
+    empty batch is the last one with no samples: every tensor that has the batch's dim 0 is cut to
+    none. Collective: iterate to the end on every rank.
+    """
+    run = run_of(model)
+    last: Any = None
+    for item in batches:
+        last = item
+        run.control.gather([1], "the end of its batches").rows()
+        yield item
+    while any(row[0] for row in run.control.gather([0], "the end of its batches").rows()):
+        if last is None:
+            raise InputError(
+                f"rank {run.world.rank} has no batch at all while others do, so an empty one "
+                "cannot be made: give every rank at least one batch"
+            )
+        yield _emptied(last)
+
+
+def _emptied(item: Any) -> Any:
+    if isinstance(item, Batch):
+        return item.slice(0, 0)
+    size = next((t.shape[0] for t in pytree.tree_leaves(item) if isinstance(t, Tensor)), None)
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[:0] if tensor.ndim and tensor.shape[0] == size else tensor
+
+    return pytree.tree_map_only(Tensor, cut, item)

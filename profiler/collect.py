@@ -1,0 +1,167 @@
+"""Times collectives on one process group, as the executor calls them.
+
+Every rank runs the same sequence; a time is the slowest rank's, since everyone waits for it, and
+the median over rounds. Rounds go through all operations and sizes in turn, so that a disturbance
+does not hit one of them alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..planner.cluster import Collective, CollectiveCurve
+from ..planner.curve import Curve
+from .fit import fit_line
+
+COLLECTIVES: tuple[Collective, ...] = (
+    "p2p",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+)
+FLOAT = 4
+
+# torch 2.13 renamed both; the old names warn there.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Group:
+    """A process group of ``ranks`` ranks in which this rank is ``member``."""
+
+    handle: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    member: int
+    device: torch.device
+    seconds: dict[tuple[Collective, int], list[float]] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def operation(self, collective: Collective, size_bytes: int) -> Callable[[], None]:
+        """A call of the collective; sizes as in ``CollectiveCurve``."""
+        count = max(size_bytes // FLOAT, 1)
+        make = {
+            "p2p": self._p2p,
+            "all_reduce": self._all_reduce,
+            "all_gather": self._all_gather,
+            "reduce_scatter": self._reduce_scatter,
+            "all_to_all": self._all_to_all,
+        }[collective]
+        return make(count)
+
+    def _empty(self, count: int) -> Tensor:
+        return torch.zeros(count, device=self.device)
+
+    def _p2p(self, count: int) -> Callable[[], None]:
+        tensor, first, second = self._empty(count), self.ranks[0], self.ranks[-1]
+
+        def run() -> None:  # there and back: half of it is one message
+            if self.member == 0:
+                dist.send(tensor, second, group=self.handle)
+                dist.recv(tensor, second, group=self.handle)
+            elif self.member == self.size - 1:
+                dist.recv(tensor, first, group=self.handle)
+                dist.send(tensor, first, group=self.handle)
+
+        return run
+
+    def _all_reduce(self, count: int) -> Callable[[], None]:
+        tensor = self._empty(count)
+        return lambda: _done(dist.all_reduce(tensor, group=self.handle, async_op=True))
+
+    def _all_gather(self, count: int) -> Callable[[], None]:
+        shard = self._empty(-(-count // self.size))
+        full = self._empty(shard.numel() * self.size)
+        return lambda: _done(_ALL_GATHER(full, shard, group=self.handle, async_op=True))
+
+    def _reduce_scatter(self, count: int) -> Callable[[], None]:
+        shard = self._empty(-(-count // self.size))
+        full = self._empty(shard.numel() * self.size)
+        return lambda: _done(_REDUCE_SCATTER(shard, full, group=self.handle, async_op=True))
+
+    def _all_to_all(self, count: int) -> Callable[[], None]:
+        each = -(-count // max(self.size - 1, 1))
+        splits = [0 if m == self.member else each for m in range(self.size)]
+        out, into = self._empty(sum(splits)), self._empty(sum(splits))
+        return lambda: _done(
+            dist.all_to_all_single(into, out, splits, splits, group=self.handle, async_op=True)
+        )
+
+
+def _done(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def synchronise(device: torch.device) -> None:
+    """Waits for a device's queue; nothing to do on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_once(group: Group, collective: Collective, size_bytes: int) -> float:
+    """Seconds of one call on the slowest member. Collective over the group."""
+    run = group.operation(collective, size_bytes)
+    run()
+    synchronise(group.device)
+    dist.barrier(group=group.handle)
+    start = time.perf_counter()
+    run()
+    synchronise(group.device)
+    taken = time.perf_counter() - start
+    slowest = torch.tensor([taken], dtype=torch.float64, device=group.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group.handle)
+    return float(slowest) / (2 if collective == "p2p" else 1)
+
+
+def measure(
+    group: Group,
+    sizes: Sequence[int],
+    rounds: int,
+    budget_s: float,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Fills ``group.seconds``. Collective; rounds stop early when ``budget_s`` is used up, on all
+    members alike."""
+    start = time.perf_counter()
+    for _ in range(rounds):
+        for collective in COLLECTIVES:
+            for size in sizes:
+                taken = time_once(group, collective, size)
+                group.seconds.setdefault((collective, size), []).append(taken)
+            tick()
+        spent = torch.tensor([time.perf_counter() - start], device=group.device)
+        dist.all_reduce(spent, op=dist.ReduceOp.MAX, group=group.handle)
+        if float(spent) > budget_s:
+            break
+
+
+def curves(group: Group) -> tuple[CollectiveCurve, ...]:
+    """The medians as curves, with their fitted lines."""
+    found = []
+    for collective in COLLECTIVES:
+        points = {s: v for (c, s), v in group.seconds.items() if c == collective}
+        sizes = sorted(points)
+        medians = [float(torch.tensor(points[s], dtype=torch.float64).median()) for s in sizes]
+        line = fit_line(sizes, medians)
+        found.append(
+            CollectiveCurve(
+                collective=collective,
+                ranks=group.size,
+                seconds=Curve(x=tuple(map(float, sizes)), y=tuple(medians)),
+                latency_s=line.latency_s,
+                bytes_per_s=line.bytes_per_s,
+            )
+        )
+    return tuple(found)

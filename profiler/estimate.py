@@ -1,0 +1,242 @@
+"""A ModelProfile for a catalogued device that is not here: a roofline over counted work.
+
+    seconds = max( flops / (peak · FLOPS_REACHED), bytes / (bandwidth · BANDWIDTH_REACHED) )
+              + kernels · KERNEL_S
+
+Operations are counted by torch's FlopCounterMode on one small batch on the CPU, bytes are those of
+the unit's inputs, outputs, saved feature maps and parameters. Backward is twice the forward (the
+gradient of the input and that of the weight each take as much), once where the input needs none.
+These are assumptions, not measurements: profile on the device when there is one.
+
+Where DeepPool published layer times for just that network and device, they replace the roofline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # torch has no public name for it
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..planner.capability import degrees
+from ..planner.curve import Curve, proportional
+from ..planner.profile import (
+    ModelProfile,
+    ShareProfile,
+    SplitProfile,
+    UnitProfile,
+    UpdateRate,
+)
+from ..units.discover import Discovery, discover
+from ..units.preserve import preserved
+from ..units.replay import capture, run_unit
+from ..units.spec import UnitSpec
+from ..units.workload import Batch, Workload
+from .catalogue import GIGA, TERA, Datasheet, datasheet
+from .device import software
+from .footprint import measure_footprint
+from .model import edge_profiles, unit_profile
+from .tables import load_table
+
+FLOPS_REACHED = 0.6
+"""Share of a device's peak that large matrix products and convolutions reach; the A100 table of
+DeepPool gives 0.5 to 0.9 of float32 peak for VGG-16's convolutions."""
+
+BANDWIDTH_REACHED = 0.8
+"""Share of the memory bandwidth that streaming kernels reach."""
+
+KERNEL_S = 5e-6
+"""A kernel's launch on a GPU, which small units cannot beat."""
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DEGREES = (2, 4, 8)
+STATE_TRAFFIC = {"sgd": 3, "momentum": 5, "adam": 7, "adamw": 7}
+"""How often an optimizer reads or writes a parameter's bytes: parameter, gradient, state."""
+
+TABLES = {"vgg16": "vgg16"}
+"""Workloads whose units are those of a published A100 table, one by one."""
+
+
+def estimate(
+    workload: Workload, device: str, *, batches: Sequence[int] | None = None
+) -> ModelProfile:
+    """The profile of ``workload`` on the catalogued ``device``, without that device.
+
+    Runs the model forward on two or three samples on the CPU, to find its units and count their
+    work. Raises ``InputError`` for a device that is not catalogued (with the nearest names) and
+    where the model fails on its batch.
+    """
+    sheet = datasheet(device)
+    model = workload.model
+    with torch.random.fork_rng():
+        batch, other = workload.make_batch(2), workload.make_batch(1)
+        found = discover(model, batch, other)
+        with preserved(model):
+            sizes = tuple(sorted(set(batches or BATCHES)))
+            units = _Estimator(workload, found, batch, sheet, sizes).units()
+    profile = ModelProfile(
+        target=workload.name,
+        model=found.fingerprint,
+        device=device,
+        device_type="cuda",
+        dtype="float32",
+        software=software(),
+        batches=sizes,
+        units=units,
+        edges=edge_profiles(found),
+        updates=tuple(
+            UpdateRate(optimizer=name, seconds_per_byte=moves / (sheet.gbyte_s * GIGA))
+            for name, moves in STATE_TRAFFIC.items()
+        ),
+        origin="estimated",
+    )
+    if workload.name in TABLES and device.startswith("a100"):
+        return with_table(profile, load_table(TABLES[workload.name]))
+    return profile
+
+
+class _Work:
+    """One unit's counted work for one sample: operations, bytes moved, kernels started."""
+
+    def __init__(self, flops: float, moved: float, fixed: float, kernels: int, back: float) -> None:
+        self.flops, self.moved, self.fixed = flops, moved, fixed
+        self.kernels, self.back = kernels, back
+
+    def seconds(self, samples: float, part: float, sheet: Datasheet) -> float:
+        """Forward seconds of ``part`` of the unit on ``samples`` samples."""
+        compute = self.flops * samples * part / (sheet.float32 * TERA * FLOPS_REACHED)
+        traffic = (self.moved * samples + self.fixed) * part
+        memory = traffic / (sheet.gbyte_s * GIGA * BANDWIDTH_REACHED)
+        return max(compute, memory) + self.kernels * KERNEL_S
+
+
+class _Estimator:
+    """Goes through the units of a discovery."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        found: Discovery,
+        batch: Batch,
+        sheet: Datasheet,
+        sizes: tuple[int, ...],
+    ) -> None:
+        self.model, self.found, self.batch = workload.model, found, batch
+        self.sheet, self.sizes = sheet, sizes
+        self.calls = capture(self.model, batch, found.units)
+        self.footprint = measure_footprint(
+            self.model, found.units, batch, workload.loss, torch.device("cpu")
+        )
+
+    def units(self) -> tuple[UnitProfile, ...]:
+        last = self.found.units[-1]
+        return tuple(
+            self._unit(unit, self.found.unused if unit is last else ()) for unit in self.found.units
+        )
+
+    def _unit(self, unit: UnitSpec, unused: Sequence[str]) -> UnitProfile:
+        work = self._work(unit)
+        whole = self._share(unit, work, "none", 1, 0)
+        base = unit_profile(self.model, unit, whole, unused)
+        shares = [
+            self._share(unit, work, split.style, degree, _shard_bytes(base, split, degree))
+            for split in base.splits
+            for degree in DEGREES
+            if degrees(base, split.style, degree)
+        ]
+        return unit_profile(self.model, unit, whole, unused, shares)
+
+    def _work(self, unit: UnitSpec) -> _Work:
+        if not unit.modules:
+            return self._glue(unit)
+        call, size = self.calls[unit.name], self.batch.size
+        counter = FlopCounterMode(display=False)
+        with torch.no_grad(), counter:
+            output = run_unit(self.model, unit, call.fresh())
+        moved = sum(t.nbytes for t in call.tensors()) + sum(t.nbytes for t in _tensors(output))
+        modules = [self.model.get_submodule(name) for name in unit.modules]
+        parameters = sum(p.nbytes for m in modules for p in m.parameters())
+        back = 2.0 if any(t.requires_grad for t in call.tensors()) else 1.0
+        kernels = sum(1 for m in modules for x in m.modules() if _leaf(x))
+        flops = counter.get_total_flops() / size
+        saved = self.footprint.saved.get(unit.name, 0)
+        return _Work(flops, (moved + saved) / size, parameters, kernels, back)
+
+    def _glue(self, unit: UnitSpec) -> _Work:
+        edges = [e for e in self.found.edges if unit.name in (e.source, e.target)]
+        moved = sum(e.bytes_per_sample for e in edges) if unit.kind == "glue" else 0.0
+        return _Work(0.0, moved, 0.0, 1 if moved else 0, 1.0)
+
+    def _share(
+        self, unit: UnitSpec, work: _Work, style: str, degree: int, parameter_bytes: int
+    ) -> ShareProfile:
+        part, size = 1 / degree, self.batch.size
+        forward = [work.seconds(b, part, self.sheet) for b in self.sizes]
+        sizes = tuple(map(float, self.sizes))
+        held = self.footprint
+        # A column share keeps its input whole and makes a part of its output; a row share the
+        # reverse. What is saved is mostly inputs.
+        kept = 1.0 if style == "column" else part
+        return ShareProfile(
+            style=style,  # type: ignore[arg-type]
+            degree=degree,
+            forward=Curve(x=sizes, y=tuple(forward)),
+            backward=Curve(x=sizes, y=tuple(work.back * f for f in forward)),
+            saved=proportional(held.saved.get(unit.name, 0) / size * kept),
+            gradient=proportional(held.gradient.get(unit.name, 0) / size),
+            workspace=proportional(held.workspace.get(unit.name, 0) / size * part),
+            parameter_bytes=parameter_bytes,
+        )
+
+
+def _leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _shard_bytes(unit: UnitProfile, split: SplitProfile, degree: int) -> int:
+    divided = {name for name, _ in split.sharded}
+    part = -(-split.parts // degree) / split.parts
+    return round(sum(p.bytes * (part if p.shared in divided else 1) for p in unit.parameters))
+
+
+def with_table(profile: ModelProfile, table: ModelProfile) -> ModelProfile:
+    """``profile`` with the times of ``table``, whose layers with parameters are the same, in the
+    same order; layers without any (pooling) count with the one before them."""
+    rows: list[list[UnitProfile]] = []
+    for row in table.units:
+        if row.parameters:
+            rows.append([row])
+        elif rows and not row.fixed:
+            rows[-1].append(row)
+    timed = iter(rows)
+    units = []
+    for unit in profile.units:
+        units.append(_with_times(unit, next(timed)) if unit.parameters else unit)
+    return msgspec.structs.replace(
+        profile, units=tuple(units), batches=table.batches, origin="table"
+    )
+
+
+def _with_times(unit: UnitProfile, rows: Sequence[UnitProfile]) -> UnitProfile:
+    first = rows[0]
+    if [p.shape for p in first.parameters] != [p.shape for p in unit.parameters]:
+        raise AssertionError(f"the table's {first.name} is not unit {unit.name}")
+
+    def total(pick: str) -> Curve:
+        curves = [getattr(row.whole, pick) for row in rows]
+        sizes = curves[0].x
+        return Curve(x=sizes, y=tuple(sum(c(x) for c in curves) for x in sizes))
+
+    forward, backward = total("forward"), total("backward")
+    shares = [msgspec.structs.replace(unit.whole, forward=forward, backward=backward)]
+    for share in unit.shares[1:]:
+        twin = next(s for s in first.shares if s.style == share.style and s.degree == share.degree)
+        shares.append(msgspec.structs.replace(share, forward=twin.forward, backward=twin.backward))
+    return msgspec.structs.replace(unit, shares=tuple(shares))

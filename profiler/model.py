@@ -1,0 +1,296 @@
+"""The ModelProfile of a workload: its units, what they take and hold, and what flows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import nn
+
+from ..planner.curve import Curve
+from ..planner.errors import InputError
+from ..planner.profile import (
+    EdgeProfile,
+    ModelProfile,
+    ParameterProfile,
+    ShareProfile,
+    UnitProfile,
+)
+from ..units.discover import Discovery, discover
+from ..units.preserve import preserved
+from ..units.replay import capture
+from ..units.spec import UnitSpec
+from ..units.splits.following import BATCH_NORMS
+from ..units.workload import Batch, Workload
+from .device import device_name, software
+from .footprint import Footprint, measure_footprint
+from .shares import ShareMeter, split_profiles
+from .timeline import StepTimes, Timeline
+from .updates import update_rates
+
+__all__ = ["device_name", "profile"]
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+OPTIMIZERS = ("sgd", "momentum", "adamw")
+DEGREES = (2, 4, 8)
+LONGEST_STEP_S = 4.0
+"""Without sizes given, no larger batch is measured once a step takes this long."""
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass
+class _Measured:
+    """The medians at one batch size."""
+
+    batch: int
+    times: StepTimes
+    footprint: Footprint
+
+
+@dataclass
+class _Job:
+    """One profiling: what is profiled, and how far it is."""
+
+    workload: Workload
+    device: torch.device
+    budget_s: float
+    progress: Progress | None
+    start: float = field(default_factory=time.perf_counter)
+
+    def tell(self, share: float, doing: str) -> None:
+        if self.progress is not None:
+            self.progress(round(1000 * share), 1000, doing)
+
+    def left_s(self, share: float) -> float:
+        """Seconds until ``share`` of the budget is used up."""
+        return self.start + self.budget_s * share - time.perf_counter()
+
+    def batch(self, size: int) -> Batch:
+        return self.workload.make_batch(size).to(device=self.device)
+
+
+def profile(
+    workload: Workload,
+    *,
+    batches: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    optimizers: Sequence[str] = OPTIMIZERS,
+    degrees: Sequence[int] = DEGREES,
+    budget_s: float = 40.0,
+    repeats: int = 5,
+    progress: Progress | None = None,
+) -> ModelProfile:
+    """Measures a workload on this machine.
+
+    ``batches`` are the batch sizes to measure; by default 1 to 32, stopping early where a step
+    takes long. ``degrees`` are the model parallel degrees at which divided units are measured.
+    ``budget_s`` bounds the time roughly: fewer repeats are made and larger degrees left out when it
+    runs short. Weights, buffers, gradients, random state and train/eval flags are left as they
+    were; the model is moved to ``device`` and stays there. Raises ``InputError`` where the model
+    fails on its batch.
+    """
+    where = torch.device(device or "cpu")
+    job = _Job(workload, where, budget_s, progress)
+    job.workload.model.to(where)
+    job.tell(0.0, "finding units")
+    with torch.random.fork_rng(devices=_cuda(where)):
+        found = discover(workload.model, job.batch(3), job.batch(2))
+        with preserved(workload.model):
+            measured = list(_measure(job, found, batches, repeats))
+            units = _units(job, found, measured, degrees)
+    job.tell(0.95, "measuring optimizers")
+    rates = update_rates(workload.model.parameters(), optimizers)
+    sizes = tuple(m.batch for m in measured)
+    job.tell(1.0, "measured")
+    return ModelProfile(
+        target=workload.name,
+        model=found.fingerprint,
+        device=device_name(where),
+        device_type=where.type,
+        dtype=_dtype(workload.model),
+        software=software(),
+        batches=sizes,
+        units=units,
+        edges=edge_profiles(found),
+        step=_curve(sizes, [m.times.total for m in measured]),
+        updates=rates,
+    )
+
+
+def _cuda(device: torch.device) -> list[int]:
+    return [device.index or 0] if device.type == "cuda" else []
+
+
+def _dtype(model: nn.Module) -> str:
+    types = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return str(types[0] if types else torch.get_default_dtype()).removeprefix("torch.")
+
+
+def _measure(
+    job: _Job, found: Discovery, batches: Sequence[int] | None, repeats: int
+) -> Iterator[_Measured]:
+    """The medians at each batch size."""
+    sizes = sorted(set(batches)) if batches else BATCHES
+    if sizes[0] < 1:
+        raise InputError(f"batch size {sizes[0]} cannot be measured: give at least 1")
+    done = 0.0
+    for i, size in enumerate(sizes):
+        job.tell(0.1 + 0.6 * i / len(sizes), f"measuring a batch of {size}")
+        share = 0.1 + 0.6 * (i + 1) / len(sizes)
+        measured = _measure_batch(job, found, size, repeats, share)
+        yield measured
+        if batches is None:
+            done = measured.times.total
+            if 2 * done > LONGEST_STEP_S or job.left_s(0.7) < 4 * done:
+                break
+
+
+def _measure_batch(job: _Job, found: Discovery, size: int, repeats: int, share: float) -> _Measured:
+    model, loss, batch = job.workload.model, job.workload.loss, job.batch(size)
+    footprint = measure_footprint(model, found.units, batch, loss, job.device)
+    steps = []
+    with Timeline(model, found.units, job.device) as timeline:
+        for i in range(repeats + 1):
+            model.zero_grad()
+            steps.append(timeline.step(batch, loss))
+            if i >= 2 and job.left_s(share) < 0:
+                break
+    model.zero_grad()
+    return _Measured(size, _medians(steps[1:]), footprint)
+
+
+def _medians(steps: Sequence[StepTimes]) -> StepTimes:
+    """Each node's median, scaled so that they add up to the median of whole steps."""
+    result = StepTimes(
+        _node_medians([s.forward for s in steps]), _node_medians([s.backward for s in steps])
+    )
+    factor = median(s.total for s in steps) / max(result.total, 1e-12)
+    return StepTimes(
+        {n: v * factor for n, v in result.forward.items()},
+        {n: v * factor for n, v in result.backward.items()},
+    )
+
+
+def _node_medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: median(row.get(name, 0.0) for row in rows) for name in names}
+
+
+def _curve(sizes: Sequence[int], values: Sequence[float]) -> Curve:
+    return Curve(x=tuple(map(float, sizes)), y=tuple(max(float(v), 0.0) for v in values))
+
+
+def _units(
+    job: _Job, found: Discovery, measured: Sequence[_Measured], degrees: Sequence[int]
+) -> tuple[UnitProfile, ...]:
+    model = job.workload.model
+    sizes = [m.batch for m in measured]
+    middle = job.batch(sizes[len(sizes) // 2])
+    calls = capture(model, middle, [u for u in found.units if u.splits])
+    meter = ShareMeter(model, job.device, job.start + job.budget_s)
+    profiles = []
+    for i, unit in enumerate(found.units):
+        job.tell(0.7 + 0.25 * i / len(found.units), f"dividing {unit.name}")
+        whole = _whole(unit, sizes, measured)
+        base = unit_profile(model, unit, whole, found.unused if i == len(found.units) - 1 else ())
+        if unit.splits:
+            shares = meter.shares(unit, base, calls[unit.name], degrees)
+            base = unit_profile(model, unit, whole, (), shares)
+        profiles.append(base)
+    return tuple(profiles)
+
+
+def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) -> ShareProfile:
+    name = unit.name
+
+    def curve(pick: Callable[[_Measured], dict[str, float] | dict[str, int]]) -> Curve:
+        return _curve(sizes, [pick(m).get(name, 0.0) for m in measured])
+
+    return ShareProfile(
+        style="none",
+        degree=1,
+        forward=curve(lambda m: m.times.forward),
+        backward=curve(lambda m: m.times.backward),
+        saved=curve(lambda m: m.footprint.saved),
+        gradient=curve(lambda m: m.footprint.gradient),
+        workspace=curve(lambda m: m.footprint.workspace),
+        parameter_bytes=0,
+    )
+
+
+def unit_profile(
+    model: nn.Module,
+    unit: UnitSpec,
+    whole: ShareProfile,
+    unused: Sequence[str] = (),
+    shares: Sequence[ShareProfile] = (),
+) -> UnitProfile:
+    """A unit with its measurements. ``unused`` are parameters that no forward uses: they are held
+    and exchanged all the same, and counted where the caller says."""
+    shared = canonical_names(model)
+    names = [n for n in shared if any(n.startswith(f"{m}.") or m == "" for m in unit.modules)]
+    parameters = tuple(_parameter(model, name, shared[name]) for name in (*names, *unused))
+    modules = [model.get_submodule(name) for name in unit.modules]
+    norms = [x for m in modules for x in m.modules() if isinstance(x, BATCH_NORMS)]
+    total = sum(p.bytes for p in {p.shared: p for p in parameters}.values())
+    first = ShareProfile(
+        style="none",
+        degree=1,
+        forward=whole.forward,
+        backward=whole.backward,
+        saved=whole.saved,
+        gradient=whole.gradient,
+        workspace=whole.workspace,
+        parameter_bytes=total,
+    )
+    return UnitProfile(
+        name=unit.name,
+        kind=unit.kind,
+        modules=unit.modules,
+        batched_inputs=unit.batched_inputs,
+        parameters=parameters,
+        state_bytes=sum(b.nbytes for m in modules for b in m.buffers()),
+        batch_statistics=unit.batch_statistics,
+        # a mean and a sum of squares for each channel, and the count
+        statistics_bytes=sum(4 * (2 * int(norm.num_features) + 1) for norm in norms),
+        splits=split_profiles(model, unit, shared),
+        shares=(first, *shares),
+    )
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """For every name of every parameter the first name of the same parameter."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[name] = first.setdefault(id(parameter), name)
+    return found
+
+
+def _parameter(model: nn.Module, name: str, shared: str) -> ParameterProfile:
+    parameter = model.get_parameter(name)
+    return ParameterProfile(
+        name=name,
+        shared=shared,
+        shape=tuple(parameter.shape),
+        bytes=parameter.nbytes,
+        trainable=parameter.requires_grad,
+    )
+
+
+def edge_profiles(found: Discovery) -> tuple[EdgeProfile, ...]:
+    """The edges as the planner knows them."""
+    return tuple(
+        EdgeProfile(
+            source=e.source,
+            target=e.target,
+            bytes_per_sample=e.bytes_per_sample,
+            gradient_bytes_per_sample=e.gradient_bytes_per_sample,
+            features=e.features,
+        )
+        for e in found.edges
+    )

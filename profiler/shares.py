@@ -1,0 +1,196 @@
+"""What a member's share of a divided unit takes, compared with the whole unit.
+
+Both are run alone, one after the other on the same inputs, and the ratio of their times is applied
+to what the whole unit takes in the model. Equal units are measured once.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # torch has no public name for it
+
+from ..planner.capability import degrees
+from ..planner.profile import ShareProfile, SplitProfile, UnitProfile
+from ..units.replay import Call, run_modules
+from ..units.spec import SplitSpec, UnitSpec
+from ..units.splits import apply_split
+from ..units.splits.check import isolated, member_call
+from .footprint import SavedTensors
+from .timeline import Clock
+
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of forward and backward, bytes saved for backward, bytes of inputs and outputs that
+    have a gradient, of outputs, and of parameters."""
+
+    forward_s: float
+    backward_s: float
+    saved: int
+    gradient: int
+    output: int
+    parameters: int
+
+
+class ShareMeter:
+    """Measures shares until ``deadline`` (``time.perf_counter``), then leaves the rest out."""
+
+    def __init__(self, model: nn.Module, device: torch.device, deadline: float) -> None:
+        self._model, self._device, self._deadline = model, device, deadline
+        self._known: dict[tuple[Any, ...], tuple[float, ...] | None] = {}
+
+    def shares(
+        self, unit: UnitSpec, profile: UnitProfile, call: Call, wanted: Sequence[int]
+    ) -> list[ShareProfile]:
+        """The shares of a unit for every style and every degree of ``wanted`` that it can have."""
+        whole = profile.whole
+        found = []
+        for split in unit.splits:
+            for degree in wanted:
+                if not degrees(profile, split.style, degree):
+                    continue
+                ratio = self._ratio(unit, split, call, degree)
+                if ratio is None:
+                    continue
+                forward, backward, saved, gradient, workspace = ratio
+                found.append(
+                    ShareProfile(
+                        style=split.style,
+                        degree=degree,
+                        forward=whole.forward.scaled(forward),
+                        backward=whole.backward.scaled(backward),
+                        saved=whole.saved.scaled(saved),
+                        gradient=whole.gradient.scaled(gradient),
+                        workspace=whole.workspace.scaled(workspace),
+                        parameter_bytes=self._shard_bytes(unit, split, degree),
+                    )
+                )
+        return found
+
+    def _shard_bytes(self, unit: UnitSpec, split: SplitSpec, degree: int) -> int:
+        cuts = {cut.name: cut for cut in split.cuts}
+        total = 0
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if not any(name.startswith(f"{m}.") for m in unit.modules):
+                continue
+            size = parameter.nbytes
+            if name in cuts:
+                length = parameter.shape[cuts[name].dim]
+                kept = sum(r - l_ for l_, r in cuts[name].bounds(length, degree, 0))
+                size = size * kept // max(length, 1)
+            total += size
+        return total
+
+    def _ratio(
+        self, unit: UnitSpec, split: SplitSpec, call: Call, degree: int
+    ) -> tuple[float, ...] | None:
+        modules = [self._model.get_submodule(name) for name in unit.modules]
+        shapes = [tuple(p.shape) for module in modules for p in module.parameters()]
+        inputs = [tuple(t.shape) for t in call.tensors()]
+        key = (unit.kind, split.style, degree, *map(str, modules), *shapes, *inputs)
+        if key not in self._known:
+            late = time.perf_counter() > self._deadline
+            self._known[key] = None if late else self._measure(unit, split, call, degree)
+        return self._known[key]
+
+    def _measure(
+        self, unit: UnitSpec, split: SplitSpec, call: Call, degree: int
+    ) -> tuple[float, ...]:
+        holder = isolated(self._model, unit.modules)
+        shard = copy.deepcopy(holder)
+
+        def reduce(partial: Tensor) -> Tensor:
+            return partial[: -(-len(partial) // degree)]
+
+        apply_split(shard, unit.modules, split, degree, 0, reduce)
+        given = member_call(unit, split, call, degree, 0)
+        whole, part = self._alternate((holder, call), (shard, given), unit)
+        return (
+            _over(part.forward_s, whole.forward_s),
+            _over(part.backward_s, whole.backward_s),
+            _over(part.saved, whole.saved),
+            _over(part.gradient, whole.gradient),
+            _over(part.output, whole.output),
+        )
+
+    def _alternate(
+        self, first: tuple[nn.Module, Call], second: tuple[nn.Module, Call], unit: UnitSpec
+    ) -> tuple[Cost, Cost]:
+        """Both costs, measured in turn so that a disturbance hits both, after a warm-up round."""
+        rounds = [
+            tuple(cost_of(holder, unit, call, self._device) for holder, call in (first, second))
+            for _ in range(ROUNDS + 1)
+        ][1:]
+        return _median([r[0] for r in rounds]), _median([r[1] for r in rounds])
+
+
+def _median(costs: Sequence[Cost]) -> Cost:
+    return Cost(
+        median(c.forward_s for c in costs),
+        median(c.backward_s for c in costs),
+        costs[0].saved,
+        costs[0].gradient,
+        costs[0].output,
+        costs[0].parameters,
+    )
+
+
+def _over(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 1.0
+
+
+def cost_of(holder: nn.Module, unit: UnitSpec, call: Call, device: torch.device) -> Cost:
+    """What one run of a unit's modules takes."""
+    given = call.fresh()
+    clock = Clock(device)
+    saved = SavedTensors([*holder.parameters(), *holder.buffers()], lambda: "")
+    start = clock.now()
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
+        output = run_modules(holder, unit.modules, given)
+    middle = clock.now()
+    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    gradients = [torch.ones_like(t) for t in leaves]
+    turn = clock.now()
+    if leaves:
+        torch.autograd.backward(leaves, gradients)
+    end = clock.now()
+    clock.finish()
+    for parameter in holder.parameters():
+        parameter.grad = None
+    inputs = sum(t.nbytes for t in given.tensors() if t.requires_grad)
+    out = sum(t.nbytes for t in leaves)
+    return Cost(
+        clock.seconds(start, middle),
+        clock.seconds(turn, end),
+        saved.bytes.get("", 0),
+        inputs + out,
+        out,
+        sum(p.nbytes for p in holder.parameters()),
+    )
+
+
+def split_profiles(
+    model: nn.Module, unit: UnitSpec, shared: dict[str, str]
+) -> tuple[SplitProfile, ...]:
+    """The unit's splits as the planner knows them; ``shared`` are canonical parameter names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return tuple(
+        SplitProfile(
+            style=split.style,
+            parts=split.parts,
+            uneven=split.uneven,
+            features=split.features,
+            sharded=tuple((shared[c.name], c.dim) for c in split.cuts if c.name in parameters),
+        )
+        for split in unit.splits
+    )

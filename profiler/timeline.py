@@ -1,0 +1,155 @@
+"""Where the time of one training step goes, unit by unit, measured while the whole model runs.
+
+A unit that is timed alone finds its inputs in the cache and its memory allocated, and the sum over
+units is then less than the step. So the step itself is measured: hooks mark when the forward enters
+and leaves a unit and when a gradient arrives at a tensor that a node made, and the time between two
+marks belongs to the node at work. The nodes' times add up to the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # torch has no public name for it
+
+from ..units.spec import UnitSpec
+from ..units.workload import Batch
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Clock:
+    """Moments on a device: read at once on a CPU, as events in the stream on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def finish(self) -> None:
+        """Waits until all moments have passed."""
+        if self._cuda:
+            torch.cuda.synchronize()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end) / 1e3 if self._cuda else end - start)
+
+
+@dataclass
+class StepTimes:
+    """Seconds of each node's forward and backward in one step."""
+
+    forward: dict[str, float] = field(default_factory=dict)
+    backward: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.forward.values()) + sum(self.backward.values())
+
+
+class Timeline:
+    """Marks the nodes of a model while it runs; hooks are removed on leaving the context. ``node``
+    is the one at work."""
+
+    def __init__(self, model: nn.Module, units: Sequence[UnitSpec], device: torch.device) -> None:
+        self.model, self.units = model, list(units)
+        self.clock = Clock(device)
+        self.marks: list[tuple[Any, str]] = []
+        self.node = units[0].name
+        self._made: dict[int, Tensor] = {}
+        self._handles: list[Any] = []
+        self._before = _nodes_before(self.units)
+
+    def __enter__(self) -> Timeline:
+        for unit in self.units:
+            if not unit.modules:
+                continue
+            first = self.model.get_submodule(unit.modules[0])
+            last = self.model.get_submodule(unit.modules[-1])
+            self._handles.append(
+                first.register_forward_pre_hook(self._enter(unit.name), with_kwargs=True)
+            )
+            self._handles.append(last.register_forward_hook(self._leave(unit.name)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def mark(self, node: str) -> None:
+        """From now on ``node`` is at work."""
+        self.node = node
+        self.marks.append((self.clock.now(), node))
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            for tensor in _tensors((args, kwargs)):
+                self._watch(tensor, self._before[name])
+            self.mark(name)
+
+        return hook
+
+    def _leave(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            for tensor in _tensors(output):
+                self._watch(tensor, name)
+            self.mark(self._after(name))
+
+        return hook
+
+    def _after(self, name: str) -> str:
+        place = next(i for i, u in enumerate(self.units) if u.name == name)
+        following = self.units[min(place + 1, len(self.units) - 1)]
+        return name if following.modules else following.name
+
+    def _watch(self, tensor: Tensor, maker: str) -> None:
+        """Marks ``maker`` when a gradient arrives at a tensor that it made."""
+        if id(tensor) in self._made or not tensor.requires_grad or tensor.is_leaf:
+            return
+        self._made[id(tensor)] = tensor  # kept, so that its identity stays its own
+        tensor.register_hook(lambda gradient: self.mark(maker))  # type: ignore[no-untyped-call]
+
+    def step(self, batch: Batch, loss: Loss) -> StepTimes:
+        """One forward and backward; gradients stay where backward leaves them."""
+        self.marks.clear()
+        self._made.clear()
+        self.mark(self.units[0].name)
+        output = self.model(*batch.args, **batch.kwargs)
+        self.mark(self.units[-1].name)
+        value = loss(output, batch.target)
+        turn = len(self.marks)
+        self.mark(self.units[-1].name)
+        value.backward()  # type: ignore[no-untyped-call]
+        self.marks.append((self.clock.now(), ""))
+        self.clock.finish()
+        self._made.clear()
+        return StepTimes(self._sum(0, turn), self._sum(turn, len(self.marks) - 1))
+
+    def _sum(self, start: int, end: int) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for i in range(start, end):
+            (moment, node), (after, _) = self.marks[i], self.marks[i + 1]
+            found[node] = found.get(node, 0.0) + self.clock.seconds(moment, after)
+        return found
+
+
+def _nodes_before(units: Sequence[UnitSpec]) -> dict[str, str]:
+    """For each unit the node that made an input which no unit made: the glue before it, else the
+    node before it."""
+    return {b.name: a.name for a, b in pairwise(units)}
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,0 +1,156 @@
+"""Any plan gives the training of one process on the whole batch, by the yardstick of the design."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from meshwright import models
+from meshwright.executor.apply import apply
+from meshwright.units.discover import discover
+from meshwright.units.spec import UnitSpec
+from meshwright.units.workload import Batch, Workload
+from plans import Choice, by_columns_and_rows, plan_for
+from reference import (
+    assert_equal,
+    gradients_alone,
+    gradients_together,
+    train_alone,
+    train_together,
+    twin,
+)
+from torch import nn
+
+BLOCKS = ("linear", "conv", "embedding", "attention", "mlp")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a plan's degree, and which kinds of units are divided; ``steps`` of training."""
+
+    model: str
+    world: int
+    degree: int = 1
+    kinds: tuple[str, ...] = ("linear",)
+    counts: tuple[int, ...] | None = None
+    steps: int = 3
+
+    def __str__(self) -> str:
+        groups = self.world // self.degree
+        shares = "" if self.counts is None else f" {list(self.counts)}"
+        return f"{self.model} {'+'.join(self.kinds)} ({groups},{self.degree}){shares}"
+
+
+def _workload(name: str, dtype: torch.dtype) -> Workload:
+    torch.manual_seed(5)
+    workload = models.build(name)
+    for module in workload.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for attribute, value in vars(module).items():
+            if "drop" in attribute and isinstance(value, float):
+                setattr(module, attribute, 0.0)
+    workload.model.to(dtype).train()
+    return workload
+
+
+def _choose(model: nn.Module, case: Case) -> Callable[[UnitSpec], Choice]:
+    if case.degree == 1:
+        return lambda unit: (1, "none")
+    return by_columns_and_rows(model, case.degree, case.kinds)
+
+
+def _batches(workload: Workload, case: Case, dtype: torch.dtype) -> list[Batch]:
+    size = 2 * case.world if case.counts is None else sum(case.counts)
+    return [workload.make_batch(size).to(dtype=dtype) for _ in range(case.steps)]
+
+
+def equals_one_process(rank: int, case: Case, optimizer: str, dtype_name: str) -> int:
+    dtype = getattr(torch, dtype_name)
+    workload = _workload(case.model, dtype)
+    data = _batches(workload, case, dtype)
+    plan = plan_for(discover(workload.model, data[0]), case.world, _choose(workload.model, case))
+    divided = sum(unit.layout.degree > 1 for unit in plan.units)
+    assert divided or case.degree == 1
+    alone = twin(workload.model)
+    if dtype_name == "float32" and optimizer == "adamw":
+        _gradients_equal(rank, case, workload, alone, data, plan)
+        return divided
+    expected = train_alone(alone, optimizer, data, workload.loss)
+    found = train_together(rank, workload.model, optimizer, data, workload.loss, plan, case.counts)
+    if dtype_name == "float64":
+        assert_equal(found, expected)
+    else:
+        assert_equal(found, expected, 1e-5, 1e-6, loss_relative=1e-5)
+    return divided
+
+
+def _gradients_equal(rank, case, workload, alone, data, plan) -> None:
+    """float32 and AdamW: gradients from equal parameters, each within 1e-5 of its norm."""
+    apply(workload.model, None, plan, timeout_s=60)
+    for batch in data:
+        theirs = gradients_alone(alone, batch, workload.loss)
+        ours = gradients_together(rank, workload.model, batch, workload.loss, case.counts)
+        whole = sum(g.double().square().sum() for g in theirs.values()).sqrt()
+        assert ours.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            off = (ours[name].double() - gradient.double()).norm()
+            assert off <= 1e-5 * gradient.double().norm() + 1e-7 * whole, (name, off)
+
+
+QUICK = [
+    Case("vgg11-32", 2, 2, counts=(3, 1)),
+    Case("gpt-tiny", 2, 2, BLOCKS, counts=(1, 2)),
+    Case("seq2seq-tiny", 2, 2, ("linear", "embedding"), counts=(2, 1)),
+    Case("mlp", 4, 2, counts=(2, 1, 0, 3)),
+    Case("gpt2-tiny", 2, 2, BLOCKS, counts=(2, 1)),
+    Case("bert-tiny", 2, 2, BLOCKS, counts=(2, 1)),
+]
+
+BROAD = [
+    Case(model, world, degree, kinds, counts, steps)
+    for model, kinds, steps in (
+        ("vgg11-32", ("linear",), 3),
+        ("gpt-tiny", BLOCKS, 3),
+        ("seq2seq-tiny", BLOCKS, 3),
+        ("mlp", BLOCKS, 3),
+        ("gpt2-tiny", BLOCKS, 3),
+        ("bert-tiny", BLOCKS, 3),
+        ("vit-tiny", BLOCKS, 3),
+        ("cnn-digits", BLOCKS, 3),
+        ("resnet50-32", ("linear", "conv"), 1),
+    )
+    for world in (2, 4)
+    for degree in (1, 2, 4)
+    if degree <= world
+    for counts in (None, (3, 1) if world == 2 else (2, 1, 3, 1))
+]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_double_precision(ranks, case):
+    ranks(case.world)(equals_one_process, case, "sgd", "float64", limit_s=100)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_single_precision(ranks, optimizer):
+    case = Case("gpt-tiny", 2, 2, BLOCKS, counts=(1, 2))
+    ranks(2)(equals_one_process, case, optimizer, "float32", limit_s=100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("case", [c for c in BROAD if c.counts], ids=str)
+def test_broadly(ranks, case, optimizer, dtype):
+    ranks(case.world)(equals_one_process, case, optimizer, dtype, limit_s=500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", [c for c in BROAD if not c.counts], ids=str)
+def test_even_shares(ranks, case):
+    ranks(case.world)(equals_one_process, case, "sgd", "float64", limit_s=500)

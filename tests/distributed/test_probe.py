@@ -1,0 +1,65 @@
+"""The link probe on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from harness import Ranks
+from meshwright.planner.cluster import Cluster
+from meshwright.planner.errors import InputError
+from meshwright.planner.noun import decode, encode
+from meshwright.profiler.collect import COLLECTIVES
+from meshwright.profiler.probe import probe
+
+SIZES = (1 << 10, 1 << 16, 1 << 20)
+
+
+def probed(rank: int, rounds: int = 3) -> tuple[bytes, list[tuple[int, int]]]:
+    seen: list[tuple[int, int]] = []
+    cluster = probe(
+        sizes=SIZES,
+        rounds=rounds,
+        budget_s=5,
+        progress=lambda done, total, doing: seen.append((done, total)),
+    )
+    dist.barrier()  # the caller's own group still works
+    return encode(cluster), seen
+
+
+def test_both_ranks_get_the_same_cluster(ranks: Callable[[int], Ranks]) -> None:
+    (first, seen), (second, _) = ranks(2)(probed)
+    assert first == second
+    cluster = decode(Cluster, first)
+    assert encode(cluster) == first
+    assert cluster.world_size == 2
+    assert cluster.origin == "measured"
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_all_collectives_are_measured_at_all_sizes(ranks: Callable[[int], Ranks]) -> None:
+    cluster = decode(Cluster, ranks(2)(probed)[0][0])
+    (level,) = cluster.levels
+    assert level.name == "intra"
+    assert {c.collective for c in level.curves} == set(COLLECTIVES)
+    for curve in level.curves:
+        assert curve.ranks == 2
+        assert curve.seconds.x == tuple(map(float, SIZES))
+        assert all(s > 0 for s in curve.seconds.y)
+        assert curve.bytes_per_s > 0
+        assert curve.seconds.y[-1] < 10  # a megabyte between two processes of one host
+    assert cluster.interference.compute_slowdown >= 1
+    assert cluster.interference.communication_slowdown >= 1
+
+
+def test_four_ranks_have_curves_for_pairs_and_for_all(ranks: Callable[[int], Ranks]) -> None:
+    cluster = decode(Cluster, ranks(4)(probed, 1)[0][0])
+    (level,) = cluster.levels
+    assert {c.ranks for c in level.curves} == {2, 4}
+
+
+def test_a_probe_needs_a_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(InputError, match="at least two ranks: start it with torchrun"):
+        probe()

@@ -1,0 +1,126 @@
+"""Batch normalisation: over the whole batch as one process would, or local as under DDP."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from meshwright.executor.apply import apply
+from meshwright.executor.parallel import full_state_dict
+from plans import plan, unit
+from reference import shares, twin
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+SHAPES = {nn.BatchNorm1d: (4,), nn.BatchNorm2d: (4, 3, 2), nn.BatchNorm3d: (4, 2, 2, 3)}
+
+
+def share(rank: int, counts: list[int], shape: tuple[int, ...], seed: int, dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(sum(counts), *shape, generator=generator, dtype=torch.float64) * 3 + 50
+    bounds = shares(sum(counts), len(counts), counts)
+    return whole[bounds[rank] : bounds[rank + 1]].to(dtype) if rank >= 0 else whole.to(dtype)
+
+
+def whole_batch(rank: int, counts: list[int]) -> None:
+    options = itertools.product(SHAPES, (True, False), (0.1, None), (True, False))
+    for norm, affine, momentum, track in options:
+        for dtype, near in ((torch.float64, 1e-9), (torch.float32, 2e-5)):
+            shape = SHAPES[norm]
+            model = nn.Sequential(
+                norm(4, affine=affine, momentum=momentum, track_running_stats=track),
+                nn.Flatten(),
+                nn.LazyLinear(2),
+            ).to(dtype)
+            model(torch.zeros(2, *shape, dtype=dtype))
+            model[0].reset_parameters()
+            if affine:
+                nn.init.normal_(model[0].weight)
+            alone = twin(model)
+            apply(model, None, plan(len(counts)))
+            for step in range(2):
+                mine = share(rank, counts, shape, step, dtype).requires_grad_()
+                whole = share(-1, counts, shape, step, dtype).requires_grad_()
+                for m, x in ((model, mine), (alone, whole)):
+                    m.zero_grad()
+                    m(x).square().mean().backward()
+                bounds = shares(sum(counts), len(counts), counts)
+                into = whole.grad[bounds[rank] : bounds[rank + 1]] * len(counts)
+                close(mine.grad, into, near * 10)
+                for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+                    close(p.grad, q.grad, near * 10, name)
+                for (name, b), c in zip(model.named_buffers(), alone.buffers(), strict=True):
+                    close(b, c, near, name)
+            model.eval()
+            alone.eval()
+            close(model(mine), alone(whole)[bounds[rank] : bounds[rank + 1]], near)
+
+
+def close(found: Tensor, expected: Tensor, near: float, name: str = "") -> None:
+    torch.testing.assert_close(found, expected, rtol=near, atol=near, msg=lambda m: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("counts", [[4, 4], [5, 2], [6, 0]])
+def test_whole_batch_as_one_process(ranks, counts):
+    ranks(2)(whole_batch, counts)
+
+
+def local_as_ddp(rank: int) -> None:
+    torch.manual_seed(rank)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)
+    )
+    ddp = DistributedDataParallel(twin(model))
+    apply(model, None, plan(2, statistics="local"))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, ddp)]
+    for step in range(3):
+        x = share(rank, [4, 4], (3, 4, 4), step, torch.float32)
+        for m, optimizer in zip((model, ddp), optimizers, strict=True):
+            m(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    theirs = ddp.module.state_dict()
+    for name, value in model.state_dict().items():
+        close(value, theirs[name], 1e-6, name)
+
+
+def test_local_as_under_ddp(ranks):
+    ranks(2)(local_as_ddp)
+
+
+def local_without_samples(rank: int) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    apply(model, None, plan(2, statistics="local"))
+    before = model[0].running_mean.clone()
+    model(share(rank, [0, 4], (4,), 0, torch.float64)).square().mean().backward()
+    assert model[0].running_mean.isfinite().all()
+    assert torch.equal(model[0].running_mean, before) == (rank == 0)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_local_statistics_survive_an_empty_batch(ranks):
+    ranks(2)(local_without_samples)
+
+
+def local_in_divided_unit(rank: int) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    apply(model, None, plan(2, [unit(("0", "1"), 2, "column", 2)], statistics="local"))
+
+
+def test_local_statistics_refuse_a_divided_unit(ranks):
+    for outcome in ranks(2).outcomes(local_in_divided_unit):
+        assert outcome.kind == "InputError"
+        assert "batch_statistics 'global'" in outcome.error
+
+
+def one_value(rank: int) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    apply(model, None, plan(2))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(share(rank, [1, 0], (4,), 0, torch.float64))
+    assert full_state_dict(model)["0.num_batches_tracked"] == 0
+
+
+def test_one_value_has_no_variance(ranks):
+    ranks(2)(one_value)

@@ -1,0 +1,84 @@
+"""The training loop over a workload, what it measures, and the comparison of collectives."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from meshwright import models
+from meshwright.executor.apply import apply
+from meshwright.executor.parallel import full_state_dict
+from meshwright.executor.train import run_steps, train_step
+from meshwright.units.discover import discover
+from plans import by_columns_and_rows, plan, plan_for
+from reference import twin
+from torch import nn
+
+
+def measures_steps(rank: int, micro: int) -> None:
+    torch.manual_seed(0)
+    workload = models.build("mlp")
+    batch = workload.make_batch(7)
+    choose = by_columns_and_rows(workload.model, 2, ("linear",))
+    chosen = plan_for(discover(workload.model, batch), 2, choose, micro_batches=micro)
+    found = run_steps(workload, chosen, 3)
+    assert found.steps == 3
+    assert len(found.losses) == 5
+    assert found.step_s >= found.blocking_s + found.exposed_s + found.update_s > 0
+    assert found.blocking_s > 0
+    assert found.wire_bytes > 0
+    parameters = sum(p.numel() * 4 for p in workload.model.parameters())
+    for peak in found.peak_bytes:
+        assert 2 * parameters < peak < 10 * parameters
+    assert found.samples_per_s == pytest.approx(8 / found.step_s)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_steps_are_measured(ranks, micro):
+    ranks(2)(measures_steps, micro)
+
+
+def steps_as_one_process(rank: int, micro: int) -> None:
+    torch.manual_seed(0)
+    workload = models.build("mlp")
+    workload.model.double()
+    batches = [workload.make_batch(7).to(dtype=torch.float64) for _ in range(2)]
+    choose = by_columns_and_rows(workload.model, 2, ("linear",))
+    chosen = plan_for(discover(workload.model, batches[0]), 2, choose, micro_batches=micro)
+    alone = twin(workload.model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (workload.model, alone)]
+    apply(workload.model, optimizers[0], chosen)
+    for batch in batches:
+        found = train_step(workload, chosen, batch, optimizers[0])
+        loss = workload.loss(alone(*batch.args), batch.target)
+        assert found == pytest.approx(loss.item(), rel=1e-12)
+        loss.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    for name, value in full_state_dict(workload.model).items():
+        torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("micro", [1, 3, 5])
+def test_steps_equal_one_process(ranks, micro):
+    ranks(2)(steps_as_one_process, micro)
+
+
+def different_paths(rank: int) -> None:
+    os.environ["MESHWRIGHT_DEBUG"] = "1"
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        apply(model, None, plan(2), timeout_s=5)
+        model(torch.ones(2, 4)).sum().backward()
+        if rank == 1:
+            model._meshwright_run.issued("something that rank 0 has not issued")
+        model(torch.ones(2, 4)).sum().backward()
+    finally:
+        del os.environ["MESHWRIGHT_DEBUG"]
+
+
+def test_debug_mode_compares_what_ranks_issue(ranks):
+    for outcome in ranks(2).outcomes(different_paths):
+        assert outcome.kind == "RunError"
+        assert "have issued different collectives before forward 2" in outcome.error

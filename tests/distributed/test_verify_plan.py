@@ -1,0 +1,259 @@
+"""``verify``: PASS for plans as they are, FAIL with the right name where something differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import meshwright as mw
+import msgspec
+import pytest
+import torch
+from meshwright.executor import verify as verification
+from meshwright.executor.equality import LOSS, STATE, Yardstick, deviations
+from meshwright.executor.verify import verify_on_ranks
+from meshwright.models import build
+from meshwright.planner.layout import Layout
+from meshwright.planner.noun import save
+from meshwright.planner.plan import Plan, UnitPlan
+from meshwright.units.discover import discover
+from plans import plan as plan_by_hand
+from torch import nn
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def plan_of(workload: mw.Workload, world: int, styles: dict[str, str], **more: object) -> Plan:
+    """The workload's units with those styles, divided over all ranks, else data parallel."""
+    found = discover(workload.model, workload.make_batch(3), workload.make_batch(2))
+    units = []
+    for spec in found.units:
+        style = styles.get(spec.name, "none")
+        degree = 1 if style == "none" else world
+        units.append(
+            UnitPlan(
+                name=spec.name,
+                kind=spec.kind,
+                modules=spec.modules,
+                batched_inputs=spec.batched_inputs,
+                layout=Layout(groups=world // degree, degree=degree),
+                style=style,
+            )
+        )
+    made = plan_by_hand(world, units, **more)
+    return msgspec.structs.replace(made, target=workload.name)
+
+
+# -- the yardstick ----------------------------------------------------------------------------
+
+
+def test_the_yardstick_is_the_designs():
+    assert STATE["float64"] == Yardstick(1e-9, 1e-10)
+    assert STATE["float32"] == Yardstick(1e-5, 1e-6)
+    assert LOSS["float32"].relative == 1e-5
+
+
+@pytest.mark.parametrize(("off_by", "equal"), [(0.9, True), (1.1, False)])
+def test_the_yardstick_takes_every_element(off_by, equal):
+    reference = torch.tensor([100.0, 1e-3, 0.0], dtype=torch.float64)
+    for i in range(3):
+        found = reference.clone()
+        found[i] += off_by * (1e-9 * reference[i] + 1e-10)
+        (deviation,) = deviations(
+            {"w": found}, {"w": reference}, STATE["float64"], lambda name: "all"
+        )
+        assert deviation.passed is equal
+        assert deviation.of_allowed == pytest.approx(off_by, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"w": torch.tensor([1.0, float("nan")])},
+        {"w": torch.ones(3)},
+        {},
+        {"w": torch.ones(2), "more": torch.ones(1)},
+    ],
+)
+def test_what_is_missing_or_no_number_differs(found):
+    (deviation,) = deviations(found, {"w": torch.ones(2)}, STATE["float32"], lambda name: "all")
+    assert not deviation.passed
+
+
+def test_whole_numbers_must_be_equal():
+    one, two = torch.tensor(10**12), torch.tensor(10**12 + 1)
+    (deviation,) = deviations({"n": two}, {"n": one}, STATE["float32"], lambda name: "all")
+    assert not deviation.passed
+
+
+# -- on ranks ---------------------------------------------------------------------------------
+
+
+def normalised() -> mw.Workload:
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Linear(4 * 16, 8),
+        nn.ReLU(),
+        nn.Linear(8, 3),
+    )
+
+    def make_batch(size: int) -> mw.Batch:
+        return mw.Batch((torch.randn(size, 1, 4, 4),), torch.randint(3, (size,)))
+
+    return mw.Workload("normalised", model, make_batch, nn.functional.cross_entropy)
+
+
+def verify_normalised(rank: int, styles: dict[str, str], dtype: str) -> verification.Verification:
+    workload = normalised()
+    plan = plan_of(workload, 2, styles, statistics="local")
+    return verify_on_ranks(plan, workload, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("styles", [{}, {"5": "column", "7": "row"}])
+def test_dropout_and_local_statistics_are_set_aside_and_said(ranks, styles, dtype):
+    first, second = ranks(2)(verify_normalised, styles, dtype)
+    assert first == second
+    assert first.passed
+    assert first.batches == (8, 9, 8)
+    assert any("dropout is off (1 places)" in note for note in first.notes)
+    assert any("statistics of the whole batch" in note for note in first.notes)
+    kinds = {d.what: d for d in first.deviations}
+    assert kinds["loss"].tensors == 3
+    assert kinds["buffers"].tensors == 3
+    if styles:
+        assert kinds["parameters, column (1,2)"].tensors == 2
+
+
+def verify_micro(rank: int) -> verification.Verification:
+    workload = build("mlp")
+    return verify_on_ranks(plan_of(workload, 2, {}, micro_batches=3), workload)
+
+
+def test_micro_batches_equal_the_whole_batch(ranks):
+    assert ranks(2)(verify_micro)[0].passed
+
+
+def verify_with_a_fault(rank: int) -> verification.Verification:
+    """One rank's copy of one layer drifts by a little in every step."""
+    workload = build("mlp")
+    plan = plan_of(workload, 2, {"3": "column", "5": "row"})
+    step = verification.train_step
+
+    def drifting(*args: object) -> float:
+        loss = step(*args)
+        with torch.no_grad():
+            workload.model[3].weight += 1e-6
+        return loss
+
+    verification.train_step = drifting
+    try:
+        return verify_on_ranks(plan, workload)
+    finally:
+        verification.train_step = step
+
+
+def test_a_fault_is_found_and_named(ranks):
+    found = ranks(2)(verify_with_a_fault)[0]
+    assert not found.passed
+    broken = {d.what: d for d in found.deviations}["parameters, column (1,2)"]
+    assert not broken.passed
+    assert broken.worst == "3.weight"
+    assert broken.largest > 1e-6
+
+
+class Restless(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.rand(())
+
+
+def verify_restless(rank: int) -> str:
+    def make_batch(size: int) -> mw.Batch:
+        return mw.Batch((torch.randn(size, 3),), torch.zeros(size, 2))
+
+    workload = mw.Workload("restless", Restless(3, 2), make_batch, nn.functional.mse_loss)
+    with pytest.raises(mw.InputError) as caught:
+        verify_on_ranks(plan_by_hand(2), workload)
+    return str(caught.value)
+
+
+def test_a_model_that_is_random_cannot_be_verified(ranks):
+    assert all("different outputs for one batch" in said for said in ranks(2)(verify_restless))
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "meshwright", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MESHWRIGHT_CACHE": str(cwd / "cache")},
+        check=False,
+    )
+
+
+def test_the_command_verifies_and_launches_its_own_ranks(tmp_path):
+    save(plan_of(build("mlp"), 2, {"3": "column", "5": "row"}), tmp_path / "plan.json")
+    done = command("verify", "plan.json", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["passed"]
+    done = command("launch", "plan.json", "--steps", 3, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["steps"] == 3
+    assert report["measured"]["step_s"] > report["measured"]["blocking_s"] > 0
+    assert report["measured"]["peak_bytes"] > 0
+    assert 0 < report["accuracy"] < 1
+
+
+def test_a_plan_of_another_model_is_refused_by_every_rank(tmp_path):
+    other = plan_of(build("cnn-digits"), 2, {})
+    save(msgspec.structs.replace(other, target="mlp"), tmp_path / "plan.json")
+    done = command("verify", "plan.json", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("meshwright: ")
+
+
+SCRIPT = """
+import meshwright as mw, torch, sys
+from torch import nn
+from meshwright.models import build
+workload = build("mlp")
+optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.01)
+model, optimizer, plan = mw.auto_parallelize(workload, optimizer)
+for step in range(int(sys.argv[1])):
+    batch = workload.make_batch(4)
+    workload.loss(model(*batch.args), batch.target).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("trained", plan.target)
+"""
+
+
+def test_a_script_is_measured_between_its_steps(tmp_path):
+    save(plan_of(build("mlp"), 2, {"3": "column", "5": "row"}), tmp_path / "plan.json")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = command("launch", "plan.json", "--report", "r.json", "train.py", 9, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained mlp") == 2
+    assert "step time" in done.stdout
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["steps"] == 5  # nine, without the three of the warm-up, make five differences
+    assert report["measured"]["step_s"] > report["measured"]["blocking_s"] > 0
+    done = command("launch", "plan.json", "train.py", 1, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "nothing was measured" in done.stderr

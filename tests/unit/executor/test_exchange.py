@@ -1,0 +1,75 @@
+"""Buckets: the same on every rank, in one order, views in the parameters' memory format."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from meshwright.executor.exchange import Bucket, Entry, make_buckets
+from meshwright.executor.groups import Group
+from torch import nn
+
+ALONE = Group((0,), 0, None, "exchange")
+
+
+def entry(name: str, numel: int, degree: int = 1, dtype=torch.float32, full: int = 0) -> Entry:
+    parameter = nn.Parameter(torch.zeros(numel, dtype=dtype))
+    return Entry(name, parameter, ALONE, degree, full or numel)
+
+
+def names(buckets: list[Bucket]) -> list[list[str]]:
+    return [[e.name for e in b.entries] for b in buckets]
+
+
+def test_buckets_are_filled_in_order_up_to_the_limit():
+    entries = [entry(n, size) for n, size in (("a", 10), ("b", 10), ("c", 30), ("d", 5))]
+    assert names(make_buckets(entries, 80)) == [["a", "b"], ["c"], ["d"]]
+    assert names(make_buckets(entries, 10**6)) == [["a", "b", "c", "d"]]
+
+
+def test_what_cannot_travel_together_has_buckets_of_its_own():
+    entries = [
+        entry("a", 1),
+        entry("b", 1, degree=2),
+        entry("c", 1, dtype=torch.float64),
+        entry("d", 1),
+    ]
+    assert names(make_buckets(entries, 100)) == [["a", "d"], ["b"], ["c"]]
+
+
+def test_shards_count_with_their_full_size():
+    """So that members with less, or with nothing, make the same buckets."""
+    full = [entry("a", 6, 2, full=10), entry("b", 6, 2, full=10)]
+    less = [entry("a", 4, 2, full=10), entry("b", 0, 2, full=10)]
+    assert names(make_buckets(full, 50)) == names(make_buckets(less, 50)) == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients_are_views_in_the_parameters_format(layout):
+    class Handle:
+        """Stands for a process group; nothing is sent in this test."""
+
+    group = Group((0, 1), 0, Handle(), "exchange")
+    weights = [
+        nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=layout)),
+        nn.Parameter(torch.randn(5)),
+    ]
+    bucket = Bucket([Entry(str(i), w, group, 1, w.numel()) for i, w in enumerate(weights)])
+    for e, w in zip(bucket.entries, weights, strict=True):
+        w.grad = torch.randn_like(w)
+        expected = w.grad.clone()
+        bucket.fill(e)
+        assert torch.equal(bucket.result(e), expected)
+        assert bucket.result(e).stride() == w.stride()
+    assert not bucket.missing
+    bucket.settle()
+    assert torch.equal(bucket.result(bucket.entries[0]) * 2, weights[0].grad)
+
+
+def test_a_gradient_that_is_not_there_is_sent_as_zeros():
+    class Handle:
+        """Stands for a process group; nothing is sent in this test."""
+
+    weight = nn.Parameter(torch.randn(3))
+    bucket = Bucket([Entry("a", weight, Group((0, 1), 0, Handle(), "exchange"), 1, 3)])
+    bucket.fill(bucket.entries[0])
+    assert torch.equal(bucket.result(bucket.entries[0]), torch.zeros(3))

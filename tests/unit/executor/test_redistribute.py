@@ -1,0 +1,68 @@
+"""Routes of all members of a group, played through in one process."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from meshwright.executor.redistribute import _part, route
+from meshwright.planner.layout import Layout, data_parallel
+from meshwright.planner.ownership import Box, Held, box
+
+counts_of_groups = st.lists(st.integers(0, 4), min_size=2, max_size=5).map(tuple)
+FORMS = ("samples", "features", "whole")
+
+
+def held(form: str, degree: int) -> Held:
+    return Held(
+        data_parallel(degree) if form == "samples" else Layout(groups=1, degree=degree), form
+    )
+
+
+def locals_of(whole: torch.Tensor, counts: tuple[int, ...], form: str) -> list[torch.Tensor]:
+    """What each member holds of ``whole`` [sample, 2, feature]."""
+    features = whole.shape[2]
+    boxes = [box(counts, held(form, len(counts)), features, m) for m in range(len(counts))]
+    return [_part(whole, b if not b.empty else Box(b.lo, b.hi, b.left, b.right), 2) for b in boxes]
+
+
+def pieces(ways: list, tensors: list[torch.Tensor], *, back: bool) -> dict:
+    """(source, target) to the piece that travels, for every piece of every route."""
+    sent = {}
+    for me, (way, tensor) in enumerate(zip(ways, tensors, strict=True)):
+        for piece in way.receive if back else way.send:
+            sent[me, piece.member] = _part(tensor, piece.box, 2)
+    return sent
+
+
+@given(counts_of_groups, st.integers(1, 6), st.sampled_from(("samples", "features")), st.data())
+def test_moves_bring_what_each_member_needs(counts, features, source, data):
+    target = data.draw(st.sampled_from([f for f in FORMS if f != source]))
+    whole = torch.randn(sum(counts), 2, features)
+    have, need = locals_of(whole, counts, source), locals_of(whole, counts, target)
+    ways = [route(counts, source, target, features, m) for m in range(len(counts))]
+    sent = pieces(ways, have, back=False)
+    for me, way in enumerate(ways):
+        result = torch.full_like(need[me], float("nan"))
+        for piece in way.receive:
+            _part(result, piece.box, 2).copy_(sent.pop((piece.member, me)))
+        assert torch.equal(result, need[me])
+    assert not sent  # nothing travels that nobody takes
+
+
+@given(counts_of_groups, st.integers(1, 6), st.sampled_from(("samples", "features")), st.data())
+def test_the_way_back_is_the_transpose(counts, features, source, data):
+    """⟨move(x), y⟩ = ⟨x, back(y)⟩ for all x and y: the definition of a gradient's way."""
+    target = data.draw(st.sampled_from([f for f in FORMS if f != source]))
+    whole = torch.randn(sum(counts), 2, features, dtype=torch.float64)
+    have, moved = locals_of(whole, counts, source), locals_of(whole, counts, target)
+    ways = [route(counts, source, target, features, m) for m in range(len(counts))]
+    y = [torch.randn_like(t) for t in moved]
+    sent = pieces(ways, y, back=True)
+    back = [torch.zeros_like(t) for t in have]
+    for me, way in enumerate(ways):
+        for piece in way.send:
+            _part(back[me], piece.box, 2).add_(sent[piece.member, me])
+    there = sum((a * b).sum() for a, b in zip(moved, y, strict=True))
+    home = sum((a * b).sum() for a, b in zip(have, back, strict=True))
+    torch.testing.assert_close(there, home)

@@ -1,0 +1,111 @@
+"""What leaves in which bucket, and when."""
+
+from meshwright.planner.cost import CostModel
+from meshwright.planner.goal import Goal
+from meshwright.planner.layout import Layout
+from meshwright.planner.options import Option
+from meshwright.planner.schedule import (
+    Message,
+    Step,
+    bucket_messages,
+    buckets,
+    slice_messages,
+    work_of,
+)
+from meshwright.planner.simulate import simulate
+from meshwright.planner.step import LINKS, empty_chain
+
+from tests.strategies import chain_profile, cluster, linear
+
+MIB = 2**20
+
+
+def model(count, bucket_bytes):
+    units = [linear(f"fc{i}", 512, 512, 1e-4) for i in range(count)]
+    return CostModel(chain_profile(units), cluster(4), Goal(batch=16), bucket_bytes=bucket_bytes)
+
+
+def test_buckets_close_before_they_overflow():
+    m = model(5, 2 * MIB)
+    found = buckets(m, m.baseline)
+    assert [b.units for b in found] == [(4, 5), (2, 3), (1,)]
+    assert [b.gradient_bytes for b in found] == [2 * MIB, 2 * MIB, MIB]
+
+
+def test_a_parameter_larger_than_a_bucket_travels_alone():
+    m = model(2, 1000)
+    assert [b.units for b in buckets(m, m.baseline)] == [(2,), (1,)]
+
+
+def test_each_layout_has_buckets_of_its_own():
+    m = model(4, 100 * MIB)
+    divided = Option(Layout(groups=2, degree=2), "column")
+    alone = Option(Layout(groups=1, degree=4), "column")
+    chosen = (m.baseline[0], m.baseline[0], divided, m.baseline[0], alone, m.baseline[0])
+    found = {b.layout: b for b in buckets(m, chosen)}
+    assert found[m.baseline[0].layout].units == (1, 3)
+    assert found[divided.layout].gradient_bytes == MIB / 2
+    assert found[divided.layout].full_bytes == MIB
+    assert alone.layout not in found  # nobody else holds those slices
+
+
+def test_buckets_leave_in_one_order():
+    m = model(4, 2 * MIB)
+    divided = Option(Layout(groups=2, degree=2), "column")
+    chosen = (m.baseline[0], divided, m.baseline[0], m.baseline[0], divided, m.baseline[0])
+    messages = bucket_messages(m, chosen)
+    ready = [message.ready for message in messages]
+    assert ready == sorted(ready, reverse=True)
+    assert messages[-1].units == (1, 4)
+    assert {u for message in messages for u in message.units} == {1, 2, 3, 4}
+
+
+def test_slices_are_even_and_urgent_by_unit():
+    m = model(2, 300_000)
+    found = slice_messages(m, m.baseline)
+    assert [s.units for s in found] == [(2,)] * 4 + [(1,)] * 4
+    assert sum(s.sent_bytes for s in found) == 2 * 3 / 4 * 2 * MIB
+    assert {s.urgency for s in found} == {1, 2}
+
+
+def two_units():
+    """Backward takes a second each; both exchange for two seconds on the link between nodes."""
+    chain = empty_chain(2)
+    chain.backward_s[:] = 1.0
+    chain.forward_s[:] = 0.5
+    return chain
+
+
+def spans(step):
+    found = simulate(step).spans
+    return [(s.unit, s.start_s, s.end_s) for s in found if s.phase == "exchange"]
+
+
+def test_first_in_first_out():
+    link = LINKS[1]
+    messages = (Message((1,), link, 2.0), Message((0,), link, 2.0))
+    step = Step(work_of(two_units(), 1, "barrier"), messages, "barrier")
+    assert spans(step) == [(1, 2.0, 4.0), (0, 4.0, 6.0)]
+    assert simulate(step).step_s == 6.0
+    assert simulate(step).exposed_s == 3.0
+
+
+def test_blocking_communication_takes_the_link_at_once():
+    chain = two_units()
+    chain.entry_backward_s[1, 1] = 0.5
+    step = Step(work_of(chain, 1, "barrier"), (Message((1,), LINKS[1], 2.0),), "barrier")
+    assert spans(step) == [(1, 2.5, 4.5)]
+    chain.entry_backward_s[:, 1] = 0.5, 0.0  # the other link is free meanwhile
+    step = Step(work_of(chain, 1, "barrier"), (Message((1,), LINKS[1], 2.0),), "barrier")
+    assert spans(step) == [(1, 2.0, 4.0)]
+
+
+def test_more_urgent_messages_preempt():
+    messages = (Message((1,), LINKS[1], 2.0, 1), Message((0,), LINKS[1], 0.5, 0))
+    step = Step(work_of(two_units(), 1, "priority"), messages, "priority", preempt=True)
+    first = [s for s in simulate(step).spans if s.phase == "exchange"][:3]
+    assert [(s.unit, s.start_s, s.end_s) for s in first] == [
+        (1, 2.0, 3.0),
+        (0, 3.0, 3.5),
+        (1, 3.5, 4.5),
+    ]

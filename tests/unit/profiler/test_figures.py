@@ -1,0 +1,161 @@
+"""Lines through measurements, optimizers' rates, catalogued devices and described clusters."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshwright.planner.cluster import Cluster
+from meshwright.planner.errors import InputError
+from meshwright.planner.noun import decode, encode
+from meshwright.profiler import catalogue
+from meshwright.profiler.describe import describe_cluster
+from meshwright.profiler.device import device_name, memory_bytes, software
+from meshwright.profiler.fit import fit_line
+from meshwright.profiler.tables import load_table, tables
+from meshwright.profiler.updates import OPTIMIZERS, update_rates
+
+SIZES = [2**n for n in range(10, 25, 2)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(1e-6, 1e-2),
+    st.floats(1e6, 1e11),
+    st.integers(0, 10**6),
+)
+def test_a_known_line_is_found_under_noise(latency: float, rate: float, seed: int) -> None:
+    """Whatever of it shows in the sizes measured: predictions are off by no more than the noise."""
+    noise = random.Random(seed)
+    exact = [latency + s / rate for s in SIZES]
+    line = fit_line(SIZES, [t * noise.uniform(0.95, 1.05) for t in exact])
+    for size, seconds in zip(SIZES, exact, strict=True):
+        assert line.latency_s + size / line.bytes_per_s == pytest.approx(seconds, rel=0.1)
+
+
+def test_an_exact_line_is_found_exactly() -> None:
+    line = fit_line(SIZES, [5e-5 + s / 2e9 for s in SIZES])
+    assert line.latency_s == pytest.approx(5e-5, rel=1e-6)
+    assert line.bytes_per_s == pytest.approx(2e9, rel=1e-6)
+
+
+def test_flat_and_falling_times_give_a_finite_bandwidth() -> None:
+    for seconds in ([1e-4] * len(SIZES), [1e-3 / (i + 1) for i in range(len(SIZES))]):
+        line = fit_line(SIZES, seconds)
+        assert line.latency_s >= 0
+        assert 0 < line.bytes_per_s < float("inf")
+
+
+def test_optimizers_rates_are_measured_on_copies() -> None:
+    parameter = torch.nn.Parameter(torch.randn(512, 512))
+    before = parameter.detach().clone()
+    rates = {r.optimizer: r.seconds_per_byte for r in update_rates([parameter], list(OPTIMIZERS))}
+    assert set(rates) == set(OPTIMIZERS)
+    assert all(rate > 0 for rate in rates.values())
+    assert rates["adamw"] > rates["sgd"]  # it reads and writes over twice as much
+    assert torch.equal(parameter, before)
+    assert parameter.grad is None
+
+
+def test_optimizers_unknown_and_models_without_parameters() -> None:
+    with pytest.raises(InputError, match=r"'muon' is not known: choose from sgd"):
+        update_rates([torch.zeros(3)], ["muon"])
+    assert update_rates([], ["sgd"])[0].seconds_per_byte == 0
+
+
+def test_every_catalogued_device_is_plausible_and_cited() -> None:
+    for name in catalogue.names():
+        device = catalogue.device(name)
+        sheet = catalogue.datasheet(name)
+        assert device.source
+        assert device.memory_bytes == sheet.memory_gib * 2**30
+        assert 1e12 < device.flops_per_s < 1e15
+        assert sheet.float32 <= sheet.tf32 <= sheet.half
+        assert 1e11 < device.memory_bytes_per_s < 1e13
+    assert catalogue.device("t4", 1000).memory_bytes == 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("h100", "did you mean h100"), ("H100-SXM", "h100-sxm"), ("abacus", "choose from a100")],
+)
+def test_unknown_devices_get_the_nearest_names(name: str, hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
+        catalogue.device(name)
+
+
+def test_a_described_cluster_has_what_was_said() -> None:
+    cluster = describe_cluster(
+        device="a100-sxm-80gb",
+        nodes=2,
+        devices_per_node=4,
+        inter_gbit_s=100,
+        intra_gbyte_s=300,
+        inter_latency_us=12,
+    )
+    assert cluster.world_size == 8
+    inter, intra = cluster.level("inter"), cluster.level("intra")
+    assert inter.bytes_per_s == pytest.approx(12.5e9)
+    assert inter.latency_s == pytest.approx(12e-6)
+    assert intra.bytes_per_s == pytest.approx(300e9)
+    data = encode(cluster)
+    assert encode(decode(Cluster, data)) == data
+
+
+def test_one_device_needs_no_link() -> None:
+    assert describe_cluster(device="t4").world_size == 1
+
+
+BAD = {
+    r"nodes is 0": {"nodes": 0},
+    r"devices_per_node is -1": {"devices_per_node": -1},
+    r"no links: give inter_gbit_s": {"nodes": 2},
+    r"no links between the devices of a host: give intra_gbyte_s": {
+        "nodes": 2,
+        "devices_per_node": 2,
+        "inter_gbit_s": 1,
+    },
+    r"no links between hosts: give inter_gbit_s": {"nodes": 2, "intra_gbyte_s": 1},
+    r"inter_gbit_s is 0": {"nodes": 2, "inter_gbit_s": 0},
+    r"inter_gbit_s is nan": {"nodes": 2, "inter_gbit_s": float("nan")},
+    r"inter_gbit_s is inf": {"nodes": 2, "inter_gbit_s": float("inf")},
+    r"inter_latency_us is -3": {"nodes": 2, "inter_gbit_s": 1, "inter_latency_us": -3},
+    r"memory_bytes is -5: give a number above zero": {"memory_bytes": -5},
+}
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_a_wrong_description_gets_a_sentence(sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        describe_cluster(**{"device": "t4", **BAD[sentence]})
+
+
+def test_this_machine_is_named() -> None:
+    cpu = torch.device("cpu")
+    assert device_name(cpu).startswith("cpu (")
+    assert memory_bytes(cpu) // 2 == memory_bytes(cpu, sharing=2)
+    assert dict(software())["torch"] == torch.__version__
+
+
+def test_published_tables_load_and_others_are_named() -> None:
+    assert "vgg16" in tables()
+    profile = load_table("vgg16")
+    assert profile.origin == "table"
+    assert profile.parameter_bytes == 138_357_544 * 4
+    with pytest.raises(InputError, match="branches"):  # what a table does not tell
+        load_table("inception_v3")
+    with pytest.raises(InputError, match="choose from"):
+        load_table("vgg61")
+
+
+def test_published_times_rise_with_the_batch() -> None:
+    profile = load_table("vgg16")
+    steps = [
+        sum(u.whole.forward(b) + u.whole.backward(b) for u in profile.units)
+        for b in profile.batches
+    ]
+    assert all(a < b for a, b in itertools.pairwise(steps))

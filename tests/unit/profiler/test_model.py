@@ -1,0 +1,259 @@
+"""Profiles of whole workloads: complete, consistent, and without a trace left behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from meshwright import models
+from meshwright.planner.errors import InputError
+from meshwright.planner.noun import decode, encode
+from meshwright.planner.profile import ModelProfile
+from meshwright.profiler.footprint import SavedTensors, measure_footprint
+from meshwright.profiler.model import profile
+from meshwright.profiler.timeline import Timeline
+from meshwright.units.discover import discover
+from meshwright.units.workload import Batch, Workload
+from torch import nn
+from torch.nn import functional as F
+
+SMALL = ("cnn-digits", "gpt-tiny", "seq2seq-tiny", "gpt2-tiny", "bert-tiny", "vit-tiny")
+
+
+@pytest.fixture(autouse=True)
+def _single_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@cache
+def profiled(name: str) -> ModelProfile:
+    return profile(models.build(name), batches=(2, 4), degrees=(2,), repeats=2, budget_s=10)
+
+
+def state_of(model: nn.Module) -> dict[str, object]:
+    """Everything that profiling could change."""
+    return {
+        "weights": {n: p.detach().clone() for n, p in model.named_parameters()},
+        "buffers": {n: b.detach().clone() for n, b in model.named_buffers()},
+        "gradients": {n: p.grad for n, p in model.named_parameters()},
+        "training": [m.training for m in model.modules()],
+        "hooks": sum(
+            len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+            for m in model.modules()
+        ),
+        "random": torch.get_rng_state(),
+    }
+
+
+def assert_same_state(before: dict[str, object], after: dict[str, object]) -> None:
+    for kind in ("weights", "buffers"):
+        one, two = before[kind], after[kind]
+        assert one.keys() == two.keys()  # type: ignore[attr-defined]
+        for name, tensor in one.items():  # type: ignore[attr-defined]
+            assert torch.equal(tensor, two[name]), f"{kind} {name}"  # type: ignore[index]
+    for name, gradient in before["gradients"].items():  # type: ignore[attr-defined]
+        assert after["gradients"][name] is gradient  # type: ignore[index]
+    assert before["training"] == after["training"]
+    assert before["hooks"] == after["hooks"]
+    assert torch.equal(before["random"], after["random"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_units_are_the_discovered_ones_in_order(name: str) -> None:
+    workload = models.build(name)
+    found = discover(workload.model, workload.make_batch(3), workload.make_batch(2))
+    result = profiled(name)
+    assert [u.name for u in result.units] == [u.name for u in found.units]
+    assert [(e.source, e.target) for e in result.edges] == [
+        (e.source, e.target) for e in found.edges
+    ]
+    assert result.model == found.fingerprint
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_units_take_time_and_add_up_to_the_step(name: str) -> None:
+    result = profiled(name)
+    for unit in result.units:
+        if unit.modules:
+            assert all(s > 0 for s in unit.whole.forward.y), unit.name
+        if any(p.trainable for p in unit.parameters):
+            assert all(s > 0 for s in unit.whole.backward.y), unit.name
+    assert result.step is not None
+    for batch, step in zip(result.step.x, result.step.y, strict=True):
+        parts = sum(u.whole.forward(batch) + u.whole.backward(batch) for u in result.units)
+        assert parts == pytest.approx(step, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_parameter_counts_once(name: str) -> None:
+    model = models.build(name).model
+    result = profiled(name)
+    assert result.parameter_bytes == sum(p.nbytes for p in model.parameters())
+    names = [p.shared for u in result.units for p in u.parameters]
+    assert set(names) == {n for n, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_json_round_trip_byte_for_byte(name: str) -> None:
+    data = encode(profiled(name))
+    assert encode(decode(ModelProfile, data)) == data
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_saved_bytes_grow_with_the_batch(name: str) -> None:
+    result = profiled(name)
+    small, large = (sum(u.whole.saved(b) for u in result.units) for b in (2, 4))
+    assert small > 0
+    assert 1.2 * small < large <= 2.0 * small  # what does not depend on the batch is a small part
+
+
+def test_shares_are_measured_for_every_split_and_degree() -> None:
+    result = profile(
+        models.build("cnn-digits"), batches=(4,), degrees=(2, 4), repeats=1, budget_s=30
+    )
+    linear = [u for u in result.units if u.kind == "linear"]
+    assert linear
+    for unit in linear:
+        measured = {(s.style, s.degree) for s in unit.shares[1:]}
+        assert measured == {(s.style, d) for s in unit.splits for d in (2, 4) if s.parts >= d}
+        for share in unit.shares[1:]:
+            assert share.forward(4) > 0
+            assert share.parameter_bytes < unit.whole.parameter_bytes
+    half = {s.style: s.parameter_bytes for s in linear[0].shares if s.degree == 2}
+    weight, bias = sorted(p.bytes for p in linear[0].parameters)[::-1]
+    assert half["column"] == (weight + bias) // 2
+    assert half["row"] == weight // 2 + bias  # the bias of a row linear stays whole
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "resnet50-32"])
+def test_nothing_is_changed(name: str) -> None:
+    """Weights, running statistics, gradients, flags, hooks and random state stay."""
+    workload = models.build(name)
+    model = workload.model
+    model.train()
+    next(model.children()).eval()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    before = state_of(model)
+    result = profile(workload, batches=(2,), degrees=(2,), repeats=1, budget_s=3)
+    assert_same_state(before, state_of(model))
+    assert all(p.grad is not None and (p.grad == 0.5).all() for p in model.parameters())
+    assert any(u.batch_statistics for u in result.units) == (name == "resnet50-32")
+
+
+def test_nothing_is_changed_by_a_model_that_fails() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.inner(x)
+            raise RuntimeError("no such luck")
+
+    model = Fails()
+    workload = Workload(
+        "fails", model, lambda n: Batch((torch.randn(n, 4),), torch.zeros(n, 4)), F.mse_loss
+    )
+    before = state_of(model)
+    with pytest.raises(InputError, match="no such luck"):
+        profile(workload, batches=(2,))
+    assert_same_state(before, state_of(model))
+
+
+def test_sizes_are_checked() -> None:
+    with pytest.raises(InputError, match="batch size 0 cannot be measured"):
+        profile(models.build("mlp"), batches=(0, 2))
+
+
+def test_progress_rises_to_the_end() -> None:
+    seen: list[tuple[int, int]] = []
+    profile(
+        models.build("mlp"),
+        batches=(2,),
+        degrees=(),
+        repeats=1,
+        progress=lambda done, total, doing: seen.append((done, total)),
+    )
+    assert [s[0] for s in seen] == sorted(s[0] for s in seen)
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_a_slow_unit_gets_its_own_time() -> None:
+    """A unit that does twenty times the work of its twin is charged for it, both ways."""
+
+    class Repeats(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(256, 256) / 16)
+            self.times = times
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.times):
+                x = torch.tanh(x @ self.weight)
+            return x
+
+    model = nn.Sequential(nn.Linear(256, 256), Repeats(1), Repeats(20), nn.Linear(256, 4))
+    workload = Workload(
+        "repeats",
+        model,
+        lambda n: Batch((torch.randn(n, 256),), torch.zeros(n, 4)),
+        F.mse_loss,
+    )
+    found = discover(model, workload.make_batch(3), workload.make_batch(2))
+    batch = workload.make_batch(64)
+    with Timeline(model, found.units, torch.device("cpu")) as timeline:
+        steps = [timeline.step(batch, workload.loss) for _ in range(8)]
+
+    def least(direction: str, name: str) -> float:
+        return min(getattr(s, direction)[name] for s in steps)
+
+    for direction in ("forward", "backward"):
+        ratio = least(direction, "2") / least(direction, "1")
+        assert 6 < ratio < 60, (direction, ratio)
+
+
+def test_footprint_of_a_model_counted_by_hand() -> None:
+    """Linear saves its input, ReLU its output, which the next Linear saves too: counted once."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    workload = Workload(
+        "hand", model, lambda n: Batch((torch.randn(n, 8),), torch.randn(n, 4)), F.mse_loss
+    )
+    found = discover(model, workload.make_batch(3), workload.make_batch(2))
+    size = 5
+    batch = workload.make_batch(size)
+    footprint = measure_footprint(model, found.units, batch, workload.loss, torch.device("cpu"))
+    saved = sum(footprint.saved.values())
+    # ReLU's output and the loss's input; the batch itself is the caller's
+    assert saved == size * (16 + 4) * 4
+    first = next(u.name for u in found.units if "0" in u.modules)
+    assert footprint.workspace[first] == size * 16 * 4
+
+
+def test_saved_tensors_are_those_that_torch_saves() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 3, 8, 8)
+    counted = SavedTensors([*model.parameters(), x], lambda: "here")
+    with torch.autograd.graph.saved_tensors_hooks(counted.pack, lambda t: t):
+        model(x).sum()
+    packed: dict[int, int] = {}
+    known = {p.untyped_storage().data_ptr() for p in (*twin.parameters(), x)}
+    kept: list[torch.Tensor] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        if t.untyped_storage().data_ptr() not in known:
+            packed[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        twin(x).sum()
+    assert counted.bytes == {"here": sum(packed.values())}

@@ -1,0 +1,57 @@
+"""One unit by itself gives what it gave inside its model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from meshwright import models
+from meshwright.units.discover import discover
+from meshwright.units.replay import Call, capture, run_unit
+from meshwright.units.splits.check import main_output
+from torch import Tensor, nn
+
+
+@pytest.mark.parametrize("name", ["cnn-digits", "gpt-tiny", "bert-tiny", "seq2seq-tiny"])
+def test_a_captured_unit_repeats_its_output(name: str) -> None:
+    torch.manual_seed(0)
+    workload = models.build(name)
+    model, batch = workload.model.eval(), workload.make_batch(3)
+    units = [u for u in discover(model, batch).units if u.modules]
+    outputs: dict[str, Tensor] = {}
+    handles = []
+    for unit in units:
+
+        def note(_: nn.Module, args: object, output: object, name: str = unit.name) -> None:
+            outputs[name] = main_output(output).detach().clone()
+
+        handles.append(model.get_submodule(unit.modules[-1]).register_forward_hook(note))
+    calls = capture(model, batch, units)
+    for handle in handles:
+        handle.remove()
+    assert set(calls) == {u.name for u in units}
+    for unit in units:
+        call = calls[unit.name].fresh()
+        again = main_output(run_unit(model, unit, call))
+        torch.testing.assert_close(again.detach(), outputs[unit.name])
+        wanted = [t for t in call.tensors() if t.requires_grad]
+        if wanted:  # cut from the model's graph, and differentiable by itself
+            assert all(t.is_leaf for t in wanted)
+            gradients = torch.autograd.grad(again.sum(), wanted, allow_unused=True)
+            assert any(g is not None for g in gradients)
+
+
+def test_inputs_are_copies_from_before_they_are_changed_in_place() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(4, 2))
+    inputs = torch.randn(3, 4)
+    batch = models.build("mlp").make_batch(3)
+    batch = type(batch)((inputs,), None)
+    found = discover(model, batch)
+    call = capture(model, batch, found.units)["0"]
+    assert torch.equal(call.args[0], inputs)
+    assert call.args[0] is not inputs
+
+
+def test_double_keeps_integers_and_what_requires_a_gradient() -> None:
+    wide = Call((torch.ones(2, requires_grad=True), torch.ones(2).long()), {"k": None}).double()
+    assert [t.dtype for t in wide.tensors()] == [torch.double, torch.long]
+    assert [t.requires_grad for t in wide.tensors()] == [True, False]

@@ -1,0 +1,168 @@
+"""The edges between units: which tensors go from where to where in a forward.
+
+What torch does between two consecutive units is one ``glue`` node, so a residual addition joins two
+edges and no cycle can arise: edges follow the order of execution. What leads nowhere is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .select import Run
+from .trace import Event, Seen, Trace
+
+Ends = tuple[str, str]
+
+INPUT, OUTPUT, GLUE = "@input", "@output", "@glue."
+"""Names of nodes that are no modules. Without the @ they could be a module's."""
+
+
+@dataclass
+class Flow:
+    """Nodes in forward order and, for each pair of them, the tensors that flow (by identity).
+
+    ``inside`` names units that read tensors other than their inputs.
+    """
+
+    nodes: list[str] = field(default_factory=list)
+    edges: dict[Ends, dict[int, Seen]] = field(default_factory=dict)
+    inside: set[str] = field(default_factory=set)
+
+    def bytes(self, ends: Ends) -> int:
+        """All bytes of an edge."""
+        return sum(seen.bytes for seen in self.edges[ends].values())
+
+    def gradient_bytes(self, ends: Ends) -> int:
+        """Bytes of an edge's tensors that have a gradient."""
+        return sum(seen.bytes for seen in self.edges[ends].values() if seen.gradient)
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin:
+    """The node that made a tensor and, for glue, what it was made from: tensors of other nodes."""
+
+    node: str
+    sources: dict[tuple[str, int], tuple[_Origin, Seen]] = field(default_factory=dict)
+
+
+class _Walk:
+    """Goes through a trace's events and remembers where each tensor comes from."""
+
+    def __init__(self, trace: Trace, runs: list[Run]) -> None:
+        self.trace, self.runs = trace, runs
+        self.flow = Flow()
+        self.origins: dict[int, _Origin] = {}
+        self.views: dict[int, set[int]] = {}
+        self._make(_Origin(INPUT), trace.inputs)
+
+    def run(self) -> Flow:
+        position, order = 0, [INPUT]
+        for i, run in enumerate(self.runs):
+            self._between(position, run.start, f"{GLUE}{i}")
+            self._unit(run)
+            position = run.end
+            order += [f"{GLUE}{i}", run.name]
+        last = f"{GLUE}{len(self.runs)}"
+        self._between(position, len(self.trace.events), last)
+        self._arrive(OUTPUT, self.trace.outputs)
+        linked = {node for ends in self.flow.edges for node in ends}
+        order += [last, OUTPUT]
+        self.flow.nodes = [n for n in order if not n.startswith(GLUE) or n in linked]
+        return self.flow
+
+    def _between(self, start: int, end: int, node: str) -> None:
+        for event in self.trace.events[start:end]:
+            if event.module is None:
+                self._operation(event, node)
+
+    def _operation(self, event: Event, node: str) -> None:
+        """An operation outside of units makes edges only when something uses its result."""
+        made = _Origin(node)
+        for seen in event.inputs:
+            origin = self.origins.get(seen.key) if seen is not None else None
+            if seen is None or origin is None:
+                continue  # a constant, a parameter
+            if origin.node == node:
+                made.sources.update(origin.sources)
+            else:
+                made.sources[origin.node, seen.key] = origin, seen
+        self._note(event.inputs)
+        changed = {s.key for s in event.inputs if s is not None}
+        if made.sources:
+            self._make(made, event.outputs, changed)
+        else:
+            self._note(event.outputs)
+
+    def _unit(self, run: Run) -> None:
+        given = run.calls[0].inputs
+        for seen in given:
+            if seen is not None and seen.key not in self.origins:
+                # Made from nothing but the batch's size, if it has a batch dim: it comes with it.
+                self.origins[seen.key] = _Origin(INPUT)
+        self._note(given)
+        self._arrive(run.name, given)
+        known = {s.key for s in given if s is not None}
+        for event in self.trace.events[run.start : run.end]:
+            if event.module is None:
+                self._check_inside(run, event, known)
+                known.update(s.key for s in event.outputs if s is not None)
+        changed = {s.key for s in given if s is not None}
+        self._make(_Origin(run.name), run.calls[-1].outputs, changed)
+
+    def _check_inside(self, run: Run, event: Event, known: set[int]) -> None:
+        foreign = [s for s in event.inputs if s and s.key in self.origins and s.key not in known]
+        if foreign:
+            self.flow.inside.add(run.name)
+            self._arrive(run.name, foreign)
+
+    def _arrive(self, node: str, tensors: Iterable[Seen | None]) -> None:
+        for seen in tensors:
+            origin = self.origins.get(seen.key) if seen is not None else None
+            if seen is not None and origin is not None and origin.node != node:
+                self._connect(origin, node, seen)
+
+    def _connect(self, origin: _Origin, node: str, seen: Seen) -> None:
+        tensors = self.flow.edges.setdefault((origin.node, node), {})
+        if seen.key in tensors and tensors[seen.key] is seen:
+            return
+        tensors[seen.key] = seen
+        for before, through in origin.sources.values():
+            self._connect(before, origin.node, through)
+
+    def _note(self, tensors: Iterable[Seen | None]) -> None:
+        for seen in tensors:
+            if seen is not None:
+                self.views.setdefault(seen.storage, set()).add(seen.key)
+
+    def _make(
+        self, origin: _Origin, tensors: Iterable[Seen | None], changed: Iterable[int] = ()
+    ) -> None:
+        """Gives tensors their origin; of those changed in place, all views of their memory too."""
+        changed = set(changed)
+        for seen in tensors:
+            if seen is None:
+                continue
+            self._note([seen])
+            keys = self.views[seen.storage] if seen.key in changed else {seen.key}
+            self.origins.update(dict.fromkeys(keys, origin))
+
+
+def flow_of(trace: Trace, runs: list[Run]) -> Flow:
+    """The nodes and edges of one forward."""
+    return _Walk(trace, runs).run()
+
+
+def pruned(flow: Flow, ends: set[Ends]) -> tuple[list[str], list[Ends]]:
+    """Nodes and edges without edges not in ``ends`` and glue from which then nothing leads on."""
+    kept = {e for e in flow.edges if e in ends}
+    while True:
+        feeding = {source for source, _ in kept}
+        dead = {e for e in kept if e[1].startswith(GLUE) and e[1] not in feeding}
+        if not dead:
+            break
+        kept -= dead
+    linked = {node for edge in kept for node in edge}
+    nodes = [n for n in flow.nodes if not n.startswith(GLUE) or n in linked]
+    place = {node: i for i, node in enumerate(nodes)}
+    return nodes, sorted(kept, key=lambda e: (place[e[0]], place[e[1]]))
