@@ -6,7 +6,7 @@ same cost model as ours (bursts start and end at a batch spread over all devices
 is paid for). For each point two questions are asked of our planner: the fastest plan that uses no
 more device-seconds, and the fewest device-seconds at no more time.
 
-    python benchmarks/deeppool.py TABLES [--markdown docs/results/deeppool.md] [--ranks 8 16] [--batches 32]
+    python benchmarks/deeppool.py TABLES [--markdown FILE] [--ranks 8 16] [--batches 32]
 
 TABLES is the folder of the published tables (vgg16.json, wide_resnet101_2.json).
 """

@@ -20,6 +20,10 @@ from .layout import Layout, lattice
 
 EXACT_RANKS = 6
 """Up to here every order is tried (6! = 720)."""
+EXACT_NODES = 6
+"""Up to here every order of whole nodes is tried, their ranks kept together."""
+SWAP_NODES = 32
+"""Up to here the best order is improved by swapping whole nodes."""
 SWAP_ROUNDS = 4
 """How often the whole order is gone through for a swap that helps."""
 SWAP_RANKS = 16
@@ -54,6 +58,8 @@ def place(cluster: Cluster, layouts: Sequence[Layout] | None = None) -> tuple[in
         found = order_cost(cluster, order, layouts)
         if found < cost * (1 - 1e-9):
             best, cost = order, found
+    if EXACT_NODES < len(cluster.nodes) <= SWAP_NODES:
+        best, cost = _swapped_nodes(cluster, best, cost, layouts)
     if EXACT_RANKS < cluster.world_size <= SWAP_RANKS:
         best, cost = _swapped(cluster, best, cost, layouts)
     return best if cost < WORTH_IT * order_cost(cluster, hosts, layouts) else hosts
@@ -74,6 +80,9 @@ def _candidates(cluster: Cluster) -> Iterator[tuple[int, ...]]:
         return
     blocks = _blocks(cluster)
     yield tuple(r for block in sorted(blocks, key=len, reverse=True) for r in block)
+    if cluster.pair_bytes_per_s and len(blocks) <= EXACT_NODES:
+        for order in permutations(blocks):
+            yield tuple(r for block in order for r in block)
     if cluster.pair_bytes_per_s:
         for start in range(min(world, 8)):
             yield _nearest_chain(cluster, start * world // min(world, 8))
@@ -96,6 +105,34 @@ def _nearest_chain(cluster: Cluster, start: int) -> tuple[int, ...]:
         order.append(best)
         left.remove(best)
     return tuple(order)
+
+
+def _swapped_nodes(
+    cluster: Cluster, order: tuple[int, ...], cost: float, layouts: Sequence[Layout]
+) -> tuple[tuple[int, ...], float]:
+    """The order and its cost after swaps of whole nodes, as long as they help; nothing where the
+    order does not keep nodes together."""
+    node = cluster.node_of_rank
+    blocks: list[list[int]] = []
+    for rank in order:
+        if not blocks or node[blocks[-1][-1]] != node[rank]:
+            blocks.append([])
+        blocks[-1].append(rank)
+    if len(blocks) != len(cluster.nodes):
+        return order, cost
+    for _ in range(SWAP_ROUNDS):
+        before = cost
+        for a in range(len(blocks)):
+            for b in range(a + 1, len(blocks)):
+                blocks[a], blocks[b] = blocks[b], blocks[a]
+                found = order_cost(cluster, [r for block in blocks for r in block], layouts)
+                if found < cost * (1 - 1e-9):
+                    cost = found
+                else:
+                    blocks[a], blocks[b] = blocks[b], blocks[a]
+        if cost >= before:
+            break
+    return tuple(r for block in blocks for r in block), cost
 
 
 def _swapped(
