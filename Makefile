@@ -59,7 +59,7 @@ bench-prediction: $(VENV)/test.stamp
 bench-planner: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planner.py
 
-TABLES ?= data/deeppool_a100
+TABLES ?= profiler/data/deeppool_a100
 bench-deeppool: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/deeppool.py $(TABLES) --markdown docs/results/deeppool.md
 
