@@ -6,7 +6,7 @@ same cost model as ours (bursts start and end at a batch spread over all devices
 is paid for). For each point two questions are asked of our planner: the fastest plan that uses no
 more device-seconds, and the fewest device-seconds at no more time.
 
-    python benchmarks/deeppool.py TABLES [--markdown docs/results/deeppool.md] [--ranks 8 16] [--batches 32]
+    python benchmarks/deeppool.py TABLES [--markdown FILE] [--ranks 8 16] [--batches 32]
 
 TABLES is the folder of the published tables (vgg16.json, wide_resnet101_2.json).
 """
@@ -120,7 +120,9 @@ def markdown(rows: list[Comparison], command: str) -> str:
         "(priority schedule, slices of 1 MiB). *Limit* is the amplification that the greedy search",
         "accepts for each layer. *Faster* is our fastest plan within the greedy plan's",
         "device-seconds, *cheaper* our plan with the fewest device-seconds within its time. Gaps",
-        "are proved: no plan whatever is better by more.",
+        "are proved: no plan whatever is better by more. Ours may also",
+        "divide layers over devices and shard the exchange, which bursts cannot: most of what is",
+        "gained on slow links is that.",
         "",
         f"    {command}",
         "",

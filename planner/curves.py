@@ -96,7 +96,8 @@ class Reader:
             self._reads[curve.x] = _read(curve.x, self.samples)
         read, y = self._reads[curve.x], np.array(curve.y)
         if read.alone:
-            return y[0] * read.part
+            alone: Reals = y[0] * read.part
+            return alone
         rise = y[read.right] - y[read.left]
         rise = np.where(read.beyond, np.maximum(rise, 0.0), rise)
         found = np.maximum(y[read.left] + rise * read.part, 0.0)

@@ -114,7 +114,8 @@ def minimise(
         else:
             scope, table = ((a, b), price) if a < b else ((b, a), price.T)
             factors[min(scope, key=rank.__getitem__)].append((scope, table))
-    price, choices = 0.0, []
+    least_price = 0.0
+    choices: list[Numbers] = []
     for bag in order.bags:
         table = _joined(bag, factors[bag.unit])
         choice = table.argmin(axis=0)
@@ -123,8 +124,8 @@ def minimise(
         if bag.scope:
             factors[min(bag.scope, key=rank.__getitem__)].append((bag.scope, least))
         else:
-            price += float(least)
-    return Answer(price, _read_back(order, choices, len(units)))
+            least_price += float(least)
+    return Answer(least_price, _read_back(order, choices, len(units)))
 
 
 def _joined(bag: Bag, factors: Sequence[tuple[tuple[int, ...], Reals]]) -> Reals:

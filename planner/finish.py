@@ -17,6 +17,7 @@ from scipy.sparse import csr_array
 from .limits import INFINITE
 from .rounding import IDLE, Rounding, Standing
 from .rows import ENTRY, LOST, RECEIVED, Matrix
+from .sheet import Numbers
 from .step import Vector
 
 CLOSE = 5e-4
@@ -68,17 +69,18 @@ class Finish:
                 self.rows.append(row)
         return len(self.rows) > known
 
-    def _coefficients(self, row: Row, units: Vector, figures: Matrix) -> Vector:
+    def _coefficients(self, row: Row, units: Numbers, figures: Matrix) -> Vector:
         """What each line of ``figures`` adds to a row."""
         track, j = row
         rows = self.rounding.rows
         if track < 0:
-            return figures @ rows.totals[j]
+            total: Vector = figures @ rows.totals[j]
+            return total
         parts = [figures @ m[track] for m in (rows.before, rows.at, rows.after)]
         found: Vector = np.select([units < j, units == j], parts[:2], parts[2])
         return found
 
-    def _solve(self, seconds: float) -> np.ndarray | None:  # type: ignore[type-arg]
+    def _solve(self, seconds: float) -> Numbers | None:
         count, limits = len(self.choices), self.rounding.limits
         timed = self.rounding.rows.timed
         scale = max(self.plan.score.objective, 1e-12)

@@ -103,9 +103,15 @@ def _one_by_one(
     def column(name: str) -> Reals:
         return np.array([[getattr(m, name) for m in row] for row in rows], dtype=np.float64)
 
-    level = np.array([[int(m.level == "inter") for m in row] for row in rows], dtype=np.int64)
-    names = ("sent", "received", "intra", "inter", "pair_s")
-    return Flows(level, *(column(n) for n in names), column("partners").astype(np.int64))
+    return Flows(
+        level=np.array([[m.level == "inter" for m in row] for row in rows]).astype(np.int64),
+        sent=column("sent"),
+        received=column("received"),
+        intra=column("intra"),
+        inter=column("inter"),
+        pair_s=column("pair_s"),
+        partners=column("partners").astype(np.int64),
+    )
 
 
 def _side(counts: Sequence[int], helds: Sequence[Held], features: int, runs: _Runs) -> _Side:

@@ -65,8 +65,9 @@ class Lagrangian:
     def __init__(self, sheet: Sheet, rows: Rows, limits: Limits) -> None:
         self.sheet, self.rows, self.limits = sheet, rows, limits
         sizes = [len(u.states) for u in sheet.units]
-        joined = [*sheet.edges, *sheet.ties]
-        self.order: Order = order_of(sizes, [(j.source, j.target) for j in joined])
+        ends = [(e.source, e.target) for e in sheet.edges]
+        ends += [(t.source, t.target) for t in sheet.ties]
+        self.order: Order = order_of(sizes, ends)
         self._ties = [(t.source, t.target, np.where(t.agree, 0.0, np.inf)) for t in sheet.ties]
         # Of several edges into a unit only the one that can carry most is charged for the room
         # that it takes: the largest of them is what counts, so that the bound stays a bound.

@@ -69,9 +69,11 @@ class Multipliers:
             cutoff = best.objective_s if best else INFINITE
             found = search_part(problem, model, deadline, cutoff, self.gap)
             bound = min(bound, found.bound)
-            better = found.choice and found.choice.feasible
-            if better and (best is None or found.choice.objective_s < best.objective_s):
-                best = found.choice
+            new = found.choice
+            if new is None or not new.feasible:
+                continue
+            if best is None or new.objective_s < best.objective_s:
+                best = new
         if best is None:
             return self._nothing(problem, start, deadline)
         seconds = time.perf_counter() - start

@@ -49,7 +49,8 @@ class Rounding:
         for e, edge in enumerate(sheet.edges):
             self.into[edge.target].append(e)
             self.after[edge.source].append(edge.target)
-        self.together = [(e.source, e.target) for e in (*sheet.edges, *sheet.ties)]
+        self.together = [(e.source, e.target) for e in sheet.edges]
+        self.together += [(t.source, t.target) for t in sheet.ties]
 
     def stand(self, numbers: Numbers) -> Standing:
         """A plan with everything known of it."""

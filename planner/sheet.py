@@ -253,7 +253,8 @@ class Sheet:
             fields = dict(policy)
             kept = unit.kept(fields.get("exchange", "dense"), fields.get("ratio", 1.0))
             found.append(0.0 if kept is None else 1.0 - kept)
-        return np.array(found) * self.energy[k]
+        lost: Reals = np.array(found) * self.energy[k]
+        return lost
 
     def figures(self, k: int, option: Option) -> list[float]:
         """What unit ``k`` costs by itself, in the order of ``FIGURES`` (energy lost left out)."""
