@@ -121,6 +121,7 @@ class CostModel:
         self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
         self._moved: dict[tuple[Held, Held, int], Moved] = {}
         self._gradients: dict[tuple[int, Option], tuple[tuple[int, int], ...]] = {}
+        self._exchanges: dict[tuple[Layout, str, float], OnLink] = {}
         self._rings: dict[tuple[Layout, str], Rings] = {}
 
     @cached_property
@@ -258,6 +259,12 @@ class CostModel:
     def exchange(self, option: Option, payload_bytes: float) -> OnLink:
         """The exchange of a payload over the groups, all members' at the same time: an all-reduce;
         a reduce-scatter and an all-gather where it is sharded; an all-gather of what was picked."""
+        key = (option.layout, option.exchange, payload_bytes)
+        if key not in self._exchanges:
+            self._exchanges[key] = self._exchange(option, payload_bytes)
+        return self._exchanges[key]
+
+    def _exchange(self, option: Option, payload_bytes: float) -> OnLink:
         ring = self.ring(option.layout, "peers")
         link, part = LINKS.index(ring.level), (ring.ranks - 1) / ring.ranks
         if option.exchange == "topk":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations, islice, product
 from typing import NamedTuple
 
 from .cluster import Interference
@@ -35,10 +36,14 @@ from .solver import Problem
 
 SPLIT_POINTS = 32
 """Split points tried for each layout; longer models are cut at as many even distances."""
-IMPROVED = 2
-"""How many of the best plans, each of another layout, are improved unit by unit."""
-EVALUATIONS = 2000
-"""Scores that one improvement may ask for."""
+STARTS = 3
+"""How many split plans of each layout may be improved, the best of all layouts first."""
+IMPROVED = 8
+"""How many are, as long as there are evaluations left."""
+EVALUATIONS = 3000
+"""Scores that all improvements for one number of micro-batches may ask for."""
+HEAVY, PAIRS = 4, 1000
+"""Units with most parameters, whose options are tried two at a time; moves of two units tried."""
 SIMULATED = 4
 """How many plans are simulated for each number of micro-batches, plain data parallelism aside."""
 POLISHED, POLISHES = 12, 4
@@ -160,17 +165,21 @@ def _simulated(problem: Problem, micro_batches: int, deadline: float) -> Iterato
 
 def _candidates(point: Point, deadline: float) -> list[Candidate]:
     """The best split plans and what improving them gave, best first."""
-    best_of: dict[Layout, Candidate] = {}
+    found: list[Candidate] = []
     for layout in point.space.layouts:
+        tried: list[Candidate] = []
         for decisions in split_plans(point.space, layout):
             point.move_to(decisions)
-            score = point.score()
-            if layout not in best_of or score.beats(best_of[layout].score):
-                best_of[layout] = Candidate(score, decisions)
+            tried.append(Candidate(point.score(), decisions))
+        found += sorted(tried, key=lambda c: c.score)[:STARTS]
         if time.perf_counter() > deadline:
             break
-    start = sorted(best_of.values(), key=lambda c: c.score)
-    improved = [improve(point, c, deadline) for c in start[:IMPROVED]]
+    start = sorted({c.decisions: c for c in found}.values(), key=lambda c: c.score)
+    improved: list[Candidate] = []
+    most = point.evaluations + EVALUATIONS
+    for candidate in start[:IMPROVED]:
+        if point.evaluations < most and time.perf_counter() < deadline:
+            improved.append(improve(point, candidate, most, deadline))
     return sorted([*improved, *start], key=lambda c: c.score)[:SIMULATED]
 
 
@@ -217,26 +226,46 @@ def _styles(model: CostModel, chosen: list[Option], layout: Layout, k: int) -> t
     return ("pair", "column", "row")
 
 
-def improve(point: Point, start: Candidate, deadline: float) -> Candidate:
-    """Changes one unit (with its tied ones) or two neighbours at a time for the better, until
-    nothing helps or the evaluations are used up."""
+def improve(point: Point, start: Candidate, most: int, deadline: float) -> Candidate:
+    """Moves to better neighbours until nothing helps or the evaluations are at ``most``."""
     point.move_to(start.decisions)
-    best, most = start.score, point.evaluations + EVALUATIONS
+    best = start.score
     helped = True
     while helped:
         helped = False
-        for changes in _moves(point.space):
-            if point.evaluations >= most or time.perf_counter() > deadline:
-                return Candidate(best, point.taken())
-            score = _try(point, changes, best)
-            if score is not None:
-                best, helped = score, True
+        for moves in (_moves(point.space), islice(_pairs(point), PAIRS)):
+            for changes in moves if not helped else ():
+                if point.evaluations >= most or time.perf_counter() > deadline:
+                    return Candidate(best, point.taken())
+                score = _try(point, changes, best)
+                if score is not None:
+                    best, helped = score, True
     return Candidate(best, point.taken())
 
 
+def _pairs(point: Point) -> Iterator[dict[int, Option]]:
+    """A divided unit back to data parallel while another changes (what one leaves open in a bucket
+    the other may fill); then the units with most parameters, two at a time."""
+    space = point.space
+    decisions = point.taken()
+    for k, option in enumerate(decisions):
+        back = space.tied(k, space.home) if option != space.home else None
+        for changes in _moves(space) if back else ():
+            if back and not back.keys() & changes.keys():
+                yield {**back, **changes}
+    free = [k for k, o in enumerate(space.options) if len(o) > 1 and k == space.model.ties[k][0]]
+    weight = [sum(p.bytes for p in owned) for owned in space.model.owned]
+    heavy = sorted(free, key=lambda k: weight[k], reverse=True)[:HEAVY]
+    for a, b in combinations(heavy, 2):
+        for first, second in product(space.options[a], space.options[b]):
+            one, other = space.tied(a, first), space.tied(b, second)
+            if one and other:
+                yield {**one, **other}
+
+
 def _moves(space: Space) -> Iterator[dict[int, Option]]:
-    """Every option of every unit; then column and row together, one way and the other, for
-    neighbours: changed one by one, the first alone would only cost."""
+    """Every option of every unit, tied ones with it; then column and row together, one way and the
+    other, for neighbours: changed one by one, the first alone would only cost."""
     model = space.model
     for k, options in enumerate(space.options):
         if k == model.ties[k][0] and len(options) > 1:

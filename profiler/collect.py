@@ -28,6 +28,9 @@ COLLECTIVES: tuple[Collective, ...] = (
     "all_to_all",
 )
 FLOAT = 4
+LONGEST = 1 / 40
+"""Share of the budget after which no longer message is timed: each size is sent twice by each of
+five collectives, so that the first round stays within the budget even on a slow network."""
 
 # torch 2.13 renamed both; the old names warn there.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -132,14 +135,18 @@ def measure(
     budget_s: float,
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fills ``group.seconds``. Collective; rounds stop early when ``budget_s`` is used up, on all
-    members alike."""
+    """Fills ``group.seconds``. Collective; rounds stop early when ``budget_s`` is used up, and
+    sizes where one message would use up too much of it, on all members alike."""
     start = time.perf_counter()
+    left: dict[Collective, list[int]] = {c: sorted(sizes) for c in COLLECTIVES}
     for _ in range(rounds):
         for collective in COLLECTIVES:
-            for size in sizes:
+            for size in left[collective]:
                 taken = time_once(group, collective, size)
                 group.seconds.setdefault((collective, size), []).append(taken)
+                if taken > LONGEST * budget_s:  # the line through smaller ones must do
+                    left[collective] = [s for s in left[collective] if s <= size]
+                    break
             tick()
         spent = torch.tensor([time.perf_counter() - start], device=group.device)
         dist.all_reduce(spent, op=dist.ReduceOp.MAX, group=group.handle)

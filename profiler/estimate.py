@@ -42,8 +42,9 @@ from .model import edge_profiles, unit_profile
 from .tables import load_table
 
 FLOPS_REACHED = 0.6
-"""Share of a device's peak that large matrix products and convolutions reach; the A100 table of
-DeepPool gives 0.5 to 0.9 of float32 peak for VGG-16's convolutions."""
+"""Share of a device's float32 peak that large matrix products are assumed to reach. Convolutions
+may use TF32, as torch lets them by default, and are faster then: DeepPool's A100 table has VGG-16
+at three times the float32 peak, so an estimate errs on the slow side there."""
 
 BANDWIDTH_REACHED = 0.8
 """Share of the memory bandwidth that streaming kernels reach."""

@@ -21,6 +21,8 @@ from .collect import Group, synchronise
 MESSAGE_BYTES = 4 * 2**20
 ROUNDS = 5
 LOAD_S = 0.06
+BUDGET_S = 3.0
+"""No further round is begun after so long."""
 
 
 class _Load:
@@ -51,7 +53,7 @@ def measure_interference(group: Group) -> Interference:
     load.repeats = _agreed(group, max(int(LOAD_S / max(load.run(), 1e-6)), 1))
     tensor = torch.zeros(MESSAGE_BYTES // 4, device=group.device)
     messages = _agreed(group, max(int(LOAD_S / max(_send(group, tensor, 1), 1e-6)), 2))
-    rows = [_round(group, load, tensor, messages) for _ in range(ROUNDS)]
+    rows = _rounds(group, load, tensor, messages)
     compute = median(together / max(alone, 1e-9) for alone, _, together, _ in rows)
     # Communicating goes on under computing for at most as long as that lasts.
     communicate = median(_stretch(sent, together, both) for _, sent, together, both in rows)
@@ -61,6 +63,19 @@ def measure_interference(group: Group) -> Interference:
     return Interference(
         compute_slowdown=max(compute, 1.0), communication_slowdown=max(communicate, 1.0)
     )
+
+
+def _rounds(
+    group: Group, load: _Load, tensor: torch.Tensor, messages: int
+) -> list[tuple[float, float, float, float]]:
+    """Rounds until there are enough or time is up, on all members alike."""
+    start = time.perf_counter()
+    rows: list[tuple[float, float, float, float]] = []
+    while len(rows) < ROUNDS:
+        rows.append(_round(group, load, tensor, messages))
+        if _agreed(group, int(time.perf_counter() - start > BUDGET_S)):
+            break
+    return rows
 
 
 def _agreed(group: Group, count: int) -> int:

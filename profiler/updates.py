@@ -16,6 +16,8 @@ from .collect import synchronise
 LIMIT_BYTES = 256 * 2**20
 """Of so many bytes of parameters copies are made at most; rates are per byte."""
 
+LEAST_ROUNDS, LONG_S = 3, 1.0
+
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
@@ -26,9 +28,10 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 
 
 def update_rates(
-    parameters: Iterable[Tensor], optimizers: Sequence[str], rounds: int = 3
+    parameters: Iterable[Tensor], optimizers: Sequence[str], rounds: int = 9
 ) -> tuple[UpdateRate, ...]:
-    """The measured rate of each optimizer on copies of ``parameters``."""
+    """The measured rate of each optimizer on copies of ``parameters``; fewer rounds where they
+    take long."""
     for name in optimizers:
         if name not in OPTIMIZERS:
             raise InputError(
@@ -58,4 +61,6 @@ def _seconds(copies: list[Tensor], name: str, rounds: int) -> float:
         optimizer.step()
         synchronise(copies[0].device)
         taken.append(time.perf_counter() - start)
+        if len(taken) > LEAST_ROUNDS and sum(taken) > LONG_S:
+            break
     return median(taken[1:])  # the first makes the state

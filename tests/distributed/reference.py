@@ -19,7 +19,7 @@ Loss = Callable[[Any, Any], Tensor]
 def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-    return torch.optim.AdamW(parameters, lr=1e-3)
+    return torch.optim.AdamW(parameters, lr=1e-4)
 
 
 def shares(batch: int, world_size: int, counts: Sequence[int] | None = None) -> list[int]:

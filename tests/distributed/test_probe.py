@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import Ranks
 from meshwright.planner.cluster import Cluster
 from meshwright.planner.errors import InputError
 from meshwright.planner.noun import decode, encode
-from meshwright.profiler.collect import COLLECTIVES
+from meshwright.profiler.collect import COLLECTIVES, Group, curves, measure
 from meshwright.profiler.probe import probe
 
 SIZES = (1 << 10, 1 << 16, 1 << 20)
@@ -53,10 +54,21 @@ def test_all_collectives_are_measured_at_all_sizes(ranks: Callable[[int], Ranks]
     assert cluster.interference.communication_slowdown >= 1
 
 
+@pytest.mark.slow
 def test_four_ranks_have_curves_for_pairs_and_for_all(ranks: Callable[[int], Ranks]) -> None:
     cluster = decode(Cluster, ranks(4)(probed, 1)[0][0])
     (level,) = cluster.levels
     assert {c.ranks for c in level.curves} == {2, 4}
+
+
+def slow_messages(rank: int) -> list[int]:
+    group = Group(dist.group.WORLD, (0, 1), rank, torch.device("cpu"))
+    measure(group, SIZES, 2, budget_s=1e-9)
+    return [c.seconds.x[-1] for c in curves(group)]
+
+
+def test_without_time_only_the_smallest_messages_are_sent(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2)(slow_messages) == [[float(SIZES[0])] * len(COLLECTIVES)] * 2
 
 
 def test_a_probe_needs_a_group() -> None:

@@ -4,8 +4,6 @@ import itertools
 
 import msgspec
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from meshwright.planner.cost import CostModel
 from meshwright.planner.curve import proportional
 from meshwright.planner.evaluate import evaluation, is_data_parallel
@@ -115,14 +113,15 @@ def test_unequal_device_memories_bind_each_at_its_own_rank(vgg16):
     assert plan.prediction.peak_bytes[plan.placement.index(7)] <= need * 4 // 5
 
 
-@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(st.floats(1e6, 1e12), st.floats(1.0, 1e3), st.sampled_from((64, 100, 256, 1024)))
-def test_a_planned_step_does_not_rise_with_bandwidth(vgg16, rate, factor, batch):
-    """For fixed decisions it never does (tests/property); the heuristic proves nothing of the
-    decisions it finds, and may be misled by a part in a thousand."""
-    slow, fast = (cluster(RANKS, inter=r) for r in (rate, rate * factor))
-    before = planned(vgg16, slow, batch=batch).prediction.step_s
-    assert planned(vgg16, fast, batch=batch).prediction.step_s <= before * 1.001
+@pytest.mark.parametrize("batch", [64, 100, 256, 1024])
+def test_a_planned_step_does_not_rise_with_bandwidth(vgg16, batch):
+    """From 10 Mbit/s to 10 Tbit/s in steps of ten. For fixed decisions it never does, however small
+    the step (tests/property); the heuristic proves nothing of the decisions that it finds."""
+    rates = [1.25e6 * 10**n for n in range(7)]
+    steps = [
+        planned(vgg16, cluster(RANKS, inter=rate), batch=batch).prediction.step_s for rate in rates
+    ]
+    assert steps == sorted(steps, reverse=True)
 
 
 def test_micro_batches_are_chosen_where_memory_asks_for_them(vgg16):

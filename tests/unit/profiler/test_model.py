@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from meshwright.planner.noun import decode, encode
 from meshwright.planner.profile import ModelProfile
 from meshwright.profiler.footprint import SavedTensors, measure_footprint
 from meshwright.profiler.model import profile
+from meshwright.profiler.shares import ShareMeter
 from meshwright.profiler.timeline import Timeline
 from meshwright.units.discover import discover
+from meshwright.units.spec import UnitSpec
 from meshwright.units.workload import Batch, Workload
 from torch import nn
 from torch.nn import functional as F
@@ -130,6 +133,24 @@ def test_shares_are_measured_for_every_split_and_degree() -> None:
     weight, bias = sorted(p.bytes for p in linear[0].parameters)[::-1]
     assert half["column"] == (weight + bias) // 2
     assert half["row"] == weight // 2 + bias  # the bias of a row linear stays whole
+
+
+def test_without_time_the_units_with_most_parameters_are_divided_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    ordinary = ShareMeter.shares
+
+    def shares(self: ShareMeter, unit: UnitSpec, *rest: Any) -> Any:
+        asked.append(unit.name)
+        return ordinary(self, unit, *rest)
+
+    monkeypatch.setattr(ShareMeter, "shares", shares)
+    result = profile(models.build("cnn-digits"), degrees=(2,), repeats=1, budget_s=0.0)
+    assert len(result.batches) == 2  # one size alone makes no curve
+    sizes = [result.unit(name).parameter_bytes for name in asked]
+    assert len(sizes) > 3
+    assert sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "resnet50-32"])

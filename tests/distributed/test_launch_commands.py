@@ -1,0 +1,170 @@
+"""The commands together, as a user goes through them; the examples and the demo."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from meshwright.planner.cluster import Cluster
+from meshwright.planner.noun import load
+from meshwright.planner.plan import Plan
+from meshwright.planner.profile import ModelProfile
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+pytestmark = pytest.mark.timeout(400)
+
+
+def environment(cwd: Path) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MESHWRIGHT_CACHE": str(cwd / "cache")}
+
+
+def command(*arguments: object, cwd: Path, limit_s: float = 300) -> str:
+    """stdout of a command that must succeed."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        cwd=cwd,
+        env=environment(cwd),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def meshwright(*arguments: object, cwd: Path) -> str:
+    return command("-m", "meshwright", *arguments, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> Path:
+    """A folder with a cluster of two local ranks and a plan for ``mlp`` on it."""
+    folder = tmp_path_factory.mktemp("measured")
+    meshwright("probe", "--ranks", 2, "-o", "cluster.json", cwd=folder)
+    out = meshwright(
+        *("plan", "mlp", "-c", "cluster.json", "--batch", 33, "-o", "plan.json"),
+        *("--optimizer", "momentum"),
+        cwd=folder,
+    )
+    assert "Predicted for one step" in out
+    return folder
+
+
+def test_probe_measures_two_ranks_here(measured):
+    cluster = load(Cluster, measured / "cluster.json")
+    assert cluster.origin == "measured"
+    assert cluster.world_size == 2
+    assert {c.collective for c in cluster.levels[0].curves} >= {"all_reduce", "all_to_all"}
+
+
+def test_plan_measures_the_model_once(measured):
+    kept = sorted((measured / "cache" / "documents").glob("*.json"))
+    meshwright("plan", "mlp", "-c", "cluster.json", "--batch", 33, cwd=measured)
+    assert sorted((measured / "cache" / "documents").glob("*.json")) == kept
+
+
+def test_explain_the_measured_plan(measured):
+    assert "The largest part of the step" in meshwright("explain", "plan.json", cwd=measured)
+
+
+def test_profile_of_two_ranks_at_once(measured):
+    out = meshwright(*("profile", "mlp", "--ranks", 2, "--batches", "4,8", "--json"), cwd=measured)
+    document = json.loads(out)
+    assert document["document"] == "ModelProfile"
+    assert document["batches"] == [4, 8]
+
+
+def test_estimate_for_a_device_that_is_not_here(measured):
+    meshwright("profile", "mlp", "--device", "h100-sxm", "-o", "h100.json", cwd=measured)
+    profile = load(ModelProfile, measured / "h100.json")
+    assert profile.origin == "estimated"
+    assert profile.device == "h100-sxm"
+
+
+def test_plan_for_a_cluster_that_is_not_here(measured):
+    described = ("--device", "a100-sxm-40gb", "--nodes", 8, "--inter-gbit-s", 1)
+    meshwright("cluster", *described, "-o", "a100.json", cwd=measured)
+    meshwright("plan", "vgg16", "-c", "a100.json", "--batch", 256, "-o", "v.json", cwd=measured)
+    made = load(Plan, measured / "v.json")
+    divided = {u.kind for u in made.units if u.layout.degree > 1}
+    assert "linear" in divided
+    assert "conv" not in divided
+    assert made.speedup > 3
+
+
+def test_two_hosts_that_meet_at_a_rendezvous(measured):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    hosts = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "meshwright", "launch", "plan.json", "--json"),
+                *("--nnodes", "2", "--node-rank", str(n), "--rendezvous", address),
+                *("--steps", "3", "--timeout", "200"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=measured,
+            env=environment(measured),
+        )
+        for n in (1, 0)
+    ]
+    try:
+        (other, other_err), (first, first_err) = [h.communicate(timeout=250) for h in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
+    assert [h.returncode for h in hosts] == [0, 0], first_err + other_err
+    assert json.loads(first)["world_size"] == 2
+    assert other == ""
+
+
+# -- examples and demo ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_example_of_a_script(tmp_path):
+    script = EXAMPLES / "train_digits.py"
+    alone = command(script, "--epochs", 2, cwd=tmp_path)
+    assert "1 ranks, test accuracy" in alone
+    together = command(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2),
+        *(script, "--epochs", 2),
+        cwd=tmp_path,
+    )
+    # The same batches, whatever the ranks: the same training, to rounding.
+    accuracy = [float(out.split("accuracy ")[1].split("%")[0]) for out in (alone, together)]
+    assert accuracy[0] > 80
+    assert abs(accuracy[0] - accuracy[1]) < 2
+
+
+@pytest.mark.slow
+def test_example_of_a_model_of_ones_own(tmp_path):
+    target = f"{EXAMPLES / 'own_model.py'}:tagger"
+    meshwright("probe", "-o", "cluster.json", cwd=tmp_path)
+    meshwright("plan", target, "-c", "cluster.json", "--batch", 64, "-o", "p.json", cwd=tmp_path)
+    assert "PASS" in meshwright("verify", "p.json", cwd=tmp_path)
+    assert "step time" in meshwright("launch", "p.json", "--steps", 5, cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_demo(tmp_path):
+    report = json.loads(meshwright("demo", "-o", "kept", "--json", cwd=tmp_path))
+    assert report["verification"]["passed"]
+    assert report["planned"]["accuracy"] > 0.9
+    assert report["data_parallel"]["accuracy"] > 0.9
+    kept = {path.name for path in (tmp_path / "kept").iterdir()}
+    assert kept == {
+        *("cluster.json", "profile.json", "plan.json", "data-parallel.json", "demo.json")
+    }
+    assert load(Plan, tmp_path / "kept" / "plan.json").target == "cnn-digits"
