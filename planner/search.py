@@ -70,6 +70,10 @@ class Space:
         return tuple(unit_options(self.model, k, self.capability) for k in units)
 
     @cached_property
+    def _have(self) -> tuple[frozenset[Option], ...]:
+        return tuple(frozenset(row) for row in self.options)
+
+    @cached_property
     def start(self) -> Decisions:
         """Plain data parallelism, as far as every unit may have it; else its first option, and for
         tied units the first that all of them may have."""
@@ -85,6 +89,8 @@ class Space:
 
     def tied(self, k: int, option: Option) -> dict[int, Option] | None:
         """The options of all units tied to ``k`` if it takes ``option``; None if they cannot."""
+        if option not in self._have[k]:
+            return None
         units, profiles = self.model.ties[k], self.model.profile.units
         chosen = {k: option}
         if len(units) == 1:
