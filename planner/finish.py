@@ -1,8 +1,9 @@
 """The last step of rounding: with every unit's state fixed, which policies are best together.
 
 Edges cost nothing more to decide then, and what is left is a small integer program: one binary for
-each policy that a unit had in some plan of the search (in the state that it has now), the few rows
-that matter, rows that turn out to be violated added. It is solved to a share of a percent and the
+each policy that a unit had in some plan of the search (in the state that it has now) or that is
+among its cheapest at the weights that prove most, the few rows that matter, rows that turn out to
+be violated added. It is solved to a share of a percent and the
 plan is judged like any other.
 """
 
@@ -16,29 +17,40 @@ from scipy.sparse import csr_array
 
 from .limits import INFINITE
 from .rounding import IDLE, Rounding, Standing
-from .rows import ENTRY, LOST, RECEIVED, Matrix
-from .sheet import Numbers
+from .rows import ENTRY, LOST, LOST_FIGURE, RECEIVED, Matrix
+from .sheet import Numbers, UnitTable
 from .step import Vector
 
 CLOSE = 5e-4
 """The share of the objective within which the program is solved."""
 ROUNDS = 4
+CHEAPEST = 6
+"""Policies of each unit that are taken for their price."""
 Row = tuple[int, int]
 """(track, unit), or (-1, total)."""
 
 
 class Finish:
-    """The program for one plan; ``others`` are the plans that policies are taken from."""
+    """The program for one plan; ``others`` are the plans that policies are taken from, ``prices``
+    [unit, figure] those at which more are chosen."""
 
-    def __init__(self, rounding: Rounding, plan: Standing, others: Sequence[Standing]) -> None:
+    def __init__(
+        self,
+        rounding: Rounding,
+        plan: Standing,
+        others: Sequence[Standing],
+        prices: Matrix | None = None,
+    ) -> None:
         self.rounding, self.plan = rounding, plan
         units = rounding.sheet.units
         self.choices: list[tuple[int, int]] = []
         for k, unit in enumerate(units):
             state = unit.split(int(plan.numbers[k]))[0]
             found = {int(o.numbers[k]) for o in (plan, *others)}
-            mine = sorted(n for n in found if unit.split(n)[0] == state)
-            self.choices += [(k, n) for n in mine]
+            mine = {n for n in found if unit.split(n)[0] == state}
+            if prices is not None:
+                mine |= set(_cheap(unit, state, prices[k]))
+            self.choices += [(k, n) for n in sorted(mine)]
         self.unit_of = np.array([k for k, _ in self.choices])
         self.figures = np.array([rounding.sheet.unit_figures(k, n) for k, n in self.choices])
         self.entries = np.zeros_like(plan.figures)
@@ -126,3 +138,15 @@ class Finish:
             k, number = self.choices[i]
             numbers[k] = number
         return numbers
+
+
+def _cheap(unit: UnitTable, state: int, price: Vector) -> list[int]:
+    """The numbers of the cheapest policies of a unit in a state."""
+    parts = []
+    for block in (unit.memory, unit.exchange):
+        found = block.figures[state] @ price + block.lost * price[LOST_FIGURE]
+        parts.append(np.where(block.allowed[state], found, np.inf))
+    both = parts[0][:, None] + parts[1][None]
+    best = np.argsort(both, axis=None)[:CHEAPEST]
+    pairs = zip(*np.unravel_index(best, both.shape), strict=True)
+    return [unit.number(state, int(m), int(x)) for m, x in pairs if both[m, x] < np.inf]

@@ -37,7 +37,8 @@ ROUND_EVERY = 6
 RECENT = 20
 """Plans whose policies the last step of rounding may choose from."""
 FINISH_S = 1.0
-"""Seconds that it may take, each time."""
+FINISH_UNIT_S = 0.004
+"""Seconds that it may take, each time, and more for each unit."""
 EDGE_FIGURES = [*ENTRY, RECEIVED]
 IDLE = AT["idle"]
 
@@ -219,7 +220,10 @@ class Search:
         left = self.deadline - time.perf_counter()
         if not self._done(float("inf")) and self.best is not self._finished:
             recent = self.seen[-RECENT:]
-            self._offer(Finish(self.rounding, self.best, recent).run(min(left, FINISH_S)))
+            prices = None if self.centre is None else self.lagrangian.prices(self.centre)
+            program = Finish(self.rounding, self.best, recent, prices)
+            most = FINISH_S + FINISH_UNIT_S * len(self.best.numbers)
+            self._offer(program.run(max(min(left / 4, most), 0.01)))
             self._finished = self.best
 
     def _add(self, plan: Standing) -> bool:

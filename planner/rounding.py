@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,8 @@ from .rows import AT, ENTRY, RECEIVED, Matrix, Rows, Values, changes, slice_wait
 from .sheet import Numbers, Sheet
 
 IDLE = AT["idle"]
+MOST_WINDOWS = 400
+"""Blocks and windows of one other plan that are tried, the larger first."""
 MOST_OPTIONS = 4000
 """Options of all units up to which each is tried one by one."""
 
@@ -83,7 +86,7 @@ class Rounding:
     ) -> Standing:
         """The plan after taking over each block of ``other`` that helps, until its objective is
         ``enough``."""
-        for block in self._windows(plan.numbers, other):
+        for block in islice(self._windows(plan.numbers, other), MOST_WINDOWS):
             good = not plan.score.over and plan.score.objective <= enough
             if good or time.perf_counter() > deadline:
                 break
