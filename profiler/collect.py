@@ -154,19 +154,21 @@ def measure(
             break
 
 
-def curves(group: Group) -> tuple[CollectiveCurve, ...]:
-    """The medians as curves, with their fitted lines."""
+def curves(group: Group, sharing: int = 1) -> tuple[CollectiveCurve, ...]:
+    """The medians as curves, with their fitted lines. Where ``sharing`` groups were timed at once
+    over one network interface, sizes are those of all of them together: what the wire carried."""
     found = []
     for collective in COLLECTIVES:
         points = {s: v for (c, s), v in group.seconds.items() if c == collective}
         sizes = sorted(points)
         medians = [float(torch.tensor(points[s], dtype=torch.float64).median()) for s in sizes]
-        line = fit_line(sizes, medians)
+        wire = [float(size * sharing) for size in sizes]
+        line = fit_line(wire, medians)
         found.append(
             CollectiveCurve(
                 collective=collective,
                 ranks=group.size,
-                seconds=Curve(x=tuple(map(float, sizes)), y=tuple(medians)),
+                seconds=Curve(x=tuple(wire), y=tuple(medians)),
                 latency_s=line.latency_s,
                 bytes_per_s=line.bytes_per_s,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def probe(
         )
     where = device or torch.device("cpu")
     hosts = _hosts(where)
+    _check_order([host for host, _, _ in hosts])
     plan = _groups(hosts)
     found: dict[str, list[CollectiveCurve]] = {}
     interference = Interference()
@@ -51,7 +53,7 @@ def probe(
     for level, group_sets in plan:
         group, handles = _join(group_sets, where)
         measure(group, sizes, rounds, budget_s / len(plan), ticks)
-        mine = curves(group)
+        mine = curves(group, sharing(group_sets, [host for host, _, _ in hosts]))
         if group.size == dist.get_world_size():
             interference = measure_interference(group)
         found.setdefault(level, []).extend(mine)
@@ -110,6 +112,24 @@ def _groups(hosts: Sequence[tuple[str, str, int]]) -> list[tuple[str, GroupSets]
         if peers != blocks and _level_of(peers, hosts) != _level_of(blocks, hosts):
             found.append((_level_of(peers, hosts), peers))
     return found
+
+
+def sharing(sets: GroupSets, hosts: Sequence[str]) -> int:
+    """How many of the groups, which run at once, share the busiest host's network interface (1
+    where none leaves its host): what one of them takes is then what all their bytes take."""
+    crossing = [{hosts[r] for r in ranks} for ranks in sets]
+    loads = [sum(1 for c in crossing if len(c) > 1 and host in c) for host in hosts]
+    return max(*loads, 1)
+
+
+def _check_order(hosts: Sequence[str]) -> None:
+    """Ranks are numbered through the hosts: a Cluster says so, and groups of neighbours need it."""
+    changes = [b for a, b in pairwise(hosts) if a != b]
+    if len(set(hosts)) != len(changes) + 1:
+        raise InputError(
+            f"ranks alternate between hosts ({', '.join(hosts[:8])}): start them so that each "
+            "host's ranks are numbered one after the other, as torchrun does"
+        )
 
 
 def _level_of(sets: GroupSets, hosts: Sequence[tuple[str, str, int]]) -> str:

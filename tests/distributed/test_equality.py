@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -78,12 +79,18 @@ def equals_one_process(rank: int, case: Case, optimizer: str, dtype_name: str) -
     if dtype_name == "float32" and optimizer == "adamw":
         _gradients_equal(rank, case, workload, alone, data, plan)
         return divided
+    exact = twin(alone).double()
     expected = train_alone(alone, optimizer, data, workload.loss)
     found = train_together(rank, workload.model, optimizer, data, workload.loss, plan, case.counts)
     if dtype_name == "float64":
         assert_equal(found, expected)
-    else:
+    elif _smooth(alone):
         assert_equal(found, expected, 1e-5, 1e-6, loss_relative=1e-5)
+    else:
+        data = [batch.to(dtype=torch.float64) for batch in data]
+        truth = train_alone(exact, optimizer, data, workload.loss)[1]
+        ours, theirs = _largest(found[1], truth), _largest(expected[1], truth)
+        assert ours <= max(1, 3 * theirs), (ours, theirs)
     return divided
 
 
@@ -98,7 +105,7 @@ def _gradients_equal(rank, case, workload, alone, data, plan) -> None:
     """
     apply(workload.model, None, plan, timeout_s=60)
     exact = twin(alone).double()
-    smooth = not any(isinstance(m, nn.ReLU | nn.MaxPool2d) for m in alone.modules())
+    smooth = _smooth(alone)
     good = []
     for batch in data:
         theirs = gradients_alone(alone, batch, workload.loss)
@@ -109,6 +116,18 @@ def _gradients_equal(rank, case, workload, alone, data, plan) -> None:
         truth = gradients_alone(exact, batch.to(dtype=torch.float64), workload.loss)
         good.append(_furthest(ours, truth) <= max(1, 2 * _furthest(theirs, truth)))
     assert smooth or sum(good) > len(good) / 2, good
+
+
+def _smooth(model: nn.Module) -> bool:
+    return not any(isinstance(m, nn.ReLU | nn.MaxPool2d) for m in model.modules())
+
+
+def _largest(state: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """The largest deviation of an element after float32's SGD, in parts of what it may be."""
+    return max(
+        ((state[n].double() - t).abs() / (1e-5 * t.abs() + 1e-6)).max().item()
+        for n, t in truth.items()
+    )
 
 
 def _furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -162,17 +181,34 @@ def test_single_precision(ranks, optimizer):
     ranks(2)(equals_one_process, case, optimizer, "float32", limit_s=100)
 
 
+WAYS = [
+    (case, optimizer, dtype)
+    for case in BROAD
+    for optimizer in ("sgd", "adamw")
+    for dtype in ("float64", "float32")
+    if case.counts or (optimizer, dtype) == ("sgd", "float64")
+]
+"""Even shares once, uneven ones with both optimizers and precisions."""
+
+EACH = 3
+"""Of each model so many are drawn for every run of the slow tests; all are in the long ones."""
+
+
+def sample() -> list[tuple[Case, str, str]]:
+    draw = random.Random(0)
+    models = dict.fromkeys(case.model for case in BROAD)
+    return [w for m in models for w in draw.sample([w for w in WAYS if w[0].model == m], EACH)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("case", [c for c in BROAD if c.counts], ids=str)
-def test_broadly(ranks, case, optimizer, dtype):
+@pytest.mark.parametrize(("case", "optimizer", "dtype"), sample(), ids=str)
+def test_sampled(ranks, case, optimizer, dtype):
     ranks(case.world)(equals_one_process, case, optimizer, dtype, limit_s=500)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", [c for c in BROAD if not c.counts], ids=str)
-def test_even_shares(ranks, case):
-    ranks(case.world)(equals_one_process, case, "sgd", "float64", limit_s=500)
+@pytest.mark.parametrize(("case", "optimizer", "dtype"), WAYS, ids=str)
+def test_broadly(ranks, case, optimizer, dtype):
+    ranks(case.world)(equals_one_process, case, optimizer, dtype, limit_s=500)
