@@ -13,12 +13,14 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from .executor.agreement import rank_zero_decides, together
+from .executor.overhead import measure_overhead
 from .planner.cluster import Cluster, Device, Node
 from .planner.goal import Goal
 from .planner.profile import ModelProfile
@@ -80,9 +82,17 @@ def cluster_of_ranks(
     return _once(
         Cluster,
         _digest("cluster", places, software(), os.environ.get("OMP_NUM_THREADS")),
-        lambda: probe_ranks(device=device, progress=shown),
+        lambda: _probe(device, shown),
         refresh,
     )
+
+
+def _probe(device: torch.device, progress: Step | None) -> Cluster:
+    """The links, and what the executor itself adds to a step. Collective."""
+    cluster = probe_ranks(device=device, progress=progress)
+    if device.type != "cpu":
+        return cluster
+    return msgspec.structs.replace(cluster, overhead=measure_overhead())
 
 
 def single_rank(device: torch.device) -> Cluster:

@@ -82,7 +82,6 @@ def auto_parallelize(
         )
         with torch.random.fork_rng():  # measuring draws random batches; the user's draws go on
             chosen = _make_plan(workload, goal, device, solver, time_limit_s)
-    _forget_graphs(module)
     model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s)
     record_run(model_, chosen)
     return model_, optimizer_, chosen
@@ -117,20 +116,6 @@ def _workload(
         )
     example = targets.example_batch(model, example_inputs)
     return targets.from_model(model, example, loss), example.size
-
-
-def _forget_graphs(model: nn.Module) -> None:
-    """Lets the next backward make its gradient accumulators anew.
-
-    A graph that is still alive (of a forward before, in profiling or the user's own) keeps a
-    parameter's accumulator, which remembers the shape from before the parameter was divided; torch
-    2.13 then refuses the gradient. Storing data of another type and back makes torch drop it.
-    """
-    for parameter in model.parameters():
-        data = parameter.data
-        other = torch.float16 if data.dtype != torch.float16 else torch.float32
-        parameter.data = torch.empty(0, dtype=other, device=data.device)
-        parameter.data = data
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The yardstick by which a plan's training equals that of a single process (DESIGN section 6)."""
+"""The yardstick by which a plan's training equals that of a single process (docs/executor.md)."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ where the program fails, FOLDER gets one sentence that says why, which the launc
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import runpy
@@ -35,6 +36,7 @@ def main(arguments: list[str]) -> None:
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if os.environ.get(STDOUT_TO_STDERR):
         os.dup2(2, 1)
+    _print_whole_lines()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run_program(program)
@@ -44,6 +46,13 @@ def main(arguments: list[str]) -> None:
         if not _leave_word(folder, rank, error):
             traceback.print_exc()
         _exit(1)
+
+
+def _print_whole_lines() -> None:
+    """Lines of several ranks on one terminal or pipe do not run into each other, nor come late."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _exit(code: int) -> None:

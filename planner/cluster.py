@@ -69,6 +69,14 @@ class Interference(Noun, frozen=True, kw_only=True):
     communication_slowdown: Positive = 1.0
 
 
+class StepOverhead(Noun, frozen=True, kw_only=True):
+    """Seconds that the executor's own work adds to a step, whatever the plan: ``step_s`` once, and
+    ``parameter_s`` for each trainable parameter, in its backward. Zero where not measured."""
+
+    step_s: Seconds = 0.0
+    parameter_s: Seconds = 0.0
+
+
 class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
     """The machines a plan is made for.
 
@@ -80,6 +88,7 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
     nodes: tuple[Node, ...]
     levels: tuple[Level, ...]
     interference: Interference = Interference()
+    overhead: StepOverhead = StepOverhead()
     pair_bytes_per_s: tuple[tuple[float, ...], ...] = ()
     origin: Literal["measured", "described"] = "described"
     software: tuple[tuple[str, str], ...] = ()

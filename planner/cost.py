@@ -75,6 +75,12 @@ class EdgeCost(NamedTuple):
     received_bytes: float
 
 
+def _after(one: OnLink, other: OnLink) -> OnLink:
+    """Two collectives one after the other, as on the link of the longer."""
+    link = max(one, other).link
+    return OnLink(one.seconds + other.seconds, link, one.sent_bytes + other.sent_bytes)
+
+
 class CostModel:
     """The costs of one profile on one cluster for one goal, micro-batch count and placement.
 
@@ -165,7 +171,7 @@ class CostModel:
         rate = self.profile.update_seconds_per_byte(self.goal.optimizer)
         return UnitCost(
             forward_s=forward_s(unit, style, layout.degree, samples),
-            backward_s=backward_s(unit, style, layout.degree, samples),
+            backward_s=backward_s(unit, style, layout.degree, samples) + self._overhead_s(k),
             update_s=gradient * rate,
             inner_forward=inner_forward,
             inner_backward=inner_backward,
@@ -174,6 +180,13 @@ class CostModel:
             trained_bytes=gradient,
             shard_bytes=shard_bytes(unit, style, layout.degree, self.owned[k]),
         )
+
+    def _overhead_s(self, k: int) -> float:
+        """The executor's own work in the backward of unit ``k``: for each of its parameters, and at
+        the end of the step's last backward (the first unit's) once."""
+        overhead = self.cluster.overhead
+        own = overhead.parameter_s * sum(p.trainable for p in self.owned[k])
+        return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)
 
     def gradients(self, k: int, option: Option) -> tuple[tuple[int, int], ...]:
         """(undivided, member's) bytes of the gradients of unit ``k`` that travel, in the order of
@@ -218,16 +231,24 @@ class CostModel:
         return self._rings[key]
 
     def _inner(self, k: int, option: Option, samples: int) -> tuple[OnLink, OnLink]:
-        """The collectives inside a unit, forward and backward."""
-        unit, layout = self.profile.units[k], option.layout
-        if unit.batch_statistics and self.goal.batch_statistics == "global":
-            ring = self.ring(layout, "all")
-            both = OnLink(
-                all_reduce_s(self.fabric, ring, unit.statistics_bytes),
-                LINKS.index(ring.level),
-                2.0 * unit.statistics_bytes,
-            )
-            return both, both
+        """The collectives inside a unit, forward and backward: those of its partial sums, and the
+        all-reduce of ``global`` batch statistics."""
+        statistics, (forward, backward) = (
+            self._statistics(k, option),
+            self._sums(k, option, samples),
+        )
+        return _after(statistics, forward), _after(statistics, backward)
+
+    def _statistics(self, k: int, option: Option) -> OnLink:
+        unit = self.profile.units[k]
+        if not unit.batch_statistics or self.goal.batch_statistics != "global":
+            return OnLink()
+        ring = self.ring(option.layout, "all")
+        seconds = all_reduce_s(self.fabric, ring, unit.statistics_bytes)
+        return OnLink(seconds, LINKS.index(ring.level), 2.0 * unit.statistics_bytes)
+
+    def _sums(self, k: int, option: Option, samples: int) -> tuple[OnLink, OnLink]:
+        layout = option.layout
         if option.style not in ("row", "pair") or layout.degree == 1:
             return OnLink(), OnLink()
         ring = self.ring(layout, "groups")

@@ -28,7 +28,7 @@ from ..units.workload import Batch, Workload
 from .device import device_name, software
 from .footprint import Footprint, measure_footprint
 from .shares import ShareMeter, split_profiles
-from .timeline import StepTimes, Timeline
+from .timeline import StepTimes, Timeline, plain_step
 from .updates import update_rates
 
 __all__ = ["device_name", "profile"]
@@ -153,23 +153,25 @@ def _measure(
 def _measure_batch(job: _Job, found: Discovery, size: int, repeats: int, share: float) -> _Measured:
     model, loss, batch = job.workload.model, job.workload.loss, job.batch(size)
     footprint = measure_footprint(model, found.units, batch, loss, job.device)
-    steps = []
-    with Timeline(model, found.units, job.device) as timeline:
-        for i in range(repeats + 1):
-            model.zero_grad()
+    steps, plain = [], []
+    for i in range(repeats + 1):  # the first is not counted
+        model.zero_grad()
+        plain.append(plain_step(model, batch, loss, job.device))
+        model.zero_grad()
+        with Timeline(model, found.units, job.device) as timeline:
             steps.append(timeline.step(batch, loss))
-            if i >= 2 and job.left_s(share) < 0:
-                break
+        if i >= 2 and job.left_s(share) < 0:
+            break
     model.zero_grad()
-    return _Measured(size, _medians(steps[1:]), footprint)
+    return _Measured(size, _medians(steps[1:], median(plain[1:])), footprint)
 
 
-def _medians(steps: Sequence[StepTimes]) -> StepTimes:
-    """Each node's median, scaled so that they add up to the median of whole steps."""
+def _medians(steps: Sequence[StepTimes], step_s: float) -> StepTimes:
+    """Each node's median, scaled so that they add up to ``step_s``, the step without hooks."""
     result = StepTimes(
         _node_medians([s.forward for s in steps]), _node_medians([s.backward for s in steps])
     )
-    factor = median(s.total for s in steps) / max(result.total, 1e-12)
+    factor = step_s / max(result.total, 1e-12)
     return StepTimes(
         {n: v * factor for n, v in result.forward.items()},
         {n: v * factor for n, v in result.backward.items()},

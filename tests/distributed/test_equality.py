@@ -1,4 +1,4 @@
-"""Any plan gives the training of one process on the whole batch, by the yardstick of the design."""
+"""Any plan gives the training of one process on the whole batch (docs/executor.md)."""
 
 from __future__ import annotations
 

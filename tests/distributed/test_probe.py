@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
+from meshwright.executor.overhead import measure_overhead
 from meshwright.planner.cluster import Cluster
 from meshwright.planner.errors import InputError
 from meshwright.planner.noun import decode, encode
@@ -69,6 +70,22 @@ def slow_messages(rank: int) -> list[int]:
 
 def test_without_time_only_the_smallest_messages_are_sent(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(2)(slow_messages) == [[float(SIZES[0])] * len(COLLECTIVES)] * 2
+
+
+def overhead(rank: int) -> tuple[float, float]:
+    found = measure_overhead(rounds=9)
+    dist.barrier()
+    return found.step_s, found.parameter_s
+
+
+def test_the_executors_own_work_is_measured_and_all_ranks_agree(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    first, second = ranks(2)(overhead)
+    assert first == second
+    step_s, parameter_s = first
+    assert 0 < step_s + parameter_s < 1  # two agreements and Python: milliseconds at the most
+    assert 0 <= parameter_s < step_s + 0.01
 
 
 def test_a_probe_needs_a_group() -> None:

@@ -56,5 +56,18 @@ def cut_in_place(model: nn.Module, cut: ParameterCut, degree: int, member: int) 
             f"parameter {cut.name!r} has a gradient of its undivided shape: "
             "call zero_grad() before dividing it"
         )
-    tensor.data = slice_parameter(tensor.detach(), cut, degree, member)
+    shard = slice_parameter(tensor.detach(), cut, degree, member)
+    _forget_accumulator(tensor)
+    tensor.data = shard
     setattr(tensor, _MARK, wanted)
+
+
+def _forget_accumulator(tensor: Tensor) -> None:
+    """Lets the next backward make the tensor's gradient accumulator anew.
+
+    A graph that is still alive (of a forward before, in profiling or the user's own) keeps the
+    accumulator, which remembers the shape from before the cut; torch 2.13 then refuses the
+    gradient. Storing data of another type makes torch drop it.
+    """
+    other = torch.float16 if tensor.dtype != torch.float16 else torch.float32
+    tensor.data = torch.empty(0, dtype=other, device=tensor.device)

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 from meshwright.planner.capability import PLAIN
+from meshwright.planner.cluster import StepOverhead
 from meshwright.planner.cost import CostModel
 from meshwright.planner.curve import proportional
 from meshwright.planner.errors import InputError
@@ -106,6 +107,32 @@ def test_batch_statistics():
     assert whole.unit(1, HOME).inner_forward.seconds == pytest.approx(1.5 * 1000 / RATE)
     assert whole.unit(1, HOME).inner_backward.seconds == pytest.approx(1.5 * 1000 / RATE)
     assert may(whole, 1, burst, idle)
+
+
+def test_statistics_and_partial_sums_are_both_counted():
+    unit = msgspec.structs.replace(
+        linear("fc", 100, 100), batch_statistics=True, statistics_bytes=1000
+    )
+    cost = model([unit], batch_statistics="global").unit(
+        1, Option(Layout(groups=2, degree=2), "row")
+    )
+    expected = 1.5 * 1000 / RATE + 8 * 400 / 2 / RATE
+    assert cost.inner_forward.seconds == pytest.approx(expected)
+    assert cost.inner_backward.seconds == pytest.approx(expected)
+
+
+def test_the_executor_costs_something_in_every_backward():
+    links = msgspec.structs.replace(
+        cluster(4, inter=RATE, latency_s=0.0),
+        overhead=StepOverhead(step_s=4e-3, parameter_s=1e-4),
+    )
+    units = [linear("fc", 100, 100, 1e-3)]
+    free, charged = model(units, micro_batches=2), model(units, micro_batches=2, links=links)
+    parameters = len(charged.owned[1])
+    more = charged.unit(1, HOME).backward_s - free.unit(1, HOME).backward_s
+    assert more == pytest.approx(1e-4 * parameters)
+    assert charged.unit(0, HOME).backward_s == pytest.approx(2e-3)  # once a step, in two halves
+    assert charged.unit(1, HOME).forward_s == free.unit(1, HOME).forward_s
 
 
 def test_tied_units_agree_on_layout_and_dimension():
