@@ -1,9 +1,10 @@
 """What the executor's own work adds to a step, measured by running it.
 
-Two toy models, one of few parameters and one of many, are trained plainly and under a plan of data
-parallelism, in turns. What the step takes longer under the plan, less the all-reduce of its one
-bucket (which predictions count by itself), is the executor's: the ranks' agreement on samples and
-on used parameters, hooks, and the filling of buckets.
+Toy models (few parameters, many, large ones, divided ones) are trained plainly and under a plan, in
+turns. What the step takes longer under the plan, less the all-reduce of its one bucket and the wait
+in redistributions (which predictions count by themselves), is the executor's: the ranks' agreement
+on samples and on used parameters, hooks, the filling and averaging of buckets, and what goes on in
+Python around a redistribution.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,14 +20,40 @@ from torch import Tensor, nn
 
 from ..planner.cluster import StepOverhead
 from ..planner.goal import Goal
-from ..planner.layout import data_parallel
+from ..planner.layout import Layout, data_parallel
 from ..planner.plan import Plan, Prediction, Provenance, UnitPlan
 from .apply import apply
+from .parallel import run_of
 
-FEW, MANY = 4, 48
-"""Layers of the two toy models, each with a weight and a bias."""
-WIDTH = 8
 ROUNDS, UNCOUNTED = 25, 3
+
+
+class _Toy(NamedTuple):
+    """So many square linear layers of that width, each with a bias; every third one divided over
+    ``degree`` ranks."""
+
+    layers: int
+    width: int = 8
+    degree: int = 1
+
+    @property
+    def parameters(self) -> int:
+        return 2 * self.layers
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.layers * self.width * (self.width + 1)
+
+
+SMALL, MANY, LARGE = _Toy(4), _Toy(48), _Toy(4, 1024)
+DIVIDED_LAYERS = 12
+
+
+class _Excess(NamedTuple):
+    """Seconds that a step is longer under a plan, and the redistributions in it."""
+
+    seconds: float
+    moves: int
 
 
 def measure_overhead(rounds: int = ROUNDS) -> StepOverhead:
@@ -36,48 +64,56 @@ def measure_overhead(rounds: int = ROUNDS) -> StepOverhead:
     ranks = dist.get_world_size()
     if ranks == 1:
         return StepOverhead()
+    degree = next(d for d in range(2, ranks + 1) if ranks % d == 0)
+    whole = _Toy(DIVIDED_LAYERS, max(8, degree))
+    toys = (SMALL, MANY, LARGE, whole, whole._replace(degree=degree))
     with torch.random.fork_rng(devices=[]):
-        few, many = (_excess(layers, ranks, rounds) for layers in (FEW, MANY))
-    excess = torch.tensor([few, many], dtype=torch.float64)
+        found = [_excess(toy, ranks, rounds) for toy in toys]
+    excess = torch.tensor([one.seconds for one in found], dtype=torch.float64)
     dist.all_reduce(excess, op=dist.ReduceOp.MAX)
-    few, many = excess.tolist()
-    each = max((many - few) / (2 * (MANY - FEW)), 0.0)
-    return StepOverhead(step_s=max(few - 2 * FEW * each, 0.0), parameter_s=each)
+    small, many, large, undivided, divided = excess.tolist()
+    each = max((many - small) / (MANY.parameters - SMALL.parameters), 0.0)
+    return StepOverhead(
+        step_s=max(small - SMALL.parameters * each, 0.0),
+        parameter_s=each,
+        byte_s=max((large - small) / (LARGE.bytes - SMALL.bytes), 0.0),
+        move_s=max((divided - undivided) / found[-1].moves, 0.0),
+    )
 
 
-def _excess(layers: int, ranks: int, rounds: int) -> float:
-    """Seconds by which a step under a plan is longer than a plain one and its all-reduce."""
-    plain = _toy(layers)
-    planned, _ = apply(_toy(layers), None, _plan(layers, ranks))
-    bucket = torch.zeros(sum(p.numel() for p in plain.parameters()))
+def _excess(toy: _Toy, ranks: int, rounds: int) -> _Excess:
+    """How much longer a step under a plan is than a plain one and its communication."""
+    plain, batch = _model(toy), torch.ones(2, toy.width)
+    planned, _ = apply(_model(toy), None, _plan(toy, ranks))
+    meter, bucket = run_of(planned).meter, torch.zeros(toy.bytes // 4)
     turns: list[Callable[[], object]] = [
-        lambda: _step(plain),
-        lambda: _step(planned),
+        lambda: _step(plain, batch),
+        lambda: _step(planned, batch),
         lambda: dist.all_reduce(bucket),
     ]
     taken: list[list[float]] = [[], [], []]
     for _ in range(rounds + UNCOUNTED):
         for turn, seconds in zip(turns, taken, strict=True):
             dist.barrier()
-            start = time.perf_counter()
+            start, waited = time.perf_counter(), meter.seconds
             turn()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start - (meter.seconds - waited))
     alone, under, sent = (median(seconds[UNCOUNTED:]) for seconds in taken)
-    return under - alone - sent
+    return _Excess(under - alone - sent, meter.moves // (rounds + UNCOUNTED))
 
 
-def _toy(layers: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+def _model(toy: _Toy) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(toy.width, toy.width) for _ in range(toy.layers)))
 
 
-def _step(model: nn.Module) -> None:
-    loss: Tensor = model(torch.ones(2, WIDTH)).sum()
+def _step(model: nn.Module, batch: Tensor) -> None:
+    loss: Tensor = model(batch).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
 
 
-def _plan(layers: int, ranks: int) -> Plan:
-    """Data parallelism with one bucket."""
+def _plan(toy: _Toy, ranks: int) -> Plan:
+    """Data parallelism with one bucket, but for the layers that are divided."""
     nothing = Prediction(
         step_s=0.0,
         compute_s=0.0,
@@ -90,10 +126,20 @@ def _plan(layers: int, ranks: int) -> Plan:
         gpu_seconds=0.0,
         samples_per_s=0.0,
     )
-    units = [
-        UnitPlan(name=str(i), kind="linear", modules=(str(i),), layout=data_parallel(ranks))
-        for i in range(layers)
-    ]
+    home, divided = data_parallel(ranks), Layout(groups=ranks // toy.degree, degree=toy.degree)
+    units = []
+    for i in range(toy.layers):
+        cut = toy.degree > 1 and i % 3 == 1
+        units.append(
+            UnitPlan(
+                name=str(i),
+                kind="linear",
+                modules=(str(i),),
+                batched_inputs=(0,),
+                layout=divided if cut else home,
+                style="column" if cut else "none",
+            )
+        )
     return Plan(
         target="toy",
         model="toy",

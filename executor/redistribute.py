@@ -74,8 +74,9 @@ def _inside(piece: Box, outer: Box) -> Box:
 
 @dataclass
 class Meter:
-    """What redistribution has taken on this rank: seconds waited, bytes sent to others."""
+    """What redistribution has taken on this rank: moves, seconds waited, bytes sent to others."""
 
+    moves: int = 0
     seconds: float = 0.0
     sent_bytes: int = 0
 
@@ -165,6 +166,7 @@ class Mover:
             group=self.group.handle,
             async_op=True,
         )
+        self.meter.moves += 1
         self.meter.seconds += self.watch.wait(work, self.group, doing)
         self.meter.sent_bytes += buffer.numel() * width
         arrived, start = {}, 0

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..planner.errors import InputError, RunError
+from .allocator import keep_freed_memory
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells every process of a run."""
@@ -33,6 +34,8 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
     """
     device = local_device()
     atexit.register(_let_gloo_finish)
+    if device.type == "cpu":
+        keep_freed_memory()
     if dist.is_initialized():
         return device
     _share_cores()

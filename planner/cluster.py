@@ -71,10 +71,14 @@ class Interference(Noun, frozen=True, kw_only=True):
 
 class StepOverhead(Noun, frozen=True, kw_only=True):
     """Seconds that the executor's own work adds to a step, whatever the plan: ``step_s`` once, and
-    ``parameter_s`` for each trainable parameter, in its backward. Zero where not measured."""
+    in each parameter's backward ``parameter_s``, and ``byte_s`` for each byte of a gradient that is
+    exchanged (it is copied into its bucket and averaged). Each redistribution takes ``move_s``
+    besides its collective. Zero where not measured."""
 
     step_s: Seconds = 0.0
     parameter_s: Seconds = 0.0
+    byte_s: Seconds = 0.0
+    move_s: Seconds = 0.0
 
 
 class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):

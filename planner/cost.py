@@ -169,23 +169,26 @@ class CostModel:
         gradient = shard_bytes(unit, style, layout.degree, trainable)
         inner_forward, inner_backward = self._inner(k, option, samples)
         rate = self.profile.update_seconds_per_byte(self.goal.optimizer)
+        exchanged = gradient if layout.groups > 1 else 0
+        backward = backward_s(unit, style, layout.degree, samples)
         return UnitCost(
             forward_s=forward_s(unit, style, layout.degree, samples),
-            backward_s=backward_s(unit, style, layout.degree, samples) + self._overhead_s(k),
+            backward_s=backward + self._overhead_s(k, exchanged),
             update_s=gradient * rate,
             inner_forward=inner_forward,
             inner_backward=inner_backward,
             exchange=self._bucketed(layout, gradient),
-            gradient_bytes=gradient if layout.groups > 1 else 0,
+            gradient_bytes=exchanged,
             trained_bytes=gradient,
             shard_bytes=shard_bytes(unit, style, layout.degree, self.owned[k]),
         )
 
-    def _overhead_s(self, k: int) -> float:
-        """The executor's own work in the backward of unit ``k``: for each of its parameters, and at
-        the end of the step's last backward (the first unit's) once."""
+    def _overhead_s(self, k: int, gradient_bytes: int) -> float:
+        """The executor's own work in the backward of unit ``k``: for each of its parameters, for
+        what it exchanges, and at the end of the step's last backward (the first unit's) once."""
         overhead = self.cluster.overhead
         own = overhead.parameter_s * sum(p.trainable for p in self.owned[k])
+        own += overhead.byte_s * gradient_bytes
         return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)
 
     def gradients(self, k: int, option: Option) -> tuple[tuple[int, int], ...]:
@@ -254,9 +257,10 @@ class CostModel:
         ring = self.ring(layout, "groups")
         link, part = LINKS.index(ring.level), (layout.degree - 1) / layout.degree
         out, back = (b * samples for b in self.output_bytes_per_sample(k))
+        own_s = self.cluster.overhead.move_s
         return (
-            OnLink(reduce_scatter_s(self.fabric, ring, out), link, out * part),
-            OnLink(all_gather_s(self.fabric, ring, back), link, back * part),
+            OnLink(own_s + reduce_scatter_s(self.fabric, ring, out), link, out * part),
+            OnLink(own_s + all_gather_s(self.fabric, ring, back), link, back * part),
         )
 
     def output_bytes_per_sample(self, k: int) -> tuple[float, float]:
@@ -283,10 +287,15 @@ class CostModel:
         element = edge.bytes_per_sample / features
         back = edge.gradient_bytes_per_sample / features
         return EdgeCost(
-            OnLink(moved_s(self.fabric, move, element), link, move.sent * element),
-            OnLink(moved_s(self.fabric, move, back), link, move.received * back),
+            OnLink(self._move_s(move, element), link, move.sent * element),
+            OnLink(self._move_s(move, back), link, move.received * back),
             move.received * element,
         )
+
+    def _move_s(self, move: Moved, element_bytes: float) -> float:
+        """A redistribution, with the executor's own work around it."""
+        seconds = moved_s(self.fabric, move, element_bytes)
+        return seconds + self.cluster.overhead.move_s if seconds else 0.0
 
     def moved(self, source: Held, target: Held, features: int) -> Moved:
         """What going from ``source`` to ``target`` moves, remembered."""

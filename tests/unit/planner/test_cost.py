@@ -124,15 +124,41 @@ def test_statistics_and_partial_sums_are_both_counted():
 def test_the_executor_costs_something_in_every_backward():
     links = msgspec.structs.replace(
         cluster(4, inter=RATE, latency_s=0.0),
-        overhead=StepOverhead(step_s=4e-3, parameter_s=1e-4),
+        overhead=StepOverhead(step_s=4e-3, parameter_s=1e-4, byte_s=1e-9),
     )
     units = [linear("fc", 100, 100, 1e-3)]
     free, charged = model(units, micro_batches=2), model(units, micro_batches=2, links=links)
     parameters = len(charged.owned[1])
     more = charged.unit(1, HOME).backward_s - free.unit(1, HOME).backward_s
+    assert more == pytest.approx(1e-4 * parameters + 40_000e-9)
+    alone = Option(Layout(groups=1, degree=4), "column")  # nothing of it travels
+    more = charged.unit(1, alone).backward_s - free.unit(1, alone).backward_s
     assert more == pytest.approx(1e-4 * parameters)
     assert charged.unit(0, HOME).backward_s == pytest.approx(2e-3)  # once a step, in two halves
     assert charged.unit(1, HOME).forward_s == free.unit(1, HOME).forward_s
+
+
+def test_the_executor_costs_something_around_every_redistribution():
+    links = msgspec.structs.replace(
+        cluster(4, inter=RATE, latency_s=0.0), overhead=StepOverhead(move_s=1e-3)
+    )
+    units = [linear("a", 100, 100), linear("b", 100, 100)]
+    free, charged = model(units), model(units, links=links)
+    layout = Layout(groups=2, degree=2)
+    column, row = Option(layout, "column"), Option(layout, "row")
+    for edge, source, target, moves in (
+        (1, column, row, 0),
+        (1, column, column, 2),
+        (0, HOME, column, 1),  # the model's input wants no gradient
+        (1, HOME, HOME, 0),
+    ):
+        before, after = free.edge(edge, source, target), charged.edge(edge, source, target)
+        more = after.forward.seconds - before.forward.seconds
+        more += after.backward.seconds - before.backward.seconds
+        assert more == pytest.approx(moves * 1e-3)
+    before, after = free.unit(2, row), charged.unit(2, row)
+    assert after.inner_forward.seconds - before.inner_forward.seconds == pytest.approx(1e-3)
+    assert after.inner_backward.seconds - before.inner_backward.seconds == pytest.approx(1e-3)
 
 
 def test_tied_units_agree_on_layout_and_dimension():
