@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import meshwright as mw
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from meshwright.executor.agreement import rank_zero_decides, together
+from meshwright.planner.layout import Layout
 from meshwright.planner.noun import decode, encode, fingerprint, save
 from plans import plan as plan_by_hand
 from plans import unit
@@ -149,6 +152,34 @@ def divide_with_a_graph_alive(rank: int) -> None:
 
 def test_a_graph_that_is_still_alive_is_no_hindrance(ranks):
     ranks(2)(divide_with_a_graph_alive)
+
+
+def train_one_layer(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(12, 6)
+    twin = copy.deepcopy(model)
+    x = torch.randn(8, 12)
+    model, _, chosen = mw.auto_parallelize(model, example_inputs=(x,), global_batch_size=16)
+    assert [u.modules for u in chosen.units if u.modules] == [("",)]
+    model = copy.deepcopy(twin)
+    layout = Layout(groups=1, degree=2)
+    units = [
+        msgspec.structs.replace(u, layout=layout, style="column") if u.modules else u
+        for u in chosen.units
+    ]
+    model, _, _ = mw.auto_parallelize(
+        model, plan=msgspec.structs.replace(chosen, units=tuple(units))
+    )
+    model(x[4 * rank : 4 * rank + 4]).square().mean().backward()
+    twin(x).square().mean().backward()
+    shard = model.weight.grad.as_subclass(torch.Tensor)
+    return shard, twin.weight.grad
+
+
+def test_a_model_of_one_layer(ranks):
+    found = ranks(2)(train_one_layer)
+    whole = torch.cat([shard for shard, _ in found])
+    torch.testing.assert_close(whole, found[0][1])
 
 
 # -- what cannot be ---------------------------------------------------------------------------

@@ -133,6 +133,8 @@ def holds(model: nn.Module, unit: UnitSpec, spec: SplitSpec, call: Call, degree:
 
 def isolated(model: nn.Module, modules: Sequence[str]) -> nn.Module:
     """The unit's modules alone, copied, under their names."""
+    if list(modules) == [""]:  # the model is one unit itself
+        return copy.deepcopy(model)
     root = nn.Module()
     copies = copy.deepcopy([model.get_submodule(name) for name in modules])  # keeps ties
     for name, module in zip(modules, copies, strict=True):
