@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import ceil
 from typing import NamedTuple
 
 from .cluster import Cluster
@@ -29,15 +30,26 @@ from .collectives import (
     reduce_scatter_s,
     rings,
 )
+from .errors import InputError
 from .goal import Goal
 from .layout import Layout, data_parallel
 from .movement import Moved, moved, moved_s
-from .options import Decisions, Option, refuse_unmodelled, tied_units
+from .options import Decisions, Option, tied_units
 from .ownership import Held, entry, exit_
-from .profile import EdgeProfile, ModelProfile, ParameterProfile
-from .shares import backward_s, batch_counts, busiest_samples, forward_s, shard_bytes
+from .profile import EdgeProfile, ModelProfile, ParameterProfile, UnitProfile
+from .shares import (
+    backward_s,
+    batch_counts,
+    busiest_samples,
+    forward_s,
+    saved_bytes,
+    shard_bytes,
+)
 from .step import LINKS, Chain, empty_chain
 
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+NUMBER_BYTES = 4
+"""Of the number that says where a picked gradient element belongs (int32)."""
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
 
@@ -53,7 +65,9 @@ class OnLink(NamedTuple):
 
 class UnitCost(NamedTuple):
     """What one unit costs by itself. ``shard_bytes`` are the parameters that a member holds,
-    ``trained_bytes`` those of them with a gradient, ``gradient_bytes`` what is exchanged."""
+    ``trained_bytes`` those of them with a gradient, ``gradient_bytes`` what is exchanged.
+    ``released`` is an exchange that the rank waits for in backward (early release), ``slice_s`` the
+    time of one slice on the link of ``exchange`` (zero where gradients travel in buckets)."""
 
     forward_s: float
     backward_s: float
@@ -64,6 +78,8 @@ class UnitCost(NamedTuple):
     gradient_bytes: int
     trained_bytes: int
     shard_bytes: int
+    released: OnLink = OnLink()
+    slice_s: float = 0.0
 
 
 class EdgeCost(NamedTuple):
@@ -84,6 +100,9 @@ def _after(one: OnLink, other: OnLink) -> OnLink:
 class CostModel:
     """The costs of one profile on one cluster for one goal, micro-batch count and placement.
 
+    Gradients travel in buckets of ``bucket_bytes`` (the barrier's schedule), or with ``sliced``
+    unit by unit in slices of at most that (the schedule by priority).
+
     Every answer is a pure function of these; the object only remembers what it has worked out.
     """
 
@@ -95,9 +114,11 @@ class CostModel:
         micro_batches: int = 1,
         placement: tuple[int, ...] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        sliced: bool = False,
     ) -> None:
         self.profile, self.cluster, self.goal = profile, cluster, goal
         self.micro_batches, self.bucket_bytes = micro_batches, bucket_bytes
+        self.sliced = sliced
         self.world_size = cluster.world_size
         self.placement = placement or tuple(range(self.world_size))
         self.fabric = Fabric(cluster, self.placement)
@@ -106,7 +127,7 @@ class CostModel:
         self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
         self._moved: dict[tuple[Held, Held, int], Moved] = {}
         self._gradients: dict[tuple[int, Option], tuple[tuple[int, int], ...]] = {}
-        self._exchanges: dict[tuple[Layout, float], OnLink] = {}
+        self._exchanges: dict[tuple[Layout, str, float], OnLink] = {}
         self._rings: dict[tuple[Layout, str], Rings] = {}
 
     @cached_property
@@ -162,26 +183,51 @@ class CostModel:
         return self._units[key]
 
     def _unit(self, k: int, option: Option) -> UnitCost:
-        refuse_unmodelled(self.profile.units[k], option)
+        refuse_unmodelled(self, k, option)
         unit, (layout, style) = self.profile.units[k], option[:2]
         samples = busiest_samples(self.counts, layout)
         trainable = tuple(p for p in self.owned[k] if p.trainable)
-        gradient = shard_bytes(unit, style, layout.degree, trainable)
+        trained = shard_bytes(unit, style, layout.degree, trainable)
+        payload = self.payload_bytes(option, trained)
+        exchange, slice_s = self._exchanged(option, payload)
         inner_forward, inner_backward = self._inner(k, option, samples)
-        rate = self.profile.update_seconds_per_byte(self.goal.optimizer)
-        exchanged = gradient if layout.groups > 1 else 0
-        backward = backward_s(unit, style, layout.degree, samples)
-        return UnitCost(
+        own_s = self._overhead_s(k, trained if layout.groups > 1 else 0)
+        cost = UnitCost(
             forward_s=forward_s(unit, style, layout.degree, samples),
-            backward_s=backward + self._overhead_s(k, exchanged),
-            update_s=gradient * rate,
+            backward_s=backward_s(unit, style, layout.degree, samples) + own_s,
+            update_s=self._update_s(option, trained),
             inner_forward=inner_forward,
             inner_backward=inner_backward,
-            exchange=self._bucketed(layout, gradient),
-            gradient_bytes=exchanged,
-            trained_bytes=gradient,
+            exchange=exchange,
+            gradient_bytes=payload,
+            trained_bytes=trained,
             shard_bytes=shard_bytes(unit, style, layout.degree, self.owned[k]),
+            slice_s=slice_s,
         )
+        return _early(self._with_memory_policy(unit, option, cost, samples), option)
+
+    def _with_memory_policy(
+        self, unit: UnitProfile, option: Option, cost: UnitCost, samples: int
+    ) -> UnitCost:
+        """Recompute runs the forward again in backward, its collectives too; offload copies the
+        feature maps to the host and back while the rank waits (so do torch's own hooks)."""
+        if option.memory == "recompute":
+            again, inner = cost.inner_forward, cost.inner_backward
+            both = OnLink(
+                inner.seconds + again.seconds,
+                again.link if again.seconds else inner.link,
+                inner.sent_bytes + again.sent_bytes,
+            )
+            backward = cost.backward_s + cost.forward_s
+            return cost._replace(backward_s=backward, inner_backward=both)
+        if option.memory == "offload":
+            rate = self.cluster.host_bytes_per_s
+            assert rate is not None, "refused where the rate is not known"
+            copy_s = saved_bytes(unit, option.style, option.layout.degree, samples) / rate
+            return cost._replace(
+                forward_s=cost.forward_s + copy_s, backward_s=cost.backward_s + copy_s
+            )
+        return cost
 
     def _overhead_s(self, k: int, gradient_bytes: int) -> float:
         """The executor's own work in the backward of unit ``k``: for each of its parameters, for
@@ -192,38 +238,72 @@ class CostModel:
         return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)
 
     def gradients(self, k: int, option: Option) -> tuple[tuple[int, int], ...]:
-        """(undivided, member's) bytes of the gradients of unit ``k`` that travel, in the order of
-        backward."""
+        """(undivided, a member's payload) bytes of the gradients of unit ``k`` that travel, in the
+        order of backward."""
         key = (k, option)
         if key not in self._gradients:
             unit, layout = self.profile.units[k], option.layout
             trained = [p for p in self.owned[k] if p.trainable and layout.groups > 1]
+            shards = [shard_bytes(unit, option.style, layout.degree, (p,)) for p in trained]
             self._gradients[key] = tuple(
-                (p.bytes, shard_bytes(unit, option.style, layout.degree, (p,)))
-                for p in reversed(trained)
+                (p.bytes, self.payload_bytes(option, shard))
+                for p, shard in zip(reversed(trained), reversed(shards), strict=True)
             )
         return self._gradients[key]
 
-    def exchange(self, layout: Layout, gradient_bytes: float) -> OnLink:
-        """The all-reduce of a shard's gradients (``gradient_bytes``, as each peer holds them) over
-        the groups, all members' at the same time."""
-        key = (layout, gradient_bytes)
-        if key in self._exchanges:
-            return self._exchanges[key]
-        ring = self.ring(layout, "peers")
-        seconds = all_reduce_s(self.fabric, ring, gradient_bytes)
-        sent = 2 * (ring.ranks - 1) / ring.ranks * gradient_bytes
-        found = self._exchanges[key] = OnLink(seconds, LINKS.index(ring.level), sent)
-        return found
+    def _update_s(self, option: Option, trained_bytes: int) -> float:
+        """The update of a member's shard, of its part of it where the exchange is sharded; and for
+        a lossy exchange the choice of what is sent."""
+        part = trained_bytes * self.profile.update_seconds_per_byte(self.goal.optimizer)
+        if option.exchange == "sharded":
+            part /= option.layout.groups
+        rate = self.profile.compression_seconds_per_byte(option.exchange)
+        return part + (trained_bytes * rate if option.lossy else 0.0)
 
-    def _bucketed(self, layout: Layout, gradient_bytes: float) -> OnLink:
-        """A unit's part in the exchange: gradients smaller than a bucket share one with others, and
-        with them the latency."""
-        part = min(gradient_bytes / self.bucket_bytes, 1.0)
-        if part == 1.0:
-            return self.exchange(layout, gradient_bytes)
-        full = self.exchange(layout, self.bucket_bytes)
-        return OnLink(full.seconds * part, full.link, full.sent_bytes * part)
+    def payload_bytes(self, option: Option, trained_bytes: int) -> int:
+        """Bytes that a member has of the tensor exchanged: its gradient, the part that is not
+        dropped, or the values and numbers (four bytes each) that all groups picked."""
+        groups = option.layout.groups
+        if groups == 1:
+            return 0
+        if option.exchange == "topk":
+            element = ELEMENT_BYTES.get(self.profile.dtype, 4)
+            return ceil(groups * option.ratio * trained_bytes * (1 + NUMBER_BYTES / element))
+        return ceil(option.ratio * trained_bytes) if option.lossy else trained_bytes
+
+    def exchange(self, option: Option, payload_bytes: float) -> OnLink:
+        """The exchange of a payload over the groups, all members' at the same time: an all-reduce;
+        a reduce-scatter and an all-gather where it is sharded; an all-gather of what was picked."""
+        key = (option.layout, option.exchange, payload_bytes)
+        if key not in self._exchanges:
+            self._exchanges[key] = self._exchange(option, payload_bytes)
+        return self._exchanges[key]
+
+    def _exchange(self, option: Option, payload_bytes: float) -> OnLink:
+        ring = self.ring(option.layout, "peers")
+        link, part = LINKS.index(ring.level), (ring.ranks - 1) / ring.ranks
+        if option.exchange == "topk":
+            seconds = all_gather_s(self.fabric, ring, payload_bytes)
+            return OnLink(seconds, link, part * payload_bytes)
+        if option.exchange == "sharded":
+            seconds = reduce_scatter_s(self.fabric, ring, payload_bytes)
+            seconds += all_gather_s(self.fabric, ring, payload_bytes)
+        else:
+            seconds = all_reduce_s(self.fabric, ring, payload_bytes)
+        return OnLink(seconds, link, 2 * part * payload_bytes)
+
+    def _exchanged(self, option: Option, payload_bytes: int) -> tuple[OnLink, float]:
+        """(a unit's exchange, seconds of one slice). In buckets, gradients smaller than one share
+        it with others, and with them the latency; slices are the unit's own."""
+        if not payload_bytes:
+            return OnLink(), 0.0
+        if self.sliced:
+            pieces = ceil(payload_bytes / self.bucket_bytes)
+            one = self.exchange(option, payload_bytes / pieces)
+            return OnLink(one.seconds * pieces, one.link, one.sent_bytes * pieces), one.seconds
+        part = min(payload_bytes / self.bucket_bytes, 1.0)
+        full = self.exchange(option, payload_bytes / part)
+        return OnLink(full.seconds * part, full.link, full.sent_bytes * part), 0.0
 
     def ring(self, layout: Layout, which: str) -> Rings:
         """The rings over a layout's ``groups``, over its ``peers``, or over ``all`` positions."""
@@ -324,6 +404,10 @@ class CostModel:
         ):
             column[:, k] = 0.0
             column[on.link, k] = on.seconds
+        chain.inner_backward_s[cost.released.link, k] += cost.released.seconds
+        if chain.slice_s is not None:
+            chain.slice_s[:, k] = 0.0
+            chain.slice_s[cost.exchange.link, k] = cost.slice_s
 
     def write_entry(self, chain: Chain, k: int, decisions: Sequence[Option]) -> None:
         """Writes into ``chain`` the redistribution at the entry of unit ``k``."""
@@ -332,3 +416,34 @@ class CostModel:
             cost = self.edge(e, decisions[self.ends[e][0]], decisions[k])
             chain.entry_forward_s[cost.forward.link, k] += cost.forward.seconds
             chain.entry_backward_s[cost.backward.link, k] += cost.backward.seconds
+
+
+def _early(cost: UnitCost, option: Option) -> UnitCost:
+    """With early release the rank waits for the unit's exchange in backward and updates there."""
+    if not option.early_release:
+        return cost
+    return cost._replace(
+        backward_s=cost.backward_s + cost.update_s,
+        update_s=0.0,
+        exchange=OnLink(),
+        released=cost.exchange,
+        slice_s=0.0,
+    )
+
+
+def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:
+    """Raises for a policy whose cost is not known here, or which the schedule cannot have."""
+    unit = model.profile.units[k]
+    reason = ""
+    if option.memory == "offload" and model.cluster.host_bytes_per_s is None:
+        reason = "asks for offload: state host_bytes_per_s of every device in the cluster"
+    elif option.lossy and unit.kept(option.exchange, option.ratio) is None:
+        reason = f"asks for {option.exchange!r} at ratio {option.ratio}: measure its fidelity there"
+    elif option.exchange == "sharded" and not model.sliced:
+        reason = "asks for a sharded exchange: plan it with the priority schedule"
+    elif option.early_release and not model.sliced:
+        reason = "asks for early release: plan it with the priority schedule"
+    elif option.early_release and model.micro_batches > 1:
+        reason = "asks for early release: its gradients add up, so use one micro-batch"
+    if reason:
+        raise InputError(f"unit {unit.name!r} {reason}")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from .budget import gpu_seconds
 from .capability import PLAIN, Capability
 from .cluster import Cluster
 from .cost import BUCKET_BYTES, CostModel
@@ -88,7 +89,8 @@ def evaluate(
     slice under the ``priority`` schedule.
     """
     order = tuple(placement) if placement else None
-    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes)
+    sliced = schedule == "priority"
+    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes, sliced)
     chosen = model.baseline if decisions is None else tuple(decisions)
     return evaluation(model, chosen, schedule=schedule).prediction
 
@@ -143,7 +145,7 @@ def _prediction(
         exchange_s=max(per_link.values(), default=0.0),
         wire_bytes=round(_wire_bytes(model, decisions, step)),
         peak_bytes=tuple(peaks),
-        gpu_seconds=_gpu_seconds(model, decisions, result),
+        gpu_seconds=gpu_seconds(model, decisions, result.step_s),
         samples_per_s=model.goal.batch / result.step_s if result.step_s else 0.0,
     )
 
@@ -158,17 +160,6 @@ def _wire_bytes(model: CostModel, decisions: Decisions, step: Step) -> float:
         edge = model.edge(e, decisions[a], decisions[b])
         blocking += edge.forward.sent_bytes + edge.backward.sent_bytes
     return model.micro_batches * blocking + sum(m.sent_bytes for m in step.messages)
-
-
-def _gpu_seconds(model: CostModel, decisions: Decisions, result: Simulation) -> float:
-    """Seconds of the step times the devices it keeps: all of them, less those that a burst leaves
-    idle while its units compute (DeepPool's measure, Park et al., arXiv 2112.10065)."""
-    idle = 0.0
-    for k, option in enumerate(decisions):
-        cost = model.unit(k, option)
-        took = model.micro_batches * (cost.forward_s + cost.backward_s) + cost.update_s
-        idle += (model.world_size - option.layout.size) * took
-    return max(result.step_s * model.world_size - idle, 0.0)
 
 
 def limits_bytes(cluster: Cluster, goal: Goal, placement: Sequence[int]) -> tuple[int, ...]:
@@ -207,7 +198,8 @@ def make_plan(
     What ``executor`` cannot run is listed in the plan as hypothetical.
     """
     order = tuple(placement) if placement else None
-    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes)
+    sliced = schedule == "priority"
+    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes, sliced)
     chosen = model.baseline if decisions is None else tuple(decisions)
     ours = evaluation(model, chosen, schedule=schedule)
     plain = _baseline(profile, cluster, goal, micro_batches, schedule, bucket_bytes)
@@ -237,7 +229,10 @@ def _baseline(
     bucket_bytes: int,
 ) -> Evaluation:
     """Plain data parallelism as it would be run: ranks in the order of the hosts."""
-    model = CostModel(profile, cluster, goal, micro_batches, bucket_bytes=bucket_bytes)
+    sliced = schedule == "priority"
+    model = CostModel(
+        profile, cluster, goal, micro_batches, bucket_bytes=bucket_bytes, sliced=sliced
+    )
     return evaluation(model, model.baseline, schedule=schedule)
 
 
@@ -272,7 +267,9 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
         layout=option.layout,
         style=option.style,
         memory=option.memory,
+        early_release=option.early_release,
         exchange=option.exchange,
+        exchange_ratio=option.ratio,
         parameter_bytes=sum(p.bytes for p in done.model.owned[k]),
         forward_s=float(chain.forward_s[k]),
         backward_s=float(chain.backward_s[k]),
@@ -283,10 +280,16 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
 
 def decisions_of(plan: Plan) -> Decisions:
     """The options that a plan chose, as ``evaluate`` takes them."""
-    return tuple(Option(u.layout, u.style, u.memory, u.exchange) for u in plan.units)
+    return tuple(
+        Option(u.layout, u.style, u.memory, u.exchange, u.exchange_ratio, u.early_release)
+        for u in plan.units
+    )
 
 
 def is_data_parallel(decisions: Sequence[Option], world_size: int) -> bool:
     """Whether every unit is plainly data parallel."""
     home = data_parallel(world_size)
-    return all(o.layout == home and o.style == "none" for o in decisions)
+    return all(
+        (o.layout, o.style, o.memory, o.exchange) == (home, "none", "keep", "dense")
+        for o in decisions
+    )

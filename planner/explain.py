@@ -92,7 +92,13 @@ def explain(
     unit."""
     check_belongs(plan, profile, cluster)
     model = CostModel(
-        profile, cluster, plan.goal, plan.micro_batches, plan.placement, plan.bucket_bytes
+        profile,
+        cluster,
+        plan.goal,
+        plan.micro_batches,
+        plan.placement,
+        plan.bucket_bytes,
+        schedule == "priority",
     )
     decisions = decisions_of(plan)
     done = evaluation(model, decisions, schedule=schedule)

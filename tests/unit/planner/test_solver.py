@@ -26,11 +26,18 @@ def limited(problem, **changes):
 
 def test_auto_says_what_it_took(problem):
     result = solve(problem)
-    assert result.solver == "heuristic"
-    assert result.status == "heuristic"
-    assert "heuristic" in result.reason
-    assert result.plan.provenance.solver == "heuristic"
-    assert result.objective_s == result.plan.prediction.step_s
+    assert result.solver == "integer"
+    assert (result.status == "optimal") == (result.gap <= problem.near + 1e-6)
+    assert "integer" in result.reason
+    assert result.plan.provenance.solver == "integer"
+    quick = solve(problem, "heuristic").plan
+    assert result.plan.prediction.step_s <= quick.prediction.step_s * (1 + 1e-6)
+
+
+def test_the_heuristic_proves_nothing(problem):
+    result = solve(problem, "heuristic")
+    assert result.solver == result.status == result.plan.provenance.solver == "heuristic"
+    assert result.objective_s == pytest.approx(result.plan.prediction.step_s, rel=0.2)
     assert result.bound_s is None
     assert result.plan.provenance.bound_s is None
 
@@ -107,7 +114,7 @@ def test_progress_is_reported(problem):
         msgspec.structs.replace(problem.goal, micro_batches=(1, 2, 4)),
         progress=lambda what, share: seen.append((what, share)),
     )
-    solve(case)
+    solve(case, "heuristic")
     assert [share for _, share in seen] == sorted(share for _, share in seen)
     assert len(seen) == 3
 
