@@ -14,8 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from .budget import single_device_s
-from .cases import models
 from .cost import CostModel
+from .exact.cases import models
 from .goal import Goal
 from .objective import value
 from .solver import Problem, Result, solve

@@ -209,10 +209,12 @@ def _check(problem: Problem) -> None:
 
 def _load() -> None:
     """Registers the solvers that come with the planner (late: they import this module)."""
-    from . import exact, heuristic, multipliers
+    from . import heuristic
+    from .exact import solve as integer
+    from .scale import multipliers
 
     register("heuristic", heuristic.Heuristic)
-    register("integer", exact.Integer)
+    register("integer", integer.Integer)
     register("multipliers", multipliers.Multipliers)
 
 

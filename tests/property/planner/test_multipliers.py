@@ -5,17 +5,17 @@ import time
 import numpy as np
 import pytest
 from meshwright.planner.answer import choice
-from meshwright.planner.cases import models
 from meshwright.planner.choices import unit_options
 from meshwright.planner.collectives import Fabric
-from meshwright.planner.dynamic import minimise, order_of
-from meshwright.planner.flows import flow_seconds, flows
-from meshwright.planner.lagrange import Search
+from meshwright.planner.exact.solve.cases import models
 from meshwright.planner.layout import Layout, lattice
 from meshwright.planner.movement import moved, moved_s
-from meshwright.planner.multipliers import Multipliers, lagrangian_of
 from meshwright.planner.ownership import Held
 from meshwright.planner.rows import ENTRY, RECEIVED, slice_waits, values
+from meshwright.planner.scale.dynamic import minimise, order_of
+from meshwright.planner.scale.flows import flow_seconds, flows
+from meshwright.planner.scale.lagrange import Search
+from meshwright.planner.scale.multipliers import Multipliers, lagrangian_of
 from meshwright.planner.shares import batch_counts
 from meshwright.planner.splits import placed
 

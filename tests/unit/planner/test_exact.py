@@ -7,11 +7,11 @@ import numpy as np
 import pulp
 import pytest
 from meshwright.planner.answer import Choice, DisagreementError, check, choice
-from meshwright.planner.backend import Interruption, run
 from meshwright.planner.capability import EVERYTHING, PLAIN
-from meshwright.planner.cases import case, models
 from meshwright.planner.errors import InfeasibleError
-from meshwright.planner.exact import Integer
+from meshwright.planner.exact.solve import Integer
+from meshwright.planner.exact.solve.backend import Interruption, run
+from meshwright.planner.exact.solve.cases import case, models
 from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.layout import Layout
 from meshwright.planner.objective import value
@@ -196,7 +196,7 @@ def test_cbc_gives_the_same(seed):
 def test_an_interruption_returns_the_best_so_far(large):
     stopped = Interruption()
     stopped.set = True
-    from meshwright.planner.exact import Search
+    from meshwright.planner.exact.solve import Search
 
     search = Search(placed(large), None, None)
     search.interruption = stopped

@@ -14,15 +14,15 @@ from dataclasses import replace
 
 import pulp
 
-from .answer import Choice, DisagreementError, answer, choice
+from ..answer import Choice, DisagreementError, answer, choice
+from ..choices import unit_options
+from ..cost import CostModel
+from ..evaluate import evaluation
+from ..solver import Problem, Result
+from ..splits import placed, search
 from .backend import Backend, Interruption, Solved, run
 from .cases import Case, case, models
-from .choices import unit_options
-from .cost import CostModel
-from .evaluate import evaluation
 from .integer import Program
-from .solver import Problem, Result
-from .splits import placed, search
 from .unfit import explain_proved
 
 ROUNDING = 1e-6

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
 
+from ..rows import ALWAYS, LOST, UPDATE, Matrix, Values
+from ..step import Vector
 from .limits import INFINITE, Limits
-from .rows import ALWAYS, LOST, UPDATE, Matrix, Values
-from .step import Vector
 
 Mask = npt.NDArray[np.bool_]
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..rows import AT, ENTRY, RECEIVED, Matrix, Rows, Values, changes, slice_waits, values
 from .limits import Limits, Score, score
-from .rows import AT, ENTRY, RECEIVED, Matrix, Rows, Values, changes, slice_waits, values
 from .sheet import Numbers, Sheet
 
 IDLE = AT["idle"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .answer import choice
-from .choices import unit_options
+from ..answer import choice
+from ..choices import unit_options
+from ..cost import CostModel
+from ..solver import Problem
 from .classes import memory_classes
-from .cost import CostModel
 from .integer import Program
 from .ledger import Ledger
-from .solver import Problem
 
 SCALE = 100.0
 """The step of plain data parallelism is so many units of time."""

@@ -11,24 +11,24 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .answer import Choice, answer, choice
-from .budget import energy_budget, gpu_seconds_limit
-from .bursts import LIMITS, greedy
-from .cases import models
-from .cost import CostModel
-from .evaluate import limits_bytes
-from .exact import Integer
-from .infeasible import explain_infeasible
+from ..answer import Choice, answer, choice
+from ..budget import energy_budget, gpu_seconds_limit
+from ..bursts import LIMITS, greedy
+from ..cost import CostModel
+from ..evaluate import limits_bytes
+from ..exact.cases import models
+from ..exact.solve import Integer
+from ..infeasible import explain_infeasible
+from ..memory import MemoryModel
+from ..options import Decisions
+from ..rows import AT, bucket_share, rows
+from ..search import Space
+from ..solver import Problem, Result
+from ..splits import placed
+from ..splits import search as heuristic_search
 from .lagrange import Lagrangian, Search
 from .limits import INFINITE, Limits
-from .memory import MemoryModel
-from .options import Decisions
-from .rows import AT, bucket_share, rows
-from .search import Space
 from .sheet import Sheet
-from .solver import Problem, Result
-from .splits import placed
-from .splits import search as heuristic_search
 
 GAP = 0.0075
 """The search ends when plan and bound are this close."""

@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .budget import energy_budget
-from .choices import STYLES, unit_options
-from .cost import CostModel
+from ..budget import energy_budget
+from ..choices import STYLES, unit_options
+from ..cost import CostModel
+from ..layout import Layout, Style
+from ..memory import MemoryModel, group_samples
+from ..options import Decisions, Option, allowed, ties_agree
+from ..rows import AT, ENTRY, FIGURES, LOST_FIGURE, RECEIVED, Matrix
+from ..search import Space
+from ..shares import busiest_samples, saved_bytes
+from ..step import LINKS
 from .curves import Reader
 from .edges import EdgeFigures
-from .layout import Layout, Style
-from .memory import MemoryModel, group_samples
-from .options import Decisions, Option, allowed, ties_agree
-from .rows import AT, ENTRY, FIGURES, LOST_FIGURE, RECEIVED, Matrix
-from .search import Space
-from .shares import busiest_samples, saved_bytes
-from .step import LINKS
 
 State = tuple[Layout, Style]
 Numbers = npt.NDArray[np.int64]

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .cost import CostModel
-from .evaluate import limits_bytes
-from .layout import Layout
+from ..cost import CostModel
+from ..evaluate import limits_bytes
+from ..layout import Layout
+from ..memory import group_samples
+from ..rows import AT, Matrix
+from ..step import Vector
 from .ledger import BYTES, Ledger
-from .memory import group_samples
-from .rows import AT, Matrix
-from .step import Vector
 
 
 class MemoryClass(NamedTuple):

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .cluster import Level
-from .collectives import Fabric, Positions, all_to_all_s
-from .movement import boxes, moved
-from .ownership import Held
+from ..cluster import Level
+from ..collectives import Fabric, Positions, all_to_all_s
+from ..movement import boxes, moved
+from ..ownership import Held
 
 Reals = npt.NDArray[np.float64]
 _Sides = Positions | Sequence[Positions]

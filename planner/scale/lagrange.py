@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..rows import ALWAYS, AT, ENTRY, LOST_FIGURE, RECEIVED, Matrix, Rows, prices
+from ..step import Vector
 from .dynamic import Order, minimise, order_of
 from .finish import Finish
 from .limits import Limits
 from .master import Master, Mixture, Weights
 from .rounding import Rounding, Standing
-from .rows import ALWAYS, AT, ENTRY, LOST_FIGURE, RECEIVED, Matrix, Rows, prices
 from .sheet import Block, Numbers, Reals, Sheet, UnitTable
-from .step import Vector
 
 ITERATIONS = 400
 SMOOTHING = 0.5

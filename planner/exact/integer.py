@@ -33,14 +33,14 @@ from typing import NamedTuple
 import numpy as np
 import pulp
 
-from .budget import energy_budget, gpu_seconds_limit, lost_energy
+from ..budget import energy_budget, gpu_seconds_limit, lost_energy
+from ..layout import Layout
+from ..options import Option
+from ..rows import AT, RECEIVED, Matrix, rows
+from ..schedule import ScheduleName
+from ..step import LINKS, Vector
 from .classes import MemoryClass
-from .layout import Layout
 from .ledger import EDGE_FIGURES, Ledger
-from .options import Option
-from .rows import AT, RECEIVED, Matrix, rows
-from .schedule import ScheduleName
-from .step import LINKS, Vector
 
 Terms = dict[pulp.LpVariable, float]
 """A linear form without a constant."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .cost import CostModel
+from ..cost import CostModel
+from ..layout import Layout, Style
+from ..ownership import Held, entry, exit_
+from ..rows import ENTRY
+from ..step import LINKS
 from .flows import Flows, Reals, flow_seconds, flows
-from .layout import Layout, Style
-from .ownership import Held, entry, exit_
-from .rows import ENTRY
-from .step import LINKS
 
 State = tuple[Layout, Style]
 Sizes = tuple[float, float, int]

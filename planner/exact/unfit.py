@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from .answer import Choice, choice
+from ..answer import Choice, choice
+from ..budget import single_device_s
+from ..cost import CostModel
+from ..evaluate import excess, rank_memory
+from ..objective import Value, value
+from ..solver import Infeasibility, Problem, Relaxation
 from .backend import Interruption, Solved, run
-from .budget import single_device_s
 from .cases import Case, case, models
-from .cost import CostModel
-from .evaluate import excess, rank_memory
 from .integer import Program
-from .objective import Value, value
-from .solver import Infeasibility, Problem, Relaxation
 
 EFFORT_S = 20.0
 """Seconds that may go into each explanation."""

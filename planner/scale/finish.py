@@ -15,11 +15,11 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from ..rows import ENTRY, LOST, LOST_FIGURE, RECEIVED, Matrix
+from ..step import Vector
 from .limits import INFINITE
 from .rounding import IDLE, Rounding, Standing
-from .rows import ENTRY, LOST, LOST_FIGURE, RECEIVED, Matrix
 from .sheet import Numbers, UnitTable
-from .step import Vector
 
 CLOSE = 5e-4
 """The share of the objective within which the program is solved."""

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .budget import idle_s
-from .cost import CostModel
-from .layout import Layout, Style
-from .memory import MemoryModel
-from .options import Decisions, Option
-from .rows import AT, ENTRY, FIGURES, RECEIVED, Matrix
-from .step import LINKS, Vector
+from ..budget import idle_s
+from ..cost import CostModel
+from ..layout import Layout, Style
+from ..memory import MemoryModel
+from ..options import Decisions, Option
+from ..rows import AT, ENTRY, FIGURES, RECEIVED, Matrix
+from ..step import LINKS, Vector
 
 State = tuple[Layout, Style]
 EDGE_FIGURES: tuple[int, ...] = (*ENTRY, RECEIVED)
