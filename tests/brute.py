@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.planner.budget import energy_budget, gpu_seconds_limit, idle_s, lost_energy
 from meshwright.planner.choices import unit_options
 from meshwright.planner.evaluate import limits_bytes
-from meshwright.planner.exact.solve.cases import models
+from meshwright.planner.exact.cases import models
 from meshwright.planner.memory import MemoryModel, group_samples
 from meshwright.planner.options import ties_agree
 from meshwright.planner.splits import placed

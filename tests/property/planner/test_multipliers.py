@@ -7,7 +7,7 @@ import pytest
 from meshwright.planner.answer import choice
 from meshwright.planner.choices import unit_options
 from meshwright.planner.collectives import Fabric
-from meshwright.planner.exact.solve.cases import models
+from meshwright.planner.exact.cases import models
 from meshwright.planner.layout import Layout, lattice
 from meshwright.planner.movement import moved, moved_s
 from meshwright.planner.ownership import Held

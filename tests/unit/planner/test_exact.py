@@ -10,8 +10,8 @@ from meshwright.planner.answer import Choice, DisagreementError, check, choice
 from meshwright.planner.capability import EVERYTHING, PLAIN
 from meshwright.planner.errors import InfeasibleError
 from meshwright.planner.exact.solve import Integer
-from meshwright.planner.exact.solve.backend import Interruption, run
-from meshwright.planner.exact.solve.cases import case, models
+from meshwright.planner.exact.backend import Interruption, run
+from meshwright.planner.exact.cases import case, models
 from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.layout import Layout
 from meshwright.planner.objective import value
