@@ -9,6 +9,7 @@ from meshwright.planner.capability import Capability
 from meshwright.planner.cost import CostModel
 from meshwright.planner.curve import Curve, proportional
 from meshwright.planner.evaluate import rank_memory
+from meshwright.planner.exact.cases import case, models
 from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.layout import lattice
 from meshwright.planner.objective import value
@@ -22,6 +23,7 @@ from meshwright.planner.profile import (
     UpdateRate,
 )
 from meshwright.planner.solver import Problem
+from meshwright.planner.splits import placed
 
 from tests.brute import best, combinations
 from tests.strategies import chain_profile, cluster, linear
@@ -29,14 +31,35 @@ from tests.strategies import chain_profile, cluster, linear
 MOST = 1_000_000
 
 
-def problem(seed, most=MOST):
-    """The problem of a seed, with at most so many combinations."""
+def problem(seed, most=MOST, varied=False):
+    """The problem of a seed, with at most so many combinations. Of a ``varied`` one layouts,
+    memory, exchange, micro-batches and slice size each have two values at least."""
     rng = np.random.default_rng(seed)
-    for _ in range(60):
-        made = _draw(rng)
-        if 1 < combinations(made) <= most:
+    for _ in range(600 if varied else 60):
+        made = _varied(_draw(rng)) if varied else _draw(rng)
+        if 1 < combinations(made) <= most and (not varied or varies(made)):
             return _limited(made, rng)
     raise AssertionError("no problem that small was drawn")
+
+
+def _varied(made):
+    """The problem with everything left open that its draw may have closed."""
+    goal = msgspec.structs.replace(
+        made.goal, micro_batches=(1, 2), slice_bytes=(4096, 65536), allow_lossy=True
+    )
+    capability = msgspec.structs.replace(
+        made.capability, memory=("keep", "recompute"), exchange=("dense", "sharded", "topk")
+    )
+    return replace(made, goal=goal, capability=capability, schedule="priority")
+
+
+def varies(made):
+    """Whether layouts, memory, exchange, micro-batches and slice size each have two values."""
+    every = list(models(placed(made)))
+    options = [o for row in case(placed(made), every[0]).ledger.options for o in row]
+    chosen = [{getattr(o, name) for o in options} for name in ("layout", "memory", "exchange")]
+    sizes = [{getattr(m, name) for m in every} for name in ("micro_batches", "bucket_bytes")]
+    return all(len(kind) > 1 for kind in (*chosen, *sizes))
 
 
 def _draw(rng):

@@ -1,38 +1,84 @@
-"""The last step of rounding: with every unit's state fixed, which policies are best together.
+"""The last step of rounding: the best plan among the states and policies of the plans found.
 
-Edges cost nothing more to decide then, and what is left is a small integer program: one binary for
-each policy that a unit had in some plan of the search (in the state that it has now) or that is
-among its cheapest at the weights that prove most, the few rows that matter, rows that turn out to
-be violated added. It is solved to a share of a percent and the
-plan is judged like any other.
+What is left to decide is a small integer program: a binary x for each policy of a unit, in each
+state that it had in one of the plans, taken from these plans or for its price at the weights that
+prove most; and a share w of each pair of states along an edge, which is 0 or 1 where the x are:
+
+    Σ_{o in s} x(k, o) = Σ_{s'} w(e, s, s') for each edge e out of k, and likewise into k
+    Σ_o x(k, o) = 1;  every row of the step ≤ T;  every row of a limit ≤ 1
+
+Only the few rows that matter are in it; rows that turn out to be violated are added. It is solved
+to a share of a percent, and the plan is judged like any other.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+from scipy.sparse import coo_array
 
-from ..rows import ENTRY, LOST, LOST_FIGURE, RECEIVED, Matrix
+from ..rows import ALWAYS, ENTRY, LOST, LOST_FIGURE, RECEIVED, SLICES, Matrix, slice_waits
 from ..step import Vector
 from .limits import INFINITE
 from .rounding import IDLE, Rounding, Standing
-from .sheet import Numbers, UnitTable
+from .tables import Numbers, UnitTable
 
-CLOSE = 5e-4
+CLOSE = 1e-3
 """The share of the objective within which the program is solved."""
-ROUNDS = 4
-CHEAPEST = 6
-"""Policies of each unit that are taken for their price."""
-Row = tuple[int, int]
-"""(track, unit), or (-1, total)."""
+ROUNDS = 12
+TOGETHER = 3
+"""Rows of each track that enter at a time."""
+CHEAPEST = 3
+"""Policies of each unit and state that are taken for their price."""
+KEPT = [*ENTRY, RECEIVED]
+Row = tuple[int, int, int]
+"""(track, unit, a later unit whose slice it may have to wait for, or -1), or (-1, total, -1)."""
+
+
+class Line(NamedTuple):
+    """One policy of a unit in a state: the option's number."""
+
+    unit: int
+    state: int
+    number: int
+
+
+class Pair(NamedTuple):
+    """The states at both ends of an edge."""
+
+    edge: int
+    source: int
+    target: int
+
+
+class Equations:
+    """Equations that are put together entry by entry."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, int, float]] = []
+        self.right: list[float] = []
+
+    def add(self, terms: Sequence[tuple[int, float]], right: float) -> None:
+        """One equation: Σ coefficient · variable = right."""
+        row = len(self.right)
+        self.entries += [(row, variable, value) for variable, value in terms]
+        self.right.append(right)
+
+    def constraint(self, variables: int) -> LinearConstraint:
+        """All of them."""
+        rows, columns, data = zip(*self.entries, strict=True)
+        table = coo_array((data, (rows, columns)), shape=(len(self.right), variables))
+        right = np.array(self.right)
+        return LinearConstraint(table.tocsr(), right, right)
 
 
 class Finish:
-    """The program for one plan; ``others`` are the plans that policies are taken from, ``prices``
-    [unit, figure] those at which more are chosen."""
+    """The program for one plan; ``others`` are the plans that states and policies are taken from,
+    ``prices`` [unit, figure] those at which more are chosen."""
 
     def __init__(
         self,
@@ -42,102 +88,173 @@ class Finish:
         prices: Matrix | None = None,
     ) -> None:
         self.rounding, self.plan = rounding, plan
-        units = rounding.sheet.units
-        self.choices: list[tuple[int, int]] = []
-        for k, unit in enumerate(units):
-            state = unit.split(int(plan.numbers[k]))[0]
-            found = {int(o.numbers[k]) for o in (plan, *others)}
-            mine = {n for n in found if unit.split(n)[0] == state}
-            if prices is not None:
-                mine |= set(_cheap(unit, state, prices[k]))
-            self.choices += [(k, n) for n in sorted(mine)]
-        self.unit_of = np.array([k for k, _ in self.choices])
-        self.figures = np.array([rounding.sheet.unit_figures(k, n) for k, n in self.choices])
-        self.entries = np.zeros_like(plan.figures)
-        kept = [*ENTRY, RECEIVED]
-        self.entries[:, kept] = plan.figures[:, kept]
+        sheet = rounding.sheet
+        self.lines = self._lines([plan, *others], prices)
+        self.states: dict[tuple[int, int], list[int]] = {}
+        for i, line in enumerate(self.lines):
+            self.states.setdefault((line.unit, line.state), []).append(i)
+        self.pairs = self._pairs()
+        ends = [sheet.edges[p.edge].target for p in self.pairs]
+        self.unit_of = np.array([*(line.unit for line in self.lines), *ends])
+        self.figures = np.zeros((len(self.unit_of), plan.figures.shape[1]))
+        for i, line in enumerate(self.lines):
+            self.figures[i] = sheet.unit_figures(line.unit, line.number)
+        for i, pair in enumerate(self.pairs, len(self.lines)):
+            cost = sheet.edges[pair.edge].figures[:, pair.source, pair.target]
+            self.figures[i, KEPT] = cost
         self.rows: list[Row] = []
 
-    def run(self, seconds: float) -> Standing:
-        """The better of the plan and what the program found."""
+    def _lines(self, plans: Sequence[Standing], prices: Matrix | None) -> list[Line]:
+        lines = []
+        for k, unit in enumerate(self.rounding.sheet.units):
+            seen = {int(p.numbers[k]) for p in plans}
+            for state in sorted({unit.split(n)[0] for n in seen}):
+                mine = {n for n in seen if unit.split(n)[0] == state}
+                if prices is not None:
+                    mine |= set(_cheap(unit, state, prices[k]))
+                lines += [Line(k, state, n) for n in sorted(mine)]
+        return lines
+
+    def _pairs(self) -> list[Pair]:
+        may: dict[int, list[int]] = {}
+        for unit, state in self.states:
+            may.setdefault(unit, []).append(state)
+        return [
+            Pair(e, a, b)
+            for e, edge in enumerate(self.rounding.sheet.edges)
+            for a in may[edge.source]
+            for b in may[edge.target]
+        ]
+
+    def run(self, seconds: float, enough: float = 0.0) -> Standing:
+        """The better of the plan and what the program found; ends early with an objective of
+        ``enough``."""
         best = trial = self.plan
+        deadline = time.perf_counter() + seconds
         for _ in range(ROUNDS):
-            if not self._take_in(trial):
+            left = deadline - time.perf_counter()
+            if not self._take_in(trial) or left <= 0:
                 break
-            numbers = self._solve(seconds)
+            numbers = self._solve(left)
             if numbers is None:
                 break
             trial = self.rounding.stand(numbers)
             best = trial if trial.score.beats(best.score) else best
+            if not best.score.over and best.score.objective <= enough:
+                break
         return best
 
     def _take_in(self, plan: Standing) -> bool:
         """Adds the rows in which a plan is largest; says whether one of them is new."""
-        tracks, known = plan.rows.tracks, len(self.rows)
-        wanted = [(t, int(np.argmax(tracks[t]))) for t in range(len(tracks))]
-        wanted += [(t, len(tracks[t]) - 1) for t in range(len(tracks))]
-        for row in [*wanted, *((-1, total) for total in range(len(plan.rows.totals)))]:
-            if row not in self.rows:
-                self.rows.append(row)
+        tracks, known = plan.rows.tracks.copy(), len(self.rows)
+        waits = slice_waits(plan.figures)
+        tracks[: len(waits)] += waits
+        for t, track in enumerate(tracks):
+            for j in (*np.argsort(-track)[:TOGETHER], len(track) - 1):
+                unit = int(j)
+                self._add((t, unit, _longest(plan.figures, t, unit) if t < len(waits) else -1))
+        for total in range(len(plan.rows.totals)):
+            self._add((-1, total, -1))
         return len(self.rows) > known
 
-    def _coefficients(self, row: Row, units: Numbers, figures: Matrix) -> Vector:
-        """What each line of ``figures`` adds to a row."""
-        track, j = row
-        rows = self.rounding.rows
+    def _add(self, row: Row) -> None:
+        if row not in self.rows:
+            self.rows.append(row)
+
+    def _coefficients(self, row: Row) -> Vector:
+        """What each policy and each pair adds to a row."""
+        track, j, slower = row
+        rows, units, figures = self.rounding.rows, self.unit_of, self.figures
         if track < 0:
             total: Vector = figures @ rows.totals[j]
             return total
         parts = [figures @ m[track] for m in (rows.before, rows.at, rows.after)]
         found: Vector = np.select([units < j, units == j], parts[:2], parts[2])
-        return found
+        return found if slower < 0 else found + (units == slower) * figures[:, SLICES[track]]
 
-    def _solve(self, seconds: float) -> Numbers | None:
-        count, limits = len(self.choices), self.rounding.limits
-        timed = self.rounding.rows.timed
-        scale = max(self.plan.score.objective, 1e-12)
-        if limits.economical:
-            scale /= limits.devices
-        every = np.arange(len(self.entries))
+    def _limits(self, scale: float) -> LinearConstraint:
+        """The rows, over (policies, pairs, T)."""
+        limits, timed = self.rounding.limits, self.rounding.rows.timed
         lines, upper = [], []
         for row in self.rows:
-            line = self._coefficients(row, self.unit_of, self.figures)
-            fixed = float(self._coefficients(row, every, self.entries).sum())
-            if row[0] in range(timed) or row == (-1, 0):
+            line = self._coefficients(row)
+            if row[0] in range(timed) or row[:2] == (-1, ALWAYS):
                 lines.append(np.append(line / scale, -1.0))
-                upper.append(-fixed / scale)
+                upper.append(0.0)
                 continue
-            limit = limits.lost if row == (-1, LOST) else limits.memory_bytes
+            limit = limits.lost if row[:2] == (-1, LOST) else limits.memory_bytes
             if limit <= 0 and not line.any():
                 continue
             lines.append(np.append(line, 0.0) / max(limit, 1e-12))
-            upper.append((limit - fixed) / max(limit, 1e-12))
-        idle = self.figures[:, IDLE] / (limits.devices * scale)
+            upper.append(1.0 if limit > 0 else 0.0)
         if limits.gpu_s < INFINITE:
-            lines.append(np.append(-idle, 1.0))
+            lines.append(np.append(self._idle(scale), 1.0))
             upper.append(limits.gpu_s / (limits.devices * scale))
-        cost = np.append(-idle if limits.economical else 0 * idle, 1.0)
-        ones = csr_array(
-            (np.ones(count), (self.unit_of, np.arange(count))), shape=(len(every), count + 1)
-        )
-        top = np.append(np.ones(count), limits.step_s / scale)
+        return LinearConstraint(np.array(lines), -np.inf, np.array(upper))
+
+    def _idle(self, scale: float) -> Vector:
+        """Device-seconds that each choice leaves free, as they count against T."""
+        idle: Vector = -self.figures[:, IDLE] / (self.rounding.limits.devices * scale)
+        return idle
+
+    def _choices(self) -> LinearConstraint:
+        """One policy of each unit; pairs of states as the units at both ends have them."""
+        made = Equations()
+        units: dict[int, list[int]] = {}
+        for i, line in enumerate(self.lines):
+            units.setdefault(line.unit, []).append(i)
+        for members in units.values():
+            made.add([(i, 1.0) for i in members], 1.0)
+        sides: dict[tuple[int, int, int], list[int]] = {}
+        for i, pair in enumerate(self.pairs, len(self.lines)):
+            edge = self.rounding.sheet.edges[pair.edge]
+            sides.setdefault((pair.edge, edge.source, pair.source), []).append(i)
+            sides.setdefault((pair.edge, edge.target, pair.target), []).append(i)
+        for (_, unit, state), pairs in sides.items():
+            policies = [(i, 1.0) for i in self.states[unit, state]]
+            made.add([*policies, *((i, -1.0) for i in pairs)], 0.0)
+        self._tie(made)
+        return made.constraint(len(self.unit_of) + 1)
+
+    def _tie(self, made: Equations) -> None:
+        """Tied units: the states of one that agree with the same states of the other are taken
+        together or not at all."""
+        for tie in self.rounding.sheet.ties:
+            mine = [s for u, s in self.states if u == tie.source]
+            theirs = [s for u, s in self.states if u == tie.target]
+            for state in mine:
+                fits = [s for s in theirs if tie.agree[state, s]]
+                others = [s for s in mine if s != state and any(tie.agree[s, f] for f in fits)]
+                left = [i for s in (state, *others) for i in self.states[tie.source, s]]
+                right = [i for s in fits for i in self.states[tie.target, s]]
+                made.add([*((i, 1.0) for i in left), *((i, -1.0) for i in right)], 0.0)
+
+    def _solve(self, seconds: float) -> Numbers | None:
+        limits = self.rounding.limits
+        scale = max(self.plan.score.objective, 1e-12)
+        if limits.economical:
+            scale /= limits.devices
+        count, policies = len(self.unit_of), len(self.lines)
+        cost = np.append(self._idle(scale) if limits.economical else np.zeros(count), 1.0)
         found = milp(
             cost,
-            integrality=np.append(np.ones(count), 0),
-            bounds=Bounds(np.zeros(count + 1), top),
-            constraints=[
-                LinearConstraint(np.array(lines), -np.inf, np.array(upper)),
-                LinearConstraint(ones, 1.0, 1.0),
-            ],
+            integrality=np.append(np.ones(policies), np.zeros(count - policies + 1)),
+            bounds=Bounds(np.zeros(count + 1), np.append(np.ones(count), limits.step_s / scale)),
+            constraints=[self._limits(scale), self._choices()],
             options={"time_limit": max(seconds, 0.01), "mip_rel_gap": CLOSE},
         )
         if found.x is None:
             return None
         numbers = self.plan.numbers.copy()
-        for i in np.flatnonzero(found.x[:count] > 0.5):
-            k, number = self.choices[i]
-            numbers[k] = number
+        for i in np.flatnonzero(found.x[:policies] > 0.5):
+            numbers[self.lines[i].unit] = self.lines[i].number
         return numbers
+
+
+def _longest(figures: Matrix, track: int, j: int) -> int:
+    """The unit after ``j`` with the longest slice on a link, -1 where none has any."""
+    later = figures[j + 1 :, SLICES[track]]
+    return j + 1 + int(later.argmax()) if later.any() else -1
 
 
 def _cheap(unit: UnitTable, state: int, price: Vector) -> list[int]:

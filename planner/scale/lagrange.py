@@ -27,15 +27,17 @@ from .finish import Finish
 from .limits import Limits
 from .master import Master, Mixture, Weights
 from .rounding import Rounding, Standing
-from .sheet import Block, Numbers, Reals, Sheet, UnitTable
+from .sheet import Sheet
+from .tables import Block, Numbers, Reals, UnitTable
 
 ITERATIONS = 400
 SMOOTHING = 0.5
 """How far each guess of weights is drawn back to the best ones yet."""
 ROUND_EVERY = 6
 """Iterations between roundings."""
-RECENT = 20
-"""Plans whose policies the last step of rounding may choose from."""
+LARGEST = 4
+"""Plans of the mixture, those with the largest shares, that the last step of rounding takes states
+and policies from."""
 FINISH_S = 1.0
 FINISH_UNIT_S = 0.004
 """Seconds that it may take, each time, and more for each unit."""
@@ -175,10 +177,10 @@ class Search:
             mixture = self.master.solve()
             if self.iterations % ROUND_EVERY == 0 and self._promising(mixture):
                 self._round(mixture)
-                self._finish()
+                self._finish(mixture)
         if not self._done(cutoff):
             self._round(mixture)
-            self._finish()
+            self._finish(mixture)
         if not self._done(cutoff) and self.best is not None:
             self._offer(self.rounding.polish(self.best, self.deadline))
         return self._outcome()
@@ -214,16 +216,16 @@ class Search:
             self.bound, self.centre = max(found.bound, self.bound), weights
         return self._add(self.rounding.stand(found.numbers))
 
-    def _finish(self) -> None:
-        """Decides the policies of the best plan's units together."""
+    def _finish(self, mixture: Mixture) -> None:
+        """Decides states and policies of all units together."""
         assert self.best is not None
         left = self.deadline - time.perf_counter()
         if not self._done(float("inf")) and self.best is not self._finished:
-            recent = self.seen[-RECENT:]
+            largest = [self.seen[i] for i in np.argsort(-mixture.shares)[:LARGEST]]
             prices = None if self.centre is None else self.lagrangian.prices(self.centre)
-            program = Finish(self.rounding, self.best, recent, prices)
+            program = Finish(self.rounding, self.best, largest, prices)
             most = FINISH_S + FINISH_UNIT_S * len(self.best.numbers)
-            self._offer(program.run(max(min(left / 4, most), 0.01)))
+            self._offer(program.run(max(min(left / 4, most), 0.01), self.enough))
             self._finished = self.best
 
     def _add(self, plan: Standing) -> bool:

@@ -18,7 +18,8 @@ import numpy as np
 
 from ..rows import AT, ENTRY, RECEIVED, Matrix, Rows, Values, changes, slice_waits, values
 from .limits import Limits, Score, score
-from .sheet import Numbers, Sheet
+from .sheet import Sheet
+from .tables import Numbers
 
 IDLE = AT["idle"]
 MOST_WINDOWS = 400
@@ -179,12 +180,12 @@ class Rounding:
             figures[k] = self.sheet.unit_figures(k, int(numbers[k]))
             touched.update(self.after[k])
         for k in touched:
-            self._entry(figures, numbers, k)
+            self.write_entry(figures, numbers, k)
         changed = sorted(touched)
         gained = changes(self.rows, changed, figures[changed] - plan.figures[changed], len(numbers))
         return self._standing(numbers, figures, plan.rows.plus(gained))
 
-    def _entry(self, figures: Matrix, numbers: Numbers, k: int) -> None:
+    def write_entry(self, figures: Matrix, numbers: Numbers, k: int) -> None:
         """Writes the redistribution at the entry of unit ``k``."""
         units = self.sheet.units
         here = units[k].split(numbers[k])[0]

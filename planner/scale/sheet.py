@@ -12,117 +12,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ..budget import energy_budget
 from ..choices import STYLES, unit_options
-from ..cost import CostModel
-from ..layout import Layout, Style
+from ..layout import Layout
 from ..memory import MemoryModel, group_samples
 from ..options import Decisions, Option, allowed, ties_agree
-from ..rows import AT, ENTRY, FIGURES, LOST_FIGURE, RECEIVED, Matrix
+from ..rows import AT, ENTRY, FIGURES, RECEIVED, Matrix
 from ..search import Space
-from ..shares import busiest_samples, saved_bytes
+from ..shares import busiest_samples
 from ..step import LINKS
 from .curves import Reader
 from .edges import EdgeFigures
-
-State = tuple[Layout, Style]
-Numbers = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
-Reals = npt.NDArray[np.float64]
-Policy = tuple[tuple[str, Any], ...]
-"""Fields of ``Option`` and their values."""
-
-
-class Block(NamedTuple):
-    """One of the choices of a unit: what each policy adds, [state, policy, figure], and where it
-    may be had, [state, policy]. ``lost`` is the share of the whole gradient's energy that each
-    policy leaves for later: the one thing in which units of the same shape differ here."""
-
-    policies: tuple[Policy, ...]
-    figures: Reals
-    allowed: Mask
-    lost: Reals
-
-    @property
-    def free(self) -> bool:
-        """Whether every policy may be had in every state."""
-        return bool(self.allowed.all())
-
-
-class UnitTable(NamedTuple):
-    """One unit. An option's number is (state · memory policies + memory) · exchange policies +
-    exchange."""
-
-    states: tuple[State, ...]
-    memory: Block
-    exchange: Block
-
-    def split(self, number: int) -> tuple[int, int, int]:
-        """(state, memory policy, exchange policy) of an option's number."""
-        rest, exchange = divmod(int(number), len(self.exchange.policies))
-        state, memory = divmod(rest, len(self.memory.policies))
-        return state, memory, exchange
-
-    def number(self, state: int, memory: int, exchange: int) -> int:
-        """The option's number."""
-        count = len(self.memory.policies)
-        return (state * count + memory) * len(self.exchange.policies) + exchange
-
-    def figures(self, number: int) -> Reals:
-        """The option's figures."""
-        state, memory, exchange = self.split(number)
-        found: Reals = self.memory.figures[state, memory] + self.exchange.figures[state, exchange]
-        found[LOST_FIGURE] = self.memory.lost[memory] + self.exchange.lost[exchange]
-        return found
-
-    def option(self, number: int) -> Option:
-        """The option itself."""
-        state, memory, exchange = self.split(number)
-        fields = (*self.memory.policies[memory], *self.exchange.policies[exchange])
-        return Option(*self.states[state])._replace(**dict(fields))
-
-    def find(self, option: Option) -> int:
-        """The option's number, -1 where it may not be had."""
-        state = option.layout, option.style
-        if state not in self.states:
-            return -1
-        at, fields = self.states.index(state), option._asdict()
-        for memory, first in enumerate(self.memory.policies):
-            for exchange, second in enumerate(self.exchange.policies):
-                fits = all(fields[name] == value for name, value in (*first, *second))
-                if fits and self.memory.allowed[at, memory] and self.exchange.allowed[at, exchange]:
-                    return self.number(at, memory, exchange)
-        return -1
-
-    def may(self, state: int, memory: int, exchange: int) -> bool:
-        """Whether the option may be had."""
-        return bool(self.memory.allowed[state, memory] and self.exchange.allowed[state, exchange])
-
-    def numbers(self) -> list[int]:
-        """The numbers of all options."""
-        pairs = self.memory.allowed[:, :, None] & self.exchange.allowed[:, None, :]
-        return [int(n) for n in np.flatnonzero(pairs)]
-
-
-class EdgeTable(NamedTuple):
-    """Figures of ``rows.ENTRY`` and ``rows.RECEIVED``, [figure, source's state, target's state]."""
-
-    source: int
-    target: int
-    figures: Reals
-
-
-class TieTable(NamedTuple):
-    """Which states of two tied units agree."""
-
-    source: int
-    target: int
-    agree: Mask
+from .policies import exchange_block, memory_block
+from .tables import (
+    Block,
+    EdgeTable,
+    Numbers,
+    Policy,
+    Reals,
+    State,
+    TieTable,
+    UnitTable,
+    nothing,
+)
 
 
 class Sheet:
@@ -133,8 +47,8 @@ class Sheet:
         self.position = position
         self._samples: dict[Layout, int | None] = {}
         self._states: dict[object, tuple[State, ...]] = {}
-        self._exchanges: dict[object, Block] = {}
-        self._shapes: dict[object, Reals] = {}
+        self.exchanges: dict[object, Block] = {}
+        self.shapes: dict[object, Reals] = {}
         self._reading: dict[tuple[State, ...], tuple[Reader, Reader]] = {}
         self._edge_figures = EdgeFigures(self.model)
 
@@ -188,16 +102,16 @@ class Sheet:
     def _unit(self, k: int) -> UnitTable:
         states = self.states_of(k)
         plain = self._plain(k, states)
-        return UnitTable(states, self._memory_block(k, states, plain), self._exchange_block(k))
+        return UnitTable(states, memory_block(self, k, states, plain), exchange_block(self, k))
 
     def _plain(self, k: int, states: tuple[State, ...]) -> Reals:
         """[state, figure] without policies. Units of one shape differ in what was measured only."""
-        key = states, self._shape(k)
-        if key not in self._shapes:
-            self._shapes[key] = np.array([self.figures(k, Option(*state)) for state in states])
-            return self._shapes[key]
-        unit, found = self.model.profile.units[k], self._shapes[key].copy()
-        busiest, judged = self._readers(states)
+        key = states, self.shape(k)
+        if key not in self.shapes:
+            self.shapes[key] = np.array([self.figures(k, Option(*state)) for state in states])
+            return self.shapes[key]
+        unit, found = self.model.profile.units[k], self.shapes[key].copy()
+        busiest, judged = self.readers(states)
         for name, reader, quantity in (
             ("forward", busiest, lambda s: s.forward),
             ("backward", busiest, lambda s: s.backward),
@@ -215,7 +129,7 @@ class Sheet:
         found[np.ix_(idle, [AT["saved"], AT["maps"], AT["workspace"]])] = 0.0
         return found
 
-    def _shape(self, k: int) -> tuple[object, ...]:
+    def shape(self, k: int) -> tuple[object, ...]:
         """All of a unit that its figures depend on, but for its curves."""
         unit, owned = self.model.profile.units[k], self.model.owned[k]
         divided = [{name for name, _ in s.sharded} for s in unit.splits]
@@ -223,7 +137,7 @@ class Sheet:
         out = self.model.output_bytes_per_sample(k)
         return sizes, unit.state_bytes, unit.batch_statistics, unit.statistics_bytes, out
 
-    def _readers(self, states: tuple[State, ...]) -> tuple[Reader, Reader]:
+    def readers(self, states: tuple[State, ...]) -> tuple[Reader, Reader]:
         """Readers of curves at the busiest group's samples, and at the judged position's."""
         if states not in self._reading:
             counts = self.model.counts
@@ -243,10 +157,10 @@ class Sheet:
         for option, field in zip(options, fields, strict=True):
             at = states.index((option.layout, option.style)), policies.index(field)
             figures[at], open_[at] = self.figures(k, option), True
-        listed = Block(policies, figures, open_, self._lost(k, policies))
-        return UnitTable(states, listed, _nothing(len(states)))
+        listed = Block(policies, figures, open_, self.lost(k, policies))
+        return UnitTable(states, listed, nothing(len(states)))
 
-    def _lost(self, k: int, policies: Sequence[Policy]) -> Reals:
+    def lost(self, k: int, policies: Sequence[Policy]) -> Reals:
         """The share of the whole gradient's energy that each policy of unit ``k`` leaves."""
         unit, found = self.model.profile.units[k], []
         for policy in policies:
@@ -277,113 +191,6 @@ class Sheet:
         took = self.model.micro_batches * (cost.forward_s + cost.backward_s) + cost.update_s
         found[AT["idle"]] = (self.model.world_size - layout.size) * took
         return found
-
-    def _memory_block(self, k: int, states: Sequence[State], plain: Reals) -> Block:
-        """Keep, recompute and offload, as ``cost`` and ``memory`` have them."""
-        unit, names = self.model.profile.units[k], ["keep"]
-        saves = not unit.fixed and saved_bytes(unit, "none", 1, 1.0) > 0
-        if saves and "recompute" in self.space.capability.memory:
-            names.append("recompute")
-        host = self.model.cluster.host_bytes_per_s
-        if saves and "offload" in self.space.capability.memory and host is not None:
-            names.append("offload")
-        parts = [plain]
-        for name in names[1:]:
-            parts.append(self._recomputed(k, states, plain) if name == "recompute"
-                         else self._offloaded(k, states, plain, host or 1.0))  # fmt: skip
-        open_ = np.ones((len(states), len(names)), dtype=bool)
-        policies: tuple[Policy, ...] = tuple((("memory", name),) for name in names)
-        return Block(policies, np.stack(parts, axis=1), open_, np.zeros(len(names)))
-
-    def _recomputed(self, k: int, states: Sequence[State], plain: Reals) -> Reals:
-        found = plain.copy()
-        found[:, AT["backward"]] += plain[:, AT["forward"]]
-        for link in LINKS:
-            found[:, AT[f"inner_backward.{link}"]] += plain[:, AT[f"inner_forward.{link}"]]
-        edges = (self.model.profile.edges[e] for e in self.model.edges_into[k])
-        whole = sum(e.bytes_per_sample for e in edges)
-        resident = np.array(
-            [
-                whole * (self.samples(y) or 0) / (1 if s in ("column", "pair") else y.degree)
-                for y, s in states
-            ]
-        )
-        resident = np.minimum(resident, plain[:, AT["saved"]])
-        return self._released(found, plain, resident, states)
-
-    def _offloaded(
-        self, k: int, states: Sequence[State], plain: Reals, host_bytes_per_s: float
-    ) -> Reals:
-        found, unit = plain.copy(), self.model.profile.units[k]
-        busiest, _ = self._readers(tuple(states))
-        copy_s = busiest.values(unit, lambda s: s.saved, divides=False) / host_bytes_per_s
-        found[:, AT["forward"]] += copy_s
-        found[:, AT["backward"]] += copy_s
-        return self._released(found, plain, np.zeros(len(states)), states)
-
-    def _released(
-        self, found: Reals, plain: Reals, resident: Reals, states: Sequence[State]
-    ) -> Reals:
-        """Feature maps of which only ``resident`` bytes stay, and the devices' time anew."""
-        found[:, AT["workspace"]] += plain[:, AT["saved"]] - resident
-        found[:, AT["saved"]] = resident
-        both = [AT["forward"], AT["backward"]]
-        more = self.model.micro_batches * (found[:, both] - plain[:, both]).sum(axis=1)
-        free = [self.model.world_size - y.size for y, _ in states]
-        found[:, AT["idle"]] += np.array(free) * more
-        return found
-
-    def _exchange_block(self, k: int) -> Block:
-        """Every exchange policy, as what it adds to the plain one."""
-        unit = self.model.profile.units[k]
-        lossy = tuple(
-            (c.exchange, r)
-            for c in unit.fidelity
-            for r in self._affordable(k, c.exchange, c.ratios)
-        )
-        key = self.states_of(k), self._shape(k), lossy
-        if key not in self._exchanges:
-            self._exchanges[key] = self._exchange(k, lossy)
-        shared = self._exchanges[key]
-        return shared._replace(lost=self._lost(k, shared.policies))
-
-    def _affordable(self, k: int, exchange: str, ratios: Sequence[float]) -> tuple[float, ...]:
-        """The ratios at which a lossy exchange of unit ``k`` alone would not use up the budget."""
-        goal, unit = self.model.goal, self.model.profile.units[k]
-        if not goal.allow_lossy or exchange not in self.space.capability.exchange:
-            return ()
-        budget = energy_budget(self.model)
-        lost = {r: (1.0 - (unit.kept(exchange, r) or 0.0)) * self.energy[k] for r in ratios}
-        return tuple(r for r in ratios if lost[r] <= budget)
-
-    def _exchange(self, k: int, lossy: Sequence[tuple[str, float]]) -> Block:
-        states = self.states_of(k)
-        trained = any(p.trainable for p in self.model.owned[k])
-        names: list[tuple[str, float]] = [("dense", 1.0)]
-        if trained and _shards(self.model, self.space.capability.exchange):
-            names.append(("sharded", 1.0))
-        names += lossy if trained else ()
-        early = (
-            trained
-            and self.space.capability.early_release
-            and self.model.sliced
-            and self.model.micro_batches == 1
-        )
-        fields = [(x, r, e) for x, r in names for e in (False, True)
-                  if not e or (early and x != "sharded")]  # fmt: skip
-        figures = np.zeros((len(states), len(fields), len(FIGURES)))
-        open_ = np.zeros(figures.shape[:2], dtype=bool)
-        for i, state in enumerate(states):
-            plain = np.array(self.figures(k, Option(*state)))
-            for p, (x, r, e) in enumerate(fields):
-                if x == "dense" or state[0].groups > 1:
-                    option = Option(*state, "keep", x, r, e)  # type: ignore[arg-type]
-                    figures[i, p] = np.array(self.figures(k, option)) - plain
-                    open_[i, p] = True
-        policies: tuple[Policy, ...] = tuple(
-            (("exchange", x), ("ratio", r), ("early_release", e)) for x, r, e in fields
-        )
-        return Block(policies, figures, open_, np.zeros(len(policies)))
 
     # -- edges and ties --------------------------------------------------------------------------
 
@@ -445,15 +252,3 @@ class Sheet:
             figures[edge.target, list(ENTRY)] += cost[:-1]
             figures[edge.target, RECEIVED] = max(figures[edge.target, RECEIVED], cost[-1])
         return figures
-
-
-def _nothing(states: int) -> Block:
-    """A choice of one policy that adds nothing."""
-    figures = np.zeros((states, 1, len(FIGURES)))
-    return Block(((),), figures, np.ones((states, 1), dtype=bool), np.zeros(1))
-
-
-def _shards(model: CostModel, exchanges: Sequence[str]) -> bool:
-    """Whether an exchange may be sharded, and has something to divide."""
-    rate = model.profile.update_seconds_per_byte(model.goal.optimizer)
-    return "sharded" in exchanges and model.sliced and bool(model.goal.state_copies or rate)

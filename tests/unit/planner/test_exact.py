@@ -1,6 +1,8 @@
 """Solvers against brute force on random small problems, and what must hold of any exact answer."""
 
 from dataclasses import replace
+from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -9,9 +11,9 @@ import pytest
 from meshwright.planner.answer import Choice, DisagreementError, check, choice
 from meshwright.planner.capability import EVERYTHING, PLAIN
 from meshwright.planner.errors import InfeasibleError
-from meshwright.planner.exact.solve import Integer
 from meshwright.planner.exact.backend import Interruption, run
 from meshwright.planner.exact.cases import case, models
+from meshwright.planner.exact.solve import Integer
 from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.layout import Layout
 from meshwright.planner.objective import value
@@ -19,11 +21,13 @@ from meshwright.planner.solver import Problem, solve, solvers
 from meshwright.planner.splits import placed
 
 from tests.brute import best, every_decision
-from tests.problems import problem
+from tests.problems import problem, varies
 from tests.strategies import chain_profile, cluster, linear
 
 QUICK = range(24)
+SAMPLED = range(1000, 1040)
 ALL = range(340)
+VARIED = range(2000, 2060)
 NEAR = 1e-6
 
 
@@ -57,32 +61,53 @@ def test_solvers_against_brute_force(seed, solver):
     agree(solver, made, found)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_three_hundred_problems_with_every_combination():
+class Counts(NamedTuple):
+    """Problems that had a plan or provably none, those among them whose optimum a limit changed,
+    and those with two values of everything that can be chosen."""
+
+    checked: int
+    limited: int
+    varied: int
+
+
+def battery(made):
+    """Every solver on every problem, each against all combinations."""
     checked = limited = varied = 0
-    for seed in ALL:
-        made = problem(seed, most=1_000_000)
-        found = best(made)
+    for one in made:
+        found = best(one)
         if not found.combinations:
             continue
         checked += 1
         limited += found.objective_s > found.unlimited_s * (1 + 1e-9)
-        varied += varies(made)
-        agree("integer", made, found)
-    assert checked >= 300
-    assert limited >= 100
-    assert varied >= 50
+        varied += varies(one)
+        for solver in ["auto", *solvers()]:
+            # looking for relaxations one by one takes the heuristic long: tested elsewhere
+            if solver != "heuristic" or found.decisions:
+                agree(solver, one, found)
+    return Counts(checked, limited, varied)
 
 
-def varies(made):
-    """Whether layouts, memory, exchange, micro-batches and slice size each have two values."""
-    every = list(models(placed(made)))
-    options = [o for row in case(placed(made), every[0]).ledger.options for o in row]
-    chosen = [{getattr(o, name) for o in options} for name in ("layout", "memory", "exchange")]
-    sizes = [{getattr(m, name) for m in every} for name in ("micro_batches", "bucket_bytes")]
-    kinds = [*chosen, *sizes]
-    return all(len(kind) > 1 for kind in kinds)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sample_of_the_problems_with_every_combination():
+    plain = (problem(seed, most=100_000) for seed in SAMPLED)
+    varied = (problem(seed, most=100_000, varied=True) for seed in SAMPLED[:10])
+    counts = battery(chain(plain, varied))
+    assert counts.checked >= 40
+    assert counts.limited >= 10
+    assert counts.varied >= 10
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * 3600)
+def test_three_hundred_problems_with_every_combination():
+    plain = (problem(seed, most=1_000_000) for seed in ALL)
+    varied = (problem(seed, most=1_000_000, varied=True) for seed in VARIED)
+    counts = battery(chain(plain, varied))
+    print(f"\n{counts}")
+    assert counts.checked >= 300
+    assert counts.limited >= 100
+    assert counts.varied >= 50
 
 
 @pytest.mark.parametrize("seed", [2, 10, 20, 29, 36, 41, 50, 53, 54])
