@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, csr_array, vstack
 
 from ..rows import ALWAYS, ENTRY, LOST, LOST_FIGURE, RECEIVED, SLICES, Matrix, slice_waits
 from ..step import Vector
 from .limits import INFINITE
+from .program import Program
 from .rounding import IDLE, Rounding, Standing
 from .tables import Numbers, UnitTable
 
@@ -68,12 +68,11 @@ class Equations:
         self.entries += [(row, variable, value) for variable, value in terms]
         self.right.append(right)
 
-    def constraint(self, variables: int) -> LinearConstraint:
-        """All of them."""
+    def table(self, variables: int) -> tuple[csr_array, Vector]:
+        """All of them, and their right sides."""
         rows, columns, data = zip(*self.entries, strict=True)
         table = coo_array((data, (rows, columns)), shape=(len(self.right), variables))
-        right = np.array(self.right)
-        return LinearConstraint(table.tocsr(), right, right)
+        return csr_array(table), np.array(self.right)
 
 
 class Finish:
@@ -135,7 +134,7 @@ class Finish:
             left = deadline - time.perf_counter()
             if not self._take_in(trial) or left <= 0:
                 break
-            numbers = self._solve(left)
+            numbers = self._solve(left, enough)
             if numbers is None:
                 break
             trial = self.rounding.stand(numbers)
@@ -172,8 +171,8 @@ class Finish:
         found: Vector = np.select([units < j, units == j], parts[:2], parts[2])
         return found if slower < 0 else found + (units == slower) * figures[:, SLICES[track]]
 
-    def _limits(self, scale: float) -> LinearConstraint:
-        """The rows, over (policies, pairs, T)."""
+    def _limits(self, scale: float) -> tuple[Matrix, Vector]:
+        """The rows, over (policies, pairs, T), and what each may be at most."""
         limits, timed = self.rounding.limits, self.rounding.rows.timed
         lines, upper = [], []
         for row in self.rows:
@@ -190,14 +189,14 @@ class Finish:
         if limits.gpu_s < INFINITE:
             lines.append(np.append(self._idle(scale), 1.0))
             upper.append(limits.gpu_s / (limits.devices * scale))
-        return LinearConstraint(np.array(lines), -np.inf, np.array(upper))
+        return np.array(lines), np.array(upper)
 
     def _idle(self, scale: float) -> Vector:
         """Device-seconds that each choice leaves free, as they count against T."""
         idle: Vector = -self.figures[:, IDLE] / (self.rounding.limits.devices * scale)
         return idle
 
-    def _choices(self) -> LinearConstraint:
+    def _choices(self) -> tuple[csr_array, Vector]:
         """One policy of each unit; pairs of states as the units at both ends have them."""
         made = Equations()
         units: dict[int, list[int]] = {}
@@ -214,7 +213,7 @@ class Finish:
             policies = [(i, 1.0) for i in self.states[unit, state]]
             made.add([*policies, *((i, -1.0) for i in pairs)], 0.0)
         self._tie(made)
-        return made.constraint(len(self.unit_of) + 1)
+        return made.table(len(self.unit_of) + 1)
 
     def _tie(self, made: Equations) -> None:
         """Tied units: the states of one that agree with the same states of the other are taken
@@ -229,24 +228,28 @@ class Finish:
                 right = [i for s in fits for i in self.states[tie.target, s]]
                 made.add([*((i, 1.0) for i in left), *((i, -1.0) for i in right)], 0.0)
 
-    def _solve(self, seconds: float) -> Numbers | None:
+    def _solve(self, seconds: float, enough: float) -> Numbers | None:
         limits = self.rounding.limits
         scale = max(self.plan.score.objective, 1e-12)
         if limits.economical:
             scale /= limits.devices
         count, policies = len(self.unit_of), len(self.lines)
-        cost = np.append(self._idle(scale) if limits.economical else np.zeros(count), 1.0)
-        found = milp(
-            cost,
-            integrality=np.append(np.ones(policies), np.zeros(count - policies + 1)),
-            bounds=Bounds(np.zeros(count + 1), np.append(np.ones(count), limits.step_s / scale)),
-            constraints=[self._limits(scale), self._choices()],
-            options={"time_limit": max(seconds, 0.01), "mip_rel_gap": CLOSE},
+        lines, upper = self._limits(scale)
+        equations, right = self._choices()
+        program = Program(
+            cost=np.append(self._idle(scale) if limits.economical else np.zeros(count), 1.0),
+            table=vstack([csr_array(lines), equations], format="csr"),
+            lower=np.append(np.full(len(upper), -np.inf), right),
+            upper=np.append(upper, right),
+            top=np.append(np.ones(count), limits.step_s / scale),
+            whole=policies,
         )
-        if found.x is None:
+        # T stands for the step here, or for it and idle devices: both are counted in ``scale``
+        found = program.solve(max(seconds, 0.01), CLOSE, enough / self.plan.score.objective)
+        if found is None:
             return None
         numbers = self.plan.numbers.copy()
-        for i in np.flatnonzero(found.x[:policies] > 0.5):
+        for i in np.flatnonzero(found[:policies] > 0.5):
             numbers[self.lines[i].unit] = self.lines[i].number
         return numbers
 
