@@ -45,18 +45,26 @@ def gpu_seconds_limit(model: CostModel) -> float:
 
 
 def within_unit_limit(model: CostModel, k: int, option: Option) -> bool:
-    """Whether a unit's own time times its devices stays under the goal's multiple of what one
-    device takes; what exchanges and collectives it waits for counts as its time."""
+    """Whether a unit keeps the goal's limit on its own amplification; on one device it does."""
     limit = model.goal.unit_amplification_limit
-    if limit is None or model.profile.units[k].fixed:
+    if limit is None or option.layout == Layout(groups=1):
         return True
+    return unit_amplification(model, k, option) <= limit * (1 + 1e-12)
+
+
+def unit_amplification(model: CostModel, k: int, option: Option) -> float:
+    """A unit's own time times its devices, as a multiple of what one device takes; what exchanges
+    and collectives it waits for counts as its time. Units that are fixed count nothing."""
+    if model.profile.units[k].fixed:
+        return 0.0
     cost, times = model.unit(k, option), model.micro_batches
     inner = cost.inner_forward.seconds + cost.inner_backward.seconds
     took = times * (cost.forward_s + cost.backward_s + inner) + cost.update_s
     took += cost.exchange.seconds + cost.released.seconds
-    allowed_s = limit * single_device_s(model, k)
-    single = option.layout == Layout(groups=1)
-    return single or took * option.layout.size <= allowed_s * (1 + 1e-12)
+    used, alone = took * option.layout.size, single_device_s(model, k)
+    if alone == 0:
+        return 0.0 if used == 0 else float("inf")
+    return used / alone
 
 
 def lost_energy(model: CostModel, k: int, option: Option) -> float:

@@ -9,7 +9,8 @@ from .profile import UnitProfile
 
 
 class Capability(Noun, frozen=True, kw_only=True):
-    """The executor's statement. ``idle_positions`` allows layouts smaller than the world."""
+    """The executor's statement. ``idle_positions`` allows layouts smaller than the world,
+    ``priority`` gradients that travel in slices in the order in which forward needs them."""
 
     styles: tuple[Style, ...]
     memory: tuple[MemoryPolicy, ...]
@@ -17,6 +18,7 @@ class Capability(Noun, frozen=True, kw_only=True):
     idle_positions: bool
     early_release: bool
     micro_batches: bool
+    priority: bool = False
 
     def allows(self, layout: Layout, world_size: int) -> bool:
         """Whether units may have that layout."""
@@ -42,6 +44,8 @@ class Capability(Noun, frozen=True, kw_only=True):
         reasons = [self.refusal(unit, plan.world_size) for unit in plan.units]
         if plan.micro_batches > 1 and not self.micro_batches:
             reasons.append(f"the plan has {plan.micro_batches} micro-batches")
+        if plan.schedule == "priority" and not self.priority:
+            reasons.append("the plan exchanges gradients by priority")
         return tuple(r for r in reasons if r)
 
 
@@ -52,6 +56,7 @@ EVERYTHING = Capability(
     idle_positions=True,
     early_release=True,
     micro_batches=True,
+    priority=True,
 )
 """All that a decision can say: the bounds of a hypothetical plan. The cost model refuses by name
 what it does not know yet."""

@@ -210,6 +210,7 @@ def make_plan(
         goal=goal,
         micro_batches=micro_batches,
         bucket_bytes=bucket_bytes,
+        schedule=schedule,
         placement=model.placement,
         units=tuple(_unit_plan(ours, k) for k in range(len(chosen))),
         prediction=ours.prediction,

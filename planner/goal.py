@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from .errors import InputError
-from .layout import Layout
+from .layout import Layout, Style
 from .noun import Bytes, Count, Noun, Positive, Share
 
 STATE_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
@@ -15,15 +15,32 @@ BatchStatistics = Literal["local", "global"]
 
 
 class Pin(Noun, frozen=True, kw_only=True):
-    """What the user decides of a unit: ``only`` these layouts (any if empty), ``never`` those."""
+    """What the user decides of a unit: ``only`` these layouts and ``styles`` (any if empty),
+    ``never`` those and ``never_styles``."""
 
     unit: str
     only: tuple[Layout, ...] = ()
     never: tuple[Layout, ...] = ()
+    styles: tuple[Style, ...] = ()
+    never_styles: tuple[Style, ...] = ()
 
-    def permits(self, layout: Layout) -> bool:
-        """Whether the unit may have that layout."""
-        return layout not in self.never and (not self.only or layout in self.only)
+    def permits(self, layout: Layout, style: Style | None = None) -> bool:
+        """Whether the unit may have that layout, in that style if one is asked about."""
+        good = layout not in self.never and (not self.only or layout in self.only)
+        if style is None:
+            return good
+        return good and style not in self.never_styles and (not self.styles or style in self.styles)
+
+    @property
+    def wish(self) -> str:
+        """What is asked of the unit, in words."""
+        parts = (
+            " or ".join(str(layout) for layout in self.only),
+            " or ".join(self.styles),
+            " ".join(f"not {layout}" for layout in self.never),
+            " ".join(f"not {style}" for style in self.never_styles),
+        )
+        return " ".join(part for part in parts if part)
 
 
 class Goal(Noun, frozen=True, kw_only=True):
@@ -40,7 +57,7 @@ class Goal(Noun, frozen=True, kw_only=True):
     bounds the device-seconds of a step, ``unit_amplification_limit`` those of every unit by itself,
     as a multiple of what one device would take for the whole batch (DeepPool, arXiv 2112.10065).
     Lossy exchange needs ``allow_lossy``, and keeps at least ``min_fidelity`` of the gradient's
-    energy over all units. ``pins`` take layouts of units out of the search.
+    energy over all units. ``pins`` take layouts and styles of units out of the search.
     """
 
     batch: Count
@@ -63,9 +80,9 @@ class Goal(Noun, frozen=True, kw_only=True):
         if not self.micro_batches:
             raise InputError("micro_batches is empty: name at least one count, such as 1")
 
-    def permits(self, unit: str, layout: Layout) -> bool:
-        """Whether the pins leave that layout to a unit."""
-        return all(pin.permits(layout) for pin in self.pins if pin.unit == unit)
+    def permits(self, unit: str, layout: Layout, style: Style | None = None) -> bool:
+        """Whether the pins leave that layout (in that style) to a unit."""
+        return all(pin.permits(layout, style) for pin in self.pins if pin.unit == unit)
 
     @property
     def state_copies(self) -> int:

@@ -48,7 +48,7 @@ def allowed(
 ) -> bool:
     """Whether a unit may have ``option`` by itself (ties are checked by ``ties_agree``)."""
     layout = option.layout
-    if not goal.permits(unit.name, layout):
+    if not goal.permits(unit.name, layout, option.style):
         return False
     if unit.fixed or (unit.batch_statistics and goal.batch_statistics == "local"):
         return layout == data_parallel(world_size) and option.style == "none"

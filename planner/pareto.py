@@ -17,6 +17,7 @@ from .budget import single_device_s
 from .cost import CostModel
 from .exact.cases import models
 from .goal import Goal
+from .noun import Count, Noun, Seconds
 from .objective import value
 from .solver import Problem, Result, solve
 from .splits import placed
@@ -37,6 +38,69 @@ class Point(NamedTuple):
         return better and self.step_s <= other.step_s and self.gpu_seconds <= other.gpu_seconds
 
 
+class FrontPoint(Noun, frozen=True, kw_only=True):
+    """One plan of the front as it is predicted: ``amplification`` is its device-seconds over those
+    of one device for the whole batch, ``gap`` what its solver proved of the objective that was
+    asked (device-seconds at the economical end, else the step within a limit)."""
+
+    step_s: Seconds
+    gpu_seconds: Seconds
+    amplification: float
+    samples_per_s: float
+    speedup: float
+    layouts: tuple[str, ...]
+    solver: str
+    status: str
+    gap: float | None = None
+
+
+class Front(Noun, frozen=True, kw_only=True):
+    """Plans that no other found beats in both step time and device-seconds, fastest first, and what
+    one device alone would take."""
+
+    target: str
+    batch: Count
+    ranks: Count
+    alone_s: Seconds
+    points: tuple[FrontPoint, ...]
+
+
+def described_front(
+    problem: Problem, points: int = 8, solver: str = "auto", time_limit_s: float | None = None
+) -> Front:
+    """``front`` as data, by what the plans predict; raises ``InfeasibleError`` where none fits."""
+    found = [_described(problem, p) for p in front(problem, points, solver, time_limit_s)]
+    if not found:
+        solve(problem, solver, time_limit_s).checked()
+    best: list[FrontPoint] = []
+    for point in sorted(found, key=lambda p: (p.step_s, p.gpu_seconds)):
+        if not best or point.gpu_seconds < best[-1].gpu_seconds * (1 - 1e-9):
+            best.append(point)
+    return Front(
+        target=problem.profile.target,
+        batch=problem.goal.batch,
+        ranks=problem.cluster.world_size,
+        alone_s=alone_s(problem),
+        points=tuple(best),
+    )
+
+
+def _described(problem: Problem, point: Point) -> FrontPoint:
+    plan = point.result.checked()
+    layouts = (str(u.layout) for u in plan.units if u.kind not in ("input", "output"))
+    return FrontPoint(
+        step_s=plan.prediction.step_s,
+        gpu_seconds=plan.prediction.gpu_seconds,
+        amplification=plan.prediction.gpu_seconds / max(alone_s(problem), 1e-300),
+        samples_per_s=plan.prediction.samples_per_s,
+        speedup=plan.speedup,
+        layouts=tuple(dict.fromkeys(layouts)),
+        solver=point.result.solver,
+        status=point.result.status,
+        gap=point.result.gap,
+    )
+
+
 def front(
     problem: Problem, points: int = 8, solver: str = "auto", time_limit_s: float | None = None
 ) -> tuple[Point, ...]:
@@ -51,6 +115,7 @@ def front(
     if len(found) == 2:
         most, least = found[0].gpu_seconds, found[1].gpu_seconds
         for i in range(1, points - 1):
+            problem.report(f"point {i + 2} of {points}", i / points)
             limit = most * (least / most) ** (i / (points - 1)) if least > 0 else most
             point = within(problem, limit, solver, time_limit_s)
             found += [point] if point is not None else []

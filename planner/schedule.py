@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .cost import CostModel
 from .layout import Layout
 from .options import Option
+from .plan import ScheduleName as ScheduleName
 from .step import LINKS, Chain, LinkMatrix
 
-ScheduleName = Literal["barrier", "priority"]
 COMPUTE = "compute"
 
 

@@ -11,69 +11,113 @@ from dataclasses import replace
 
 import msgspec
 
-from .cluster import Cluster, CollectiveCurve, Level, LevelName, Node
+from .cluster import Cluster, CollectiveCurve, Level, LevelName
 from .curve import Curve
 from .errors import InputError
 from .noun import Count, Noun, Seconds
-from .solver import Problem, Result, solve
+from .plan import Plan
+from .resize import how_resized, resized, resized_problem
+from .solver import Problem, Result, settled, solve, solvers
 
 GBIT_BYTES = 125_000_000
 GIB = 2**30
 
 
+__all__ = ["Gain", "Size", "Sizes", "gains", "gains_of", "resized", "resized_problem", "sizes"]
+
+
 class Gain(Noun, frozen=True, kw_only=True):
     """What one change would buy: the step (or the objective asked for) before and with it, and how
-    that is known."""
+    that is known. ``after_s`` is None where no plan was found with the change."""
 
     change: str
     before_s: Seconds
-    after_s: Seconds
+    after_s: Seconds | None
     method: str = "planned again"
 
     @property
     def saved_s(self) -> float:
         """Seconds less; a solver that proves no optimum may find a little more."""
-        return self.before_s - self.after_s
+        return self.before_s - (self.before_s if self.after_s is None else self.after_s)
 
 
 class Size(Noun, frozen=True, kw_only=True):
-    """A plan for one cluster size. Without a plan that fits the figures are None."""
+    """A plan for one cluster size: what it predicts, and plain data parallelism on as many ranks.
+    Where none fits (``why`` says what is missing) its figures are None. ``gap`` and
+    ``objective_s`` are the solver's; ``baseline_fits`` is of data parallelism's memory."""
 
     ranks: Count
-    objective_s: Seconds | None
-    step_s: Seconds | None
-    samples_per_s: float | None
-    gpu_seconds: Seconds | None
-    gap: float | None
+    nodes: Count
+    fits: bool
+    objective_s: Seconds | None = None
+    step_s: Seconds | None = None
+    baseline_step_s: Seconds | None = None
+    baseline_fits: bool | None = None
+    speedup: float | None = None
+    samples_per_s: float | None = None
+    gpu_seconds: Seconds | None = None
+    gpu_seconds_per_sample: Seconds | None = None
+    gap: float | None = None
+    status: str = "infeasible"
     solver: str
+    why: str = ""
+
+
+class Sizes(Noun, frozen=True, kw_only=True):
+    """Plans for several cluster sizes, the global batch the same; and how they were made."""
+
+    target: str
+    batch: Count
+    how: str
+    rows: tuple[Size, ...]
 
 
 def gains(
     problem: Problem, result: Result, solver: str = "auto", time_limit_s: float | None = None
 ) -> tuple[Gain, ...]:
     """What one more Gbit/s on each level, one more GiB per device and twice the devices would buy
-    over ``result``; changes under which nothing fits are left out."""
+    over ``result``."""
     before = result.objective_s
     if before is None:
         raise InputError("nothing was planned to compare with: make the problem feasible first")
-    found = []
+    found: list[Gain] = []
     for change, asked in _changes(problem):
-        after = solve(asked, solver, time_limit_s).objective_s
-        if after is not None:
-            found.append(Gain(change=change, before_s=before, after_s=after))
+        problem.report(change, len(found) / 4)
+        after = solve(replace(asked, progress=None), solver, time_limit_s).objective_s
+        found.append(Gain(change=change, before_s=before, after_s=after))
     return tuple(found)
 
 
+def gains_of(plan: Plan, problem: Problem, time_limit_s: float | None = None) -> tuple[Gain, ...]:
+    """``gains`` over what planning again without a change gives, by the plan's own solver and with
+    nothing given away for simplicity, so that only the change makes a difference."""
+    asked = replace(problem, placement=None, near=0.0)
+    solver = plan.provenance.solver if plan.provenance.solver in solvers() else "auto"
+    unchanged = solve(replace(asked, progress=None), solver, time_limit_s)
+    if unchanged.objective_s is None:
+        return ()
+    return gains(asked, unchanged, solver, time_limit_s)
+
+
 def _changes(problem: Problem) -> list[tuple[str, Problem]]:
+    """The questions; levels that no two ranks use, and sizes that the cluster says nothing of, are
+    left out."""
     cluster = problem.cluster
+    several = {"inter": len(cluster.nodes) > 1, "intra": _shared_node(cluster)}
     found = []
     for level in cluster.levels:
-        wider = replace(problem, cluster=with_bandwidth(cluster, level.name, GBIT_BYTES))
-        found.append((f"one more Gbit/s on {level.name} links", wider))
+        if several[level.name]:
+            wider = replace(problem, cluster=with_bandwidth(cluster, level.name, GBIT_BYTES))
+            found.append((f"one more Gbit/s on {level.name} links", wider))
     found.append(("one more GiB of memory on every device", _with_memory(problem, GIB)))
     twice = 2 * cluster.world_size
-    found.append((f"{twice} devices for {cluster.world_size}", resized_problem(problem, twice)))
+    if cluster.level("inter") is not None and twice % len(cluster.nodes[0].devices) == 0:
+        found.append((f"{twice} devices for {cluster.world_size}", resized_problem(problem, twice)))
     return found
+
+
+def _shared_node(cluster: Cluster) -> bool:
+    return any(len(node.devices) > 1 for node in cluster.nodes)
 
 
 def sizes(
@@ -81,54 +125,42 @@ def sizes(
     ranks: Sequence[int],
     solver: str = "auto",
     time_limit_s: float | None = None,
-) -> tuple[Size, ...]:
+) -> Sizes:
     """Plans for clusters of so many ranks, built of the same nodes; the global batch stays."""
-    return tuple(_size(problem, count, solver, time_limit_s) for count in ranks)
-
-
-def _size(problem: Problem, ranks: int, solver: str, time_limit_s: float | None) -> Size:
-    result = solve(resized_problem(problem, ranks), solver, time_limit_s)
-    prediction = result.plan.prediction if result.plan else None
-    return Size(
-        ranks=ranks,
-        objective_s=result.objective_s,
-        step_s=prediction.step_s if prediction else None,
-        samples_per_s=prediction.samples_per_s if prediction else None,
-        gpu_seconds=prediction.gpu_seconds if prediction else None,
-        gap=result.gap,
-        solver=result.solver,
+    asked = [settled(resized_problem(problem, count)) for count in dict.fromkeys(ranks)]
+    return Sizes(
+        target=problem.profile.target,
+        batch=problem.goal.batch,
+        how=how_resized(problem.cluster),
+        rows=tuple(_size(each, solver, time_limit_s) for each in asked),
     )
 
 
-def resized_problem(problem: Problem, ranks: int) -> Problem:
-    """The problem on a cluster of ``ranks`` ranks, its placement left open."""
-    return replace(problem, cluster=resized(problem.cluster, ranks), placement=None)
-
-
-def resized(cluster: Cluster, ranks: int) -> Cluster:
-    """A cluster of so many ranks made of the first node's like: part of one, or whole ones.
-
-    Bandwidths measured pair by pair say nothing of ranks that are not there, and are left out.
-    """
-    node = cluster.nodes[0]
-    each = len(node.devices)
-    if ranks < 1 or (ranks > each and ranks % each):
-        raise InputError(
-            f"{ranks} ranks are no whole number of nodes with {each} devices: ask for a multiple "
-            f"of {each}, or for fewer than {each}"
-        )
-    count = max(ranks // each, 1)
-    if count > 1 and cluster.level("inter") is None:
-        raise InputError(
-            f"{ranks} ranks need {count} nodes and the cluster states no links between nodes: "
-            "add the inter level"
-        )
-    nodes = tuple(
-        Node(name=f"{node.name}-{i}", devices=node.devices[: min(ranks, each)])
-        for i in range(count)
+def _size(problem: Problem, solver: str, time_limit_s: float | None) -> Size:
+    cluster = problem.cluster
+    problem.report(f"{cluster.world_size} ranks", 0.0)
+    result = solve(problem, solver, time_limit_s)
+    size = Size(
+        ranks=cluster.world_size, nodes=len(cluster.nodes), fits=False, solver=result.solver
     )
+    plan = result.plan
+    if plan is None:
+        why = result.infeasible.sentence if result.infeasible else result.reason
+        return msgspec.structs.replace(size, why=why)
+    made = plan.prediction
     return msgspec.structs.replace(
-        cluster, name=f"{cluster.name} as {ranks} ranks", nodes=nodes, pair_bytes_per_s=()
+        size,
+        fits=True,
+        objective_s=result.objective_s,
+        step_s=made.step_s,
+        baseline_step_s=plan.baseline.step_s,
+        baseline_fits=plan.baseline_fits,
+        speedup=plan.speedup,
+        samples_per_s=made.samples_per_s,
+        gpu_seconds=made.gpu_seconds,
+        gpu_seconds_per_sample=made.gpu_seconds / problem.goal.batch,
+        gap=result.gap,
+        status=result.status,
     )
 
 

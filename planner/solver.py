@@ -8,7 +8,7 @@ said only of what was proved. Solvers register under a name; ``auto`` takes the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Literal, NamedTuple, Protocol
 
@@ -19,6 +19,7 @@ from .errors import InfeasibleError, InputError
 from .goal import Goal
 from .layout import lattice
 from .options import Decisions
+from .pins import spelled_out
 from .plan import Plan
 from .profile import ModelProfile
 from .schedule import ScheduleName
@@ -162,6 +163,13 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
     _check(problem)
     result = _solvers[name]().solve(problem, time_limit_s)
     return result._replace(reason="; ".join(r for r in (reason, result.reason) if r))
+
+
+def settled(problem: Problem) -> Problem:
+    """The problem with patterns in its pins spelled out; see ``pins.spelled_out``."""
+    world = problem.cluster.world_size
+    goal = spelled_out(problem.goal, problem.profile, problem.capability, world)
+    return replace(problem, goal=goal)
 
 
 def _auto(problem: Problem) -> tuple[str, str]:

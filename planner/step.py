@@ -143,6 +143,25 @@ def _last(chain: Chain, update: Vector) -> float:
     return end
 
 
+def binding_term(chain: Chain, *, priority: bool) -> tuple[int, int] | None:
+    """(link, unit) of the largest term over l and j of ``barrier_step`` or ``priority_step``, None
+    where what the rank itself has to do, one thing after another, takes longer."""
+    inner, entry = chain.inner_backward_s, chain.entry_backward_s
+    own, waits = chain.backward_s, 0.0 * chain.exchange_s
+    end = float(own.sum() + inner.sum() + entry.sum())
+    if priority:
+        inner, entry = inner + chain.inner_forward_s, entry + chain.entry_forward_s
+        own = own + chain.forward_s + chain.update_s
+        end = float(own.sum() + inner.sum() + entry.sum())
+        waits = np.array([_slice_before(chain, link) for link in range(len(LINKS))])
+    found = None
+    for link in _used(chain):
+        late = _ready(own, inner, entry, link) + chain.exchange_s[link].cumsum() + waits[link]
+        if late.max() > end * (1 + 1e-12):
+            end, found = float(late.max()), (link, int(late.argmax()))
+    return found
+
+
 def _slice_before(chain: Chain, link: int) -> Vector:
     """For each j the longest slice of the units after it; none where unit j exchanges nothing (its
     term is then not the largest: nothing is waited for that was not waited for before it)."""

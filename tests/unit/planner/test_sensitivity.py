@@ -14,7 +14,8 @@ from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout
 from meshwright.planner.pareto import cheapest_within, front, within
 from meshwright.planner.placement import order_cost, place
-from meshwright.planner.sensitivity import gains, resized, sizes, with_bandwidth
+from meshwright.planner.resize import how_resized, resized
+from meshwright.planner.sensitivity import gains, sizes, with_bandwidth
 from meshwright.planner.solver import Problem, solve
 
 from tests.strategies import chain_profile, cluster, linear
@@ -38,14 +39,40 @@ def test_gains_name_every_level_memory_and_devices_and_never_lose(problem):
     result = solve(problem, "multipliers")
     found = gains(problem, result, "multipliers")
     assert len(found) == len(problem.cluster.levels) + 2
+    assert [g.change for g in found][-1] == "8 devices for 4"
     assert all(g.after_s <= g.before_s * 1.01 for g in found)
     assert all(g.method == "planned again" for g in found)
 
 
 def test_sizes_plan_every_cluster_and_keep_the_batch(problem):
-    rows = sizes(problem, (1, 2, 4, 8), "multipliers")
+    rows = sizes(problem, (1, 2, 4, 8), "multipliers").rows
     assert [r.ranks for r in rows] == [1, 2, 4, 8]
-    assert rows[2].objective_s == solve(problem, "multipliers").objective_s
+    assert [r.nodes for r in rows] == [1, 1, 2, 4]
+    alone = solve(problem, "multipliers")
+    assert rows[2].objective_s == alone.objective_s
+    assert rows[2].speedup == alone.plan.speedup
+    for row in rows:
+        assert row.step_s * row.samples_per_s == pytest.approx(problem.goal.batch)
+        assert row.gpu_seconds <= row.ranks * row.step_s * (1 + 1e-9)
+        assert row.gpu_seconds_per_sample == pytest.approx(row.gpu_seconds / 32)
+        assert row.speedup == pytest.approx(row.baseline_step_s / row.step_s)
+
+
+def test_a_size_that_does_not_fit_says_why(problem):
+    unit = 4 * 256 * 256
+    tight = msgspec.structs.replace(problem.goal, memory_limit_bytes=4 * unit)
+    rows = sizes(replace(problem, goal=tight), (1, 8), "integer").rows
+    assert [r.fits for r in rows] == [False, True]
+    assert rows[0].step_s is None
+    assert "available" in rows[0].why
+
+
+def test_the_given_size_is_the_given_cluster(problem):
+    pairs = tuple(tuple(0.0 if i == j else 1e9 for j in range(4)) for i in range(4))
+    links = msgspec.structs.replace(problem.cluster, pair_bytes_per_s=pairs)
+    assert resized(links, 4) is links
+    assert not resized(links, 8).pair_bytes_per_s
+    assert "left out" in how_resized(links)
 
 
 def test_resized_refuses_what_the_nodes_cannot_give(problem):
