@@ -11,7 +11,7 @@ from .planner.cluster import Cluster
 from .planner.compare import policy_words
 from .planner.plan import Plan, Prediction, UnitPlan
 from .planner.profile import ModelProfile, UnitProfile
-from .screen import empty_table, names_of, rate, seconds, size
+from .screen import empty_table, gap_text, names_of, rate, seconds, size
 
 
 def gain(plan: Plan) -> str:
@@ -41,7 +41,7 @@ def _proof(plan: Plan) -> str:
     what = "step" if plan.goal.objective == "time" else "device time"
     return (
         f"{words} (no {what} by the formula is below {seconds(by.bound_s)}, gap "
-        f"{100 * by.gap:.2g}%, {by.solve_s:.1f} s of search)"
+        f"{gap_text(by.gap)}, {by.solve_s:.1f} s of search)"
     )
 
 

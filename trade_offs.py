@@ -6,7 +6,7 @@ from rich.table import Table
 
 from .planner.pareto import Front
 from .planner.sensitivity import Size, Sizes
-from .screen import figures_table, seconds
+from .screen import figures_table, gap_text, seconds
 
 
 def sizes_table(found: Sizes) -> list[Table | str]:
@@ -37,7 +37,7 @@ def _size(row: Size) -> tuple[str, ...]:
 
 
 def _gap(gap: float | None) -> str:
-    return "unknown" if gap is None else f"{100 * gap:.2g}%"
+    return "unknown" if gap is None else gap_text(gap)
 
 
 def front_table(found: Front) -> list[Table | str]:

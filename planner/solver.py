@@ -75,10 +75,28 @@ class Relaxation(NamedTuple):
     sentence: str
 
 
+class Enlargement(NamedTuple):
+    """A cluster with more nodes of the same kind on which a plan keeps all limits, checked by
+    planning for it, and for one node fewer in vain."""
+
+    ranks: int
+    nodes: int
+    sentence: str
+
+
+LIMITS = {
+    "amplification_limit": "the limit on device-seconds (amplification_limit)",
+    "unit_amplification_limit": "the limit on a unit's device-seconds (unit_amplification_limit)",
+    "time_limit_s": "the limit on a step's time (time_limit_s)",
+}
+"""What sentences call the limits of a goal that are not memory's."""
+
+
 class Infeasibility(NamedTuple):
     """Why no plan fits: the tightest rank and unit of the plan that comes closest, the bytes that
-    it needs there and that are available, and the smallest changes found that help. ``limit`` is
-    what cannot be kept: a field of the goal, memory's unless said otherwise."""
+    it needs there and that are available, and the smallest changes found that help: of the goal
+    (``relaxations``), of the cluster (``enlargement``). ``limit`` is what cannot be kept: a field
+    of the goal, memory's unless said otherwise."""
 
     rank: int
     unit: str
@@ -86,13 +104,18 @@ class Infeasibility(NamedTuple):
     available_bytes: int
     relaxations: tuple[Relaxation, ...] = ()
     limit: str = "memory_limit_bytes"
+    enlargement: Enlargement | None = None
 
     @property
     def sentence(self) -> str:
         """All of it for a person."""
-        help_ = "; or ".join(r.sentence for r in self.relaxations)
+        larger = [self.enlargement.sentence] if self.enlargement else []
+        help_ = "; or ".join([*(r.sentence for r in self.relaxations), *larger])
+        if self.limit == "pins":
+            return f"the pins leave unit {self.unit!r} nothing that it can be: lift one of them"
         if self.limit != "memory_limit_bytes":
-            return f"no plan keeps {self.limit}: " + (help_ or "allow more, or lift another limit")
+            what = LIMITS.get(self.limit, self.limit)
+            return f"no plan keeps {what}: " + (help_ or "allow more, or lift another limit")
         return (
             f"no plan found fits in memory: the closest needs {_mib(self.needed_bytes)} on rank "
             f"{self.rank} (at unit {self.unit!r}) and {_mib(self.available_bytes)} are available: "

@@ -17,10 +17,14 @@ import msgspec
 
 from ..answer import Choice, choice
 from ..budget import single_device_s
+from ..choices import unit_options
 from ..cost import CostModel
+from ..enlarge import more_ranks
 from ..evaluate import excess, rank_memory
 from ..objective import Value, value
-from ..solver import Infeasibility, Problem, Relaxation
+from ..solver import Enlargement, Infeasibility, Problem, Relaxation
+from ..splits import feasible as heuristically
+from ..splits import placed
 from .backend import Interruption, Solved, run
 from .cases import Case, case, models
 from .integer import Program
@@ -48,7 +52,7 @@ def explain_proved(problem: Problem, every: Sequence[CostModel]) -> Infeasibilit
         if getattr(problem.goal, what) is not None:
             closest = _least(problem, every, what, end)
             if closest is not None:
-                return _other(problem, closest, what)
+                return _other(problem, closest, what, end)
     return _nothing(problem, every[0])
 
 
@@ -120,7 +124,14 @@ def _memory(problem: Problem, closest: Closest, end: float) -> Infeasibility:
         needed_bytes=tight.needed_bytes,
         available_bytes=tight.available_bytes,
         relaxations=(*(r for r in found if r is not None), *relaxations),
+        enlargement=more_ranks(problem, lambda larger: _fits(larger, end), end),
     )
+
+
+def _fits(problem: Problem, end: float) -> bool:
+    """Whether a plan keeps all limits: one that the heuristic finds, or any."""
+    problem = placed(replace(problem, progress=None))
+    return heuristically(problem) or _feasible(problem, end)
 
 
 def _more_micro_batches(problem: Problem, end: float) -> Relaxation | None:
@@ -157,7 +168,7 @@ def _feasible(problem: Problem, end: float, **changes: object) -> bool:
     return closest is not None and closest.chosen.feasible
 
 
-def _other(problem: Problem, closest: Closest, what: str) -> Infeasibility:
+def _other(problem: Problem, closest: Closest, what: str, end: float) -> Infeasibility:
     """Where memory is not what is missing."""
     model, chosen = closest.chosen.model, closest.chosen
     tight = excess(model, rank_memory(model, chosen.decisions))
@@ -173,18 +184,38 @@ def _other(problem: Problem, closest: Closest, what: str) -> Infeasibility:
         available_bytes=tight.available_bytes,
         relaxations=(Relaxation(what, value_, sentence),),  # type: ignore[arg-type]
         limit=what,
+        enlargement=_larger(problem, what, end),
     )
+
+
+def _larger(problem: Problem, what: str, end: float) -> Enlargement | None:
+    """More ranks may shorten a step; they never save device-seconds."""
+    if what != "time_limit_s":
+        return None
+    return more_ranks(problem, lambda larger: _fits(larger, end), end)
 
 
 def _nothing(problem: Problem, model: CostModel) -> Infeasibility:
     """No single limit is to blame: a unit has no option, or several limits exclude each other."""
     figures = value(model, model.baseline, problem.schedule)
     tight = excess(model, rank_memory(model, model.baseline))
+    limit = "several limits" if figures.over_bytes > 0 else "unit_amplification_limit"
+    pinned = _pinned(problem, model)
     return Infeasibility(
         rank=model.placement[tight.position],
-        unit=tight.unit,
+        unit=pinned or tight.unit,
         needed_bytes=tight.needed_bytes,
         available_bytes=tight.available_bytes,
         relaxations=(),
-        limit="several limits" if figures.over_bytes > 0 else "unit_amplification_limit",
+        limit="pins" if pinned else limit,
     )
+
+
+def _pinned(problem: Problem, model: CostModel) -> str | None:
+    """A unit that could be something but for its pins."""
+    free = msgspec.structs.replace(problem.goal, pins=())
+    bare = _with_goal(problem, model, free)
+    for k, unit in enumerate(model.profile.units):
+        if not unit_options(model, k, problem.capability):
+            return unit.name if unit_options(bare, k, problem.capability) else None
+    return None

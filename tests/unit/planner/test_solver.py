@@ -4,8 +4,10 @@ import msgspec
 import pytest
 from meshwright.planner.capability import PLAIN
 from meshwright.planner.errors import InfeasibleError, InputError
-from meshwright.planner.goal import Goal
+from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.heuristic import Heuristic
+from meshwright.planner.layout import Layout
+from meshwright.planner.resize import resized_problem
 from meshwright.planner.solver import Problem, Solver, solve, solvers
 
 from tests.strategies import chain_profile, cluster, linear
@@ -81,6 +83,43 @@ def test_each_relaxation_named_does_help(problem, part):
     for change in why.relaxations:
         value = (change.value,) if change.what == "micro_batches" else change.value
         assert solve(limited(tight, **{change.what: value})).plan is not None
+
+
+@pytest.mark.parametrize("solver", ["integer", "heuristic"])
+@pytest.mark.parametrize("part", [0.35, 0.8])
+def test_more_ranks_that_are_named_do_help_and_fewer_do_not(problem, solver, part):
+    need = solve(limited(problem, memory_limit_bytes=1)).infeasible.needed_bytes
+    tight = limited(problem, memory_limit_bytes=int(need * part))
+    more = solve(tight, solver).infeasible.enlargement
+    assert more.ranks == more.nodes > 4
+    assert more.sentence in solve(tight, solver).infeasible.sentence
+    assert solve(resized_problem(tight, more.ranks), solver).plan is not None
+    assert solve(resized_problem(tight, more.ranks - 1), solver).plan is None
+
+
+def test_a_shorter_step_may_need_more_ranks():
+    """Computing alone: three twentieths of a second for each of eight samples."""
+    profile = chain_profile([linear("fc", 4, 4, 0.05)], bytes_per_sample=1.0)
+    links = cluster(4, inter=1e12, latency_s=0.0)
+    asked = Problem(profile, links, Goal(batch=8, time_limit_s=0.2))
+    why = solve(asked).infeasible
+    assert why.limit == "time_limit_s"
+    assert why.enlargement.ranks == 8
+    assert solve(resized_problem(asked, 8)).plan is not None
+    assert solve(resized_problem(asked, 7)).plan is None
+
+
+def test_no_larger_cluster_is_named_where_links_are_not_known(problem):
+    lone = msgspec.structs.replace(cluster(1, 2), levels=cluster(1, 2).levels[:1])
+    asked = Problem(problem.profile, lone, limited(problem, memory_limit_bytes=10_000).goal)
+    assert solve(asked).infeasible.enlargement is None
+
+
+def test_pins_that_leave_nothing_are_named(problem):
+    pin = Pin(unit="fc1", only=(Layout(groups=3, degree=1),))
+    why = solve(limited(problem, pins=(pin,))).infeasible
+    assert (why.limit, why.unit) == ("pins", "fc1")
+    assert "'fc1'" in why.sentence
 
 
 def test_infeasible_is_one_sentence_with_the_numbers(problem):
