@@ -12,8 +12,9 @@ hosts stay together and the best of several orders is improved by swaps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import permutations, zip_longest
+from itertools import combinations, permutations, zip_longest
 from math import factorial
+from random import Random
 
 from .cluster import Cluster
 from .collectives import Fabric, groups_of, peers_of, rings
@@ -24,8 +25,8 @@ EXACT_ORDERS = 1000
 measured: two hosts of five and three devices make 56 orders, six ranks measured in pairs 720."""
 EXACT_NODES = 6
 """Up to here every order of whole nodes is tried, their ranks kept together."""
-SWAP_NODES = 32
-"""Up to here the best order is improved by swapping whole nodes."""
+SWAPS = 2000
+"""Pairs of nodes that are swapped in each round; of more (above 63 nodes) a drawn sample."""
 GROUP_WEIGHT = 3.0
 """What is moved inside a group is waited for, the exchange of gradients can hide."""
 SWAP_STARTS = 6
@@ -66,7 +67,7 @@ def place(cluster: Cluster, layouts: Sequence[Layout] | None = None) -> tuple[in
 
     if orders(cluster) > EXACT_ORDERS:
         found.sort(key=cost)
-        if EXACT_NODES < len(cluster.nodes) <= SWAP_NODES:
+        if len(cluster.nodes) > EXACT_NODES:
             found.insert(0, _swapped_nodes(cluster, found[0], layouts))
         if cluster.world_size <= SWAP_RANKS:
             found += [_swapped(cluster, order, layouts) for order in found[:SWAP_STARTS]]
@@ -154,17 +155,22 @@ def _swapped_nodes(
         return order
     for _ in range(SWAP_ROUNDS):
         before = cost
-        for a in range(len(blocks)):
-            for b in range(a + 1, len(blocks)):
+        for a, b in _pairs(len(blocks)):
+            blocks[a], blocks[b] = blocks[b], blocks[a]
+            found = order_cost(cluster, [r for block in blocks for r in block], layouts)
+            if found < cost * (1 - 1e-9):
+                cost = found
+            else:
                 blocks[a], blocks[b] = blocks[b], blocks[a]
-                found = order_cost(cluster, [r for block in blocks for r in block], layouts)
-                if found < cost * (1 - 1e-9):
-                    cost = found
-                else:
-                    blocks[a], blocks[b] = blocks[b], blocks[a]
         if cost >= before:
             break
     return tuple(r for block in blocks for r in block)
+
+
+def _pairs(count: int) -> list[tuple[int, int]]:
+    """Pairs to swap: all, or where these are many as many as ``SWAPS``, the same in every run."""
+    every = list(combinations(range(count), 2))
+    return every if len(every) <= SWAPS else sorted(Random(0).sample(every, SWAPS))
 
 
 def _swapped(
