@@ -16,27 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from math import ceil
-from typing import NamedTuple
 
 from .cluster import Cluster
 from .collectives import (
     Fabric,
-    Rings,
     all_gather_s,
     all_reduce_s,
-    groups_of,
-    peers_of,
     reduce_scatter_s,
-    rings,
 )
 from .errors import InputError
+from .exchange import Exchanges
 from .goal import Goal
-from .layout import Layout, data_parallel
+from .layout import data_parallel
 from .movement import Moved, moved, moved_s
-from .options import Decisions, Option, tied_units
+from .options import Decisions, Option
 from .ownership import Held, entry, exit_
-from .profile import EdgeProfile, ModelProfile, ParameterProfile, UnitProfile
+from .profile import EdgeProfile, ModelProfile, UnitProfile
 from .shares import (
     backward_s,
     batch_counts,
@@ -46,58 +41,13 @@ from .shares import (
     shard_bytes,
 )
 from .step import LINKS, Chain, empty_chain
+from .unit_cost import EdgeCost, OnLink, UnitCost, after, offloaded, recomputed, released
 
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-NUMBER_BYTES = 4
-"""Of the number that says where a picked gradient element belongs (int32)."""
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
 
 
-class OnLink(NamedTuple):
-    """Seconds of communication, the link it occupies (index in ``LINKS``), and what the busiest
-    rank sends."""
-
-    seconds: float = 0.0
-    link: int = 0
-    sent_bytes: float = 0.0
-
-
-class UnitCost(NamedTuple):
-    """What one unit costs by itself. ``shard_bytes`` are the parameters that a member holds,
-    ``trained_bytes`` those of them with a gradient, ``gradient_bytes`` what is exchanged.
-    ``released`` is an exchange that the rank waits for in backward (early release), ``slice_s`` the
-    time of one slice on the link of ``exchange`` (zero where gradients travel in buckets)."""
-
-    forward_s: float
-    backward_s: float
-    update_s: float
-    inner_forward: OnLink
-    inner_backward: OnLink
-    exchange: OnLink
-    gradient_bytes: int
-    trained_bytes: int
-    shard_bytes: int
-    released: OnLink = OnLink()
-    slice_s: float = 0.0
-
-
-class EdgeCost(NamedTuple):
-    """The redistribution of one edge's tensor, forward and backward, and the bytes that the
-    busiest rank receives forward."""
-
-    forward: OnLink
-    backward: OnLink
-    received_bytes: float
-
-
-def _after(one: OnLink, other: OnLink) -> OnLink:
-    """Two collectives one after the other, as on the link of the longer."""
-    link = max(one, other).link
-    return OnLink(one.seconds + other.seconds, link, one.sent_bytes + other.sent_bytes)
-
-
-class CostModel:
+class CostModel(Exchanges):
     """The costs of one profile on one cluster for one goal, micro-batch count and placement.
 
     Gradients travel in buckets of ``bucket_bytes`` (the barrier's schedule), or with ``sliced``
@@ -116,57 +66,14 @@ class CostModel:
         bucket_bytes: int = BUCKET_BYTES,
         sliced: bool = False,
     ) -> None:
-        self.profile, self.cluster, self.goal = profile, cluster, goal
-        self.micro_batches, self.bucket_bytes = micro_batches, bucket_bytes
-        self.sliced = sliced
+        self.placement = placement or tuple(range(cluster.world_size))
+        super().__init__(profile, Fabric(cluster, self.placement), bucket_bytes, sliced)
+        self.cluster, self.goal, self.micro_batches = cluster, goal, micro_batches
         self.world_size = cluster.world_size
-        self.placement = placement or tuple(range(self.world_size))
-        self.fabric = Fabric(cluster, self.placement)
         self.counts = batch_counts(goal.batch, self.world_size, micro_batches)
         self._units: dict[tuple[int, Option], UnitCost] = {}
         self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
         self._moved: dict[tuple[Held, Held, int], Moved] = {}
-        self._gradients: dict[tuple[int, Option], tuple[tuple[int, int], ...]] = {}
-        self._exchanges: dict[tuple[Layout, str, float], OnLink] = {}
-        self._rings: dict[tuple[Layout, str], Rings] = {}
-
-    @cached_property
-    def index(self) -> dict[str, int]:
-        """Position in forward order by unit name."""
-        return {u.name: i for i, u in enumerate(self.profile.units)}
-
-    @cached_property
-    def ends(self) -> tuple[tuple[int, int], ...]:
-        """(source, target) of each edge as indices of units."""
-        return tuple((self.index[e.source], self.index[e.target]) for e in self.profile.edges)
-
-    @cached_property
-    def edges_into(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the edges that end at each unit."""
-        units = range(len(self.profile.units))
-        return tuple(tuple(e for e, (_, b) in enumerate(self.ends) if b == k) for k in units)
-
-    @cached_property
-    def edges_from(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the edges that begin at each unit."""
-        units = range(len(self.profile.units))
-        return tuple(tuple(e for e, (a, _) in enumerate(self.ends) if a == k) for k in units)
-
-    @cached_property
-    def owned(self) -> tuple[tuple[ParameterProfile, ...], ...]:
-        """The parameters that count at each unit: a tied one at its first user only."""
-        seen: set[str] = set()
-        found = []
-        for unit in self.profile.units:
-            mine = {p.shared: p for p in unit.parameters if p.shared not in seen}
-            seen |= mine.keys()
-            found.append(tuple(mine.values()))
-        return tuple(found)
-
-    @cached_property
-    def ties(self) -> tuple[tuple[int, ...], ...]:
-        """For each unit the units that must share its layout, itself among them."""
-        return tied_units(self.profile)
 
     @cached_property
     def baseline(self) -> Decisions:
@@ -189,7 +96,7 @@ class CostModel:
         trainable = tuple(p for p in self.owned[k] if p.trainable)
         trained = shard_bytes(unit, style, layout.degree, trainable)
         payload = self.payload_bytes(option, trained)
-        exchange, slice_s = self._exchanged(option, payload)
+        exchange, slice_s = self.exchanged(option, payload)
         inner_forward, inner_backward = self._inner(k, option, samples)
         own_s = self._overhead_s(k, trained if layout.groups > 1 else 0)
         cost = UnitCost(
@@ -204,29 +111,18 @@ class CostModel:
             shard_bytes=shard_bytes(unit, style, layout.degree, self.owned[k]),
             slice_s=slice_s,
         )
-        return _early(self._with_memory_policy(unit, option, cost, samples), option)
+        return released(self._with_memory_policy(unit, option, cost, samples), option)
 
     def _with_memory_policy(
         self, unit: UnitProfile, option: Option, cost: UnitCost, samples: int
     ) -> UnitCost:
-        """Recompute runs the forward again in backward, its collectives too; offload copies the
-        feature maps to the host and back while the rank waits (so do torch's own hooks)."""
         if option.memory == "recompute":
-            again, inner = cost.inner_forward, cost.inner_backward
-            both = OnLink(
-                inner.seconds + again.seconds,
-                again.link if again.seconds else inner.link,
-                inner.sent_bytes + again.sent_bytes,
-            )
-            backward = cost.backward_s + cost.forward_s
-            return cost._replace(backward_s=backward, inner_backward=both)
+            return recomputed(cost)
         if option.memory == "offload":
             rate = self.cluster.host_bytes_per_s
             assert rate is not None, "refused where the rate is not known"
-            copy_s = saved_bytes(unit, option.style, option.layout.degree, samples) / rate
-            return cost._replace(
-                forward_s=cost.forward_s + copy_s, backward_s=cost.backward_s + copy_s
-            )
+            saved = saved_bytes(unit, option.style, option.layout.degree, samples)
+            return offloaded(cost, saved / rate)
         return cost
 
     def _overhead_s(self, k: int, gradient_bytes: int) -> float:
@@ -237,20 +133,6 @@ class CostModel:
         own += overhead.byte_s * gradient_bytes
         return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)
 
-    def gradients(self, k: int, option: Option) -> tuple[tuple[int, int], ...]:
-        """(undivided, a member's payload) bytes of the gradients of unit ``k`` that travel, in the
-        order of backward."""
-        key = (k, option)
-        if key not in self._gradients:
-            unit, layout = self.profile.units[k], option.layout
-            trained = [p for p in self.owned[k] if p.trainable and layout.groups > 1]
-            shards = [shard_bytes(unit, option.style, layout.degree, (p,)) for p in trained]
-            self._gradients[key] = tuple(
-                (p.bytes, self.payload_bytes(option, shard))
-                for p, shard in zip(reversed(trained), reversed(shards), strict=True)
-            )
-        return self._gradients[key]
-
     def _update_s(self, option: Option, trained_bytes: int) -> float:
         """The update of a member's shard, of its part of it where the exchange is sharded; and for
         a lossy exchange the choice of what is sent."""
@@ -260,59 +142,6 @@ class CostModel:
         rate = self.profile.compression_seconds_per_byte(option.exchange)
         return part + (trained_bytes * rate if option.lossy else 0.0)
 
-    def payload_bytes(self, option: Option, trained_bytes: int) -> int:
-        """Bytes that a member has of the tensor exchanged: its gradient, the part that is not
-        dropped, or the values and numbers (four bytes each) that all groups picked."""
-        groups = option.layout.groups
-        if groups == 1:
-            return 0
-        if option.exchange == "topk":
-            element = ELEMENT_BYTES.get(self.profile.dtype, 4)
-            return ceil(groups * option.ratio * trained_bytes * (1 + NUMBER_BYTES / element))
-        return ceil(option.ratio * trained_bytes) if option.lossy else trained_bytes
-
-    def exchange(self, option: Option, payload_bytes: float) -> OnLink:
-        """The exchange of a payload over the groups, all members' at the same time: an all-reduce;
-        a reduce-scatter and an all-gather where it is sharded; an all-gather of what was picked."""
-        key = (option.layout, option.exchange, payload_bytes)
-        if key not in self._exchanges:
-            self._exchanges[key] = self._exchange(option, payload_bytes)
-        return self._exchanges[key]
-
-    def _exchange(self, option: Option, payload_bytes: float) -> OnLink:
-        ring = self.ring(option.layout, "peers")
-        link, part = LINKS.index(ring.level), (ring.ranks - 1) / ring.ranks
-        if option.exchange == "topk":
-            seconds = all_gather_s(self.fabric, ring, payload_bytes)
-            return OnLink(seconds, link, part * payload_bytes)
-        if option.exchange == "sharded":
-            seconds = reduce_scatter_s(self.fabric, ring, payload_bytes)
-            seconds += all_gather_s(self.fabric, ring, payload_bytes)
-        else:
-            seconds = all_reduce_s(self.fabric, ring, payload_bytes)
-        return OnLink(seconds, link, 2 * part * payload_bytes)
-
-    def _exchanged(self, option: Option, payload_bytes: int) -> tuple[OnLink, float]:
-        """(a unit's exchange, seconds of one slice). In buckets, gradients smaller than one share
-        it with others, and with them the latency; slices are the unit's own."""
-        if not payload_bytes:
-            return OnLink(), 0.0
-        if self.sliced:
-            pieces = ceil(payload_bytes / self.bucket_bytes)
-            one = self.exchange(option, payload_bytes / pieces)
-            return OnLink(one.seconds * pieces, one.link, one.sent_bytes * pieces), one.seconds
-        part = min(payload_bytes / self.bucket_bytes, 1.0)
-        full = self.exchange(option, payload_bytes / part)
-        return OnLink(full.seconds * part, full.link, full.sent_bytes * part), 0.0
-
-    def ring(self, layout: Layout, which: str) -> Rings:
-        """The rings over a layout's ``groups``, over its ``peers``, or over ``all`` positions."""
-        key = (layout, which)
-        if key not in self._rings:
-            rows = peers_of(layout) if which == "peers" else groups_of(layout)
-            self._rings[key] = rings(self.fabric, rows.reshape(1, -1) if which == "all" else rows)
-        return self._rings[key]
-
     def _inner(self, k: int, option: Option, samples: int) -> tuple[OnLink, OnLink]:
         """The collectives inside a unit, forward and backward: those of its partial sums, and the
         all-reduce of ``global`` batch statistics."""
@@ -320,7 +149,7 @@ class CostModel:
             self._statistics(k, option),
             self._sums(k, option, samples),
         )
-        return _after(statistics, forward), _after(statistics, backward)
+        return after(statistics, forward), after(statistics, backward)
 
     def _statistics(self, k: int, option: Option) -> OnLink:
         unit = self.profile.units[k]
@@ -416,19 +245,6 @@ class CostModel:
             cost = self.edge(e, decisions[self.ends[e][0]], decisions[k])
             chain.entry_forward_s[cost.forward.link, k] += cost.forward.seconds
             chain.entry_backward_s[cost.backward.link, k] += cost.backward.seconds
-
-
-def _early(cost: UnitCost, option: Option) -> UnitCost:
-    """With early release the rank waits for the unit's exchange in backward and updates there."""
-    if not option.early_release:
-        return cost
-    return cost._replace(
-        backward_s=cost.backward_s + cost.update_s,
-        update_s=0.0,
-        exchange=OnLink(),
-        released=cost.exchange,
-        slice_s=0.0,
-    )
 
 
 def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:
