@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from .budget import gpu_seconds
+from .budget import gpu_seconds, idle_s, unit_s
 from .capability import PLAIN, Capability
 from .cluster import Cluster
 from .cost import BUCKET_BYTES, CostModel
 from .errors import InputError
 from .goal import Goal
+from .lanes import simulate_lanes
 from .layout import data_parallel
 from .memory import Holding, MemoryModel, MemoryPoint, peak_bytes, position_classes, timeline
 from .noun import fingerprint
@@ -104,7 +105,11 @@ def evaluation(
         raise InputError(f"{len(decisions)} decisions for {len(units)} units: give one for each")
     chain = model.chain(decisions)
     step = step_of(model, decisions, chain, schedule)
-    result = simulate(step, model.cluster.interference)
+    noise = model.cluster.interference
+    if any(option.layout.first for option in decisions):  # branches on ranks of their own
+        result = simulate_lanes(model, decisions, step.messages, schedule, noise)
+    else:
+        result = simulate(step, noise)
     memory = rank_memory(model, decisions)
     prediction = _prediction(model, decisions, step, result, memory)
     return Evaluation(model, decisions, chain, step, result, memory, prediction)
@@ -145,9 +150,22 @@ def _prediction(
         exchange_s=max(per_link.values(), default=0.0),
         wire_bytes=round(_wire_bytes(model, decisions, step)),
         peak_bytes=tuple(peaks),
-        gpu_seconds=gpu_seconds(model, decisions, result.step_s),
+        gpu_seconds=_gpu_seconds(model, decisions, result),
         samples_per_s=model.goal.batch / result.step_s if result.step_s else 0.0,
     )
+
+
+def _gpu_seconds(model: CostModel, decisions: Decisions, result: Simulation) -> float:
+    """Device-seconds; where branches run side by side, all devices for the time in which the lane
+    that works longest does not compute, and each unit's own for as long as it computes."""
+    if not any(option.layout.first for option in decisions):
+        return gpu_seconds(model, decisions, result.step_s)
+    whole = model.world_size * result.step_s
+    own = sum(
+        model.world_size * unit_s(model, k, o) - idle_s(model, k, o)
+        for k, o in enumerate(decisions)
+    )
+    return min(whole, whole - model.world_size * result.compute_s + own)
 
 
 def _wire_bytes(model: CostModel, decisions: Decisions, step: Step) -> float:
@@ -229,12 +247,17 @@ def _baseline(
     schedule: ScheduleName,
     bucket_bytes: int,
 ) -> Evaluation:
-    """Plain data parallelism as it would be run: ranks in the order of the hosts."""
-    sliced = schedule == "priority"
-    model = CostModel(
-        profile, cluster, goal, micro_batches, bucket_bytes=bucket_bytes, sliced=sliced
-    )
-    return evaluation(model, model.baseline, schedule=schedule)
+    """Plain data parallelism as it would be run: ranks in the order of the hosts; by priority or,
+    where the plan's slices would make that slower, as DDP does by default."""
+    ways: list[tuple[ScheduleName, int]] = [(schedule, bucket_bytes)]
+    if schedule == "priority":
+        ways.append(("barrier", BUCKET_BYTES))
+    found = []
+    for name, size in ways:
+        sliced = name == "priority"
+        model = CostModel(profile, cluster, goal, micro_batches, bucket_bytes=size, sliced=sliced)
+        found.append(evaluation(model, model.baseline, schedule=name))
+    return min(found, key=lambda done: done.prediction.step_s)
 
 
 def provenance_of(

@@ -81,8 +81,9 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     ``placement[p]`` is the rank at position ``p``. ``bucket_bytes`` is how much gradient travels in
     one exchange, ``schedule`` in which order. ``target`` rebuilds the model (a workload's name,
     ``file.py:factory``), ``model`` is the fingerprint of its structure. ``baseline`` is
-    plain data parallelism on the same cluster with the same micro-batches; ``baseline_fits`` says
-    whether that would fit in memory.
+    plain data parallelism on the same cluster with the same micro-batches, by the plan's schedule
+    or as DDP does by default, whichever is quicker; ``baseline_fits`` says whether that would fit
+    in memory.
     """
 
     target: str
