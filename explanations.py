@@ -41,6 +41,8 @@ def _units(found: Explanation) -> Table:
     headings = ("unit", "layout", "compute", "blocking", "exchange", "if instead", "step", "but")
     title = "Each unit, and the step if it alone were decided otherwise"
     table = empty_table(title, headings, left=2)
+    for column in (table.columns[0], *table.columns[6:]):
+        column.no_wrap = True
     for unit in found.units:
         costs = (
             seconds(unit.forward_s + unit.backward_s),

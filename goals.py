@@ -32,6 +32,7 @@ def make_goal(
     allow_lossy: bool = False,
     slice_bytes: Sequence[int] = (),
     pins: Sequence[Pin] = (),
+    all_layouts: bool = False,
 ) -> Goal:
     """The goal of those values, each checked; raises ``InputError``."""
     _at_least_one("batch", batch)
@@ -61,6 +62,7 @@ def make_goal(
         min_fidelity=_fidelity(min_fidelity, allow_lossy),
         slice_bytes=tuple(dict.fromkeys(slice_bytes)),
         pins=tuple(pins),
+        all_layouts=all_layouts,
     )
 
 

@@ -90,6 +90,12 @@ def plan(
     hypothetical: Annotated[
         bool, typer.Option("--hypothetical", help="Plan more than the executor can run.")
     ] = False,
+    all_layouts: Annotated[
+        bool,
+        typer.Option(
+            "--all-layouts", help="Any number of groups and members, not only round ones."
+        ),
+    ] = False,
     solver: Annotated[str, typer.Option(help="auto, heuristic, integer or multipliers.")] = "auto",
     time_limit: Annotated[float | None, typer.Option(help="Seconds for the search.")] = None,
     ranks: Annotated[
@@ -122,6 +128,7 @@ def plan(
         allow_lossy=allow_lossy,
         slice_bytes=[parse_bytes(part) for part in slices.split(",")] if slices else (),
         pins=wishes.pins,
+        all_layouts=all_layouts,
     )
     there = load(Cluster, cluster)
     what: str | ModelProfile = load(ModelProfile, target) if target.endswith(".json") else target

@@ -21,7 +21,8 @@ STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")
 
 def layouts_of(model: CostModel, capability: Capability) -> tuple[Layout, ...]:
     """The layouts that a search tries; all start at position 0."""
-    return tuple(lattice(model.world_size, bursts=capability.idle_positions))
+    every, bursts = model.goal.all_layouts, capability.idle_positions
+    return tuple(lattice(model.world_size, complete=every, bursts=bursts))
 
 
 def unit_options(model: CostModel, k: int, capability: Capability) -> tuple[Option, ...]:

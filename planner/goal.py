@@ -57,7 +57,9 @@ class Goal(Noun, frozen=True, kw_only=True):
     bounds the device-seconds of a step, ``unit_amplification_limit`` those of every unit by itself,
     as a multiple of what one device would take for the whole batch (DeepPool, arXiv 2112.10065).
     Lossy exchange needs ``allow_lossy``, and keeps at least ``min_fidelity`` of the gradient's
-    energy over all units. ``pins`` take layouts and styles of units out of the search.
+    energy over all units. ``pins`` take layouts and styles of units out of the search,
+    ``all_layouts`` brings every number of groups and members in (else divisors of the number of
+    ranks, and powers of two).
     """
 
     batch: Count
@@ -74,6 +76,7 @@ class Goal(Noun, frozen=True, kw_only=True):
     slice_bytes: tuple[Count, ...] = ()
     background: bool = False
     pins: tuple[Pin, ...] = ()
+    all_layouts: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

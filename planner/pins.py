@@ -136,7 +136,8 @@ class _States:
         self, profile: ModelProfile, goal: Goal, capability: Capability, world: int
     ) -> None:
         self.profile, self.world = profile, world
-        every = product(lattice(world, bursts=capability.idle_positions), STYLES)
+        bursts = capability.idle_positions
+        every = product(lattice(world, complete=goal.all_layouts, bursts=bursts), STYLES)
         both = [(y, s) for y, s in every if (s == "none") == (y.degree == 1)]
         self.of: dict[str, list[State]] = {
             unit.name: [s for s in both if allowed(unit, Option(*s), goal, capability, world)]

@@ -208,7 +208,8 @@ def _auto(problem: Problem) -> tuple[str, str]:
 def _pairs(problem: Problem) -> int:
     """About how many pairs of layouts and styles the integer program would have."""
     bursts = problem.capability.idle_positions
-    layouts = list(lattice(problem.cluster.world_size, bursts=bursts))
+    world, complete = problem.cluster.world_size, problem.goal.all_layouts
+    layouts = list(lattice(world, complete=complete, bursts=bursts))
     states = {
         unit.name: 1
         if unit.fixed

@@ -89,6 +89,25 @@ def test_tied_units_must_be_pinned_alike():
     assert spelled_out(Goal(batch=16, pins=same), profile, PLAIN, 4).pins == same
 
 
+def test_every_number_of_groups_on_request(profile):
+    """Three of eight ranks are no divisor and no power of two."""
+    three = (Pin(unit="head", only=(Layout(groups=3),)),)
+    goal = Goal(batch=24, pins=three)
+    with pytest.raises(InputError, match=r"cannot be \(3,1\)"):
+        spelled_out(goal, profile, EVERYTHING, 8)
+    goal = msgspec.structs.replace(goal, all_layouts=True)
+    problem = settled(Problem(profile, cluster(8), goal, EVERYTHING))
+    for solver in solvers():
+        assert solve(problem, solver).checked().unit("head").layout == Layout(groups=3)
+
+
+def test_more_layouts_are_never_worse(profile):
+    few = Problem(profile, cluster(6, inter=1e9), Goal(batch=7), EVERYTHING, near=0.0)
+    goal = msgspec.structs.replace(few.goal, all_layouts=True)
+    more = Problem(profile, few.cluster, goal, EVERYTHING, near=0.0)
+    assert solve(more, "integer").objective_s <= solve(few, "integer").objective_s * (1 + 1e-6)
+
+
 def test_every_solver_keeps_pins_on_styles(profile):
     goal = Goal(batch=16, pins=(Pin(unit="fc.*", styles=("row",)), Pin(unit="head", never=())))
     problem = settled(Problem(profile, cluster(4, inter=1e7), goal))
