@@ -15,11 +15,15 @@ from .options import Option
 from .shares import backward_s, forward_s
 
 
+def unit_s(model: CostModel, k: int, option: Option) -> float:
+    """Seconds of a step in which unit ``k`` computes."""
+    cost = model.unit(k, option)
+    return model.micro_batches * (cost.forward_s + cost.backward_s) + cost.update_s
+
+
 def idle_s(model: CostModel, k: int, option: Option) -> float:
     """Device-seconds of a step that unit ``k`` leaves to others."""
-    cost = model.unit(k, option)
-    took = model.micro_batches * (cost.forward_s + cost.backward_s) + cost.update_s
-    return (model.world_size - option.layout.size) * took
+    return (model.world_size - option.layout.size) * unit_s(model, k, option)
 
 
 def gpu_seconds(model: CostModel, decisions: Sequence[Option], step_s: float) -> float:

@@ -185,7 +185,12 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
         raise InputError(f"there is no solver {solver!r}: choose from {['auto', *_solvers]}")
     _check(problem)
     result = _solvers[name]().solve(problem, time_limit_s)
-    return result._replace(reason="; ".join(r for r in (reason, result.reason) if r))
+    result = result._replace(reason="; ".join(r for r in (reason, result.reason) if r))
+    if not problem.capability.branches:
+        return result
+    from .branches import side_by_side  # it imports this module
+
+    return side_by_side(problem, result)
 
 
 def settled(problem: Problem) -> Problem:
