@@ -9,7 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import compare, describe_cluster, explain, launch, plan, probe, profile, verify
+    from .api import (
+        compare,
+        describe_cluster,
+        explain,
+        front,
+        launch,
+        plan,
+        probe,
+        profile,
+        sizes,
+        verify,
+    )
     from .demonstration import demo
     from .executor.micro import join, micro_batches
     from .executor.parallel import (
@@ -34,10 +45,12 @@ _HOMES = {
         "compare",
         "describe_cluster",
         "explain",
+        "front",
         "launch",
         "plan",
         "probe",
         "profile",
+        "sizes",
         "verify",
     ),
     ".demonstration": ("demo",),
@@ -75,6 +88,7 @@ __all__ = [
     "demo",
     "describe_cluster",
     "explain",
+    "front",
     "full_optimizer_state_dict",
     "full_state_dict",
     "join",
@@ -87,6 +101,7 @@ __all__ = [
     "probe",
     "profile",
     "save",
+    "sizes",
     "verify",
 ]
 

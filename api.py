@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from .planner.capability import EVERYTHING
+import msgspec
+
 from .planner.cluster import Cluster
 from .planner.compare import Comparison
 from .planner.compare import compare as compare_plans
@@ -14,10 +16,21 @@ from .planner.errors import InputError
 from .planner.explain import Explanation
 from .planner.explain import explain as explain_plan
 from .planner.goal import Goal
+from .planner.pareto import Front, described_front
 from .planner.plan import Plan
 from .planner.profile import ModelProfile
-from .planner.solver import Problem, solve
-from .remember import recall, remember
+from .planner.sensitivity import Sizes, gains_of
+from .planner.sensitivity import sizes as plan_sizes
+from .planner.solver import settled, solve
+from .planning import (
+    capability_of,
+    check_time_limit,
+    made_from,
+    problem_for,
+    problem_of,
+    shown,
+)
+from .remember import remember
 from .screen import Step
 
 if TYPE_CHECKING:
@@ -83,45 +96,70 @@ def plan(
     solver: str = "auto",
     time_limit_s: float | None = None,
     hypothetical: bool = False,
+    forbidden: Sequence[str] = (),
     progress: Step | None = None,
 ) -> Plan:
     """How to train a model on a cluster.
 
     ``what`` is a profile, or a target that is measured here (where the cluster is of this machine's
     devices) or estimated (where its devices are catalogued). Plans only what the executor can run,
-    unless ``hypothetical``. Raises ``InputError``, and ``InfeasibleError`` where nothing fits.
+    unless ``hypothetical``; never the policies ``forbidden``. The goal's pins may name patterns of
+    units. Raises ``InputError``, and ``InfeasibleError`` where nothing fits.
     """
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise InputError(f"a time limit of {time_limit_s:g} s leaves no search: give more than 0")
-    made = _profile_for(what, cluster, goal, progress)
-    from .executor.capability import CAPABILITY
-
-    def show(doing: str, share: float) -> None:
-        if progress is not None:
-            progress(round(1000 * share), 1000, doing)
-
-    problem = Problem(
-        made,
-        cluster,
-        goal,
-        EVERYTHING if hypothetical else CAPABILITY,
-        executor=CAPABILITY,
-        progress=show,
+    check_time_limit(time_limit_s)
+    problem = problem_for(
+        what, cluster, goal, hypothetical=hypothetical, forbidden=forbidden, progress=progress
     )
-    found = solve(problem, solver, time_limit_s).checked()
-    remember(made)
+    found = solve(settled(problem), solver, time_limit_s).checked()
+    remember(problem.profile)
     remember(cluster)
     return found
 
 
-def _profile_for(
-    what: str | Workload | ModelProfile, cluster: Cluster, goal: Goal, progress: Step | None
-) -> ModelProfile:
-    if isinstance(what, ModelProfile):
-        return what
-    from . import local
+def sizes(
+    what: str | Workload | ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    ranks: Sequence[int],
+    *,
+    solver: str = "auto",
+    time_limit_s: float | None = None,
+    hypothetical: bool = False,
+    forbidden: Sequence[str] = (),
+    progress: Step | None = None,
+) -> Sizes:
+    """Plans for clusters of so many ``ranks``, made of nodes like the given cluster's first; the
+    global batch stays. ``time_limit_s`` is for each size, the rest as in ``plan``."""
+    check_time_limit(time_limit_s)
+    if not ranks:
+        raise InputError("no cluster sizes to plan for: name at least one, such as 8")
+    problem = problem_for(
+        what, cluster, goal, hypothetical=hypothetical, forbidden=forbidden, progress=progress
+    )
+    return plan_sizes(problem, ranks, solver, time_limit_s)
 
-    return local.profile_for(what, cluster, goal, progress)
+
+def front(
+    what: str | Workload | ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    *,
+    points: int = 8,
+    solver: str = "auto",
+    time_limit_s: float | None = None,
+    hypothetical: bool = False,
+    forbidden: Sequence[str] = (),
+    progress: Step | None = None,
+) -> Front:
+    """The plans that no other beats in both step time and device-seconds, at most ``points`` of
+    them. ``time_limit_s`` is for each search, the rest as in ``plan``."""
+    check_time_limit(time_limit_s)
+    if points < 2:
+        raise InputError(f"a front of {points} points has no two ends: ask for at least 2")
+    problem = problem_for(
+        what, cluster, goal, hypothetical=hypothetical, forbidden=forbidden, progress=progress
+    )
+    return described_front(settled(problem), points, solver, time_limit_s)
 
 
 def explain(
@@ -130,20 +168,23 @@ def explain(
     cluster: Cluster | None = None,
     *,
     best: int = 2,
+    what_if: bool = True,
+    time_limit_s: float = 10.0,
     progress: Step | None = None,
 ) -> Explanation:
     """Why a plan is as it is. The profile and the cluster that it was made from are found by their
-    fingerprints where this machine made it; raises ``InputError`` where they are not."""
+    fingerprints where this machine made it; raises ``InputError`` where they are not. With
+    ``what_if`` it is planned again with more of everything, ``time_limit_s`` for each question."""
+    check_time_limit(time_limit_s)
     if best < 1:
         raise InputError(f"{best} alternatives explain nothing: ask for at least 1")
-    if progress is not None:
-        progress(0, 0, "")
-    made = profile or recall(ModelProfile, plan.provenance.profile, "--profile")
-    there = cluster or recall(Cluster, plan.provenance.cluster, "--cluster")
-    from .executor.capability import CAPABILITY
-
-    capability = EVERYTHING if plan.hypothetical else CAPABILITY
-    return explain_plan(plan, made, there, capability=capability, best=best)
+    made, there = made_from(plan, profile, cluster)
+    found = explain_plan(plan, made, there, capability=capability_of(plan), best=best)
+    if not what_if:
+        return found
+    problem = replace(problem_of(plan, made, there), progress=shown(progress))
+    more = gains_of(plan, problem, time_limit_s)
+    return msgspec.structs.replace(found, gains=more)
 
 
 def compare(first: Plan, second: Plan) -> Comparison:

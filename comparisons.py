@@ -1,4 +1,4 @@
-"""Tables that hold one thing against another: two plans, and a plan against its alternatives."""
+"""Tables that hold one thing against another: two plans, a plan against a run or one process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from .planner.compare import Comparison
-from .planner.explain import Explanation
-from .planner.layout import Layout
-from .screen import empty_table, figures_table, names_of, seconds, size
+from .screen import figures_table, seconds, size
 
 if TYPE_CHECKING:  # these load torch
     from .executor.report import RunReport
@@ -55,49 +53,6 @@ def comparison_tables(found: Comparison, first: str, second: str) -> list[Table 
     elif not found.same_cluster:
         shown.append("The plans are for different clusters.")
     return shown
-
-
-def explanation_tables(found: Explanation) -> list[Table | str]:
-    """Each unit's cost and what its alternatives would give, then what binds."""
-    headings = ("unit", "layout", "compute", "blocking", "exchange", "if instead", "step", "fits")
-    table = empty_table(
-        "Each unit, and the step if it alone were decided otherwise", headings, left=2
-    )
-    for unit in found.units:
-        if not unit.alternatives:
-            continue
-        costs = (
-            seconds(unit.forward_s + unit.backward_s),
-            seconds(unit.redistribute_s + unit.inner_s),
-            seconds(unit.exchange_s),
-        )
-        for i, other in enumerate(unit.alternatives):
-            lead = (unit.name, _option(unit.layout, unit.style), *costs) if i == 0 else ("",) * 5
-            change = f"{seconds(other.step_s)} ({100 * (other.step_s / found.step_s - 1):+.1f}%)"
-            fits = "yes" if other.fits else "no"
-            table.add_row(*lead, _option(other.layout, other.style), change, fits)
-    largest = {
-        "compute": "computing",
-        "blocking": "blocking communication",
-        "exchange": "gradient exchange that nothing hides",
-    }[found.bound_by]
-    words = [
-        f"The largest part of the step of {seconds(found.step_s)} is {largest}.",
-        f"Memory is tightest on rank {found.tightest_rank} at {found.tightest_unit}: "
-        f"{size(found.needed_bytes)} of {size(found.available_bytes)}"
-        + (", and keeps a quicker plan out." if found.memory_binds else "."),
-    ]
-    if found.exposed:
-        worst = max(found.exposed, key=lambda e: e.seconds)
-        words.append(
-            f"Exposed exchange: {seconds(sum(e.seconds for e in found.exposed))}, most of it the "
-            f"gradients of {names_of(worst.units)} ({seconds(worst.seconds)}, {worst.link})."
-        )
-    return [table, *words]
-
-
-def _option(layout: Layout, style: str) -> str:
-    return str(layout) if style == "none" else f"{layout} {style}"
 
 
 def figures_rows(report: RunReport) -> list[tuple[str, str, str, str]]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import get_args
 
 from .planner.errors import InputError
-from .planner.goal import STATE_COPIES, BatchStatistics, Goal
+from .planner.goal import STATE_COPIES, BatchStatistics, Goal, Pin
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}i": 1024**n for n, u in enumerate("kmgt", start=1)}
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+OBJECTIVES = {"step": "time", "gpu-seconds": "gpu_seconds"}
+"""What users call what shall be least, and what ``Goal`` calls it."""
 
 
 def make_goal(
@@ -21,6 +24,15 @@ def make_goal(
     optimizer: str = "sgd",
     micro_batches: Sequence[int] = (1,),
     batch_statistics: str = "local",
+    objective: str = "step",
+    step_limit_s: float | None = None,
+    amplification_limit: float | None = None,
+    unit_amplification_limit: float | None = None,
+    min_fidelity: float | None = None,
+    allow_lossy: bool = False,
+    slice_bytes: Sequence[int] = (),
+    pins: Sequence[Pin] = (),
+    all_layouts: bool = False,
 ) -> Goal:
     """The goal of those values, each checked; raises ``InputError``."""
     _at_least_one("batch", batch)
@@ -32,13 +44,50 @@ def make_goal(
         _at_least_one("number of micro-batches", count)
     _one_of("optimizer", optimizer, STATE_COPIES)
     _one_of("batch statistics", batch_statistics, get_args(BatchStatistics))
+    _one_of("objective", objective, OBJECTIVES)
+    _above_zero("step limit", step_limit_s)
+    _above_zero("amplification limit", amplification_limit)
+    _above_zero("unit amplification limit", unit_amplification_limit)
     return Goal(
         batch=batch,
         memory_limit_bytes=memory_limit_bytes,
         optimizer=optimizer,  # type: ignore[arg-type]
         micro_batches=tuple(dict.fromkeys(micro_batches)),
         batch_statistics=batch_statistics,  # type: ignore[arg-type]
+        objective=OBJECTIVES[objective],  # type: ignore[arg-type]
+        time_limit_s=step_limit_s,
+        amplification_limit=amplification_limit,
+        unit_amplification_limit=unit_amplification_limit,
+        allow_lossy=allow_lossy,
+        min_fidelity=_fidelity(min_fidelity, allow_lossy),
+        slice_bytes=tuple(dict.fromkeys(slice_bytes)),
+        pins=tuple(pins),
+        all_layouts=all_layouts,
     )
+
+
+def _fidelity(least: float | None, allow_lossy: bool) -> float:
+    """The share of the gradient's energy that must be sent at once."""
+    if not allow_lossy:
+        if least is not None:
+            raise InputError(
+                f"a least fidelity of {least:g} bounds a lossy exchange, which is not allowed: "
+                "add --allow-lossy (allow_lossy=True)"
+            )
+        return 1.0
+    if least is None or least == 1:
+        raise InputError(
+            "a lossy exchange that keeps the whole gradient saves nothing: say how much of its "
+            "energy must be sent, with --min-fidelity 0.9 (min_fidelity=0.9)"
+        )
+    if not 0 <= least < 1:
+        raise InputError(f"a least fidelity of {least:g} is no share: give 0 to 1, such as 0.9")
+    return least
+
+
+def _above_zero(what: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise InputError(f"a {what} of {value:g} cannot be: give more than 0")
 
 
 def _at_least_one(what: str, value: int) -> None:
@@ -46,7 +95,7 @@ def _at_least_one(what: str, value: int) -> None:
         raise InputError(f"a {what} of {value} cannot be: give at least 1")
 
 
-def _one_of(what: str, value: str, known: Sequence[str] | dict[str, int]) -> None:
+def _one_of(what: str, value: str, known: Collection[str]) -> None:
     if value not in known:
         raise InputError(f"unknown {what} {value!r}: choose from {', '.join(known)}")
 
@@ -61,6 +110,18 @@ def parse_bytes(text: str) -> int:
     if not 1 <= count < 2**62:
         raise InputError(f"{text!r} is not an amount of memory: write it like 8GiB or 500MB")
     return round(count)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from ``0.25``, ``1.5s``, ``250ms`` or ``80us``; raises ``InputError``."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(s|ms|us|µs)?\s*", text.lower())
+    try:
+        value = float(match[1]) * _SECONDS[match[2] or ""] if match else math.nan
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise InputError(f"{text!r} is not a time above 0: write it like 250ms or 1.5s")
+    return value
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

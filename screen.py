@@ -48,6 +48,11 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
 
 
+def gap_text(gap: float) -> str:
+    """The gap between a plan and its bound; rounding is none."""
+    return f"{100 * gap:.2g}%" if gap > 1e-6 else "0%"
+
+
 def size(count: float) -> str:
     """Bytes in the binary unit in which they read best."""
     for unit in ("B", "KiB", "MiB"):

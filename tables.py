@@ -8,9 +8,10 @@ from itertools import groupby
 from rich.table import Table
 
 from .planner.cluster import Cluster
+from .planner.compare import policy_words
 from .planner.plan import Plan, Prediction, UnitPlan
 from .planner.profile import ModelProfile, UnitProfile
-from .screen import empty_table, names_of, rate, seconds, size
+from .screen import empty_table, gap_text, names_of, rate, seconds, size
 
 
 def gain(plan: Plan) -> str:
@@ -21,12 +22,35 @@ def gain(plan: Plan) -> str:
     return text if plan.baseline_fits else f"{text}, which does not fit in memory"
 
 
+def verdict(plan: Plan) -> str:
+    """The gain, and what its solver proved: status, bound and gap."""
+    counts = f", in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    return f"Predicted to be {gain(plan)}{counts}; {_proof(plan)}."
+
+
+def _proof(plan: Plan) -> str:
+    by = plan.provenance
+    words = {
+        "optimal": f"proved best by the {by.solver} solver",
+        "feasible": f"found by the {by.solver} solver, not proved best",
+        "heuristic": f"found by the {by.solver} solver, not proved best",
+        "manual": "decided by hand",
+    }[by.status]
+    if by.bound_s is None or by.gap is None:
+        return words
+    what = "step" if plan.goal.objective == "time" else "device time"
+    return (
+        f"{words} (no {what} by the formula is below {seconds(by.bound_s)}, gap "
+        f"{gap_text(by.gap)}, {by.solve_s:.1f} s of search)"
+    )
+
+
 def _communication(unit: UnitPlan) -> float:
     return unit.blocking_s + unit.exchange_s
 
 
 def _decision(unit: UnitPlan) -> tuple[object, ...]:
-    return (unit.layout, unit.style, unit.memory, unit.exchange, unit.early_release)
+    return (unit.layout, unit.style, *policy_words(unit))
 
 
 def decision_table(plan: Plan, *, fold: bool = True) -> Table:
@@ -56,9 +80,7 @@ def decision_table(plan: Plan, *, fold: bool = True) -> Table:
 
 def _style(unit: UnitPlan) -> str:
     words: list[str] = ["data parallel" if unit.style == "none" else unit.style]
-    words += [unit.memory] if unit.memory != "keep" else []
-    words += [unit.exchange] if unit.exchange != "dense" else []
-    return ", ".join(words)
+    return ", ".join([*words, *policy_words(unit)])
 
 
 def prediction_table(plan: Plan) -> Table:

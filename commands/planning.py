@@ -1,30 +1,30 @@
-"""``plan``, ``explain`` and ``compare``: from measurements to a decision, and why."""
+"""``plan``: from measurements to a decision; or to a table, over cluster sizes or as a front."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..comparisons import comparison_tables, explanation_tables
-from ..goals import make_goal, parse_bytes, parse_counts, shares_note
+from ..goals import make_goal, parse_bytes, parse_counts, parse_seconds, shares_note
 from ..planner.cluster import Cluster
+from ..planner.errors import InputError
+from ..planner.goal import Goal
 from ..planner.noun import load
-from ..planner.plan import Plan
+from ..planner.pins import parse_wishes
 from ..planner.profile import ModelProfile
 from ..screen import progress
-from ..tables import decision_table, gain, prediction_table
+from ..tables import decision_table, prediction_table, verdict
+from ..trade_offs import front_table, sizes_table
 from .output import Json, check_out, deliver, note, out
 
 ClusterFile = Annotated[Path, typer.Option("--cluster", "-c", help="The cluster's file.")]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Registers the verbs."""
+    """Registers the verb."""
     app.command("plan")(plan)
-    app.command("explain")(explain)
-    app.command("compare")(compare)
 
 
 def plan(
@@ -37,7 +37,7 @@ def plan(
     ],
     cluster: ClusterFile,
     batch: Annotated[int, typer.Option(help="Global batch size in samples.")],
-    out_: Annotated[Path | None, out("plan")] = None,
+    out_: Annotated[Path | None, out("plan (or the table)")] = None,
     memory_limit: Annotated[
         str | None, typer.Option(help="Most memory of a rank, such as 8GiB (default: its own).")
     ] = None,
@@ -49,91 +49,145 @@ def plan(
         str,
         typer.Option(help="Normalise over each rank's share (local) or the whole batch (global)."),
     ] = "local",
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="UNIT=LAYOUT decides units beforehand: fc1=4x2, 'block*=1x8', fc1=4x2:row. "
+            "May be given several times.",
+            metavar="UNIT=LAYOUT",
+        ),
+    ] = None,
+    forbid: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="UNIT=LAYOUT that it must not have; without UNIT= for all units, where a policy "
+            "may stand too (recompute, topk). May be given several times.",
+            metavar="[UNIT=]LAYOUT",
+        ),
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(help="What shall be least: step (time) or gpu-seconds.")
+    ] = "step",
+    step_limit: Annotated[
+        str | None, typer.Option(help="Longest step allowed, such as 250ms or 1.5s.")
+    ] = None,
+    amplification_limit: Annotated[
+        float | None,
+        typer.Option(help="Most device time of a step, as a multiple of one device's."),
+    ] = None,
+    unit_amplification_limit: Annotated[
+        float | None, typer.Option(help="The same for every unit by itself.")
+    ] = None,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Allow part of the gradients to wait a step.")
+    ] = False,
+    min_fidelity: Annotated[
+        float | None, typer.Option(help="Least share of the gradient's energy sent, such as 0.9.")
+    ] = None,
+    slices: Annotated[
+        str | None, typer.Option(help="Slice sizes to choose from, such as 1MiB,4MiB.")
+    ] = None,
     hypothetical: Annotated[
         bool, typer.Option("--hypothetical", help="Plan more than the executor can run.")
     ] = False,
-    solver: Annotated[str, typer.Option(help="auto, or a solver's name.")] = "auto",
+    all_layouts: Annotated[
+        bool,
+        typer.Option(
+            "--all-layouts", help="Any number of groups and members, not only round ones."
+        ),
+    ] = False,
+    solver: Annotated[str, typer.Option(help="auto, heuristic, integer or multipliers.")] = "auto",
     time_limit: Annotated[float | None, typer.Option(help="Seconds for the search.")] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Compare cluster sizes instead, such as 8,16,32.")
+    ] = None,
+    front: Annotated[
+        bool, typer.Option("--front", help="Show the trade of step time for device time instead.")
+    ] = False,
     all_units: Annotated[bool, typer.Option("--all-units", help="Fold no rows.")] = False,
     json: Json = False,
 ) -> None:
     """Decide how to train TARGET on a cluster, and predict what a step takes."""
-    from .. import api
-
     check_out(out_)
+    if ranks is not None and front:
+        raise InputError("--ranks and --front are two tables: ask for one at a time")
+    wishes = parse_wishes(pin or (), forbid or ())
+    if slices is not None and not hypothetical:
+        raise InputError(f"--slices {slices!r} needs --hypothetical: the executor sends buckets")
     goal = make_goal(
         batch,
         memory_limit_bytes=parse_bytes(memory_limit) if memory_limit else None,
         optimizer=optimizer,
         micro_batches=parse_counts(micro_batches),
         batch_statistics=batch_statistics,
+        objective=objective,
+        step_limit_s=parse_seconds(step_limit) if step_limit else None,
+        amplification_limit=amplification_limit,
+        unit_amplification_limit=unit_amplification_limit,
+        min_fidelity=min_fidelity,
+        allow_lossy=allow_lossy,
+        slice_bytes=[parse_bytes(part) for part in slices.split(",")] if slices else (),
+        pins=wishes.pins,
+        all_layouts=all_layouts,
     )
     there = load(Cluster, cluster)
     what: str | ModelProfile = load(ModelProfile, target) if target.endswith(".json") else target
-    with progress(f"planning {target}") as step:
-        found = api.plan(
-            what,
-            there,
-            goal,
-            solver=solver,
-            time_limit_s=time_limit,
-            hypothetical=hypothetical,
-            progress=step,
-        )
-    note(shares_note(batch, there.world_size))
+    options = {
+        "solver": solver,
+        "time_limit_s": time_limit,
+        "hypothetical": hypothetical,
+        "forbidden": wishes.without,
+    }
+    if ranks is not None:
+        _sizes(target, (what, there, goal), parse_counts(ranks), out_, json, options)
+    elif front:
+        _front(target, (what, there, goal), out_, json, options)
+    else:
+        _plan(target, (what, there, goal), out_, json, options, fold=not all_units)
+
+
+Asked = tuple[str | ModelProfile, Cluster, Goal]
+
+
+def _plan(
+    title: str, asked: Asked, path: Path | None, json: bool, options: dict[str, Any], *, fold: bool
+) -> None:
+    from .. import api
+
+    with progress(f"planning {title}") as step:
+        found = api.plan(*asked, **options, progress=step)
+    _, cluster, goal = asked
+    note(shares_note(goal.batch, cluster.world_size))
     for reason in found.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
-    table = decision_table(found, fold=not all_units)
-    deliver(found, out_, json, table, prediction_table(found), _verdict(found))
+    if goal.allow_lossy and not options["hypothetical"]:
+        note("the executor runs no lossy exchange: add --hypothetical to plan one")
+    table = decision_table(found, fold=fold)
+    deliver(found, path, json, table, prediction_table(found), verdict(found))
 
 
-def _verdict(found: Plan) -> str:
-    counts = f", in {found.micro_batches} micro-batches" if found.micro_batches > 1 else ""
-    return f"Predicted to be {gain(found)}{counts}; {_proof(found)}."
-
-
-def _proof(found: Plan) -> str:
-    by = found.provenance
-    if by.status == "optimal":
-        return f"proved best by the {by.solver} solver"
-    if by.gap is not None:
-        return f"at most {100 * by.gap:.2g}% slower than the best, by the {by.solver} solver"
-    return f"found by the {by.solver} solver, not proved best"
-
-
-def explain(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan's file.")],
-    profile: Annotated[
-        Path | None, typer.Option(help="The profile it was made from (else found by fingerprint).")
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="The cluster it was made for (else found by fingerprint).")
-    ] = None,
-    best: Annotated[int, typer.Option(help="So many alternatives of each unit.")] = 2,
-    json: Json = False,
+def _sizes(
+    title: str,
+    asked: Asked,
+    ranks: tuple[int, ...],
+    path: Path | None,
+    json: bool,
+    options: dict[str, Any],
 ) -> None:
-    """Why a plan is as it is: each unit's alternatives, what binds, what is exposed."""
     from .. import api
 
-    made = load(Plan, plan_file)
-    with progress("explaining") as step:
-        found = api.explain(
-            made,
-            load(ModelProfile, profile) if profile else None,
-            load(Cluster, cluster) if cluster else None,
-            best=best,
-            progress=step,
-        )
-    deliver(found, None, json, *explanation_tables(found))
+    with progress(f"planning {title}") as step:
+        found = api.sizes(*asked, ranks, **options, progress=step)
+    deliver(found, path, json, *sizes_table(found))
 
 
-def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A plan's file.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another plan's file.")],
-    json: Json = False,
+def _front(
+    title: str, asked: Asked, path: Path | None, json: bool, options: dict[str, Any]
 ) -> None:
-    """Two plans side by side: what they decide differently and what they predict."""
     from .. import api
 
-    found = api.compare(load(Plan, first), load(Plan, second))
-    deliver(found, None, json, *comparison_tables(found, first.name, second.name))
+    with progress(f"planning {title}") as step:
+        found = api.front(*asked, **options, progress=step)
+    deliver(found, path, json, *front_table(found))
+    if not options["hypothetical"]:
+        note("the executor leaves no device idle: add --hypothetical to trade time for devices")

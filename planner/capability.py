@@ -9,7 +9,9 @@ from .profile import UnitProfile
 
 
 class Capability(Noun, frozen=True, kw_only=True):
-    """The executor's statement. ``idle_positions`` allows layouts smaller than the world."""
+    """The executor's statement. ``idle_positions`` allows layouts smaller than the world,
+    ``branches`` such layouts at other positions than the first, so that branches run side by side,
+    ``priority`` gradients that travel in slices in the order in which forward needs them."""
 
     styles: tuple[Style, ...]
     memory: tuple[MemoryPolicy, ...]
@@ -17,15 +19,20 @@ class Capability(Noun, frozen=True, kw_only=True):
     idle_positions: bool
     early_release: bool
     micro_batches: bool
+    priority: bool = False
+    branches: bool = False
 
     def allows(self, layout: Layout, world_size: int) -> bool:
         """Whether units may have that layout."""
-        return self.idle_positions or (layout.size == world_size and layout.first == 0)
+        if layout.first and not self.branches:
+            return False
+        return self.idle_positions or layout.size == world_size
 
     def refusal(self, unit: UnitPlan, world_size: int) -> str | None:
         """Why this unit's decision cannot be run, or None."""
         if not self.allows(unit.layout, world_size):
-            return f"unit {unit.name!r} leaves ranks idle (layout {unit.layout})"
+            what = "starts at another position" if unit.layout.first else "leaves ranks idle"
+            return f"unit {unit.name!r} {what} (layout {unit.layout})"
         for what, value, known in (
             ("split style", unit.style, self.styles),
             ("memory policy", unit.memory, self.memory),
@@ -42,6 +49,8 @@ class Capability(Noun, frozen=True, kw_only=True):
         reasons = [self.refusal(unit, plan.world_size) for unit in plan.units]
         if plan.micro_batches > 1 and not self.micro_batches:
             reasons.append(f"the plan has {plan.micro_batches} micro-batches")
+        if plan.schedule == "priority" and not self.priority:
+            reasons.append("the plan exchanges gradients by priority")
         return tuple(r for r in reasons if r)
 
 
@@ -52,6 +61,8 @@ EVERYTHING = Capability(
     idle_positions=True,
     early_release=True,
     micro_batches=True,
+    priority=True,
+    branches=True,
 )
 """All that a decision can say: the bounds of a hypothetical plan. The cost model refuses by name
 what it does not know yet."""

@@ -12,12 +12,17 @@ LevelName = Literal["intra", "inter"]
 
 
 class Device(Noun, frozen=True, kw_only=True):
-    """A device: its name, memory, and for catalogued ones the datasheet's peak rates."""
+    """A device: its name, memory, and for catalogued ones the datasheet's peak rates.
+
+    ``host_bytes_per_s`` is one direction of its link to the host's memory, measured or declared;
+    without it nothing can be offloaded.
+    """
 
     name: str
     memory_bytes: Bytes
     flops_per_s: Positive | None = None
     memory_bytes_per_s: Positive | None = None
+    host_bytes_per_s: Positive | None = None
     source: str = ""
 
 
@@ -138,6 +143,12 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
     def node_of_rank(self) -> tuple[int, ...]:
         """The node's index of each rank."""
         return tuple(i for i, n in enumerate(self.nodes) for _ in n.devices)
+
+    @property
+    def host_bytes_per_s(self) -> float | None:
+        """The slowest device's rate to its host, or None where one is not known."""
+        rates = [d.host_bytes_per_s for d in self.devices]
+        return None if None in rates else min(r for r in rates if r is not None)
 
     def level(self, name: LevelName) -> Level | None:
         """The level of that name, if the cluster has it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from .noun import Noun
-from .plan import Plan, Prediction, UnitPlan
+from .plan import ExchangePolicy, MemoryPolicy, Plan, Prediction, UnitPlan
 
 _FIGURES = (
     "step_s",
@@ -66,11 +68,30 @@ def decision_text(unit: UnitPlan) -> str:
     """A unit's decision in few words: ``(2,4) column``; policies only where they are not plain."""
     words = [str(unit.layout)]
     words += [unit.style] if unit.style != "none" else []
-    words += [unit.memory] if unit.memory != "keep" else []
-    words += ["early release"] if unit.early_release else []
-    if unit.exchange != "dense":
-        words.append(f"{unit.exchange} {unit.exchange_ratio:g}")
-    return " ".join(words)
+    return " ".join([*words, *policy_words(unit)])
+
+
+class Policies(Protocol):
+    """Whatever says what is done about memory and exchange."""
+
+    @property
+    def memory(self) -> MemoryPolicy: ...
+    @property
+    def exchange(self) -> ExchangePolicy: ...
+    @property
+    def exchange_ratio(self) -> float: ...
+    @property
+    def early_release(self) -> bool: ...
+
+
+def policy_words(one: Policies) -> list[str]:
+    """Its policies in few words, those that are not plain."""
+    words: list[str] = [one.memory] if one.memory != "keep" else []
+    words += ["early release"] if one.early_release else []
+    lossy = one.exchange in ("dropped", "topk")
+    if one.exchange != "dense":
+        words.append(f"{one.exchange} {one.exchange_ratio:g}" if lossy else one.exchange)
+    return words
 
 
 def _difference(name: str, first: UnitPlan | None, second: UnitPlan | None) -> UnitDifference:
@@ -100,7 +121,7 @@ def _figures(first: Prediction, second: Prediction) -> tuple[Figure, ...]:
 
 def _settings(first: Plan, second: Plan) -> tuple[tuple[str, str, str], ...]:
     rows = []
-    for name in ("target", "world_size", "micro_batches", "bucket_bytes", "placement"):
+    for name in ("target", "world_size", "micro_batches", "bucket_bytes", "schedule", "placement"):
         a, b = getattr(first, name), getattr(second, name)
         if a != b:
             rows.append((name, str(a), str(b)))

@@ -16,73 +16,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 from .cluster import Cluster
 from .collectives import (
     Fabric,
-    Rings,
     all_gather_s,
     all_reduce_s,
-    groups_of,
-    peers_of,
     reduce_scatter_s,
-    rings,
 )
+from .errors import InputError
+from .exchange import Exchanges
 from .goal import Goal
-from .layout import Layout, data_parallel
+from .layout import data_parallel
 from .movement import Moved, moved, moved_s
-from .options import Decisions, Option, refuse_unmodelled, tied_units
+from .options import Decisions, Option
 from .ownership import Held, entry, exit_
-from .profile import EdgeProfile, ModelProfile, ParameterProfile
-from .shares import backward_s, batch_counts, busiest_samples, forward_s, shard_bytes
+from .profile import EdgeProfile, ModelProfile, UnitProfile
+from .shares import (
+    backward_s,
+    batch_counts,
+    busiest_samples,
+    forward_s,
+    saved_bytes,
+    shard_bytes,
+)
 from .step import LINKS, Chain, empty_chain
+from .unit_cost import EdgeCost, OnLink, UnitCost, after, offloaded, recomputed, released
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
 
 
-class OnLink(NamedTuple):
-    """Seconds of communication, the link it occupies (index in ``LINKS``), and what the busiest
-    rank sends."""
-
-    seconds: float = 0.0
-    link: int = 0
-    sent_bytes: float = 0.0
-
-
-class UnitCost(NamedTuple):
-    """What one unit costs by itself. ``shard_bytes`` are the parameters that a member holds,
-    ``trained_bytes`` those of them with a gradient, ``gradient_bytes`` what is exchanged."""
-
-    forward_s: float
-    backward_s: float
-    update_s: float
-    inner_forward: OnLink
-    inner_backward: OnLink
-    exchange: OnLink
-    gradient_bytes: int
-    trained_bytes: int
-    shard_bytes: int
-
-
-class EdgeCost(NamedTuple):
-    """The redistribution of one edge's tensor, forward and backward, and the bytes that the
-    busiest rank receives forward."""
-
-    forward: OnLink
-    backward: OnLink
-    received_bytes: float
-
-
-def _after(one: OnLink, other: OnLink) -> OnLink:
-    """Two collectives one after the other, as on the link of the longer."""
-    link = max(one, other).link
-    return OnLink(one.seconds + other.seconds, link, one.sent_bytes + other.sent_bytes)
-
-
-class CostModel:
+class CostModel(Exchanges):
     """The costs of one profile on one cluster for one goal, micro-batch count and placement.
+
+    Gradients travel in buckets of ``bucket_bytes`` (the barrier's schedule), or with ``sliced``
+    unit by unit in slices of at most that (the schedule by priority).
 
     Every answer is a pure function of these; the object only remembers what it has worked out.
     """
@@ -95,57 +64,16 @@ class CostModel:
         micro_batches: int = 1,
         placement: tuple[int, ...] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        sliced: bool = False,
     ) -> None:
-        self.profile, self.cluster, self.goal = profile, cluster, goal
-        self.micro_batches, self.bucket_bytes = micro_batches, bucket_bytes
+        self.placement = placement or tuple(range(cluster.world_size))
+        super().__init__(profile, Fabric(cluster, self.placement), bucket_bytes, sliced)
+        self.cluster, self.goal, self.micro_batches = cluster, goal, micro_batches
         self.world_size = cluster.world_size
-        self.placement = placement or tuple(range(self.world_size))
-        self.fabric = Fabric(cluster, self.placement)
         self.counts = batch_counts(goal.batch, self.world_size, micro_batches)
         self._units: dict[tuple[int, Option], UnitCost] = {}
         self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
         self._moved: dict[tuple[Held, Held, int], Moved] = {}
-        self._gradients: dict[tuple[int, Option], tuple[tuple[int, int], ...]] = {}
-        self._exchanges: dict[tuple[Layout, float], OnLink] = {}
-        self._rings: dict[tuple[Layout, str], Rings] = {}
-
-    @cached_property
-    def index(self) -> dict[str, int]:
-        """Position in forward order by unit name."""
-        return {u.name: i for i, u in enumerate(self.profile.units)}
-
-    @cached_property
-    def ends(self) -> tuple[tuple[int, int], ...]:
-        """(source, target) of each edge as indices of units."""
-        return tuple((self.index[e.source], self.index[e.target]) for e in self.profile.edges)
-
-    @cached_property
-    def edges_into(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the edges that end at each unit."""
-        units = range(len(self.profile.units))
-        return tuple(tuple(e for e, (_, b) in enumerate(self.ends) if b == k) for k in units)
-
-    @cached_property
-    def edges_from(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the edges that begin at each unit."""
-        units = range(len(self.profile.units))
-        return tuple(tuple(e for e, (a, _) in enumerate(self.ends) if a == k) for k in units)
-
-    @cached_property
-    def owned(self) -> tuple[tuple[ParameterProfile, ...], ...]:
-        """The parameters that count at each unit: a tied one at its first user only."""
-        seen: set[str] = set()
-        found = []
-        for unit in self.profile.units:
-            mine = {p.shared: p for p in unit.parameters if p.shared not in seen}
-            seen |= mine.keys()
-            found.append(tuple(mine.values()))
-        return tuple(found)
-
-    @cached_property
-    def ties(self) -> tuple[tuple[int, ...], ...]:
-        """For each unit the units that must share its layout, itself among them."""
-        return tied_units(self.profile)
 
     @cached_property
     def baseline(self) -> Decisions:
@@ -162,26 +90,40 @@ class CostModel:
         return self._units[key]
 
     def _unit(self, k: int, option: Option) -> UnitCost:
-        refuse_unmodelled(self.profile.units[k], option)
+        refuse_unmodelled(self, k, option)
         unit, (layout, style) = self.profile.units[k], option[:2]
         samples = busiest_samples(self.counts, layout)
         trainable = tuple(p for p in self.owned[k] if p.trainable)
-        gradient = shard_bytes(unit, style, layout.degree, trainable)
+        trained = shard_bytes(unit, style, layout.degree, trainable)
+        payload = self.payload_bytes(option, trained)
+        exchange, slice_s = self.exchanged(option, payload)
         inner_forward, inner_backward = self._inner(k, option, samples)
-        rate = self.profile.update_seconds_per_byte(self.goal.optimizer)
-        exchanged = gradient if layout.groups > 1 else 0
-        backward = backward_s(unit, style, layout.degree, samples)
-        return UnitCost(
+        own_s = self._overhead_s(k, trained if layout.groups > 1 else 0)
+        cost = UnitCost(
             forward_s=forward_s(unit, style, layout.degree, samples),
-            backward_s=backward + self._overhead_s(k, exchanged),
-            update_s=gradient * rate,
+            backward_s=backward_s(unit, style, layout.degree, samples) + own_s,
+            update_s=self._update_s(option, trained),
             inner_forward=inner_forward,
             inner_backward=inner_backward,
-            exchange=self._bucketed(layout, gradient),
-            gradient_bytes=exchanged,
-            trained_bytes=gradient,
+            exchange=exchange,
+            gradient_bytes=payload,
+            trained_bytes=trained,
             shard_bytes=shard_bytes(unit, style, layout.degree, self.owned[k]),
+            slice_s=slice_s,
         )
+        return released(self._with_memory_policy(unit, option, cost, samples), option)
+
+    def _with_memory_policy(
+        self, unit: UnitProfile, option: Option, cost: UnitCost, samples: int
+    ) -> UnitCost:
+        if option.memory == "recompute":
+            return recomputed(cost)
+        if option.memory == "offload":
+            rate = self.cluster.host_bytes_per_s
+            assert rate is not None, "refused where the rate is not known"
+            saved = saved_bytes(unit, option.style, option.layout.degree, samples)
+            return offloaded(cost, saved / rate)
+        return cost
 
     def _overhead_s(self, k: int, gradient_bytes: int) -> float:
         """The executor's own work in the backward of unit ``k``: for each of its parameters, for
@@ -191,47 +133,14 @@ class CostModel:
         own += overhead.byte_s * gradient_bytes
         return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)
 
-    def gradients(self, k: int, option: Option) -> tuple[tuple[int, int], ...]:
-        """(undivided, member's) bytes of the gradients of unit ``k`` that travel, in the order of
-        backward."""
-        key = (k, option)
-        if key not in self._gradients:
-            unit, layout = self.profile.units[k], option.layout
-            trained = [p for p in self.owned[k] if p.trainable and layout.groups > 1]
-            self._gradients[key] = tuple(
-                (p.bytes, shard_bytes(unit, option.style, layout.degree, (p,)))
-                for p in reversed(trained)
-            )
-        return self._gradients[key]
-
-    def exchange(self, layout: Layout, gradient_bytes: float) -> OnLink:
-        """The all-reduce of a shard's gradients (``gradient_bytes``, as each peer holds them) over
-        the groups, all members' at the same time."""
-        key = (layout, gradient_bytes)
-        if key in self._exchanges:
-            return self._exchanges[key]
-        ring = self.ring(layout, "peers")
-        seconds = all_reduce_s(self.fabric, ring, gradient_bytes)
-        sent = 2 * (ring.ranks - 1) / ring.ranks * gradient_bytes
-        found = self._exchanges[key] = OnLink(seconds, LINKS.index(ring.level), sent)
-        return found
-
-    def _bucketed(self, layout: Layout, gradient_bytes: float) -> OnLink:
-        """A unit's part in the exchange: gradients smaller than a bucket share one with others, and
-        with them the latency."""
-        part = min(gradient_bytes / self.bucket_bytes, 1.0)
-        if part == 1.0:
-            return self.exchange(layout, gradient_bytes)
-        full = self.exchange(layout, self.bucket_bytes)
-        return OnLink(full.seconds * part, full.link, full.sent_bytes * part)
-
-    def ring(self, layout: Layout, which: str) -> Rings:
-        """The rings over a layout's ``groups``, over its ``peers``, or over ``all`` positions."""
-        key = (layout, which)
-        if key not in self._rings:
-            rows = peers_of(layout) if which == "peers" else groups_of(layout)
-            self._rings[key] = rings(self.fabric, rows.reshape(1, -1) if which == "all" else rows)
-        return self._rings[key]
+    def _update_s(self, option: Option, trained_bytes: int) -> float:
+        """The update of a member's shard, of its part of it where the exchange is sharded; and for
+        a lossy exchange the choice of what is sent."""
+        part = trained_bytes * self.profile.update_seconds_per_byte(self.goal.optimizer)
+        if option.exchange == "sharded":
+            part /= option.layout.groups
+        rate = self.profile.compression_seconds_per_byte(option.exchange)
+        return part + (trained_bytes * rate if option.lossy else 0.0)
 
     def _inner(self, k: int, option: Option, samples: int) -> tuple[OnLink, OnLink]:
         """The collectives inside a unit, forward and backward: those of its partial sums, and the
@@ -240,7 +149,7 @@ class CostModel:
             self._statistics(k, option),
             self._sums(k, option, samples),
         )
-        return _after(statistics, forward), _after(statistics, backward)
+        return after(statistics, forward), after(statistics, backward)
 
     def _statistics(self, k: int, option: Option) -> OnLink:
         unit = self.profile.units[k]
@@ -324,6 +233,10 @@ class CostModel:
         ):
             column[:, k] = 0.0
             column[on.link, k] = on.seconds
+        chain.inner_backward_s[cost.released.link, k] += cost.released.seconds
+        if chain.slice_s is not None:
+            chain.slice_s[:, k] = 0.0
+            chain.slice_s[cost.exchange.link, k] = cost.slice_s
 
     def write_entry(self, chain: Chain, k: int, decisions: Sequence[Option]) -> None:
         """Writes into ``chain`` the redistribution at the entry of unit ``k``."""
@@ -332,3 +245,21 @@ class CostModel:
             cost = self.edge(e, decisions[self.ends[e][0]], decisions[k])
             chain.entry_forward_s[cost.forward.link, k] += cost.forward.seconds
             chain.entry_backward_s[cost.backward.link, k] += cost.backward.seconds
+
+
+def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:
+    """Raises for a policy whose cost is not known here, or which the schedule cannot have."""
+    unit = model.profile.units[k]
+    reason = ""
+    if option.memory == "offload" and model.cluster.host_bytes_per_s is None:
+        reason = "asks for offload: state host_bytes_per_s of every device in the cluster"
+    elif option.lossy and unit.kept(option.exchange, option.ratio) is None:
+        reason = f"asks for {option.exchange!r} at ratio {option.ratio}: measure its fidelity there"
+    elif option.exchange == "sharded" and not model.sliced:
+        reason = "asks for a sharded exchange: plan it with the priority schedule"
+    elif option.early_release and not model.sliced:
+        reason = "asks for early release: plan it with the priority schedule"
+    elif option.early_release and model.micro_batches > 1:
+        reason = "asks for early release: its gradients add up, so use one micro-batch"
+    if reason:
+        raise InputError(f"unit {unit.name!r} {reason}")

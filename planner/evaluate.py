@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from .budget import gpu_seconds, idle_s, unit_s
 from .capability import PLAIN, Capability
 from .cluster import Cluster
 from .cost import BUCKET_BYTES, CostModel
 from .errors import InputError
 from .goal import Goal
+from .lanes import simulate_lanes
 from .layout import data_parallel
 from .memory import Holding, MemoryModel, MemoryPoint, peak_bytes, position_classes, timeline
 from .noun import fingerprint
@@ -88,7 +90,8 @@ def evaluate(
     slice under the ``priority`` schedule.
     """
     order = tuple(placement) if placement else None
-    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes)
+    sliced = schedule == "priority"
+    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes, sliced)
     chosen = model.baseline if decisions is None else tuple(decisions)
     return evaluation(model, chosen, schedule=schedule).prediction
 
@@ -102,7 +105,11 @@ def evaluation(
         raise InputError(f"{len(decisions)} decisions for {len(units)} units: give one for each")
     chain = model.chain(decisions)
     step = step_of(model, decisions, chain, schedule)
-    result = simulate(step, model.cluster.interference)
+    noise = model.cluster.interference
+    if any(option.layout.first for option in decisions):  # branches on ranks of their own
+        result = simulate_lanes(model, decisions, step.messages, schedule, noise)
+    else:
+        result = simulate(step, noise)
     memory = rank_memory(model, decisions)
     prediction = _prediction(model, decisions, step, result, memory)
     return Evaluation(model, decisions, chain, step, result, memory, prediction)
@@ -148,6 +155,19 @@ def _prediction(
     )
 
 
+def _gpu_seconds(model: CostModel, decisions: Decisions, result: Simulation) -> float:
+    """Device-seconds; where branches run side by side, all devices for the time in which the lane
+    that works longest does not compute, and each unit's own for as long as it computes."""
+    if not any(option.layout.first for option in decisions):
+        return gpu_seconds(model, decisions, result.step_s)
+    whole = model.world_size * result.step_s
+    own = sum(
+        model.world_size * unit_s(model, k, o) - idle_s(model, k, o)
+        for k, o in enumerate(decisions)
+    )
+    return min(whole, whole - model.world_size * result.compute_s + own)
+
+
 def _wire_bytes(model: CostModel, decisions: Decisions, step: Step) -> float:
     """What the busiest rank sends in a step (busiest in each collective: an upper estimate)."""
     blocking = 0.0
@@ -158,17 +178,6 @@ def _wire_bytes(model: CostModel, decisions: Decisions, step: Step) -> float:
         edge = model.edge(e, decisions[a], decisions[b])
         blocking += edge.forward.sent_bytes + edge.backward.sent_bytes
     return model.micro_batches * blocking + sum(m.sent_bytes for m in step.messages)
-
-
-def _gpu_seconds(model: CostModel, decisions: Decisions, result: Simulation) -> float:
-    """Seconds of the step times the devices it keeps: all of them, less those that a burst leaves
-    idle while its units compute (DeepPool's measure, Park et al., arXiv 2112.10065)."""
-    idle = 0.0
-    for k, option in enumerate(decisions):
-        cost = model.unit(k, option)
-        took = model.micro_batches * (cost.forward_s + cost.backward_s) + cost.update_s
-        idle += (model.world_size - option.layout.size) * took
-    return max(result.step_s * model.world_size - idle, 0.0)
 
 
 def limits_bytes(cluster: Cluster, goal: Goal, placement: Sequence[int]) -> tuple[int, ...]:
@@ -207,7 +216,8 @@ def make_plan(
     What ``executor`` cannot run is listed in the plan as hypothetical.
     """
     order = tuple(placement) if placement else None
-    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes)
+    sliced = schedule == "priority"
+    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes, sliced)
     chosen = model.baseline if decisions is None else tuple(decisions)
     ours = evaluation(model, chosen, schedule=schedule)
     plain = _baseline(profile, cluster, goal, micro_batches, schedule, bucket_bytes)
@@ -218,6 +228,7 @@ def make_plan(
         goal=goal,
         micro_batches=micro_batches,
         bucket_bytes=bucket_bytes,
+        schedule=schedule,
         placement=model.placement,
         units=tuple(_unit_plan(ours, k) for k in range(len(chosen))),
         prediction=ours.prediction,
@@ -236,9 +247,17 @@ def _baseline(
     schedule: ScheduleName,
     bucket_bytes: int,
 ) -> Evaluation:
-    """Plain data parallelism as it would be run: ranks in the order of the hosts."""
-    model = CostModel(profile, cluster, goal, micro_batches, bucket_bytes=bucket_bytes)
-    return evaluation(model, model.baseline, schedule=schedule)
+    """Plain data parallelism as it would be run: ranks in the order of the hosts; by priority or,
+    where the plan's slices would make that slower, as DDP does by default."""
+    ways: list[tuple[ScheduleName, int]] = [(schedule, bucket_bytes)]
+    if schedule == "priority":
+        ways.append(("barrier", BUCKET_BYTES))
+    found = []
+    for name, size in ways:
+        sliced = name == "priority"
+        model = CostModel(profile, cluster, goal, micro_batches, bucket_bytes=size, sliced=sliced)
+        found.append(evaluation(model, model.baseline, schedule=name))
+    return min(found, key=lambda done: done.prediction.step_s)
 
 
 def provenance_of(
@@ -272,7 +291,9 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
         layout=option.layout,
         style=option.style,
         memory=option.memory,
+        early_release=option.early_release,
         exchange=option.exchange,
+        exchange_ratio=option.ratio,
         parameter_bytes=sum(p.bytes for p in done.model.owned[k]),
         forward_s=float(chain.forward_s[k]),
         backward_s=float(chain.backward_s[k]),
@@ -283,10 +304,16 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
 
 def decisions_of(plan: Plan) -> Decisions:
     """The options that a plan chose, as ``evaluate`` takes them."""
-    return tuple(Option(u.layout, u.style, u.memory, u.exchange) for u in plan.units)
+    return tuple(
+        Option(u.layout, u.style, u.memory, u.exchange, u.exchange_ratio, u.early_release)
+        for u in plan.units
+    )
 
 
 def is_data_parallel(decisions: Sequence[Option], world_size: int) -> bool:
     """Whether every unit is plainly data parallel."""
     home = data_parallel(world_size)
-    return all(o.layout == home and o.style == "none" for o in decisions)
+    return all(
+        (o.layout, o.style, o.memory, o.exchange) == (home, "none", "keep", "dense")
+        for o in decisions
+    )

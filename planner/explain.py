@@ -1,40 +1,54 @@
 """Why a plan is as it is: each unit's alternatives, what binds, where communication is exposed.
 
-The figures come from planning again: one unit at a time (with the units tied to it) is given every
-other option that it may have, the formula ranks them, and the best are simulated.
+One unit at a time (with the units tied to it) is given every other option that it could have, the
+formula ranks them, and the best are simulated. Nothing else changes with it: what the whole plan
+would gain from more of anything is ``sensitivity``'s, which plans again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
 
+import msgspec
+
+from .binding import MEMORY, BindingTerm, LimitUse, broken, limit_uses, term_of
 from .capability import PLAIN, Capability
 from .cluster import Cluster
 from .cost import CostModel
 from .errors import InputError
 from .evaluate import Evaluation, decisions_of, evaluation, excess
+from .exposure import Exposure, Part, exposures, largest_part
+from .goal import Goal
 from .layout import Layout, Style
 from .memory import MemoryModel
 from .noun import Bytes, Index, Noun, Seconds
 from .options import Decisions, Option
-from .plan import Plan
+from .plan import ExchangePolicy, MemoryPolicy, Plan
 from .profile import ModelProfile
 from .schedule import ScheduleName
 from .search import Point, Space
-from .simulate import Simulation
-
-Part = Literal["compute", "blocking", "exchange"]
+from .sensitivity import Gain
 
 
 class Alternative(Noun, frozen=True, kw_only=True):
-    """Another option for a unit: the step that it would give and the fullest rank's bytes."""
+    """Another option for a unit: the step that it would give, its device-seconds, the fullest
+    rank's bytes, and the limits of the goal (pins among them) that it would break."""
 
     layout: Layout
     style: Style
+    memory: MemoryPolicy = "keep"
+    exchange: ExchangePolicy = "dense"
+    exchange_ratio: float = 1.0
+    early_release: bool = False
     step_s: Seconds
+    gpu_seconds: Seconds
     peak_bytes: Bytes
-    fits: bool
+    breaks: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether it keeps the limit on memory."""
+        return MEMORY not in self.breaks
 
 
 class UnitExplanation(Noun, frozen=True, kw_only=True):
@@ -44,6 +58,10 @@ class UnitExplanation(Noun, frozen=True, kw_only=True):
     name: str
     layout: Layout
     style: Style
+    memory: MemoryPolicy = "keep"
+    exchange: ExchangePolicy = "dense"
+    exchange_ratio: float = 1.0
+    early_release: bool = False
     forward_s: Seconds
     backward_s: Seconds
     redistribute_s: Seconds
@@ -54,29 +72,30 @@ class UnitExplanation(Noun, frozen=True, kw_only=True):
     alternatives: tuple[Alternative, ...]
 
 
-class Exposure(NamedTuple):
-    """Seconds of a step that a rank waits for one message of gradients: the units whose gradients
-    it carries, and the link."""
-
-    units: tuple[str, ...]
-    link: str
-    seconds: float
-
-
 class Explanation(Noun, frozen=True, kw_only=True):
-    """The largest part of the step (``bound_by``), whether a quicker neighbour does not fit
-    (``memory_binds``), where memory is tightest, what is exposed, and every unit."""
+    """The largest part of the step (``bound_by``), the term of the formula that it is equal to, the
+    limits and what is used of them, those that keep a quicker alternative of one unit out
+    (``binding``; of fewer device-seconds where that is the objective), where memory is tightest,
+    what is exposed, every unit, and what more of anything would buy where that was asked."""
 
     step_s: Seconds
     baseline_s: Seconds
     bound_by: Part
-    memory_binds: bool
+    term: BindingTerm
+    limits: tuple[LimitUse, ...]
+    binding: tuple[str, ...]
     tightest_rank: Index
     tightest_unit: str
     needed_bytes: Bytes
     available_bytes: Bytes
     exposed: tuple[Exposure, ...]
     units: tuple[UnitExplanation, ...]
+    gains: tuple[Gain, ...] = ()
+
+    @property
+    def memory_binds(self) -> bool:
+        """Whether memory keeps a quicker alternative out."""
+        return MEMORY in self.binding
 
 
 def explain(
@@ -85,38 +104,68 @@ def explain(
     cluster: Cluster,
     *,
     capability: Capability = PLAIN,
-    schedule: ScheduleName = "barrier",
+    schedule: ScheduleName | None = None,
     best: int = 3,
 ) -> Explanation:
     """Explains ``plan``, made from ``profile`` and ``cluster``, with ``best`` alternatives of each
-    unit."""
+    unit. ``schedule`` is the plan's unless told."""
     check_belongs(plan, profile, cluster)
-    model = CostModel(
-        profile, cluster, plan.goal, plan.micro_batches, plan.placement, plan.bucket_bytes
-    )
+    schedule = schedule or plan.schedule
+    model = _model(plan, profile, cluster, plan.goal, schedule)
     decisions = decisions_of(plan)
     done = evaluation(model, decisions, schedule=schedule)
-    point = Point(Space(model, capability), MemoryModel(model), schedule)
+    # what pins and unit limits forbid is an alternative too, one that breaks them
+    free = msgspec.structs.replace(plan.goal, pins=(), unit_amplification_limit=None)
+    open_ = _model(plan, profile, cluster, free, schedule)
+    point = Point(Space(open_, capability), MemoryModel(open_), schedule)
     units = []
     for k in range(len(decisions)):
         point.move_to(decisions)
         nearest = _nearest(point, k, best)
         found = tuple(_alternative(model, k, d, schedule) for d in nearest)
         units.append(_unit(done, k, tuple(sorted(found, key=lambda a: a.step_s))))
-    tight, step_s = excess(model, done.memory), done.prediction.step_s
-    blocked = (not a.fits and a.step_s < step_s for u in units for a in u.alternatives)
+    tight = excess(model, done.memory)
     return Explanation(
-        step_s=step_s,
+        step_s=done.prediction.step_s,
         baseline_s=plan.baseline.step_s,
-        bound_by=_largest(done.simulation),
-        memory_binds=any(blocked),
+        bound_by=largest_part(done.simulation),
+        term=term_of(done, schedule),
+        limits=limit_uses(done),
+        binding=tuple(_binding(done, units)),
         tightest_rank=plan.placement[tight.position],
         tightest_unit=tight.unit,
         needed_bytes=tight.needed_bytes,
         available_bytes=tight.available_bytes,
-        exposed=tuple(_exposed(done)),
+        exposed=tuple(exposures(done)),
         units=tuple(units),
     )
+
+
+def _model(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, goal: Goal, schedule: ScheduleName
+) -> CostModel:
+    return CostModel(
+        profile,
+        cluster,
+        goal,
+        plan.micro_batches,
+        plan.placement,
+        plan.bucket_bytes,
+        schedule == "priority",
+    )
+
+
+def _binding(done: Evaluation, units: Sequence[UnitExplanation]) -> Iterator[str]:
+    """The limits that alternatives break which would be better without them."""
+    economical = done.model.goal.objective == "gpu_seconds"
+    ours = done.prediction.gpu_seconds if economical else done.prediction.step_s
+    better = [
+        a
+        for unit in units
+        for a in unit.alternatives
+        if (a.gpu_seconds if economical else a.step_s) < ours * (1 - 1e-9)
+    ]
+    yield from dict.fromkeys(limit for a in better for limit in a.breaks)
 
 
 def check_belongs(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
@@ -146,8 +195,8 @@ def _nearest(point: Point, k: int, best: int) -> list[Decisions]:
         found.append((point.score(), point.taken()))
         point.set(before.items())
     fitting = sorted(found, key=lambda f: f[0])[:best]
-    quickest = sorted(found, key=lambda f: f[0].step_s)[:1]
-    return list(dict.fromkeys(d for _, d in [*fitting, *quickest]))[: max(best, 1)]
+    quickest = sorted(found, key=lambda f: f[0].step_s)[:1]  # even if a limit forbids it
+    return list(dict.fromkeys(d for _, d in [*fitting, *quickest]))
 
 
 def _alternative(
@@ -158,9 +207,14 @@ def _alternative(
     return Alternative(
         layout=option.layout,
         style=option.style,
+        memory=option.memory,
+        exchange=option.exchange,
+        exchange_ratio=option.ratio,
+        early_release=option.early_release,
         step_s=done.prediction.step_s,
+        gpu_seconds=done.prediction.gpu_seconds,
         peak_bytes=max(done.prediction.peak_bytes),
-        fits=excess(model, done.memory).over_bytes <= 0,
+        breaks=broken(done),
     )
 
 
@@ -170,6 +224,10 @@ def _unit(done: Evaluation, k: int, alternatives: tuple[Alternative, ...]) -> Un
         name=units[k].name,
         layout=option.layout,
         style=option.style,
+        memory=option.memory,
+        exchange=option.exchange,
+        exchange_ratio=option.ratio,
+        early_release=option.early_release,
         forward_s=float(chain.forward_s[k]),
         backward_s=float(chain.backward_s[k]),
         redistribute_s=float((chain.entry_forward_s + chain.entry_backward_s)[:, k].sum()),
@@ -179,41 +237,3 @@ def _unit(done: Evaluation, k: int, alternatives: tuple[Alternative, ...]) -> Un
         with_it=tuple(units[o].name for o in done.model.ties[k] if o != k),
         alternatives=alternatives,
     )
-
-
-def _largest(simulation: Simulation) -> Part:
-    parts: dict[Part, float] = {
-        "compute": simulation.compute_s,
-        "blocking": simulation.blocking_s,
-        "exchange": simulation.exposed_s,
-    }
-    return max(parts, key=lambda p: parts[p])
-
-
-def _exposed(done: Evaluation) -> Iterator[Exposure]:
-    """Each message's part in the stalls of the step, those without one left out."""
-    units = done.model.profile.units
-    stalls = list(_stalls(done.simulation))
-    for index, message in enumerate(done.step.messages):
-        seconds = sum(
-            max(min(span.end_s, end) - max(span.start_s, start), 0.0)
-            for span in done.simulation.spans
-            if span.message == index
-            for start, end in stalls
-        )
-        if seconds > 0:
-            yield Exposure(tuple(units[k].name for k in message.units), message.link, seconds)
-
-
-def _stalls(simulation: Simulation) -> Iterator[tuple[float, float]]:
-    """When the rank neither computes nor communicates for itself."""
-    last = 0.0
-    for span in simulation.spans:
-        if span.phase == "exchange":
-            continue
-        if span.start_s > last:
-            yield last, span.start_s
-        last = max(last, span.end_s)
-    end = max((s.end_s for s in simulation.spans), default=0.0)
-    if end > last:  # no update follows the exchange
-        yield last, end

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
-from .evaluate import make_plan, provenance_of
+from .answer import Choice, answer, choice
 from .infeasible import explain_infeasible
 from .solver import Problem, Result
 from .splits import Found, placed, search
@@ -19,29 +20,20 @@ class Heuristic:
         """See ``solver.Solver``."""
         start = time.perf_counter()
         problem = placed(problem)
-        found = search(problem, time_limit_s)
-        if found.tightest.over_bytes > 0:
-            return self._infeasible(problem, found, start)
-        model, decisions = found.evaluation.model, found.evaluation.decisions
+        found = [
+            search(replace(problem, bucket_bytes=size), time_limit_s)
+            for size in problem.slice_bytes
+        ]
+        best = min(found, key=lambda each: each.score)
+        chosen = _choice(best, problem)
+        if not chosen.feasible:
+            why = explain_infeasible(problem, best)
+            seconds = time.perf_counter() - start
+            return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
         seconds = time.perf_counter() - start
-        plan = make_plan(
-            problem.profile,
-            problem.cluster,
-            problem.goal,
-            decisions,
-            model.micro_batches,
-            model.placement,
-            provenance=provenance_of(
-                problem.profile, problem.cluster, self.name, "heuristic", solve_s=seconds
-            ),
-            schedule=problem.schedule,
-            bucket_bytes=problem.bucket_bytes,
-            executor=problem.executor or problem.capability,
-        )
-        step = plan.prediction.step_s
-        return Result(self.name, "heuristic", step, None, None, plan, decisions, seconds)
+        return answer(problem, chosen, self.name, None, proved=False, seconds=seconds)
 
-    def _infeasible(self, problem: Problem, found: Found, start: float) -> Result:
-        why = explain_infeasible(problem, found)
-        seconds = time.perf_counter() - start
-        return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
+
+def _choice(found: Found, problem: Problem) -> Choice:
+    done = found.evaluation
+    return choice(done.model, done.decisions, problem.schedule)

@@ -4,29 +4,37 @@ The points are each unit's forward in order, each unit's backward in reverse, an
 are, in bytes:
 
     weights        shards and buffers, always
-    optimizer      its state, always
+    optimizer      its state, always, divided over the groups where the exchange is sharded; and the
+                   residual of a lossy exchange (what was not sent, as large as the gradient)
     gradients      from a unit's backward to the end of the step (the barrier); with micro-batches
                    always, since the last micro-batch adds to those of the others
-    feature_maps   what units behind have saved for backward, until their own backward is over
-    map_gradients  gradients of feature maps inside the unit at work
-    workspace      temporaries of the unit at work
+    feature_maps   what units behind have saved for backward, until their own backward is over: all
+                   of it (keep), their input (recompute), nothing (offload)
+    map_gradients  gradients of feature maps inside the unit at work; with early release its weight
+                   gradients too, which are gone when it has finished
+    workspace      temporaries of the unit at work, and those of its feature maps that are only
+                   there meanwhile (recompute, offload)
     buffers        what a redistribution receives, the part of open buckets that is not filled
-                   yet, and a new gradient until it is copied into its bucket or added
+                   yet (slices need none), and a new gradient until it is copied into its bucket
+                   or slices, or added
 
-Only the plain policies are here: feature maps kept, gradients dense, released at the end.
+How long a gradient lives depends on the wire, so it counts to the end of the step, and under
+priority to its unit's next forward, whatever its exchange. The figures are additive: a unit's
+choice adds bytes to each point, and a plan holds their sum (open buckets aside).
 What the framework itself takes (allocator slack, a CUDA context) is not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
 from .cost import CostModel
 from .layout import Layout
-from .options import Option, refuse_unmodelled
+from .options import Option
 from .ownership import group_bounds
 from .shares import Quantity, share_of
 from .step import Vector
@@ -124,15 +132,36 @@ class MemoryModel:
         return self._units[key]
 
     def _unit(self, k: int, option: Option, samples: int) -> tuple[float, ...]:
-        unit = self.model.profile.units[k]
-        refuse_unmodelled(unit, option)
-        cost = self.model.unit(k, option)
+        unit, cost = self.model.profile.units[k], self.model.unit(k, option)
         degree, style = option.layout.degree, option.style
-        trained = cost.trained_bytes
-        maps = (share_of(unit, style, degree, q, samples, divides=False) for q in _QUANTITIES)
-        state = trained * self.model.goal.state_copies
+        saved, maps, workspace = (
+            share_of(unit, style, degree, q, samples, divides=False) for q in _QUANTITIES
+        )
+        resident = self._resident(k, option, samples, saved)
+        gradient, exchanged = cost.trained_bytes, cost.gradient_bytes
+        if option.early_release:
+            maps, gradient, exchanged = maps + gradient + exchanged, 0, 0
+        state = self._state_bytes(option, cost.trained_bytes)
         weights = cost.shard_bytes + unit.state_bytes
-        return (weights, state, trained, *maps, cost.gradient_bytes)
+        return weights, state, gradient, resident, maps, workspace + saved - resident, exchanged
+
+    def _state_bytes(self, option: Option, trained_bytes: int) -> float:
+        """Optimizer state of a member's shard, and the residual of a lossy exchange."""
+        state = trained_bytes * self.model.goal.state_copies
+        if option.exchange == "sharded":
+            state = ceil(state / option.layout.groups)
+        return state + (trained_bytes if option.lossy else 0)
+
+    def _resident(self, k: int, option: Option, samples: int, saved: float) -> float:
+        """Bytes of feature maps that stay from forward to backward."""
+        if option.memory == "keep":
+            return saved
+        if option.memory == "offload":
+            return 0.0
+        edges = (self.model.profile.edges[e] for e in self.model.edges_into[k])
+        whole = sum(e.bytes_per_sample for e in edges) * samples
+        split = 1 if option.style in ("column", "pair") else option.layout.degree
+        return min(whole / split, saved)
 
     def held(self, decisions: Sequence[Option], samples: dict[Layout, int | None]) -> Holding:
         """What a position of a class holds."""
@@ -164,7 +193,10 @@ class MemoryModel:
         return max((c.received_bytes for c in costs), default=0.0)
 
     def buckets_bytes(self, decisions: Sequence[Option]) -> float:
-        """The most that open buckets take: one for each layout that exchanges gradients."""
+        """The most that open buckets take: one for each layout that exchanges gradients; none where
+        gradients travel in slices."""
+        if self.model.sliced:
+            return 0.0
         kinds = len({o.layout for o in decisions if o.layout.groups > 1})
         return float(kinds * self.model.bucket_bytes)
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .capability import Capability, degrees
-from .errors import InputError
 from .goal import Goal
 from .layout import Layout, Style, data_parallel
 from .plan import ExchangePolicy, MemoryPolicy
@@ -20,6 +19,13 @@ class Option(NamedTuple):
     style: Style = "none"
     memory: MemoryPolicy = "keep"
     exchange: ExchangePolicy = "dense"
+    ratio: float = 1.0
+    early_release: bool = False
+
+    @property
+    def lossy(self) -> bool:
+        """Whether part of the gradient waits for a later step."""
+        return self.exchange in ("dropped", "topk")
 
 
 Decisions = tuple[Option, ...]
@@ -37,21 +43,13 @@ def tied_units(profile: ModelProfile) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(i for i, h in enumerate(home) if h == home[k]) for k in range(len(home)))
 
 
-def refuse_unmodelled(unit: UnitProfile, option: Option) -> None:
-    """Raises for a policy that the cost model does not know."""
-    if option.memory != "keep" or option.exchange != "dense":
-        what = option.memory if option.memory != "keep" else option.exchange
-        raise InputError(
-            f"unit {unit.name!r} asks for {what!r}, which the cost model does not know yet: "
-            "use memory 'keep' and exchange 'dense'"
-        )
-
-
 def allowed(
     unit: UnitProfile, option: Option, goal: Goal, capability: Capability, world_size: int
 ) -> bool:
     """Whether a unit may have ``option`` by itself (ties are checked by ``ties_agree``)."""
     layout = option.layout
+    if not goal.permits(unit.name, layout, option.style):
+        return False
     if unit.fixed or (unit.batch_statistics and goal.batch_statistics == "local"):
         return layout == data_parallel(world_size) and option.style == "none"
     return (

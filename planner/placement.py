@@ -12,8 +12,9 @@ hosts stay together and the best of several orders is improved by swaps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import permutations, zip_longest
+from itertools import combinations, permutations, zip_longest
 from math import factorial
+from random import Random
 
 from .cluster import Cluster
 from .collectives import Fabric, groups_of, peers_of, rings
@@ -22,8 +23,14 @@ from .layout import Layout, lattice
 EXACT_ORDERS = 1000
 """Every order is tried where there are no more. Ranks of a host are alike unless pairs were
 measured: two hosts of five and three devices make 56 orders, six ranks measured in pairs 720."""
+EXACT_NODES = 6
+"""Up to here every order of whole nodes is tried, their ranks kept together."""
+SWAPS = 2000
+"""Pairs of nodes that are swapped in each round; of more (above 63 nodes) a drawn sample."""
 GROUP_WEIGHT = 3.0
 """What is moved inside a group is waited for, the exchange of gradients can hide."""
+SWAP_STARTS = 6
+"""How many of the best orders are improved by swapping ranks."""
 SWAP_ROUNDS = 4
 """How often the whole order is gone through for a swap that helps."""
 SWAP_RANKS = 16
@@ -53,13 +60,19 @@ def place(cluster: Cluster, layouts: Sequence[Layout] | None = None) -> tuple[in
         return hosts
     if layouts is None:
         layouts = list(lattice(cluster.world_size, bursts=False))
-    found = [hosts, *_candidates(cluster)]
-    if orders(cluster) > EXACT_ORDERS and cluster.world_size <= SWAP_RANKS:
-        found += [_swapped(cluster, order, layouts) for order in dict.fromkeys(found)]
-    before = order_cost(cluster, hosts, layouts)
-    costs = [order_cost(cluster, order, layouts) for order in found]
-    cost = min(costs)
-    return found[costs.index(cost)] if cost < WORTH_IT * before else hosts
+    found = list(dict.fromkeys((hosts, *_candidates(cluster))))
+
+    def cost(order: tuple[int, ...]) -> float:
+        return order_cost(cluster, order, layouts)
+
+    if orders(cluster) > EXACT_ORDERS:
+        found.sort(key=cost)
+        if len(cluster.nodes) > EXACT_NODES:
+            found.insert(0, _swapped_nodes(cluster, found[0], layouts))
+        if cluster.world_size <= SWAP_RANKS:
+            found += [_swapped(cluster, order, layouts) for order in found[:SWAP_STARTS]]
+    best = min(found, key=cost)
+    return best if cost(best) < WORTH_IT * cost(hosts) else hosts
 
 
 def needs_placing(cluster: Cluster) -> bool:
@@ -90,6 +103,9 @@ def _candidates(cluster: Cluster) -> Iterator[tuple[int, ...]]:
         return
     yield tuple(r for block in sorted(blocks, key=len, reverse=True) for r in block)
     yield tuple(r for row in zip_longest(*blocks) for r in row if r is not None)
+    if cluster.pair_bytes_per_s and len(blocks) <= EXACT_NODES:
+        for order in permutations(blocks):
+            yield tuple(r for block in order for r in block)
     if cluster.pair_bytes_per_s:
         for start in range(min(world, 4)):
             yield _nearest_chain(cluster, start * world // min(world, 4))
@@ -122,6 +138,39 @@ def _nearest_chain(cluster: Cluster, start: int) -> tuple[int, ...]:
         order.append(best)
         left.remove(best)
     return tuple(order)
+
+
+def _swapped_nodes(
+    cluster: Cluster, order: tuple[int, ...], layouts: Sequence[Layout]
+) -> tuple[int, ...]:
+    """The order after swaps of whole nodes, as long as they help; as it was where it does not keep
+    nodes together."""
+    node, cost = cluster.node_of_rank, order_cost(cluster, order, layouts)
+    blocks: list[list[int]] = []
+    for rank in order:
+        if not blocks or node[blocks[-1][-1]] != node[rank]:
+            blocks.append([])
+        blocks[-1].append(rank)
+    if len(blocks) != len(cluster.nodes):
+        return order
+    for _ in range(SWAP_ROUNDS):
+        before = cost
+        for a, b in _pairs(len(blocks)):
+            blocks[a], blocks[b] = blocks[b], blocks[a]
+            found = order_cost(cluster, [r for block in blocks for r in block], layouts)
+            if found < cost * (1 - 1e-9):
+                cost = found
+            else:
+                blocks[a], blocks[b] = blocks[b], blocks[a]
+        if cost >= before:
+            break
+    return tuple(r for block in blocks for r in block)
+
+
+def _pairs(count: int) -> list[tuple[int, int]]:
+    """Pairs to swap: all, or where these are many as many as ``SWAPS``, the same in every run."""
+    every = list(combinations(range(count), 2))
+    return every if len(every) <= SWAPS else sorted(Random(0).sample(every, SWAPS))
 
 
 def _swapped(

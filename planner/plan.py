@@ -12,6 +12,9 @@ from .profile import UnitKind
 MemoryPolicy = Literal["keep", "recompute", "offload"]
 ExchangePolicy = Literal["dense", "sharded", "dropped", "topk"]
 Status = Literal["optimal", "feasible", "heuristic", "manual"]
+ScheduleName = Literal["barrier", "priority"]
+"""How gradients travel: in buckets, first in, first out, all waited for (``barrier``); in slices,
+those first that forward needs first (``priority``). See ``schedule``."""
 
 
 class UnitPlan(Noun, frozen=True, kw_only=True):
@@ -76,9 +79,11 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     """How to train one model on one cluster.
 
     ``placement[p]`` is the rank at position ``p``. ``bucket_bytes`` is how much gradient travels in
-    one exchange. ``target`` rebuilds the model (a workload's name, ``file.py:factory``), ``model``
-    is the fingerprint of its structure. ``baseline`` is plain data parallelism on the same cluster
-    with the same micro-batches; ``baseline_fits`` says whether that would fit in memory.
+    one exchange, ``schedule`` in which order. ``target`` rebuilds the model (a workload's name,
+    ``file.py:factory``), ``model`` is the fingerprint of its structure. ``baseline`` is
+    plain data parallelism on the same cluster with the same micro-batches, by the plan's schedule
+    or as DDP does by default, whichever is quicker; ``baseline_fits`` says whether that would fit
+    in memory.
     """
 
     target: str
@@ -87,6 +92,7 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     goal: Goal
     micro_batches: Count = 1
     bucket_bytes: Count = 25 * 2**20
+    schedule: ScheduleName = "barrier"
     placement: tuple[Index, ...]
     units: tuple[UnitPlan, ...]
     prediction: Prediction

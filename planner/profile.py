@@ -8,7 +8,7 @@ import networkx as nx
 
 from .curve import Curve
 from .layout import Style
-from .noun import Bytes, BytesReal, Count, Document, Index, Noun, Seconds
+from .noun import Bytes, BytesReal, Count, Document, Index, Noun, Seconds, Share
 
 UnitKind = Literal[
     "input",
@@ -72,6 +72,29 @@ class SplitProfile(Noun, frozen=True, kw_only=True):
     sharded: tuple[tuple[str, Index], ...]
 
 
+class FidelityProfile(Noun, frozen=True, kw_only=True):
+    """What a lossy exchange of a unit's gradient keeps.
+
+    ``ratios`` are the shares of the elements that were sent when it was measured, rising, and
+    ``kept`` the shares of the gradient's energy (squared L2 norm) that this sent; an exchange may
+    be planned at these ratios only.
+    """
+
+    exchange: Literal["dropped", "topk"]
+    ratios: tuple[Share, ...]
+    kept: tuple[Share, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.ratios) != len(self.kept) or not self.ratios:
+            raise ValueError(
+                f"fidelity needs as many kept as ratios, got {len(self.kept)} and "
+                f"{len(self.ratios)}"
+            )
+        if min(self.ratios) <= 0 or sorted(set(self.ratios)) != list(self.ratios):
+            raise ValueError(f"ratios must be positive and rising, got {self.ratios}")
+
+
 class UnitProfile(Noun, frozen=True, kw_only=True):
     """The smallest piece of a model that gets its own decision.
 
@@ -81,6 +104,8 @@ class UnitProfile(Noun, frozen=True, kw_only=True):
     ``batch_statistics`` marks units whose result depends on which samples are together;
     ``statistics_bytes`` is what ``global`` statistics all-reduce, each way. ``batched_inputs`` are
     the leaves of the flattened ``(args, kwargs)`` at entry whose dimension 0 is the batch.
+    ``fidelity`` is what lossy exchanges keep (none measured: none may be used) and
+    ``gradient_energy`` the mean squared L2 norm of the unit's gradient, its weight among the units.
     """
 
     name: str
@@ -93,6 +118,8 @@ class UnitProfile(Noun, frozen=True, kw_only=True):
     statistics_bytes: Bytes = 0
     splits: tuple[SplitProfile, ...] = ()
     shares: tuple[ShareProfile, ...]
+    fidelity: tuple[FidelityProfile, ...] = ()
+    gradient_energy: BytesReal = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,6 +145,13 @@ class UnitProfile(Noun, frozen=True, kw_only=True):
         """The split of that style, if the unit has it."""
         return next((s for s in self.splits if s.style == style), None)
 
+    def kept(self, exchange: str, ratio: float) -> float | None:
+        """The share of the gradient's energy that a lossy exchange sends, None if not measured."""
+        for curve in self.fidelity:
+            if curve.exchange == exchange and ratio in curve.ratios:
+                return curve.kept[curve.ratios.index(ratio)]
+        return None
+
 
 class EdgeProfile(Noun, frozen=True, kw_only=True):
     """The tensors that flow from one unit to another.
@@ -141,6 +175,13 @@ class UpdateRate(Noun, frozen=True, kw_only=True):
     seconds_per_byte: Seconds
 
 
+class CompressionRate(Noun, frozen=True, kw_only=True):
+    """Seconds that a lossy exchange takes to choose what it sends, for each byte of gradients."""
+
+    exchange: Literal["dropped", "topk"]
+    seconds_per_byte: Seconds
+
+
 class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     """A model's units as a directed acyclic graph, measured on one device.
 
@@ -161,6 +202,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     edges: tuple[EdgeProfile, ...]
     step: Curve | None = None
     updates: tuple[UpdateRate, ...] = ()
+    compression: tuple[CompressionRate, ...] = ()
     origin: Literal["measured", "estimated", "table"] = "measured"
 
     def __post_init__(self) -> None:
@@ -206,3 +248,8 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
         """The measured update rate, zero where that optimizer was not measured."""
         rates = {r.optimizer: r.seconds_per_byte for r in self.updates}
         return rates.get(optimizer, 0.0)
+
+    def compression_seconds_per_byte(self, exchange: str) -> float:
+        """The measured rate of a lossy exchange, zero where it was not measured."""
+        rates: dict[str, float] = {r.exchange: r.seconds_per_byte for r in self.compression}
+        return rates.get(exchange, 0.0)

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .cost import CostModel
 from .layout import Layout
 from .options import Option
+from .plan import ScheduleName as ScheduleName
 from .step import LINKS, Chain, LinkMatrix
 
-ScheduleName = Literal["barrier", "priority"]
 COMPUTE = "compute"
 
 
@@ -115,43 +115,54 @@ def plain_messages(chain: Chain) -> tuple[Message, ...]:
 
 
 class Bucket(NamedTuple):
-    """Gradients that travel together: of parameters with one layout, hence the same peers.
+    """Gradients that travel together: of parameters with one layout, hence the same peers, and one
+    exchange policy; ``option`` stands for both.
 
-    ``full_bytes`` is their size undivided, ``gradient_bytes`` that of a member's shards.
+    ``full_bytes`` is their size undivided, ``gradient_bytes`` that of a member's payloads.
     """
 
-    layout: Layout
+    option: Option
     units: tuple[int, ...]
     full_bytes: int = 0
     gradient_bytes: int = 0
 
+    @property
+    def layout(self) -> Layout:
+        """The layout that all of them have."""
+        return self.option.layout
+
 
 def buckets(model: CostModel, decisions: Sequence[Option]) -> list[Bucket]:
-    """Gradients gathered parameter by parameter in the order of backward, each layout's by
-    themselves. A bucket that one more parameter would fill beyond the model's ``bucket_bytes``
-    (undivided, so that all ranks agree) is closed. In the order in which their last gradients get
-    ready, so that none holds back another that is.
+    """Gradients gathered parameter by parameter in the order of backward, each layout's and
+    policy's by themselves. A bucket that one more parameter would fill beyond the model's
+    ``bucket_bytes`` (undivided, so that all ranks agree) is closed. In the order in which their
+    last gradients get ready, so that none holds back another that is.
     """
-    open_: dict[Layout, Bucket] = {}
+    open_: dict[Option, Bucket] = {}
     closed: list[Bucket] = []
     for k in reversed(range(len(decisions))):
-        layout = decisions[k].layout
+        key = _together(decisions[k])
         for full, shard in model.gradients(k, decisions[k]):
-            bucket = open_.get(layout)
+            bucket = open_.get(key)
             if bucket is not None and bucket.full_bytes + full > model.bucket_bytes:
-                closed.append(open_.pop(layout))
+                closed.append(open_.pop(key))
                 bucket = None
             units, before, mine = bucket[1:] if bucket else ((), 0, 0)
             units = units if k in units else (k, *units)
-            open_[layout] = Bucket(layout, units, before + full, mine + shard)
+            open_[key] = Bucket(key, units, before + full, mine + shard)
     return sorted([*closed, *open_.values()], key=lambda b: min(b.units), reverse=True)
 
 
+def _together(option: Option) -> Option:
+    """What options whose gradients may share a bucket have in common."""
+    return Option(option.layout, exchange=option.exchange)
+
+
 def bucket_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
-    """The buckets as messages, each one all-reduce."""
+    """The buckets as messages, each one collective."""
     messages = []
     for bucket in buckets(model, decisions):
-        on = model.exchange(bucket.layout, bucket.gradient_bytes)
+        on = model.exchange(bucket.option, bucket.gradient_bytes)
         messages.append(Message(bucket.units, LINKS[on.link], on.seconds, 0.0, on.sent_bytes))
     return tuple(messages)
 
@@ -160,37 +171,37 @@ def bucketed_s(model: CostModel, decisions: Sequence[Option]) -> LinkMatrix:
     """Seconds of the buckets, each at the unit with which it gets ready: with these as exchange,
     ``barrier_step`` is the simulation of the buckets (without interference), in less time."""
     found = np.zeros((len(LINKS), len(decisions)))
-    open_: dict[Layout, list[int]] = {}  # undivided bytes, member's bytes, first unit
+    open_: dict[Option, list[int]] = {}  # undivided bytes, a member's bytes, first unit
 
-    def close(layout: Layout, shard_bytes: int, first: int) -> None:
-        on = model.exchange(layout, shard_bytes)
+    def close(key: Option, payload_bytes: int, first: int) -> None:
+        on = model.exchange(key, payload_bytes)
         found[on.link, first] += on.seconds
 
     for k in reversed(range(len(decisions))):
-        option = decisions[k]
-        for full, shard in model.gradients(k, option):
-            bucket = open_.get(option.layout)
+        key = _together(decisions[k])
+        for full, shard in model.gradients(k, decisions[k]):
+            bucket = open_.get(key)
             if bucket is None or bucket[0] + full > model.bucket_bytes:
                 if bucket is not None:
-                    close(option.layout, *bucket[1:])
-                bucket = open_[option.layout] = [0, 0, k]
+                    close(key, *bucket[1:])
+                bucket = open_[key] = [0, 0, k]
             bucket[0] += full
             bucket[1] += shard
             bucket[2] = k
-    for layout, bucket in open_.items():
-        close(layout, *bucket[1:])
+    for key, bucket in open_.items():
+        close(key, *bucket[1:])
     return found
 
 
 def slice_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
-    """Each unit's gradients in equal slices of at most ``bucket_bytes``, each one all-reduce."""
+    """Each unit's gradients in equal slices of at most ``bucket_bytes``, each one collective (two
+    where the exchange is sharded); none of those that are waited for in backward."""
     found = []
     for k in reversed(range(len(decisions))):
         size = model.unit(k, decisions[k]).gradient_bytes
         pieces = ceil(size / model.bucket_bytes)
-        if pieces:
-            layout = decisions[k].layout
-            on = model.exchange(layout, size / pieces)
+        if pieces and not decisions[k].early_release:
+            on = model.exchange(decisions[k], size / pieces)
             found += [Message((k,), LINKS[on.link], on.seconds, k, on.sent_bytes)] * pieces
     return tuple(found)
 

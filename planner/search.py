@@ -13,23 +13,25 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .budget import gpu_seconds, overdrawn
 from .capability import Capability
+from .choices import layouts_of, unit_options
 from .cost import CostModel
 from .evaluate import limits_bytes
-from .layout import Layout, Style, lattice
+from .layout import Layout
 from .memory import Holding, MemoryModel, peak_bytes
-from .options import Decisions, Option, allowed, ties_agree
+from .options import Decisions, Option, ties_agree
 from .schedule import ScheduleName, bucketed_s
 from .shares import busiest_samples
 from .step import barrier_step, priority_step
 
-STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")
+ROUNDING = 1e-9
 BETTER = 1 - 1e-6
 """A change must save a millionth of the step: rounding is no reason to change a layout."""
 
 
 class Score(NamedTuple):
-    """Bytes over the limit (0 where it fits), then seconds of a step."""
+    """Bytes over the limit (0 where all limits are kept), then seconds of the objective."""
 
     over_bytes: float
     step_s: float
@@ -48,31 +50,55 @@ class Candidate(NamedTuple):
     decisions: Decisions
 
 
+def score_of(
+    model: CostModel, decisions: Sequence[Option], over_bytes: float, step_s: float
+) -> Score:
+    """The score of a plan; other limits that it goes over count as if they were memory's, and the
+    objective may be device-seconds."""
+    over = overdrawn(model, decisions, step_s)
+    if over > ROUNDING:
+        over_bytes += over * min(limits_bytes(model.cluster, model.goal, model.placement))
+    if model.goal.objective == "gpu_seconds":
+        step_s = gpu_seconds(model, decisions, step_s)
+    return Score(over_bytes, step_s)
+
+
 class Space:
     """What may be chosen for each unit of a cost model."""
 
     def __init__(self, model: CostModel, capability: Capability) -> None:
         self.model, self.capability = model, capability
-        self.layouts = tuple(lattice(model.world_size, bursts=capability.idle_positions))
+        self.layouts = layouts_of(model, capability)
         self.home = model.baseline[0]
 
     @cached_property
     def options(self) -> tuple[tuple[Option, ...], ...]:
         """The options of each unit by itself."""
-        world = self.model.world_size
-        every = [
-            Option(layout, style)
-            for layout in self.layouts
-            for style in STYLES
-            if (style == "none") == (layout.degree == 1)
-        ]
-        return tuple(
-            tuple(o for o in every if allowed(u, o, self.model.goal, self.capability, world))
-            for u in self.model.profile.units
-        )
+        units = range(len(self.model.profile.units))
+        return tuple(unit_options(self.model, k, self.capability) for k in units)
+
+    @cached_property
+    def _have(self) -> tuple[frozenset[Option], ...]:
+        return tuple(frozenset(row) for row in self.options)
+
+    @cached_property
+    def start(self) -> Decisions:
+        """Plain data parallelism, as far as every unit may have it; else its first option, and for
+        tied units the first that all of them may have."""
+        chosen = list(self.model.baseline)
+        for k, options in enumerate(self.options):
+            ties = self.model.ties[k]
+            if k != ties[0] or all(chosen[u] in self.options[u] for u in ties):
+                continue
+            fitting = (found for o in options if (found := self.tied(k, o)) is not None)
+            for u, option in next(fitting, {}).items():
+                chosen[u] = option
+        return tuple(chosen)
 
     def tied(self, k: int, option: Option) -> dict[int, Option] | None:
         """The options of all units tied to ``k`` if it takes ``option``; None if they cannot."""
+        if option not in self._have[k]:
+            return None
         units, profiles = self.model.ties[k], self.model.profile.units
         chosen = {k: option}
         if len(units) == 1:
@@ -104,7 +130,7 @@ class Point:
         self.limit_bytes = min(
             limits_bytes(self.model.cluster, self.model.goal, self.model.placement)
         )
-        self.decisions: list[Option] = list(self.model.baseline)
+        self.decisions: list[Option] = list(space.start)
         self.chain = self.model.chain(self.decisions)
         self._samples: dict[Layout, int] = {}
         units = range(len(self.decisions))
@@ -149,10 +175,12 @@ class Point:
     def score(self) -> Score:
         """The score where the point stands."""
         self.evaluations += 1
-        return Score(max(self.peak() - self.limit_bytes, 0.0), self.step_s())
+        step = self.step_s()
+        over = max(self.peak() - self.limit_bytes, 0.0)
+        return score_of(self.model, self.decisions, over, step)
 
     def step_s(self) -> float:
-        """The step by formula: of the buckets as they leave, or of preemptive priority."""
+        """The step by formula: of the buckets as they leave, or of priority."""
         if self.schedule == "priority":
             return priority_step(self.chain, self.model.micro_batches)
         chain = self.chain._replace(exchange_s=bucketed_s(self.model, self.decisions))

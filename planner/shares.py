@@ -78,6 +78,11 @@ def backward_s(unit: UnitProfile, style: Style, degree: int, samples: float) -> 
     return share_of(unit, style, degree, lambda s: s.backward, samples)
 
 
+def saved_bytes(unit: UnitProfile, style: Style, degree: int, samples: float) -> float:
+    """Bytes of feature maps that a member's share saves for backward."""
+    return share_of(unit, style, degree, lambda s: s.saved, samples, divides=False)
+
+
 def shard_bytes(
     unit: UnitProfile, style: Style, degree: int, parameters: tuple[ParameterProfile, ...]
 ) -> int:

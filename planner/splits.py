@@ -31,7 +31,7 @@ from .memory import MemoryModel
 from .neighbours import improve, moves
 from .options import Decisions, Option
 from .placement import place
-from .search import Candidate, Point, Score, Space
+from .search import Candidate, Point, Score, Space, score_of
 from .solver import Problem
 
 SPLIT_POINTS = 32
@@ -60,7 +60,9 @@ class Found(NamedTuple):
     @property
     def score(self) -> Score:
         """Bytes over the limit, then simulated seconds."""
-        return Score(max(self.tightest.over_bytes, 0), self.evaluation.prediction.step_s)
+        done = self.evaluation
+        over = max(self.tightest.over_bytes, 0)
+        return score_of(done.model, done.decisions, over, done.prediction.step_s)
 
 
 def placed(problem: Problem) -> Problem:
@@ -158,6 +160,7 @@ def _start(problem: Problem, micro_batches: int) -> Point:
         micro_batches,
         problem.placement,
         problem.bucket_bytes,
+        problem.schedule == "priority",
     )
     return Point(Space(model, problem.capability), MemoryModel(model), problem.schedule)
 
@@ -165,13 +168,8 @@ def _start(problem: Problem, micro_batches: int) -> Point:
 def _simulated(point: Point, problem: Problem, deadline: float) -> Iterator[Found]:
     """The best plans for one number of micro-batches, simplest first so that ties go to it."""
     model, chosen = point.model, _candidates(point, deadline, EVALUATIONS)
-    plain = [model.baseline] if _runs(point.space, model.baseline) else []
-    for decisions in dict.fromkeys([*plain, *(c.decisions for c in chosen)]):
+    for decisions in dict.fromkeys([point.space.start, *(c.decisions for c in chosen)]):
         yield _found(model, decisions, problem)
-
-
-def _runs(space: Space, decisions: Decisions) -> bool:
-    return all(o in space.options[k] for k, o in enumerate(decisions))
 
 
 def _candidates(point: Point, deadline: float, evaluations: int) -> list[Candidate]:
@@ -200,7 +198,7 @@ def split_plans(space: Space, layout: Layout) -> Iterator[Decisions]:
     able = [k for k in range(len(options)) if any(_at(o, layout, space) for o in options[k])]
     stride = max(len(able) / SPLIT_POINTS, 1.0)
     points = sorted({able[int(i * stride)] for i in range(int(len(able) / stride))})
-    yield space.model.baseline
+    yield space.start
     for start in reversed(points):
         yield _split_at(space, layout, start)
 
@@ -211,7 +209,7 @@ def _at(option: Option, layout: Layout, space: Space) -> bool:
 
 def _split_at(space: Space, layout: Layout, start: int) -> Decisions:
     model = space.model
-    chosen = list(model.baseline)
+    chosen = list(space.start)
     done: set[int] = set()
     for k in range(len(chosen)):
         if k in done or max(model.ties[k]) < start:

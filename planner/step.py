@@ -31,7 +31,10 @@ LinkMatrix = npt.NDArray[np.float64]
 
 
 class Chain(NamedTuple):
-    """Seconds of each unit on the busiest rank, for one micro-batch (exchange: for one step)."""
+    """Seconds of each unit on the busiest rank, for one micro-batch (exchange: for one step).
+
+    ``slice_s`` is the time of one slice of the exchange, where slices are not taken to be small.
+    """
 
     forward_s: Vector
     backward_s: Vector
@@ -41,12 +44,13 @@ class Chain(NamedTuple):
     inner_forward_s: LinkMatrix
     inner_backward_s: LinkMatrix
     exchange_s: LinkMatrix
+    slice_s: LinkMatrix | None = None
 
 
 def empty_chain(units: int) -> Chain:
     """A chain of units that cost nothing, to be filled."""
     vectors = [np.zeros(units) for _ in range(3)]
-    return Chain(*vectors, *(np.zeros((len(LINKS), units)) for _ in range(5)))
+    return Chain(*vectors, *(np.zeros((len(LINKS), units)) for _ in range(6)))
 
 
 def compute_s(chain: Chain) -> float:
@@ -105,7 +109,9 @@ def priority_step(chain: Chain, micro_batches: int = 1) -> float:
         T = (M-1)·Σ(F+B+A) + max( Σ(F+B+U+A),
             max over l, j of ( ΣA^l + Σ_{k≥j} (F_k+B_k+U_k) + Σ_{k>j} A^other_k + Σ_{k≤j} C^l_k ) )
 
-    with inner A^other_k counted for k ≥ j. The update of a unit runs just before its forward: then
+    with inner A^other_k counted for k ≥ j. Where slices take time, a more urgent one may find one
+    of a later unit on the wire and wait for it, once: the term of j has the longest slice of the
+    units after j as well. The update of a unit runs just before its forward: then
     those of units before j hide in the wait for j, and the others do not. Exact for gradients on
     one link; a lower bound where several links carry gradients at once (the simulation tells).
     """
@@ -120,7 +126,8 @@ def priority_bound(chain: Chain, micro_batches: int = 1) -> float:
     an earlier stall; Σ(F+B+U+A) still bounds.
     """
     whole = compute_s(chain) + blocking_s(chain)
-    return (micro_batches - 1) * whole + _last(chain, np.zeros_like(chain.update_s))
+    bare = chain._replace(slice_s=None)
+    return (micro_batches - 1) * whole + _last(bare, np.zeros_like(chain.update_s))
 
 
 def _last(chain: Chain, update: Vector) -> float:
@@ -131,8 +138,38 @@ def _last(chain: Chain, update: Vector) -> float:
     entry = chain.entry_forward_s + chain.entry_backward_s
     for link in _used(chain):
         ready = _ready(own, inner, entry, link)
-        end = max(end, float((ready + chain.exchange_s[link].cumsum()).max()))
+        late = ready + chain.exchange_s[link].cumsum() + _slice_before(chain, link)
+        end = max(end, float(late.max()))
     return end
+
+
+def binding_term(chain: Chain, *, priority: bool) -> tuple[int, int] | None:
+    """(link, unit) of the largest term over l and j of ``barrier_step`` or ``priority_step``, None
+    where what the rank itself has to do, one thing after another, takes longer."""
+    inner, entry = chain.inner_backward_s, chain.entry_backward_s
+    own, waits = chain.backward_s, 0.0 * chain.exchange_s
+    end = float(own.sum() + inner.sum() + entry.sum())
+    if priority:
+        inner, entry = inner + chain.inner_forward_s, entry + chain.entry_forward_s
+        own = own + chain.forward_s + chain.update_s
+        end = float(own.sum() + inner.sum() + entry.sum())
+        waits = np.array([_slice_before(chain, link) for link in range(len(LINKS))])
+    found = None
+    for link in _used(chain):
+        late = _ready(own, inner, entry, link) + chain.exchange_s[link].cumsum() + waits[link]
+        if late.max() > end * (1 + 1e-12):
+            end, found = float(late.max()), (link, int(late.argmax()))
+    return found
+
+
+def _slice_before(chain: Chain, link: int) -> Vector:
+    """For each j the longest slice of the units after it; none where unit j exchanges nothing (its
+    term is then not the largest: nothing is waited for that was not waited for before it)."""
+    wait = np.zeros_like(chain.update_s)
+    if chain.slice_s is not None:
+        wait[:-1] = np.maximum.accumulate(chain.slice_s[link, :0:-1])[::-1]
+        wait[chain.exchange_s[link] == 0] = 0.0
+    return wait
 
 
 class Terms(NamedTuple):

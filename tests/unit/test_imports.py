@@ -71,10 +71,11 @@ def test_the_walk_sees_every_form(tmp_path, monkeypatch):
 
 
 def test_the_planner_imports_no_torch():
-    names = [f"meshwright.planner.{p.stem}" for p in modules("planner") if p.stem != "__init__"]
+    paths = [p.relative_to(ROOT).with_suffix("") for p in modules("planner")]
+    names = [".".join(("meshwright", *p.parts)).removesuffix(".__init__") for p in paths]
     code = (
         "import importlib, sys\n"
-        f"for name in {['meshwright.planner', *names]!r}: importlib.import_module(name)\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
         "loaded = [m for m in sys.modules if m == 'torch' or m.startswith('torch.')]\n"
         "assert not loaded, loaded[:5]\n"
     )

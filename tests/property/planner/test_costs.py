@@ -123,4 +123,4 @@ def test_the_search_scores_what_is_simulated(case, bucket_bytes):
     fullest = max(found.prediction.peak_bytes)
     assert point.peak() > fullest - 1.0
     if all(o.layout.size == model.world_size for o in chosen):
-        assert point.peak() <= fullest
+        assert point.peak() <= fullest + 1.0

@@ -1,6 +1,7 @@
 """Documents round-trip byte for byte, and damaged ones are refused in one sentence."""
 
 import json
+from copy import deepcopy
 
 import jsonschema
 import pytest
@@ -89,17 +90,17 @@ def damage(document, data):
     """Replaces, removes, doubles or adds something somewhere."""
     path = data.draw(st.sampled_from(list(paths(document))))
     if not path:
-        return data.draw(JUNK)
+        return deepcopy(data.draw(JUNK))
     parent = document
     for key in path[:-1]:
         parent = parent[key]
     how = data.draw(st.sampled_from(("replace", "remove", "add")))
     if how == "replace":
-        parent[path[-1]] = data.draw(JUNK)
+        parent[path[-1]] = deepcopy(data.draw(JUNK))
     elif how == "remove":
         del parent[path[-1]]
     elif isinstance(parent, dict):
-        parent[data.draw(st.text(max_size=3))] = data.draw(JUNK)
+        parent[data.draw(st.text(max_size=3))] = deepcopy(data.draw(JUNK))
     else:
         parent.append(parent[path[-1]])
     return document

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from meshwright.planner.noun import encode, load, save
@@ -64,6 +65,141 @@ def test_a_limit_below_data_parallelism_gives_a_plan_that_fits(
     made = load(Plan, path)
     assert max(made.baseline.peak_bytes) > limit >= max(made.prediction.peak_bytes)
     assert "which does not fit in memory" in done.out
+
+
+def test_status_bound_and_gap_are_printed(meshwright, profile_file, cluster_file, tmp_path):
+    path = tmp_path / "p.json"
+    arguments = ("plan", profile_file, "-c", cluster_file, "--batch", 256, "-o", path)
+    words = " ".join(meshwright(*arguments).out.split())
+    assert load(Plan, path).provenance.status == "optimal"
+    assert "proved best by the integer solver" in words
+    assert "no step by the formula is below" in words
+    assert "gap 0" in words
+    words = " ".join(meshwright(*arguments, "--solver", "heuristic").out.split())
+    assert "found by the heuristic solver, not proved best" in words
+    assert "below" not in words
+
+
+@pytest.mark.parametrize("solver", ["heuristic", "integer", "multipliers"])
+def test_pins_hold_whoever_searches(meshwright, profile_file, cluster_file, tmp_path, solver):
+    path = tmp_path / "p.json"
+    done = meshwright(
+        *("plan", profile_file, "-c", cluster_file, "--batch", 256, "--solver", solver),
+        *("--pin", "3*.linear=2x4", "--forbid", "34.linear=column", "--forbid", "4x2", "-o", path),
+    )
+    assert done.code == 0, done.err
+    made = load(Plan, path)
+    linear = [u for u in made.units if u.kind == "linear"]
+    assert [str(u.layout) for u in linear] == ["(2,4)"] * 3
+    assert made.unit("34.linear").style == "row"
+    assert all(str(u.layout) != "(4,2)" for u in made.units)
+
+
+def test_device_seconds_within_a_step_limit(meshwright, profile_file, tmp_path):
+    links = tmp_path / "fast.json"
+    save(cluster_of(8, gbit_s=100), links)
+    base = ("plan", profile_file, "-c", links, "--batch", 64, "--hypothetical", "--slices", "4MiB")
+    base = (*base, "--solver", "multipliers", "--time-limit", 10)
+    fast, cheap, between = (tmp_path / f"{name}.json" for name in ("fast_plan", "cheap", "between"))
+    assert meshwright(*base, "-o", fast).code == 0
+    assert meshwright(*base, "--objective", "gpu-seconds", "-o", cheap).code == 0
+    quick, economical = load(Plan, fast).prediction, load(Plan, cheap).prediction
+    assert economical.gpu_seconds < quick.gpu_seconds
+    assert economical.step_s > quick.step_s
+    limit = (quick.step_s + economical.step_s) / 2
+    done = meshwright(
+        *(*base, "--objective", "gpu-seconds", "--step-limit", f"{limit * 1e3}ms", "-o", between)
+    )
+    assert done.code == 0, done.err
+    assert "no device time by the formula is below" in " ".join(done.out.split())
+    found = load(Plan, between).prediction
+    assert found.step_s <= limit * 1.001
+    assert economical.gpu_seconds <= found.gpu_seconds * 1.01
+    assert found.gpu_seconds < quick.gpu_seconds
+    amplified = meshwright(*base, "--amplification-limit", 1.3, "-o", between)
+    assert amplified.code == 0, amplified.err
+    limited = load(Plan, between)
+    assert limited.goal.amplification_limit == 1.3
+    assert limited.prediction.gpu_seconds < quick.gpu_seconds
+
+
+@pytest.mark.slow
+def test_a_hypothetical_plan_may_use_what_memory_asks_for(
+    meshwright, profile_file, cluster_file, tmp_path
+):
+    path = tmp_path / "p.json"
+    base = ("plan", profile_file, "-c", cluster_file, "--batch", 256, "--memory-limit", "2300MB")
+    assert meshwright(*base).code == 3
+    base = (*base, "--hypothetical", "--slices", "4MiB", "--solver", "multipliers", "-o", path)
+    done = meshwright(*base, "--time-limit", 10)
+    assert done.code == 0, done.err
+    assert "note: the executor cannot run this plan" in done.err
+    made = load(Plan, path)
+    assert made.schedule == "priority"
+    assert any(u.memory == "recompute" for u in made.units)
+    assert made.hypothetical
+    assert meshwright("launch", path).code == 2
+    words = " ".join(done.out.split())
+    assert "recompute" in words
+    without = meshwright(*base, "--forbid", "recompute", "--time-limit", 10)
+    if without.code == 0:
+        assert all(u.memory == "keep" for u in load(Plan, path).units)
+    else:
+        assert without.code == 3
+
+
+def test_sizes_are_a_table_and_its_json(meshwright, profile_file, cluster_file, tmp_path):
+    path = tmp_path / "sizes.json"
+    base = ("plan", profile_file, "-c", cluster_file, "--batch", 256, "--ranks", "4,8,16")
+    done = meshwright(*base, "-o", path)
+    assert done.code == 0, done.err
+    assert "whole nodes like 'host0'" in " ".join(done.out.split())
+    found = json.loads(path.read_text())
+    assert [row["ranks"] for row in found["rows"]] == [4, 8, 16]
+    assert all(row["fits"] and row["speedup"] >= 1 for row in found["rows"])
+    assert json.loads(meshwright(*base, "--json").out)["how"] == found["how"]
+    eight = tmp_path / "p.json"
+    meshwright("plan", profile_file, "-c", cluster_file, "--batch", 256, "-o", eight)
+    assert found["rows"][1]["step_s"] == load(Plan, eight).prediction.step_s
+
+
+def test_sizes_that_do_not_fit_say_so(meshwright, profile_file, cluster_file):
+    base = ("plan", profile_file, "-c", cluster_file, "--batch", 256, "--memory-limit", "1GB")
+    done = meshwright(*base, "--ranks", "8,64", "--json")
+    rows = json.loads(done.out)["rows"]
+    assert [row["fits"] for row in rows] == [False, True]
+    assert "are available" in rows[0]["why"]
+
+
+@pytest.mark.slow
+def test_the_front_falls(meshwright, profile_file, tmp_path):
+    links = tmp_path / "fast.json"
+    save(cluster_of(8, gbit_s=100), links)
+    base = ("plan", profile_file, "-c", links, "--batch", 64, "--front", "--solver", "multipliers")
+    done = meshwright(*base, "--hypothetical", "--slices", "4MiB", "--time-limit", 3, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    points = found["points"]
+    assert len(points) > 2
+    for fast, cheap in pairwise(points):
+        assert fast["step_s"] < cheap["step_s"]
+        assert fast["gpu_seconds"] > cheap["gpu_seconds"]
+    for point in points:
+        assert point["amplification"] == pytest.approx(point["gpu_seconds"] / found["alone_s"])
+    plain = meshwright(*base)
+    assert "--hypothetical" in plain.err
+
+
+def test_explain_says_what_binds_and_what_more_would_buy(meshwright, plan_file):
+    done = meshwright("explain", plan_file)
+    words = " ".join(done.out.split())
+    assert "one more Gbit/s on inter links" in words
+    assert "16 devices for 8" in words
+    assert "planned again" in words
+    assert "duals" not in words
+    assert "bound by the gradients of the units up to" in words
+    assert "No limit keeps a better choice for a single unit out" in words
+    assert "planned again" not in meshwright("explain", plan_file, "--no-what-if").out
 
 
 def test_explain_finds_what_the_plan_was_made_from(meshwright, plan_file):

@@ -180,12 +180,16 @@ def test_frozen_parameters_are_held_and_not_exchanged():
     assert (cost.gradient_bytes, cost.shard_bytes, cost.exchange.seconds) == (0, 40_000, 0)
 
 
-def test_policies_outside_the_model_are_refused():
+def test_policies_without_a_known_cost_are_refused():
     m = model([linear("fc")])
-    with pytest.raises(InputError, match="recompute"):
-        m.unit(1, HOME._replace(memory="recompute"))
-    with pytest.raises(InputError, match="topk"):
-        m.unit(1, HOME._replace(exchange="topk"))
+    for change, remedy in (
+        ({"memory": "offload"}, "host_bytes_per_s"),
+        ({"exchange": "topk", "ratio": 0.1}, "fidelity"),
+        ({"exchange": "sharded"}, "priority"),
+        ({"early_release": True}, "priority"),
+    ):
+        with pytest.raises(InputError, match=remedy):
+            m.unit(1, HOME._replace(**change))
 
 
 def test_measured_degrees_are_interpolated_in_their_inverse():

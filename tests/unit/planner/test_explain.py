@@ -2,14 +2,19 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from meshwright.planner import schemas
 from meshwright.planner.compare import compare
+from meshwright.planner.cost import CostModel
 from meshwright.planner.errors import InputError
-from meshwright.planner.evaluate import evaluate, make_plan
+from meshwright.planner.evaluate import decisions_of, evaluate, make_plan
 from meshwright.planner.explain import explain
-from meshwright.planner.goal import Goal
+from meshwright.planner.goal import Goal, Pin
+from meshwright.planner.layout import Layout
+from meshwright.planner.options import Option
 from meshwright.planner.solver import Problem, solve
+from meshwright.planner.step import barrier_step, binding_term, priority_step
 from meshwright.profiler.tables import load_table
 
 from tests.strategies import chain_profile, cluster, linear
@@ -29,9 +34,6 @@ def test_alternatives_are_what_evaluating_them_gives(case):
     assert found.step_s == plan.prediction.step_s
     unit = next(u for u in found.units if u.name == "32.linear")
     assert 0 < len(unit.alternatives) <= 3
-    from meshwright.planner.evaluate import decisions_of
-    from meshwright.planner.options import Option
-
     k = [u.name for u in plan.units].index("32.linear")
     for other in unit.alternatives:
         assert (other.layout, other.style) != (unit.layout, unit.style)
@@ -63,6 +65,58 @@ def test_memory_that_binds_is_named():
     assert found.needed_bytes <= found.available_bytes == limit
     unfit = [a for u in found.units for a in u.alternatives if not a.fits]
     assert found.memory_binds == any(a.step_s < plan.prediction.step_s for a in unfit)
+
+
+def test_pins_that_bind_are_named(case):
+    _, profile, links = case
+    home = Layout(groups=8)
+    goal = Goal(batch=256, pins=(Pin(unit="32.linear", only=(home,)),))
+    found = explain(solve(Problem(profile, links, goal)).plan, profile, links)
+    assert found.binding == ("pins",)
+    pinned = next(u for u in found.units if u.name == "32.linear")
+    assert pinned.layout == home
+    assert pinned.alternatives[0].breaks == ("pins",)
+    assert pinned.alternatives[0].step_s < found.step_s
+
+
+def test_limits_say_what_is_used(case):
+    plan, profile, links = case
+    step = plan.prediction.step_s
+    goal = Goal(batch=256, time_limit_s=1.1 * step, unit_amplification_limit=1e6)
+    made = solve(Problem(profile, links, goal)).plan
+    found = explain(made, profile, links)
+    uses = {use.limit: use for use in found.limits}
+    assert set(uses) == {"memory_limit_bytes", "unit_amplification_limit", "time_limit_s"}
+    assert uses["time_limit_s"].used == made.prediction.step_s
+    assert all(use.kept and use.used > 0 for use in found.limits)
+    tight = msgspec.structs.replace(made, goal=Goal(batch=256, time_limit_s=step / 2))
+    assert not explain(tight, profile, links).limits[1].kept
+
+
+@pytest.mark.parametrize("schedule", ["barrier", "priority"])
+def test_the_binding_term_is_one_that_helps(case, schedule):
+    """Taking exchange from the units up to the one named shortens the step by formula, taking it
+    from those behind it does not."""
+    plan, profile, links = case
+    sliced = schedule == "priority"
+    model = CostModel(profile, links, plan.goal, 1, None, 2**20, sliced)
+    decisions = decisions_of(plan)
+    chain = model.chain(decisions)._replace(slice_s=None)
+    link, unit = binding_term(chain, priority=sliced)
+    formula = priority_step if sliced else barrier_step
+    for k in range(len(decisions)):
+        less = chain.exchange_s.copy()
+        less[link, k] /= 2
+        shorter = formula(chain._replace(exchange_s=less)) < formula(chain) * (1 - 1e-12)
+        assert shorter == (k <= unit and chain.exchange_s[link, k] > 0)
+
+
+def test_without_communication_the_rank_itself_binds():
+    profile = chain_profile([linear("a"), linear("b")])
+    found = explain(make_plan(profile, cluster(1), Goal(batch=8)), profile, cluster(1))
+    assert found.term.link is None
+    assert not found.exposed
+    assert found.bound_by == "compute"
 
 
 def test_tied_units_change_together():

@@ -37,6 +37,16 @@ def test_a_large_cluster_is_improved_by_search():
     assert all(len({names[r] for r in order[i : i + 3]}) == 1 for i in range(0, 12, 3))
 
 
+def test_more_hosts_than_pairs_are_tried_for_still_improve():
+    names = "".join("abcdefgh"[i % 8] for i in range(72))
+    links = cluster(72, pairs=racks(names))
+    layouts = [Layout(groups=24, degree=3)]
+    order = place(links, layouts)
+    assert sorted(order) == list(range(72))
+    assert order == place(links, layouts)
+    assert order_cost(links, order, layouts) < order_cost(links, range(72), layouts)
+
+
 def test_groups_do_not_straddle_hosts_of_different_sizes():
     links = cluster(devices=(1, 2, 1), inter=1e8, intra=1e10)
     layouts = [Layout(groups=2, degree=2)]

@@ -4,9 +4,10 @@ import itertools
 
 import msgspec
 import pytest
+from meshwright.planner.capability import EVERYTHING, PLAIN
 from meshwright.planner.cost import CostModel
 from meshwright.planner.curve import proportional
-from meshwright.planner.evaluate import evaluation, is_data_parallel
+from meshwright.planner.evaluate import evaluation, is_data_parallel, make_plan
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout, data_parallel
 from meshwright.planner.options import Option
@@ -144,6 +145,21 @@ def test_tied_units_share_one_layout():
     assert embed.style == head.style
     assert embed.layout.degree > 1
     assert head.parameter_bytes == 0
+
+
+def test_small_slices_are_no_excuse_for_a_slow_baseline():
+    """Slices of which each takes a latency slow data parallelism down; DDP's buckets do not."""
+    profile = chain_profile([linear(f"fc{i}", 512, 512, 1e-5) for i in range(3)])
+    links, goal = cluster(4, latency_s=1e-3), Goal(batch=16)
+    ddp = make_plan(profile, links, goal).baseline
+    small = make_plan(profile, links, goal, schedule="priority", bucket_bytes=2**14)
+    assert small.schedule == "priority"
+    assert small.prediction.step_s > 2 * ddp.step_s
+    assert small.baseline.step_s == ddp.step_s
+    large = make_plan(profile, links, goal, schedule="priority", bucket_bytes=2**26)
+    assert large.baseline.step_s <= ddp.step_s
+    assert "the plan exchanges gradients by priority" in PLAIN.refusals(large)
+    assert not EVERYTHING.refusals(large)
 
 
 def test_the_planner_never_claims_more_than_its_baseline(vgg16):

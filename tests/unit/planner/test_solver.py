@@ -4,8 +4,10 @@ import msgspec
 import pytest
 from meshwright.planner.capability import PLAIN
 from meshwright.planner.errors import InfeasibleError, InputError
-from meshwright.planner.goal import Goal
+from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.heuristic import Heuristic
+from meshwright.planner.layout import Layout
+from meshwright.planner.resize import resized_problem
 from meshwright.planner.solver import Problem, Solver, solve, solvers
 
 from tests.strategies import chain_profile, cluster, linear
@@ -26,11 +28,18 @@ def limited(problem, **changes):
 
 def test_auto_says_what_it_took(problem):
     result = solve(problem)
-    assert result.solver == "heuristic"
-    assert result.status == "heuristic"
-    assert "heuristic" in result.reason
-    assert result.plan.provenance.solver == "heuristic"
-    assert result.objective_s == result.plan.prediction.step_s
+    assert result.solver == "integer"
+    assert (result.status == "optimal") == (result.gap <= problem.near + 1e-6)
+    assert "integer" in result.reason
+    assert result.plan.provenance.solver == "integer"
+    quick = solve(problem, "heuristic").plan
+    assert result.plan.prediction.step_s <= quick.prediction.step_s * (1 + 1e-6)
+
+
+def test_the_heuristic_proves_nothing(problem):
+    result = solve(problem, "heuristic")
+    assert result.solver == result.status == result.plan.provenance.solver == "heuristic"
+    assert result.objective_s == pytest.approx(result.plan.prediction.step_s, rel=0.2)
     assert result.bound_s is None
     assert result.plan.provenance.bound_s is None
 
@@ -76,6 +85,43 @@ def test_each_relaxation_named_does_help(problem, part):
         assert solve(limited(tight, **{change.what: value})).plan is not None
 
 
+@pytest.mark.parametrize("solver", ["integer", "heuristic"])
+@pytest.mark.parametrize("part", [0.35, 0.8])
+def test_more_ranks_that_are_named_do_help_and_fewer_do_not(problem, solver, part):
+    need = solve(limited(problem, memory_limit_bytes=1)).infeasible.needed_bytes
+    tight = limited(problem, memory_limit_bytes=int(need * part))
+    more = solve(tight, solver).infeasible.enlargement
+    assert more.ranks == more.nodes > 4
+    assert more.sentence in solve(tight, solver).infeasible.sentence
+    assert solve(resized_problem(tight, more.ranks), solver).plan is not None
+    assert solve(resized_problem(tight, more.ranks - 1), solver).plan is None
+
+
+def test_a_shorter_step_may_need_more_ranks():
+    """Computing alone: three twentieths of a second for each of eight samples."""
+    profile = chain_profile([linear("fc", 4, 4, 0.05)], bytes_per_sample=1.0)
+    links = cluster(4, inter=1e12, latency_s=0.0)
+    asked = Problem(profile, links, Goal(batch=8, time_limit_s=0.2))
+    why = solve(asked).infeasible
+    assert why.limit == "time_limit_s"
+    assert why.enlargement.ranks == 8
+    assert solve(resized_problem(asked, 8)).plan is not None
+    assert solve(resized_problem(asked, 7)).plan is None
+
+
+def test_no_larger_cluster_is_named_where_links_are_not_known(problem):
+    lone = msgspec.structs.replace(cluster(1, 2), levels=cluster(1, 2).levels[:1])
+    asked = Problem(problem.profile, lone, limited(problem, memory_limit_bytes=10_000).goal)
+    assert solve(asked).infeasible.enlargement is None
+
+
+def test_pins_that_leave_nothing_are_named(problem):
+    pin = Pin(unit="fc1", only=(Layout(groups=3, degree=1),))
+    why = solve(limited(problem, pins=(pin,))).infeasible
+    assert (why.limit, why.unit) == ("pins", "fc1")
+    assert "'fc1'" in why.sentence
+
+
 def test_infeasible_is_one_sentence_with_the_numbers(problem):
     with pytest.raises(InfeasibleError) as caught:
         solve(limited(problem, memory_limit_bytes=10_000)).checked()
@@ -107,7 +153,7 @@ def test_progress_is_reported(problem):
         msgspec.structs.replace(problem.goal, micro_batches=(1, 2, 4)),
         progress=lambda what, share: seen.append((what, share)),
     )
-    solve(case)
+    solve(case, "heuristic")
     assert [share for _, share in seen] == sorted(share for _, share in seen)
     assert len(seen) == 3
 

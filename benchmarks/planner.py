@@ -1,0 +1,100 @@
+"""How long planning takes, and how close to the best possible: GPT-like models on growing clusters.
+
+Every unit has times of its own (nothing is marked as repeated), every memory and exchange policy is
+allowed, memory is short enough to matter. Each row runs in a process of its own, whose peak memory
+is the row's. On a machine shared with others seconds count their work too; CPU seconds do not.
+``gap`` is 1 - bound / objective, as the solver proved it.
+
+    python benchmarks/planner.py            all rows
+    python benchmarks/planner.py 100 64     one row
+    python benchmarks/planner.py 100 64 4194304,16777216     that may choose among slice sizes
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+from meshwright.planner.capability import EVERYTHING
+from meshwright.planner.goal import Goal
+from meshwright.planner.solver import Problem, solve, solvers
+from synthetic import cluster_of, gpt_like
+
+ROWS = ((100, 64), (200, 64), (400, 256), (1000, 1024))
+SAMPLES_PER_RANK = 4
+MEMORY_GIB = 40.0
+SLICE_BYTES = 4 * 2**20
+"""At 1 MiB the latency of an all-reduce over 128 nodes is twenty times what its bytes take."""
+
+
+def problem(units: int, ranks: int, slice_bytes: tuple[int, ...] = ()) -> Problem:
+    """The problem of one row; ``slice_bytes`` may be chosen from."""
+    goal = Goal(
+        batch=SAMPLES_PER_RANK * ranks,
+        optimizer="adamw",
+        allow_lossy=True,
+        min_fidelity=0.9,
+        slice_bytes=slice_bytes,
+    )
+    return Problem(
+        profile=gpt_like(units),
+        cluster=cluster_of(ranks, memory_gib=MEMORY_GIB),
+        goal=goal,
+        capability=EVERYTHING,
+        schedule="priority",
+        bucket_bytes=SLICE_BYTES,
+    )
+
+
+def row(units: int, ranks: int, solver: str, slice_bytes: tuple[int, ...] = ()) -> dict[str, Any]:
+    """One row, measured in this process."""
+    asked = problem(units, ranks, slice_bytes)
+    solvers()  # importing them is no part of planning
+    start, busy = time.perf_counter(), time.process_time()
+    result = solve(asked, solver)
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - busy
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {
+        "units": units,
+        "ranks": ranks,
+        "solver": result.solver,
+        "seconds": round(seconds, 3),
+        "cpu_seconds": round(cpu_seconds, 3),
+        "gap": None if result.gap is None else round(result.gap, 6),
+        "peak_rss_mib": round(peak, 1),
+        "objective_s": result.objective_s,
+        "speedup": result.plan.speedup if result.plan else None,
+    }
+
+
+def _separately(units: int, ranks: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, str(units), str(ranks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["rows"][0]
+    return found
+
+
+def main() -> None:
+    """Prints the table and, as the last line, JSON."""
+    chosen = [int(a) for a in sys.argv[1:3]]
+    sizes = tuple(int(a) for a in sys.argv[3].split(",")) if len(sys.argv) > 3 else ()
+    if len(chosen) == 2:
+        rows = [row(chosen[0], chosen[1], "multipliers", sizes)]
+    else:
+        rows = [_separately(units, ranks) for units, ranks in ROWS]
+    print("  units  ranks       solver  seconds   of CPU      gap  peak MiB")
+    for r in rows:
+        gap = "none" if r["gap"] is None else f"{100 * r['gap']:.3f}%"
+        print(
+            f"{r['units']:7} {r['ranks']:6} {r['solver']:>12} {r['seconds']:8.2f} "
+            f"{r['cpu_seconds']:8.2f} {gap:>8} {r['peak_rss_mib']:9.0f}"
+        )
+    print(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

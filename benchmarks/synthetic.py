@@ -1,0 +1,179 @@
+"""A GPT-like model of any number of units, each with times of its own, and a cluster for it.
+
+The times are a roofline's (150 TFLOP/s, a fixed part for launching kernels, division over members
+less than perfect) with every unit's own deviation of up to 30%, so that no two units are alike and
+nothing can be gained by treating them as repeated. Feature maps are those of attention and
+feed-forward layers in 16-bit numbers; the fidelity of lossy exchange is drawn for each unit.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+from meshwright.planner.cluster import Cluster, Device, Level, Node
+from meshwright.planner.curve import ZERO, Curve, proportional
+from meshwright.planner.layout import Style
+from meshwright.planner.profile import (
+    CompressionRate,
+    EdgeProfile,
+    FidelityProfile,
+    ModelProfile,
+    ParameterProfile,
+    ShareProfile,
+    SplitProfile,
+    UnitKind,
+    UnitProfile,
+    UpdateRate,
+)
+
+WIDTH, TOKENS, VOCABULARY = 2048, 1024, 50304
+NUMBER = 2
+FLOPS_PER_S = 150e12
+LAUNCH_S = 2e-5
+BATCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+DEGREES = (2, 4, 8)
+
+
+def gpt_like(units: int, seed: int = 0) -> ModelProfile:
+    """A chain of ``units`` units between the model's input and output."""
+    draw = random.Random(seed)
+    middle = [_embedding(draw)]
+    for i in range(units - 2):
+        middle.append(_block(draw, i, "attention" if i % 2 == 0 else "mlp"))
+    middle.append(_head(draw))
+    every = [_end("input"), *middle, _end("output")]
+    edges = tuple(
+        EdgeProfile(
+            source=a.name,
+            target=b.name,
+            bytes_per_sample=_edge_bytes(a.name, b.name),
+            gradient_bytes_per_sample=0.0 if a.kind == "input" else _edge_bytes(a.name, b.name),
+            features=VOCABULARY if b.kind == "output" else WIDTH,
+        )
+        for a, b in pairwise(every)
+    )
+    return ModelProfile(
+        target=f"gpt-like-{units}",
+        model=f"{units:016x}",
+        device="A100-like",
+        device_type="cuda",
+        dtype="bfloat16",
+        batches=tuple(int(b) for b in BATCHES),
+        units=tuple(every),
+        edges=edges,
+        updates=(UpdateRate(optimizer="adamw", seconds_per_byte=4e-12),),
+        compression=(
+            CompressionRate(exchange="topk", seconds_per_byte=2e-11),
+            CompressionRate(exchange="dropped", seconds_per_byte=2e-12),
+        ),
+        origin="estimated",
+    )
+
+
+def cluster_of(ranks: int, gbit_per_s: float = 100.0, memory_gib: float = 80.0) -> Cluster:
+    """Nodes of eight devices, 300 GB/s inside, one network interface each."""
+    device = Device(name="A100-like", memory_bytes=int(memory_gib * 2**30), host_bytes_per_s=25e9)
+    return Cluster(
+        name=f"{ranks} devices",
+        nodes=tuple(Node(name=f"node{i}", devices=(device,) * 8) for i in range(ranks // 8)),
+        levels=(
+            Level(name="intra", latency_s=4e-6, bytes_per_s=300e9),
+            Level(name="inter", latency_s=1.2e-5, bytes_per_s=gbit_per_s / 8 * 1e9),
+        ),
+    )
+
+
+def _edge_bytes(source: str, target: str) -> float:
+    if source == "input":
+        return 8.0 * TOKENS
+    return float(NUMBER * TOKENS * (VOCABULARY if target == "output" else WIDTH))
+
+
+def _end(kind: UnitKind) -> UnitProfile:
+    nothing = ShareProfile(
+        style="none", degree=1, forward=ZERO, backward=ZERO, saved=ZERO, gradient=ZERO,
+        workspace=ZERO, parameter_bytes=0,
+    )  # fmt: skip
+    return UnitProfile(name=kind, kind=kind, shares=(nothing,))
+
+
+def _embedding(draw: random.Random) -> UnitProfile:
+    return _unit(draw, "embedding", "embedding", VOCABULARY * WIDTH, 2 * WIDTH, 0.1, ("row",))
+
+
+def _block(draw: random.Random, number: int, kind: UnitKind) -> UnitProfile:
+    factor, saved = (4, 7.0) if kind == "attention" else (8, 10.0)
+    weights = factor * WIDTH * WIDTH
+    flops = 2 * weights + (4 * TOKENS * WIDTH if kind == "attention" else 0)
+    return _unit(draw, f"{kind}{number}", kind, weights, flops, saved, ("pair",))
+
+
+def _head(draw: random.Random) -> UnitProfile:
+    weights = VOCABULARY * WIDTH
+    return _unit(draw, "head", "linear", weights, 2 * weights, 1.0, ("column", "row"))
+
+
+def _unit(
+    draw: random.Random,
+    name: str,
+    kind: UnitKind,
+    weights: int,
+    flops_per_token: float,
+    saved: float,
+    styles: tuple[Style, ...],
+) -> UnitProfile:
+    """``saved`` is what stays for backward, as a multiple of the unit's input."""
+    forward = flops_per_token * TOKENS / FLOPS_PER_S * draw.uniform(0.7, 1.3)
+    backward = 2 * forward * draw.uniform(0.9, 1.1)
+    maps = NUMBER * TOKENS * WIDTH
+    keep = maps * saved * draw.uniform(0.9, 1.1)
+    divisions: list[tuple[Style, int]] = [("none", 1), *((s, d) for s in styles for d in DEGREES)]
+    shares = tuple(
+        ShareProfile(
+            style=style,
+            degree=degree,
+            forward=_seconds(forward, degree),
+            backward=_seconds(backward, degree),
+            saved=proportional(keep / degree**0.8),
+            gradient=proportional(3.0 * maps / degree**0.5),
+            workspace=proportional(1.0 * maps),
+            parameter_bytes=NUMBER * weights // degree,
+        )
+        for style, degree in divisions
+    )
+    weight = f"{name}.weight"
+    return UnitProfile(
+        name=name,
+        kind=kind,
+        modules=(name,),
+        batched_inputs=(0,),
+        parameters=(
+            ParameterProfile(name=weight, shared=weight, shape=(weights,), bytes=NUMBER * weights),
+        ),
+        splits=tuple(
+            SplitProfile(
+                style=style,
+                parts=32 if style == "pair" else WIDTH,
+                uneven=False,
+                features=WIDTH,
+                sharded=((weight, 0),),
+            )
+            for style in styles
+        ),
+        shares=shares,
+        fidelity=(
+            FidelityProfile(exchange="dropped", ratios=(0.25, 0.5), kept=(0.25, 0.5)),
+            FidelityProfile(
+                exchange="topk",
+                ratios=(0.001, 0.01, 0.1),
+                kept=(draw.uniform(0.05, 0.2), draw.uniform(0.25, 0.5), draw.uniform(0.7, 0.9)),
+            ),
+        ),
+        gradient_energy=draw.uniform(0.5, 1.5),
+    )
+
+
+def _seconds(per_sample: float, degree: int) -> Curve:
+    """A member's share: kernels are launched whatever is divided."""
+    return Curve(x=BATCHES, y=tuple(LAUNCH_S + per_sample * b / degree**0.95 for b in BATCHES))

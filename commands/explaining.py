@@ -1,0 +1,72 @@
+"""``explain`` and ``compare``: why a plan is as it is, and what another does differently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..comparisons import comparison_tables
+from ..explanations import explanation_tables
+from ..planner.cluster import Cluster
+from ..planner.noun import load
+from ..planner.plan import Plan
+from ..planner.profile import ModelProfile
+from ..screen import progress
+from .output import Json, deliver
+
+
+def add_to(app: typer.Typer) -> None:
+    """Registers the verbs."""
+    app.command("explain")(explain)
+    app.command("compare")(compare)
+
+
+def explain(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan's file.")],
+    profile: Annotated[
+        Path | None, typer.Option(help="The profile it was made from (else found by fingerprint).")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="The cluster it was made for (else found by fingerprint).")
+    ] = None,
+    best: Annotated[int, typer.Option(help="So many alternatives of each unit.")] = 2,
+    what_if: Annotated[
+        bool,
+        typer.Option(
+            "--what-if/--no-what-if", help="Plan again with more bandwidth, memory, devices."
+        ),
+    ] = True,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds for each time that it is planned again.")
+    ] = 10.0,
+    json: Json = False,
+) -> None:
+    """Why a plan is as it is: each unit's alternatives, what binds, what more would buy."""
+    from .. import api
+
+    made = load(Plan, plan_file)
+    with progress("explaining") as step:
+        found = api.explain(
+            made,
+            load(ModelProfile, profile) if profile else None,
+            load(Cluster, cluster) if cluster else None,
+            best=best,
+            what_if=what_if,
+            time_limit_s=time_limit,
+            progress=step,
+        )
+    deliver(found, None, json, *explanation_tables(found, made.goal.objective))
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A plan's file.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another plan's file.")],
+    json: Json = False,
+) -> None:
+    """Two plans side by side: what they decide differently and what they predict."""
+    from .. import api
+
+    found = api.compare(load(Plan, first), load(Plan, second))
+    deliver(found, None, json, *comparison_tables(found, first.name, second.name))

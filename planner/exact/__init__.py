@@ -1,0 +1,1 @@
+"""Provably best plans by an integer program."""

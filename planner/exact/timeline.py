@@ -1,0 +1,110 @@
+"""Rows of bytes: the memory of a class of positions at every point of a step.
+
+Families (6) to (8) of ``integer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pulp
+
+from ..layout import Layout
+from ..rows import AT, Matrix, Rows
+from .classes import MemoryClass
+from .linear import Terms, summed
+from .variables import Variables
+
+
+class Timeline:
+    """Writes the rows of bytes of a program; with ``excess`` a limit may be passed by that share of
+    it."""
+
+    def __init__(self, program: Variables, rows: Rows, excess: pulp.LpVariable | None) -> None:
+        self.program, self.rows, self.excess = program, rows, excess
+
+    def add(self, i: int, each: MemoryClass) -> None:
+        """Every row of bytes stays under the class's limit."""
+        units, timed = range(len(self.program.x)), self.rows.timed
+        figures = [f / each.limit_bytes for f in each.figures]
+        received = [self._received(i, k, each) for k in units]
+        flight = self._buckets(i, figures, each)
+        for track, flying in ((timed, [{}] * len(units)), (timed + 1, flight)):
+            family = (self.rows.before[track], self.rows.at[track], self.rows.after[track])
+            parts = [tuple(self.program.form(k, w, figures[k]) for w in family) for k in units]
+            table = self.program.track(f"m{i}_{track}", parts)  # type: ignore[arg-type]
+            for row, into, buckets in zip(table, received, flying, strict=True):
+                for terms in into:
+                    self._fits([*row.items(), *terms.items(), *buckets.items()])
+        update = (self.program.form(k, self.rows.totals[1], figures[k]).items() for k in units)
+        self._fits([t for part in update for t in part])
+
+    def _fits(self, parts: Iterable[tuple[pulp.LpVariable, float]]) -> None:
+        """A row of bytes, in units of the limit, stays under it (or under 1 + v)."""
+        over = {self.excess: -1.0} if self.excess is not None else {}
+        self.program.at_most(summed(parts) | over, 1.0)
+
+    def _received(self, i: int, k: int, each: MemoryClass) -> list[Terms]:
+        """The bytes that a unit receives over each of its edges, of which the largest counts."""
+        takes_part = each.takes_part[k]
+        found = [
+            summed((p.variable, p.figures[-1] / each.limit_bytes * takes_part[p.target])
+                   for p in self.program.pairs[e])
+            for e in self.program.model.edges_into[k]
+        ]  # fmt: skip
+        if len(found) < 2:
+            return found or [{}]
+        most = self.program.new(f"r{i}_{k}")
+        for terms in found:
+            self.program.at_most(terms | {most: -1.0}, 0.0)
+        return [{most: 1.0}]
+
+    def _buckets(self, i: int, figures: Sequence[Matrix], each: MemoryClass) -> list[Terms]:
+        """h_k: as unit k's backward comes, the smaller of what is still to be exchanged and of the
+        open buckets, one for each layout in use; slices need no buckets."""
+        units = range(len(self.program.x))
+        if self.program.model.sliced:
+            return [{} for _ in units]
+        sent = [f[:, AT["exchanged"]] for f in figures]
+        to_come = [self.program.new(f"h{i}_come_{k}") for k in units]
+        self.program.equal({to_come[0]: 1.0}, 0.0)
+        for k in units[1:]:
+            added = summed(zip(self.program.x[k - 1], sent[k - 1], strict=True))
+            self.program.running(to_come[k], to_come[k - 1], added)
+        bucket = self.program.model.bucket_bytes / each.limit_bytes
+        most = sum(float(s.max()) for s in sent)
+        if most <= bucket:
+            return [{v: 1.0} for v in to_come]
+        kinds = self._kinds(i)
+        return [self._smaller(f"h{i}_{k}", to_come[k], most, kinds, bucket) for k in units]
+
+    def _kinds(self, i: int) -> list[pulp.LpVariable]:
+        """For each layout that exchanges gradients whether it is in use."""
+        used: dict[Layout, pulp.LpVariable] = {}
+        for row, unit in zip(self.program.x, self.program.ledger.units, strict=True):
+            options: dict[Layout, list[pulp.LpVariable]] = {}
+            for x, option in zip(row, unit.options, strict=True):
+                options.setdefault(option.layout, []).append(x)
+            for layout, mine in options.items():
+                if layout.groups > 1:
+                    if layout not in used:
+                        used[layout] = self.program.new(f"k{i}_{len(used)}")
+                    self.program.at_most(dict.fromkeys(mine, 1.0) | {used[layout]: -1.0}, 0.0)
+        return list(used.values())
+
+    def _smaller(
+        self,
+        name: str,
+        to_come: pulp.LpVariable,
+        most: float,
+        kinds: Sequence[pulp.LpVariable],
+        bucket: float,
+    ) -> Terms:
+        """h ≥ the smaller of to_come and Σ kinds · bucket; a binary says which."""
+        height = self.program.new(name)
+        full = pulp.LpVariable(f"{name}_full", cat="Binary")
+        self.program.at_most({to_come: 1.0, height: -1.0, full: -most}, 0.0)
+        top = bucket * len(kinds)
+        buckets = dict.fromkeys(kinds, bucket)
+        self.program.at_most(buckets | {height: -1.0, full: top}, top)
+        return {height: 1.0}

@@ -1,0 +1,204 @@
+"""What a user decides beforehand: pins and prohibitions, as written and as a search has them.
+
+Written:            ``UNIT=WHAT`` with a unit's name or a pattern (``*``, ``?``, ``[…]``)
+    pin a unit      ``fc1=4x2``  ``fc1=(4,2)``  ``fc1=column``  ``fc1=4x2:row``  ``fc1=8x1/4x2``
+    forbid a unit   ``fc1=4x2``  ``fc1=row``
+    forbid all      ``4x2``  ``row``, or a policy: ``recompute``  ``offload``  ``sharded`` …
+
+A name that is written out must be able to be what is asked. A pattern concerns those of its units
+that can, so that ``*=1x8`` divides what can be divided; one that concerns none is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import product
+from typing import NamedTuple, get_args
+
+import msgspec
+
+from .capability import Capability
+from .errors import InputError
+from .goal import Goal, Pin
+from .layout import Layout, Style, lattice
+from .options import Option, allowed, tied_units, ties_agree
+from .plan import ExchangePolicy, MemoryPolicy
+from .profile import ModelProfile
+
+STYLES: tuple[Style, ...] = get_args(Style)
+EARLY_RELEASE = "early-release"
+POLICIES: tuple[str, ...] = (*get_args(MemoryPolicy), *get_args(ExchangePolicy), EARLY_RELEASE)
+ALWAYS = ("keep", "dense")
+"""Policies that a unit falls back on."""
+
+
+class Wishes(NamedTuple):
+    """Pins by unit or pattern, and the policies that no unit shall have."""
+
+    pins: tuple[Pin, ...] = ()
+    without: tuple[str, ...] = ()
+
+
+def parse_wishes(pins: Iterable[str], forbidden: Iterable[str]) -> Wishes:
+    """What ``--pin`` and ``--forbid`` say; raises ``InputError``."""
+    found = [_pin(text) for text in pins]
+    without: list[str] = []
+    for text in forbidden:
+        if text in ALWAYS:
+            raise InputError(f"{text!r} is what remains without a policy: forbid another")
+        if text in POLICIES:
+            without.append(text)
+        else:
+            found.append(_prohibition(text))
+    return Wishes(tuple(found), tuple(without))
+
+
+def _pin(text: str) -> Pin:
+    if "=" not in text:
+        raise InputError(f"{text!r} pins no unit: write UNIT=LAYOUT, such as fc1=4x2")
+    unit, layouts, style = _parts(text)
+    return Pin(unit=unit, only=layouts, styles=(style,) if style else ())
+
+
+def _prohibition(text: str) -> Pin:
+    unit, layouts, style = _parts(text if "=" in text else f"*={text}")
+    if layouts and style:
+        raise InputError(f"{text!r} forbids a layout and a style at once: forbid one of them")
+    return Pin(unit=unit, never=layouts, never_styles=(style,) if style else ())
+
+
+def _parts(text: str) -> tuple[str, tuple[Layout, ...], Style | None]:
+    """(unit, layouts, style) of ``UNIT=LAYOUT/LAYOUT:STYLE``, each part of WHAT optional."""
+    unit, _, what = text.rpartition("=")
+    first, _, second = what.partition(":")
+    words = [w for w in (first.strip(), second.strip()) if w]
+    style: Style | None = None
+    if words and words[-1] in STYLES:
+        last = words.pop()
+        style = next(s for s in STYLES if s == last)
+    if not unit.strip() or len(words) > 1 or (not words and style is None):
+        raise _unreadable(text)
+    layouts = tuple(_layout(part, text) for part in words[0].split("/")) if words else ()
+    return unit.strip(), layouts, style
+
+
+def _layout(part: str, text: str) -> Layout:
+    match = re.fullmatch(r"\(?\s*(\d+)\s*[x,]\s*(\d+)\s*\)?", part.strip())
+    if not match or "0" in (match[1], match[2]):
+        raise _unreadable(text)
+    return Layout(groups=int(match[1]), degree=int(match[2]))
+
+
+def _unreadable(text: str) -> InputError:
+    return InputError(
+        f"{text!r} says no layout: write UNIT=GROUPSxMEMBERS such as fc1=4x2, a style "
+        f"({', '.join(STYLES)}) or both as 4x2:row; a policy ({', '.join(POLICIES[1:])}) can only "
+        "be forbidden, for all units"
+    )
+
+
+def without(capability: Capability, policies: Sequence[str]) -> Capability:
+    """The capability less some policies."""
+    return msgspec.structs.replace(
+        capability,
+        memory=tuple(m for m in capability.memory if m not in policies),
+        exchange=tuple(e for e in capability.exchange if e not in policies),
+        early_release=capability.early_release and EARLY_RELEASE not in policies,
+    )
+
+
+# -- from patterns to units --------------------------------------------------------------------
+
+
+State = tuple[Layout, Style]
+
+
+def spelled_out(goal: Goal, profile: ModelProfile, capability: Capability, world: int) -> Goal:
+    """The goal with each pin on a unit by its name; raises ``InputError`` where a pin names no
+    unit, or pins leave a unit nothing that it can be."""
+    if not goal.pins:
+        return goal
+    bare = msgspec.structs.replace(goal, pins=())
+    states = _States(profile, bare, capability, world)
+    pins = tuple(dict.fromkeys(p for pin in goal.pins for p in states.pins(pin)))
+    found = msgspec.structs.replace(goal, pins=pins)
+    states.check(found)
+    return found
+
+
+class _States:
+    """What the units can be without pins."""
+
+    def __init__(
+        self, profile: ModelProfile, goal: Goal, capability: Capability, world: int
+    ) -> None:
+        self.profile, self.world = profile, world
+        bursts = capability.idle_positions
+        every = product(lattice(world, complete=goal.all_layouts, bursts=bursts), STYLES)
+        both = [(y, s) for y, s in every if (s == "none") == (y.degree == 1)]
+        self.of: dict[str, list[State]] = {
+            unit.name: [s for s in both if allowed(unit, Option(*s), goal, capability, world)]
+            for unit in profile.units
+        }
+
+    def pins(self, pin: Pin) -> list[Pin]:
+        """The pin on each unit that it concerns."""
+        if pin.unit in self.of:
+            if not self.left(pin.unit, (pin,)):
+                raise InputError(self._cannot(pin.unit, (pin,)))
+            return [pin]
+        named = [name for name in self.of if fnmatchcase(name, pin.unit)]
+        able = [name for name in named if self.left(name, (pin,))]
+        if not named:
+            part = [name for name in self.of if pin.unit.strip("*") in name][:3]
+            near = part or get_close_matches(pin.unit, self.of, 3) or list(self.of)[:3]
+            raise InputError(f"a pin names unit {pin.unit!r}, which is not there: try {near}")
+        if not able:
+            raise InputError(self._cannot(named[0], (pin,)))
+        return [msgspec.structs.replace(pin, unit=name) for name in able]
+
+    def left(self, name: str, pins: Sequence[Pin]) -> list[State]:
+        """What the pins leave of a unit's states."""
+        return [state for state in self.of[name] if all(pin.permits(*state) for pin in pins)]
+
+    def _cannot(self, name: str, pins: Sequence[Pin]) -> str:
+        asked = " and ".join(pin.wish for pin in pins)
+        able = ", ".join(_words(state) for state in self.of[name])
+        return f"unit {name!r} cannot be {asked} on {self.world} ranks: choose from {able}"
+
+    def check(self, goal: Goal) -> None:
+        """Refuses pins that leave a unit, or units tied to each other, nothing."""
+        mine: dict[str, list[Pin]] = {}
+        for pin in goal.pins:
+            mine.setdefault(pin.unit, []).append(pin)
+        for name, pins in mine.items():
+            if not self.left(name, pins):
+                raise InputError(self._cannot(name, pins))
+        units = self.profile.units
+        for ties in dict.fromkeys(tied_units(self.profile)):
+            names = [units[k].name for k in ties]
+            if len(ties) > 1 and not self._agree(ties, mine):
+                raise InputError(
+                    f"units {', '.join(names)} share parameters and must be divided alike, which "
+                    "their pins forbid: pin one of them, or all of them to the same"
+                )
+
+    def _agree(self, ties: Sequence[int], mine: dict[str, list[Pin]]) -> bool:
+        """Whether some state of the first tied unit goes with one of each other."""
+        units = [self.profile.units[k] for k in ties]
+        left = [self.left(u.name, mine.get(u.name, ())) for u in units]
+        return any(
+            all(
+                any(ties_agree((units[0], u), (Option(*state), Option(*o))) for o in theirs)
+                for u, theirs in zip(units[1:], left[1:], strict=True)
+            )
+            for state in left[0]
+        )
+
+
+def _words(state: State) -> str:
+    layout, style = state
+    return str(layout) if style == "none" else f"{layout} {style}"

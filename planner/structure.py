@@ -1,0 +1,54 @@
+"""A profile's units and edges by their numbers, and who owns and shares which parameters."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from .options import tied_units
+from .profile import ModelProfile, ParameterProfile
+
+
+class Structure:
+    """What follows from the units and edges of a profile alone. Units and edges go by their
+    numbers in it."""
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.profile = profile
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position in forward order by unit name."""
+        return {u.name: i for i, u in enumerate(self.profile.units)}
+
+    @cached_property
+    def ends(self) -> tuple[tuple[int, int], ...]:
+        """(source, target) of each edge as indices of units."""
+        return tuple((self.index[e.source], self.index[e.target]) for e in self.profile.edges)
+
+    @cached_property
+    def edges_into(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the edges that end at each unit."""
+        units = range(len(self.profile.units))
+        return tuple(tuple(e for e, (_, b) in enumerate(self.ends) if b == k) for k in units)
+
+    @cached_property
+    def edges_from(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the edges that begin at each unit."""
+        units = range(len(self.profile.units))
+        return tuple(tuple(e for e, (a, _) in enumerate(self.ends) if a == k) for k in units)
+
+    @cached_property
+    def owned(self) -> tuple[tuple[ParameterProfile, ...], ...]:
+        """The parameters that count at each unit: a tied one at its first user only."""
+        seen: set[str] = set()
+        found = []
+        for unit in self.profile.units:
+            mine = {p.shared: p for p in unit.parameters if p.shared not in seen}
+            seen |= mine.keys()
+            found.append(tuple(mine.values()))
+        return tuple(found)
+
+    @cached_property
+    def ties(self) -> tuple[tuple[int, ...], ...]:
+        """For each unit the units that must share its layout, itself among them."""
+        return tied_units(self.profile)

@@ -1,0 +1,111 @@
+"""From what a user has and wants to a problem for a solver: what ``plan`` and its tables ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .planner.capability import EVERYTHING, Capability
+from .planner.cluster import Cluster
+from .planner.errors import InputError
+from .planner.goal import Goal
+from .planner.pins import without
+from .planner.plan import Plan
+from .planner.profile import ModelProfile
+from .planner.solver import Problem, Progress
+from .remember import recall
+from .screen import Step
+
+if TYPE_CHECKING:
+    from .units.workload import Workload
+
+SLICE_BYTES = (2**20, 2**22, 2**24)
+"""Slices that a hypothetical plan chooses from where the goal names none."""
+
+
+def problem_for(
+    what: str | Workload | ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    *,
+    hypothetical: bool = False,
+    forbidden: Sequence[str] = (),
+    progress: Step | None = None,
+) -> Problem:
+    """What is to be planned: within what the executor can run, or with ``hypothetical`` all that
+    can be decided, gradients by priority. ``forbidden`` are policies that no unit shall have."""
+    made = profile_for(what, cluster, goal, progress)
+    from .executor.capability import CAPABILITY
+
+    capability = without(EVERYTHING if hypothetical else CAPABILITY, forbidden)
+    if hypothetical and not goal.slice_bytes:
+        goal = msgspec.structs.replace(goal, slice_bytes=SLICE_BYTES)
+    return Problem(
+        made,
+        cluster,
+        goal,
+        capability,
+        executor=CAPABILITY,
+        schedule="priority" if hypothetical else "barrier",
+        progress=shown(progress),
+    )
+
+
+def shown(progress: Step | None) -> Progress | None:
+    """A solver's progress as a bar's."""
+    if progress is None:
+        return None
+    return lambda doing, share: progress(round(1000 * share), 1000, doing)
+
+
+def problem_of(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Problem:
+    """The problem that a plan answers, as far as the plan tells (policies that were forbidden for
+    all units it does not)."""
+    from .executor.capability import CAPABILITY
+
+    return Problem(
+        profile,
+        cluster,
+        plan.goal,
+        capability_of(plan),
+        executor=CAPABILITY,
+        schedule=plan.schedule,
+        bucket_bytes=plan.bucket_bytes,
+        placement=plan.placement,
+    )
+
+
+def capability_of(plan: Plan) -> Capability:
+    """Within what a plan was made: what the executor can run, unless it goes beyond that."""
+    from .executor.capability import CAPABILITY
+
+    return EVERYTHING if plan.hypothetical else CAPABILITY
+
+
+def made_from(
+    plan: Plan, profile: ModelProfile | None, cluster: Cluster | None
+) -> tuple[ModelProfile, Cluster]:
+    """What a plan was made from, by fingerprint where it is not given; raises ``InputError``."""
+    return (
+        profile or recall(ModelProfile, plan.provenance.profile, "--profile"),
+        cluster or recall(Cluster, plan.provenance.cluster, "--cluster"),
+    )
+
+
+def check_time_limit(time_limit_s: float | None) -> None:
+    """Refuses a limit that leaves no time."""
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise InputError(f"a time limit of {time_limit_s:g} s leaves no search: give more than 0")
+
+
+def profile_for(
+    what: str | Workload | ModelProfile, cluster: Cluster, goal: Goal, progress: Step | None
+) -> ModelProfile:
+    """``what`` itself if it is a profile, else measured here or estimated for the cluster."""
+    if isinstance(what, ModelProfile):
+        return what
+    from . import local
+
+    return local.profile_for(what, cluster, goal, progress)

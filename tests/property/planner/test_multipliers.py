@@ -1,0 +1,155 @@
+"""The multiplier search against brute force, and its tables against the cost model."""
+
+import time
+
+import numpy as np
+import pytest
+from meshwright.planner.answer import choice
+from meshwright.planner.choices import unit_options
+from meshwright.planner.collectives import Fabric
+from meshwright.planner.exact.cases import models
+from meshwright.planner.layout import Layout, lattice
+from meshwright.planner.movement import moved, moved_s
+from meshwright.planner.ownership import Held
+from meshwright.planner.rows import ENTRY, RECEIVED, slice_waits, values
+from meshwright.planner.scale.dynamic import minimise, order_of
+from meshwright.planner.scale.flows import flow_seconds, flows
+from meshwright.planner.scale.lagrange import Search
+from meshwright.planner.scale.multipliers import Multipliers, lagrangian_of
+from meshwright.planner.shares import batch_counts
+from meshwright.planner.splits import placed
+
+from tests import brute, problems
+from tests.strategies import cluster
+
+QUICK = range(3000, 3040)
+FULL = range(3040, 3340)
+EDGE_FIGURES = [*ENTRY, RECEIVED]
+
+
+def judge(seed):
+    """Solves one random problem both ways; returns by what share the plan is above the optimum."""
+    made = problems.problem(seed, most=20_000)
+    best = brute.best(made)
+    result = Multipliers().solve(made, 30)
+    if result.plan is None:
+        assert best.objective_s == float("inf"), f"seed {seed}: a feasible plan was not found"
+        return 0.0
+    assert result.bound_s <= best.objective_s * (1 + 1e-9) + 1e-15
+    assert result.objective_s >= best.objective_s * (1 - 1e-9)
+    assert result.gap == pytest.approx(1 - result.bound_s / result.objective_s, abs=1e-12)
+    assert result.objective_s / best.objective_s - 1 <= result.gap / (1 - result.gap) + 1e-9
+    if result.status == "optimal":
+        assert result.objective_s == pytest.approx(best.objective_s, rel=1e-8)
+    return result.objective_s / best.objective_s - 1
+
+
+def test_bound_never_exceeds_the_optimum_and_the_gap_is_truthful():
+    excess = [judge(seed) for seed in QUICK]
+    assert np.mean(excess) < 0.02, "plans are far above the optimum"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_bound_never_exceeds_the_optimum_on_many_problems():
+    excess = [judge(seed) for seed in FULL]
+    assert np.mean(excess) < 0.02
+
+
+def lagrangians(seed):
+    made = placed(problems.problem(seed, most=20_000))
+    for model in models(made):
+        found = lagrangian_of(made, model)
+        if found is not None:
+            yield made, model, found
+
+
+@pytest.mark.parametrize("seed", range(4000, 4012))
+def test_tables_hold_what_the_cost_model_says_of_every_option(seed):
+    for made, model, lagrangian in lagrangians(seed):
+        sheet = lagrangian.sheet
+        for k, unit in enumerate(sheet.units):
+            options = set(unit_options(model, k, made.capability))
+            assert {unit.option(n) for n in unit.numbers()} == options
+            for number in unit.numbers():
+                option = unit.option(number)
+                assert unit.find(option) == number
+                expected = np.array(sheet.figures(k, option))
+                found = sheet.unit_figures(k, number)
+                found[np.flatnonzero(expected == 0) if option.lossy else []] = 0.0
+                np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4100, 4130))
+def test_rows_of_a_plan_are_the_step_formula_and_the_memory_timeline(seed):
+    rng = np.random.default_rng(seed)
+    for made, model, lagrangian in lagrangians(seed):
+        sheet = lagrangian.sheet
+        numbers = np.array([rng.choice(u.numbers()) for u in sheet.units])
+        figures = sheet.plan_figures(numbers)
+        found = values(lagrangian.rows, figures)
+        chosen = choice(model, sheet.choose(numbers), made.schedule)
+        assert found.step_s(slice_waits(figures)) == pytest.approx(chosen.value.step_s, rel=1e-9)
+        limit = lagrangian.limits.memory_bytes
+        assert found.peak_bytes(lagrangian.rows.timed) <= chosen.value.over_bytes + limit + 2
+
+
+@pytest.mark.parametrize("seed", range(4200, 4220))
+def test_price_of_every_plan_is_at_least_the_bound_of_the_weights(seed):
+    rng = np.random.default_rng(seed)
+    for made, model, lagrangian in lagrangians(seed):
+        sheet = lagrangian.sheet
+        search = Search(lagrangian, time.perf_counter() + 5, 0.0)
+        outcome = search.run([])
+        for _ in range(50):
+            numbers = np.array([rng.choice(u.numbers()) for u in sheet.units])
+            chosen = choice(model, sheet.choose(numbers), made.schedule)
+            if chosen.feasible and not search.rounding.stand(numbers).score.over:
+                assert chosen.objective_s >= outcome.bound * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_elimination_finds_the_least_over_all_assignments(seed):
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(2, 7))
+    sizes = [int(rng.integers(1, 4)) for _ in range(count)]
+    units = [rng.normal(size=s) for s in sizes]
+    ends = [(a, b) for a in range(count) for b in range(a + 1, count) if rng.random() < 0.5]
+    edges = [(a, b, rng.normal(size=(sizes[a], sizes[b]))) for a, b in ends]
+    answer = minimise(order_of(sizes, ends), units, edges)
+
+    def price(states):
+        return sum(u[s] for u, s in zip(units, states, strict=True)) + sum(
+            table[states[a], states[b]] for a, b, table in edges
+        )
+
+    least = min(price(states) for states in np.ndindex(*sizes))
+    assert answer.price == pytest.approx(least)
+    assert price(answer.states) == pytest.approx(least)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_flows_of_all_pairs_are_those_of_each_pair(seed):
+    rng = np.random.default_rng(seed)
+    nodes, devices = [(1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (2, 4), (1, 6), (3, 3)][seed % 8]
+    links = cluster(nodes, devices)
+    world = links.world_size
+    order = rng.permutation(world) if seed % 3 == 0 else np.arange(world)
+    fabric = Fabric(links, tuple(int(r) for r in order))
+    counts = batch_counts(int(rng.integers(1, 3 * world + 2)), world)
+    layouts = [*lattice(world, complete=seed % 4 == 0), Layout(groups=1, first=world - 1)]
+    sources = [Held(y, form) for y in layouts for form in ("samples", "features")]
+    targets = [Held(y, form) for y in layouts for form in ("samples", "features", "whole")]
+    sources = [sources[i] for i in rng.permutation(len(sources))[:6]]
+    targets = [targets[i] for i in rng.permutation(len(targets))[:6]]
+    features = int(rng.choice([1, 3, 7, 16]))
+    found = flows(fabric, counts, sources, targets, features)
+    seconds = flow_seconds(fabric, found, 4.0)
+    for i, source in enumerate(sources):
+        for j, target in enumerate(targets):
+            one = moved(fabric, counts, source, target, features)
+            assert found.level[i, j] == int(one.level == "inter")
+            figures = (found.sent, found.received, found.intra, found.inter, found.partners)
+            expected = (one.sent, one.received, one.intra, one.inter, one.partners)
+            assert tuple(f[i, j] for f in figures) == expected
+            assert seconds[i, j] == pytest.approx(moved_s(fabric, one, 4.0), rel=1e-12)

@@ -1,0 +1,266 @@
+"""Solvers against brute force on random small problems, and what must hold of any exact answer."""
+
+from dataclasses import replace
+from itertools import chain
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import pulp
+import pytest
+from meshwright.planner.answer import Choice, DisagreementError, check, choice
+from meshwright.planner.capability import EVERYTHING, PLAIN
+from meshwright.planner.errors import InfeasibleError
+from meshwright.planner.exact.backend import Interruption, run
+from meshwright.planner.exact.cases import case, models
+from meshwright.planner.exact.solve import Integer
+from meshwright.planner.goal import Goal, Pin
+from meshwright.planner.layout import Layout
+from meshwright.planner.objective import value
+from meshwright.planner.solver import Problem, solve, solvers
+from meshwright.planner.splits import placed
+
+from tests.brute import best, every_decision
+from tests.problems import problem, varies
+from tests.strategies import chain_profile, cluster, linear
+
+QUICK = range(24)
+SAMPLED = range(1000, 1040)
+ALL = range(340)
+VARIED = range(2000, 2060)
+NEAR = 1e-6
+
+
+def agree(solver, made, found):
+    """One answer against brute force."""
+    result = solve(made, solver)
+    if not found.decisions:
+        assert result.plan is None
+        assert result.status == "infeasible"
+        return result
+    if result.plan is None:
+        assert solver not in ("integer", "auto")  # the others may miss what is feasible
+        return result
+    assert result.objective_s >= found.objective_s * (1 - NEAR)
+    if result.bound_s is not None:
+        assert result.bound_s <= found.objective_s * (1 + NEAR)
+        assert result.gap == pytest.approx(1 - result.bound_s / result.objective_s, abs=1e-9)
+    if solver in ("integer", "auto"):
+        assert result.status == "optimal"
+        assert result.objective_s == pytest.approx(found.objective_s, rel=NEAR)
+    return result
+
+
+@pytest.mark.parametrize("solver", ["auto", *solvers()])
+@pytest.mark.parametrize("seed", QUICK)
+def test_solvers_against_brute_force(seed, solver):
+    made = problem(seed, most=3_000)
+    found = best(made)
+    if solver == "heuristic" and not found.decisions:
+        pytest.skip("it looks for relaxations one by one, which takes long: tested elsewhere")
+    agree(solver, made, found)
+
+
+class Counts(NamedTuple):
+    """Problems that had a plan or provably none, those among them whose optimum a limit changed,
+    and those with two values of everything that can be chosen."""
+
+    checked: int
+    limited: int
+    varied: int
+
+
+def battery(made):
+    """Every solver on every problem, each against all combinations."""
+    checked = limited = varied = 0
+    for one in made:
+        found = best(one)
+        if not found.combinations:
+            continue
+        checked += 1
+        limited += found.objective_s > found.unlimited_s * (1 + 1e-9)
+        varied += varies(one)
+        for solver in ["auto", *solvers()]:
+            # looking for relaxations one by one takes the heuristic long: tested elsewhere
+            if solver != "heuristic" or found.decisions:
+                agree(solver, one, found)
+    return Counts(checked, limited, varied)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sample_of_the_problems_with_every_combination():
+    plain = (problem(seed, most=100_000) for seed in SAMPLED)
+    varied = (problem(seed, most=100_000, varied=True) for seed in SAMPLED[:10])
+    counts = battery(chain(plain, varied))
+    assert counts.checked >= 40
+    assert counts.limited >= 10
+    assert counts.varied >= 10
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * 3600)
+def test_three_hundred_problems_with_every_combination():
+    plain = (problem(seed, most=1_000_000) for seed in ALL)
+    varied = (problem(seed, most=1_000_000, varied=True) for seed in VARIED)
+    counts = battery(chain(plain, varied))
+    print(f"\n{counts}")
+    assert counts.checked >= 300
+    assert counts.limited >= 100
+    assert counts.varied >= 50
+
+
+@pytest.mark.parametrize("seed", [2, 10, 20, 29, 36, 41, 50, 53, 54])
+def test_brute_force_is_the_cost_model_for_every_decision(seed):
+    made = problem(seed, most=600)
+    low = np.inf
+    for model, decisions in every_decision(made):
+        figures = value(model, decisions, made.schedule)
+        if figures.feasible(model):
+            low = min(low, figures.objective_s(model))
+    assert best(made).objective_s == pytest.approx(low, rel=1e-12)
+
+
+# -- monotone ---------------------------------------------------------------------------------
+
+
+def optimum(made):
+    result = Integer().solve(made)
+    assert result.status in ("optimal", "infeasible")
+    return np.inf if result.objective_s is None else result.objective_s
+
+
+@pytest.mark.parametrize("seed", range(60, 72))
+def test_more_of_anything_never_makes_the_optimum_worse(seed):
+    made = problem(seed, most=3_000)
+    base = optimum(made)
+    if made.goal.memory_limit_bytes:
+        more = msgspec.structs.replace(
+            made.goal, memory_limit_bytes=int(made.goal.memory_limit_bytes * 1.2)
+        )
+        assert optimum(replace(made, goal=more)) <= base * (1 + NEAR)
+    free = msgspec.structs.replace(made.goal, pins=made.goal.pins[1:])
+    assert optimum(replace(made, goal=free)) <= base * (1 + NEAR)
+    levels = tuple(
+        msgspec.structs.replace(level, bytes_per_s=level.bytes_per_s * 1.5)
+        for level in made.cluster.levels
+    )
+    if made.goal.objective == "time" and made.goal.amplification_limit is None:
+        faster = msgspec.structs.replace(made.cluster, levels=levels)
+        assert optimum(replace(made, cluster=faster)) <= base * (1 + NEAR)
+
+
+# -- infeasible -------------------------------------------------------------------------------
+
+
+def infeasible_seeds():
+    found = []
+    for seed in range(120):
+        if len(found) == 6:
+            break
+        made = problem(seed, most=1_000)
+        if made.goal.memory_limit_bytes and not best(made).decisions:
+            found.append(seed)
+    return found
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_relaxation_makes_the_problem_feasible_and_a_smaller_one_does_not(number):
+    made = problem(infeasible_seeds()[number], most=1_000)
+    result = Integer().solve(made)
+    why = result.infeasible
+    assert result.plan is None
+    assert why.unit in [u.name for u in made.profile.units]
+    with pytest.raises(InfeasibleError):
+        result.checked()
+    for change in why.relaxations:
+        fits = (change.value,) if change.what == "micro_batches" else change.value
+        goal = msgspec.structs.replace(made.goal, **{change.what: fits})
+        assert best(replace(made, goal=goal)).decisions
+        if change.what == "memory_limit_bytes":
+            assert why.needed_bytes > why.available_bytes
+            less = msgspec.structs.replace(made.goal, memory_limit_bytes=change.value - 2)
+            assert not best(replace(made, goal=less)).decisions
+
+
+# -- what an answer says ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def large():
+    units = [linear(f"fc{i}", 96, 96, 1e-4, saved=512.0) for i in range(12)]
+    goal = Goal(batch=64, optimizer="adam", memory_limit_bytes=700_000)
+    return Problem(chain_profile(units), cluster(4), goal, EVERYTHING, schedule="priority")
+
+
+def test_optimal_is_not_said_of_a_search_cut_short(large):
+    short = Integer().solve(large, time_limit_s=0.3)
+    assert short.status != "optimal"
+    if short.plan is not None:
+        assert short.plan.provenance.status != "optimal"
+        assert short.bound_s <= short.objective_s
+
+
+def test_pulp_says_optimal_where_time_was_up(large):
+    """Why the status is read from ``sol_status``: this program is not solved in so little time."""
+    made = placed(large)
+    this = case(made, next(iter(models(made))))
+    program = this.program(made)
+    program.problem.setObjective(pulp.LpAffineExpression(program.objective))
+    solved = run(program.problem, 0.05, Interruption())
+    assert solved.outcome in ("unknown", "feasible")
+    assert program.problem.sol_status != pulp.LpSolutionOptimal
+
+
+@pytest.mark.parametrize("seed", [0, 5, 14, 19])
+def test_cbc_gives_the_same(seed):
+    made = problem(seed, most=3_000)
+    assert Integer("cbc").solve(made).objective_s == pytest.approx(optimum(made), rel=1e-5)
+
+
+def test_an_interruption_returns_the_best_so_far(large):
+    stopped = Interruption()
+    stopped.set = True
+    from meshwright.planner.exact.solve import Search
+
+    search = Search(placed(large), None, None)
+    search.interruption = stopped
+    result = search.result()
+    assert result.status == "feasible"
+    assert result.plan is not None
+
+
+def test_the_simpler_of_nearly_equal_plans_is_taken():
+    for seed in (3, 17, 18, 26, 37):
+        made = problem(seed, most=20_000)
+        strict = Integer().solve(made)
+        if strict.plan is None:
+            continue
+        loose = Integer().solve(replace(made, near=0.05))
+        assert loose.objective_s <= strict.objective_s * 1.05 * (1 + NEAR)
+        assert loose.bound_s == pytest.approx(strict.objective_s, rel=NEAR)
+        assert changes(made, loose) <= changes(made, strict)
+
+
+def changes(made, result):
+    chosen = {u.name: (u.layout, u.style) for u in result.plan.units}
+    return sum(chosen[e.source] != chosen[e.target] for e in made.profile.edges)
+
+
+def test_a_wrong_formula_is_a_bug_that_raises(large):
+    made = placed(large)
+    model = next(iter(models(made)))
+    honest = choice(model, model.baseline, "priority")
+    check(honest, "priority")
+    wrong = honest.value._replace(step_s=honest.value.step_s / 2)
+    with pytest.raises(DisagreementError, match="bug"):
+        check(Choice(model, model.baseline, wrong), "priority")
+
+
+def test_pins_are_kept():
+    units = [linear(f"fc{i}", 64, 64) for i in range(3)]
+    only = Layout(groups=2, degree=2)
+    goal = Goal(batch=16, pins=(Pin(unit="fc1", only=(only,)),))
+    made = Problem(chain_profile(units), cluster(4), goal, PLAIN)
+    for solver in ("integer", "heuristic"):
+        assert solve(made, solver).plan.unit("fc1").layout == only

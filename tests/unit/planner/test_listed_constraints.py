@@ -1,0 +1,45 @@
+"""Where equations are said to be stated, they are: at the head of the integer program, in docs."""
+
+import importlib
+import re
+from pathlib import Path
+
+from meshwright.planner import budget, rows, step
+from meshwright.planner.exact import integer
+from meshwright.planner.exact.linear import Linear
+from meshwright.planner.exact.timeline import Timeline
+from meshwright.planner.exact.variables import Variables
+
+HOMES = {
+    "Linear": Linear,
+    "Program": integer.Program,
+    "Timeline": Timeline,
+    "Variables": Variables,
+    "budget": budget,
+    "rows": rows,
+    "step": step,
+}
+
+
+def test_families_are_numbered_and_their_functions_exist():
+    text = integer.__doc__
+    numbers = [int(n) for n in re.findall(r"^(?= \(\d\)|\(\d\d\)) ?\((\d+)\) ", text, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    named = re.findall(r"``(\w+)\.(\w+)``", text)
+    assert len(named) >= len(numbers)
+    for home, name in named:
+        assert hasattr(HOMES[home], name), f"{home}.{name}"
+
+
+def test_the_table_of_equations_names_what_exists():
+    text = (Path(__file__).resolve().parents[3] / "docs" / "planner.md").read_text()
+    table = text.split("Where to find each equation:")[1].split("\n## ")[0]
+    named = re.findall(r"`([\w/]+(?:\.\w+)*)`", table)
+    assert len(named) > 15
+    for name in named:
+        module, *steps = name.replace("/", ".", name.count("/")).split(".")
+        if "/" in name:
+            module, steps = f"{module}.{steps[0]}", steps[1:]
+        at = importlib.import_module(f"meshwright.planner.{module}")
+        for step_ in steps:
+            at = getattr(at, step_)

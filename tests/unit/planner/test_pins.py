@@ -1,0 +1,116 @@
+"""Pins as they are written, and the units that they come to concern."""
+
+import msgspec
+import pytest
+from meshwright.planner.capability import EVERYTHING, PLAIN
+from meshwright.planner.errors import InputError
+from meshwright.planner.goal import Goal, Pin
+from meshwright.planner.layout import Layout
+from meshwright.planner.pins import parse_wishes, spelled_out, without
+from meshwright.planner.solver import Problem, settled, solve, solvers
+
+from tests.strategies import chain_profile, cluster, linear, norm
+
+
+def wish(pin=(), forbid=()):
+    return parse_wishes(pin, forbid).pins
+
+
+@pytest.mark.parametrize("text", ["4x2", "(4,2)", "4,2", "( 4 , 2 )"])
+def test_layouts_are_read_as_people_write_them(text):
+    assert wish([f"fc={text}"]) == (Pin(unit="fc", only=(Layout(groups=4, degree=2),)),)
+
+
+def test_layouts_styles_and_both():
+    both = (Layout(groups=8), Layout(groups=4, degree=2))
+    assert wish(["fc=8x1/4x2"]) == (Pin(unit="fc", only=both),)
+    assert wish(["a=b=column"]) == (Pin(unit="a=b", styles=("column",)),)
+    assert wish(["fc=4x2:row"]) == (Pin(unit="fc", only=both[1:], styles=("row",)),)
+    assert wish((), ["fc=4x2"]) == (Pin(unit="fc", never=both[1:]),)
+    assert wish((), ["row"]) == (Pin(unit="*", never_styles=("row",)),)
+
+
+def test_policies_are_forbidden_for_all():
+    found = parse_wishes((), ["recompute", "topk", "early-release"])
+    assert found.pins == ()
+    less = without(EVERYTHING, found.without)
+    assert less.memory == ("keep", "offload")
+    assert less.exchange == ("dense", "sharded", "dropped")
+    assert not less.early_release
+
+
+@pytest.mark.parametrize("text", ["fc", "=4x2", "fc=", "fc=4x", "fc=4x2:tall", "fc=recompute"])
+def test_what_cannot_be_read_is_refused_with_an_example(text):
+    with pytest.raises(InputError, match="4x2"):
+        wish([text])
+
+
+@pytest.fixture
+def profile():
+    return chain_profile([linear("fc.a"), norm("norm"), linear("fc.b"), linear("head")])
+
+
+def units_of(profile, pin):
+    goal = Goal(batch=16, pins=(pin,))
+    return [p.unit for p in spelled_out(goal, profile, PLAIN, 4).pins]
+
+
+def test_a_pattern_concerns_the_units_that_can(profile):
+    divided = (Layout(groups=2, degree=2),)
+    assert units_of(profile, Pin(unit="fc.?", only=divided)) == ["fc.a", "fc.b"]
+    assert units_of(profile, Pin(unit="*", only=divided)) == ["fc.a", "fc.b", "head"]
+    assert units_of(profile, Pin(unit="*", never=divided)) == [u.name for u in profile.units]
+
+
+def test_a_name_must_be_able(profile):
+    with pytest.raises(InputError, match=r"'norm' cannot be \(2,2\) on 4 ranks"):
+        units_of(profile, Pin(unit="norm", only=(Layout(groups=2, degree=2),)))
+    with pytest.raises(InputError, match="cannot be"):
+        units_of(profile, Pin(unit="n*m", only=(Layout(groups=2, degree=2),)))
+    with pytest.raises(InputError, match=r"\['head'\]"):
+        units_of(profile, Pin(unit="hea", only=(Layout(groups=4),)))
+
+
+def test_pins_that_leave_nothing_together_are_refused(profile):
+    pins = (Pin(unit="head", only=(Layout(groups=4),)), Pin(unit="head", styles=("row",)))
+    with pytest.raises(InputError, match=r"\(4,1\) and row"):
+        spelled_out(Goal(batch=16, pins=pins), profile, PLAIN, 4)
+
+
+def test_tied_units_must_be_pinned_alike():
+    profile = chain_profile([linear("a", shared="w"), linear("b"), linear("c", shared="w")])
+    pins = (
+        Pin(unit="a", only=(Layout(groups=4),)),
+        Pin(unit="c", only=(Layout(groups=2, degree=2),)),
+    )
+    with pytest.raises(InputError, match="units a, c share parameters"):
+        spelled_out(Goal(batch=16, pins=pins), profile, PLAIN, 4)
+    same = tuple(msgspec.structs.replace(p, only=pins[0].only) for p in pins)
+    assert spelled_out(Goal(batch=16, pins=same), profile, PLAIN, 4).pins == same
+
+
+def test_every_number_of_groups_on_request(profile):
+    """Three of eight ranks are no divisor and no power of two."""
+    three = (Pin(unit="head", only=(Layout(groups=3),)),)
+    goal = Goal(batch=24, pins=three)
+    with pytest.raises(InputError, match=r"cannot be \(3,1\)"):
+        spelled_out(goal, profile, EVERYTHING, 8)
+    goal = msgspec.structs.replace(goal, all_layouts=True)
+    problem = settled(Problem(profile, cluster(8), goal, EVERYTHING))
+    for solver in solvers():
+        assert solve(problem, solver).checked().unit("head").layout == Layout(groups=3)
+
+
+def test_more_layouts_are_never_worse(profile):
+    few = Problem(profile, cluster(6, inter=1e9), Goal(batch=7), EVERYTHING, near=0.0)
+    goal = msgspec.structs.replace(few.goal, all_layouts=True)
+    more = Problem(profile, few.cluster, goal, EVERYTHING, near=0.0)
+    assert solve(more, "integer").objective_s <= solve(few, "integer").objective_s * (1 + 1e-6)
+
+
+def test_every_solver_keeps_pins_on_styles(profile):
+    goal = Goal(batch=16, pins=(Pin(unit="fc.*", styles=("row",)), Pin(unit="head", never=())))
+    problem = settled(Problem(profile, cluster(4, inter=1e7), goal))
+    for solver in solvers():
+        plan = solve(problem, solver).checked()
+        assert [plan.unit(name).style for name in ("fc.a", "fc.b")] == ["row", "row"]

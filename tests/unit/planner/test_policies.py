@@ -1,0 +1,155 @@
+"""What each policy about memory and exchange changes in a unit's costs and in what a rank holds."""
+
+from math import ceil
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshwright.planner.budget import energy_budget, gpu_seconds_limit, lost_energy
+from meshwright.planner.capability import EVERYTHING, PLAIN
+from meshwright.planner.choices import unit_options
+from meshwright.planner.cost import CostModel
+from meshwright.planner.evaluate import rank_memory
+from meshwright.planner.goal import Goal
+from meshwright.planner.layout import Layout, data_parallel
+from meshwright.planner.memory import MemoryModel
+from meshwright.planner.options import Option
+from meshwright.planner.profile import CompressionRate, FidelityProfile
+from meshwright.planner.schedule import Message, Step, work_of
+from meshwright.planner.simulate import simulate
+from meshwright.planner.step import LINKS, Chain, priority_step
+
+from tests.strategies import chain_profile, cluster, linear
+
+HOME = Option(data_parallel(4))
+RATE = 1e9
+
+
+@pytest.fixture
+def model():
+    unit = linear("fc", 64, 64, 1e-4, saved=4096.0)
+    curve = FidelityProfile(exchange="topk", ratios=(0.1, 0.5), kept=(0.6, 0.9))
+    unit = msgspec.structs.replace(unit, fidelity=(curve,), gradient_energy=1.0)
+    other = msgspec.structs.replace(linear("head", 64, 64), gradient_energy=3.0)
+    profile = chain_profile([unit, other], updates=(("adam", 1e-9),))
+    rate = (CompressionRate(exchange="topk", seconds_per_byte=2e-9),)
+    profile = msgspec.structs.replace(profile, compression=rate)
+    goal = Goal(batch=32, optimizer="adam", allow_lossy=True, min_fidelity=0.89)
+    links = cluster(4)
+    device = msgspec.structs.replace(links.devices[0], host_bytes_per_s=RATE)
+    nodes = tuple(msgspec.structs.replace(n, devices=(device,)) for n in links.nodes)
+    links = msgspec.structs.replace(links, nodes=nodes)
+    return CostModel(profile, links, goal, bucket_bytes=4096, sliced=True)
+
+
+def holds(model, option):
+    """(weights, optimizer, gradients, saved, maps, workspace, exchanged) of unit 1."""
+    return np.array(MemoryModel(model).unit(1, option, 8), dtype=float)
+
+
+def test_recompute_runs_forward_again_and_keeps_the_input(model):
+    keep, again = model.unit(1, HOME), model.unit(1, HOME._replace(memory="recompute"))
+    assert again.backward_s == keep.backward_s + keep.forward_s
+    change = holds(model, HOME._replace(memory="recompute")) - holds(model, HOME)
+    assert list(change) == [0, 0, 0, 256 * 8 - 4096 * 8, 0, 4096 * 8 - 256 * 8, 0]
+
+
+def test_recompute_issues_the_inner_collectives_again(model):
+    row = Option(Layout(groups=2, degree=2), "row")
+    keep, again = model.unit(1, row), model.unit(1, row._replace(memory="recompute"))
+    both = keep.inner_forward.seconds + keep.inner_backward.seconds
+    assert keep.inner_forward.seconds > 0
+    assert again.inner_backward.seconds == pytest.approx(both)
+
+
+def test_offload_copies_both_ways_and_keeps_nothing(model):
+    keep, away = model.unit(1, HOME), model.unit(1, HOME._replace(memory="offload"))
+    copy_s = 4096 * 8 / RATE
+    assert away.forward_s == pytest.approx(keep.forward_s + copy_s)
+    assert away.backward_s == pytest.approx(keep.backward_s + copy_s)
+    assert holds(model, HOME._replace(memory="offload"))[3] == 0
+
+
+def test_a_sharded_exchange_divides_state_and_update(model):
+    dense, shard = model.unit(1, HOME), model.unit(1, HOME._replace(exchange="sharded"))
+    assert shard.update_s == pytest.approx(dense.update_s / 4)
+    assert shard.exchange.sent_bytes == dense.exchange.sent_bytes
+    assert shard.exchange.seconds == pytest.approx(dense.exchange.seconds)
+    optimizer = holds(model, HOME)[1], holds(model, HOME._replace(exchange="sharded"))[1]
+    assert optimizer[1] == ceil(optimizer[0] / 4)
+
+
+def test_topk_gathers_values_and_numbers_and_takes_time_to_choose(model):
+    dense = model.unit(1, HOME)
+    picked = model.unit(1, HOME._replace(exchange="topk", ratio=0.1))
+    size = 4 * 64 * 64
+    assert picked.gradient_bytes == ceil(4 * 0.1 * size * 2)
+    assert picked.update_s == pytest.approx(dense.update_s + size * 2e-9)
+    residual = holds(model, HOME._replace(exchange="topk", ratio=0.1)) - holds(model, HOME)
+    assert residual[1] == size
+
+
+def test_early_release_waits_in_backward_and_frees_the_gradient(model):
+    late, early = model.unit(1, HOME), model.unit(1, HOME._replace(early_release=True))
+    assert early.exchange.seconds == early.update_s == early.slice_s == 0
+    assert early.released == late.exchange
+    assert early.backward_s == late.backward_s + late.update_s
+    assert holds(model, HOME._replace(early_release=True))[2] == 0
+    plain = (HOME,) * 4
+    freed = (HOME, *(HOME._replace(early_release=True),) * 2, HOME)
+    peaks = [max(m.peak_bytes for m in rank_memory(model, d)) for d in (plain, freed)]
+    assert peaks[1] < peaks[0]
+
+
+def test_fidelity_weighs_units_by_their_energy(model):
+    half = HOME._replace(exchange="topk", ratio=0.5)
+    assert lost_energy(model, 1, half) == pytest.approx(0.1 * 1 / 4)
+    assert energy_budget(model) == pytest.approx(0.11)
+    ratios = {o.ratio for o in unit_options(model, 1, EVERYTHING) if o.lossy}
+    assert ratios == {0.1, 0.5}
+    assert not any(o.lossy for o in unit_options(model, 2, EVERYTHING))
+
+
+def test_today_s_executor_gets_plain_options_only(model):
+    for k in range(4):
+        for option in unit_options(model, k, PLAIN):
+            assert option[2:] == HOME[2:]
+            assert option.layout.size == 4
+
+
+def test_amplification_is_against_one_device(model):
+    goal = msgspec.structs.replace(model.goal, amplification_limit=2.0)
+    limited = CostModel(model.profile, model.cluster, goal, sliced=True)
+    update = 2 * 4 * 64 * 64 * 1e-9
+    assert gpu_seconds_limit(limited) == pytest.approx(2 * (2 * 32 * 3e-4 + update))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_slices_take_at_most_the_longest_of_a_later_unit_more(seed):
+    """Priority that does not stop a slice under way lies between the formula with slices of no
+    size and the one that waits for the longest slice after each unit."""
+    rng = np.random.default_rng(seed)
+    n, link = int(rng.integers(1, 7)), int(rng.integers(0, 2))
+
+    def draw(*shape):
+        return rng.integers(0, 10, shape) * (rng.random(shape) < 0.7) * 1.0
+
+    exchange = draw(2, n)
+    exchange[1 - link] = 0.0
+    pieces = rng.integers(1, 5, n)
+    slices = exchange / pieces
+    blocking = [draw(2, n) for _ in range(4)]
+    chain = Chain(draw(n), draw(n), draw(n), *blocking, exchange, slices)
+    messages = [
+        Message((k,), LINKS[link], float(slices[link, k]), k)
+        for k in reversed(range(n))
+        for _ in range(pieces[k] if exchange[link, k] else 0)
+    ]
+    times = int(rng.integers(1, 3))
+    step = Step(work_of(chain, times, "priority"), tuple(messages), "priority")
+    real = simulate(step, steps=8).step_s
+    assert priority_step(chain._replace(slice_s=None), times) <= real + 1e-9
+    assert real <= priority_step(chain, times) + 1e-9

@@ -1,0 +1,156 @@
+"""What-if questions, the front of time and device-seconds, and bursts."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import msgspec
+import pytest
+from meshwright.planner.budget import single_device_s
+from meshwright.planner.bursts import greedy, own_s
+from meshwright.planner.capability import EVERYTHING
+from meshwright.planner.cost import CostModel
+from meshwright.planner.errors import InputError
+from meshwright.planner.goal import Goal
+from meshwright.planner.layout import Layout
+from meshwright.planner.pareto import cheapest_within, front, within
+from meshwright.planner.placement import order_cost, place
+from meshwright.planner.resize import how_resized, resized
+from meshwright.planner.sensitivity import gains, sizes, with_bandwidth
+from meshwright.planner.solver import Problem, solve
+
+from tests.strategies import chain_profile, cluster, linear
+
+
+@pytest.fixture
+def problem():
+    units = [linear(f"u{i}", 256, 256, 1e-4 * (i + 1), saved=4096.0) for i in range(3)]
+    return Problem(
+        profile=chain_profile(units, 1024.0, 256),
+        cluster=cluster(2, 2),
+        goal=Goal(batch=32, memory_limit_bytes=2**30),
+        capability=EVERYTHING,
+        schedule="priority",
+        bucket_bytes=2**16,
+        near=0.0,
+    )
+
+
+def test_gains_name_every_level_memory_and_devices_and_never_lose(problem):
+    result = solve(problem, "multipliers")
+    found = gains(problem, result, "multipliers")
+    assert len(found) == len(problem.cluster.levels) + 2
+    assert [g.change for g in found][-1] == "8 devices for 4"
+    assert all(g.after_s <= g.before_s * 1.01 for g in found)
+    assert all(g.method == "planned again" for g in found)
+
+
+def test_sizes_plan_every_cluster_and_keep_the_batch(problem):
+    rows = sizes(problem, (1, 2, 4, 8), "multipliers").rows
+    assert [r.ranks for r in rows] == [1, 2, 4, 8]
+    assert [r.nodes for r in rows] == [1, 1, 2, 4]
+    alone = solve(problem, "multipliers")
+    assert rows[2].objective_s == alone.objective_s
+    assert rows[2].speedup == alone.plan.speedup
+    for row in rows:
+        assert row.step_s * row.samples_per_s == pytest.approx(problem.goal.batch)
+        assert row.gpu_seconds <= row.ranks * row.step_s * (1 + 1e-9)
+        assert row.gpu_seconds_per_sample == pytest.approx(row.gpu_seconds / 32)
+        assert row.speedup == pytest.approx(row.baseline_step_s / row.step_s)
+
+
+def test_a_size_that_does_not_fit_says_why(problem):
+    unit = 4 * 256 * 256
+    tight = msgspec.structs.replace(problem.goal, memory_limit_bytes=4 * unit)
+    rows = sizes(replace(problem, goal=tight), (1, 8), "integer").rows
+    assert [r.fits for r in rows] == [False, True]
+    assert rows[0].step_s is None
+    assert "available" in rows[0].why
+
+
+def test_the_given_size_is_the_given_cluster(problem):
+    pairs = tuple(tuple(0.0 if i == j else 1e9 for j in range(4)) for i in range(4))
+    links = msgspec.structs.replace(problem.cluster, pair_bytes_per_s=pairs)
+    assert resized(links, 4) is links
+    assert not resized(links, 8).pair_bytes_per_s
+    assert "left out" in how_resized(links)
+
+
+def test_resized_refuses_what_the_nodes_cannot_give(problem):
+    with pytest.raises(InputError, match="multiple of 2"):
+        resized(problem.cluster, 3)
+    lone = msgspec.structs.replace(
+        problem.cluster,
+        nodes=problem.cluster.nodes[:1],
+        levels=tuple(v for v in problem.cluster.levels if v.name == "intra"),
+    )
+    with pytest.raises(InputError, match="inter"):
+        resized(lone, 4)
+
+
+def test_bandwidth_raises_one_level_only(problem):
+    wider = with_bandwidth(problem.cluster, "inter", 1e9)
+    before, after = problem.cluster, wider
+    assert after.level("inter").bytes_per_s == before.level("inter").bytes_per_s + 1e9
+    assert after.level("intra") == before.level("intra")
+
+
+def test_front_falls_in_device_seconds_as_it_rises_in_time(problem):
+    points = front(problem, 6, "multipliers")
+    assert points
+    for faster, slower in pairwise(points):
+        assert faster.step_s < slower.step_s
+        assert faster.gpu_seconds > slower.gpu_seconds
+    for point in points:
+        if point.limit_gpu_s is not None:
+            assert point.gpu_seconds <= point.limit_gpu_s * (1 + 1e-8)
+
+
+def test_plans_are_never_worse_than_the_greedy_bursts(problem):
+    model = CostModel(problem.profile, problem.cluster, problem.goal, 1, None, 2**16, True)
+    from meshwright.planner.objective import value
+
+    for limit in (1.1, 2.0, 8.0):
+        theirs = value(model, greedy(model, limit), "priority")
+        fast = within(problem, theirs.gpu_seconds, "multipliers")
+        cheap = cheapest_within(problem, theirs.step_s, "multipliers")
+        assert fast.step_s <= theirs.step_s * (1 + 1e-8)
+        assert fast.gpu_seconds <= theirs.gpu_seconds * (1 + 1e-8)
+        assert cheap.gpu_seconds <= theirs.gpu_seconds * (1 + 1e-8)
+        assert cheap.step_s <= theirs.step_s * (1 + 1e-8)
+
+
+def test_greedy_keeps_every_unit_within_its_limit(problem):
+    model = CostModel(problem.profile, problem.cluster, problem.goal, 1, None, 2**16, True)
+    for limit in (1.1, 2.0):
+        for k, option in enumerate(greedy(model, limit)):
+            if not problem.profile.units[k].fixed and option.layout != Layout(groups=1):
+                used = own_s(model, k, option) * option.layout.groups
+                assert used <= limit * single_device_s(model, k) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_placement_of_nodes_is_never_worse_than_hostname_or_random_orders(seed):
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    links = cluster(4, 2)
+    node = links.node_of_rank
+    between = rng.uniform(1e8, 2e9, (4, 4))
+    pairs = [
+        [0.0 if i == j else (5e10 if node[i] == node[j] else float(between[node[i], node[j]]))
+         for j in range(8)]
+        for i in range(8)
+    ]  # fmt: skip
+    links = msgspec.structs.replace(links, pair_bytes_per_s=tuple(tuple(r) for r in pairs))
+    layouts = [Layout(groups=8), Layout(groups=4, degree=2), Layout(groups=2, degree=4)]
+    cost = order_cost(links, place(links, layouts), layouts)
+    assert cost <= order_cost(links, range(8), layouts) * (1 + 1e-9)
+    for _ in range(30):
+        random = tuple(int(r) for r in rng.permutation(8))
+        assert cost <= order_cost(links, random, layouts) / 0.99
+
+
+def test_unlimited_problem_is_left_as_it_was(problem):
+    asked = replace(problem, near=0.0)
+    within(asked, 1e9, "multipliers")
+    assert asked.goal.amplification_limit is None
