@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # One thread for each process, as in a training run: several ranks share the cores.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test test-all test-long lint types bench-prediction clean
+.PHONY: help demo test test-all test-long lint types bench-prediction testbed clean
 
 help:
 	@echo "make demo              measure, plan, verify and train on this machine"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-long         those that take many minutes"
 	@echo "make lint, make types  ruff, mypy"
 	@echo "make bench-prediction  predicted against measured step times"
+	@echo "make testbed           hosts as network namespaces, until Ctrl-C (needs root)"
 	@echo "make clean             remove the environment and everything built"
 
 # A stamp is made anew when what is to be installed has changed.
@@ -53,6 +54,9 @@ types: $(VENV)/test.stamp
 
 bench-prediction: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/prediction.py
+
+testbed: $(VENV)/run.stamp
+	$(BIN)/python -m meshwright.testbed
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
