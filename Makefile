@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # One thread for each process, as in a training run: several ranks share the cores.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test test-all test-long lint types bench-prediction bench-planner bench-deeppool clean
+.PHONY: help demo test test-all test-long lint types bench-prediction bench-planner bench-deeppool testbed clean
 
 help:
 	@echo "make demo              measure, plan, verify and train on this machine"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-prediction  predicted against measured step times"
 	@echo "make bench-planner     time, gap and memory of planning, by units and ranks"
 	@echo "make bench-deeppool    plans against DeepPool's greedy search (TABLES=folder)"
+	@echo "make testbed           hosts as network namespaces, until Ctrl-C (needs root)"
 	@echo "make clean             remove the environment and everything built"
 
 # A stamp is made anew when what is to be installed has changed.
@@ -62,6 +63,9 @@ bench-planner: $(VENV)/test.stamp
 TABLES ?= profiler/data/deeppool_a100
 bench-deeppool: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/deeppool.py $(TABLES) --markdown docs/results/deeppool.md
+
+testbed: $(VENV)/run.stamp
+	$(BIN)/python -m meshwright.testbed
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -129,10 +129,10 @@ def markdown(rows: list[Comparison], seconds: float) -> str:
         f"{told['comparisons']} comparisons (a greedy plan that two limits share is one); in "
         f"{told['never_worse']} of them ours is",
         "never slower at the same device-seconds and never uses more at the same time. Geometric",
-        f"means: {told['speedup_geomean']:.1f} times as fast, {told['gpu_seconds_ratio_geomean']:.1f} "
-        "times fewer device-seconds. The solver by multipliers",
-        f"answers both questions, in {LIMIT_S:g} s each at most; it starts from the greedy plans among",
-        f"others. All of it took {seconds / 60:.0f} minutes.",
+        f"means: {told['speedup_geomean']:.1f} times as fast, "
+        f"{told['gpu_seconds_ratio_geomean']:.1f} times fewer device-seconds. The solver by multipliers",
+        f"answers both questions, in {LIMIT_S:g} s each at most; it starts from the greedy plans",
+        f"among others. All of it took {seconds / 60:.0f} minutes.",
         "",
         "| case | limit | greedy ms | GPU·ms | ours, faster ms | speed-up | gap | "
         "ours, cheaper GPU·ms | saved | gap |",

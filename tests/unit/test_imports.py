@@ -12,6 +12,7 @@ ALLOWED = {
     "planner": set(),
     "units": {"planner"},
     "models": {"units"},
+    "testbed": {"planner"},
     "profiler": {"planner", "units"},
     "executor": {"planner", "units"},
 }

@@ -1,0 +1,5 @@
+"""A cluster on one machine: hosts as network namespaces, joined by links of chosen rates."""
+
+from .bed import Bed, Host, missing
+
+__all__ = ["Bed", "Host", "missing"]
