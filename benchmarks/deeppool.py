@@ -130,7 +130,8 @@ def markdown(rows: list[Comparison], seconds: float) -> str:
         f"{told['never_worse']} of them ours is",
         "never slower at the same device-seconds and never uses more at the same time. Geometric",
         f"means: {told['speedup_geomean']:.1f} times as fast, "
-        f"{told['gpu_seconds_ratio_geomean']:.1f} times fewer device-seconds. The solver by multipliers",
+        f"{told['gpu_seconds_ratio_geomean']:.1f} times fewer device-seconds. "
+        "The solver by multipliers",
         f"answers both questions, in {LIMIT_S:g} s each at most; it starts from the greedy plans",
         f"among others. All of it took {seconds / 60:.0f} minutes.",
         "",
