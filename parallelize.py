@@ -24,7 +24,8 @@ from .planner.errors import InputError
 from .planner.goal import BatchStatistics, Goal
 from .planner.noun import load
 from .planner.plan import Plan
-from .planner.solver import Problem, solve
+from .planner.problem import Problem
+from .planner.solver import solve
 from .units.workload import Workload
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]

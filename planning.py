@@ -13,8 +13,8 @@ from .planner.errors import InputError
 from .planner.goal import Goal
 from .planner.pins import without
 from .planner.plan import Plan
+from .planner.problem import Problem, Progress
 from .planner.profile import ModelProfile
-from .planner.solver import Problem, Progress
 from .remember import recall
 from .screen import Step
 

@@ -27,8 +27,8 @@ from meshwright.planner.cost import CostModel
 from meshwright.planner.goal import Goal
 from meshwright.planner.objective import value
 from meshwright.planner.pareto import Point, cheapest_within, within
+from meshwright.planner.problem import Problem
 from meshwright.planner.profile import ModelProfile
-from meshwright.planner.solver import Problem
 from meshwright.planner.splits import placed
 from meshwright.planner.tables import profile_of_table
 

@@ -21,7 +21,8 @@ from typing import Any
 
 from meshwright.planner.capability import EVERYTHING
 from meshwright.planner.goal import Goal
-from meshwright.planner.solver import Problem, solve, solvers
+from meshwright.planner.problem import Problem
+from meshwright.planner.solver import solve, solvers
 from synthetic import cluster_of, gpt_like
 
 ROWS = ((100, 64), (200, 64), (400, 256), (1000, 1024))

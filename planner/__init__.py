@@ -14,8 +14,9 @@ from .noun import decode, encode, fingerprint, load, save
 from .options import Decisions, Option
 from .placement import place
 from .plan import Plan, Prediction, Provenance, UnitPlan
+from .problem import Infeasibility, Problem, Result
 from .profile import EdgeProfile, ModelProfile, ShareProfile, SplitProfile, UnitProfile
-from .solver import Infeasibility, Problem, Result, Solver, solve, solvers
+from .solver import Solver, solve, solvers
 from .step import barrier_step, priority_bound, priority_step
 from .tables import profile_of_table
 

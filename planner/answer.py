@@ -19,9 +19,9 @@ from .evaluate import make_plan, provenance_of
 from .objective import Value, value
 from .options import Decisions
 from .plan import Plan, Status
+from .problem import Problem, Result
 from .schedule import ScheduleName, Step, plain_messages, slice_messages, work_of
 from .simulate import simulate
-from .solver import Problem, Result
 from .step import barrier_step, priority_step
 
 Proof = Literal["optimal", "feasible", "heuristic"]

@@ -19,7 +19,7 @@ from .cost import CostModel
 from .evaluate import evaluation
 from .layout import Layout
 from .options import Decisions, Option, allowed
-from .solver import Problem, Result
+from .problem import Problem, Result
 
 SLOTS = (2, 4, 8)
 """Into how many equal parts the ranks are divided."""

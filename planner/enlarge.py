@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from .problem import Enlargement, Problem
 from .resize import resized_problem
-from .solver import Enlargement, Problem
 
 MOST_RANKS = 1024
 """Larger clusters are not tried."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .answer import Choice, answer, choice
 from .infeasible import explain_infeasible
-from .solver import Problem, Result
+from .problem import Problem, Result
 from .splits import Found, placed, search
 
 

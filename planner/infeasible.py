@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 
 from .enlarge import more_ranks
-from .solver import Infeasibility, Problem, Relaxation
+from .problem import Infeasibility, Problem, Relaxation
 from .splits import Found, feasible, placed
 
 EFFORT_S = 10.0

@@ -19,7 +19,8 @@ from .exact.cases import models
 from .goal import Goal
 from .noun import Count, Noun, Seconds
 from .objective import value
-from .solver import Problem, Result, solve
+from .problem import Problem, Result
+from .solver import solve
 from .splits import placed
 
 

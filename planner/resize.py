@@ -8,7 +8,7 @@ import msgspec
 
 from .cluster import Cluster, Node
 from .errors import InputError
-from .solver import Problem
+from .problem import Problem
 
 
 def resized_problem(problem: Problem, ranks: int) -> Problem:

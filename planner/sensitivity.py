@@ -16,8 +16,9 @@ from .curve import Curve
 from .errors import InputError
 from .noun import Count, Noun, Seconds
 from .plan import Plan
+from .problem import Problem, Result
 from .resize import how_resized, resized, resized_problem
-from .solver import Problem, Result, settled, solve, solvers
+from .solver import settled, solve, solvers
 
 GBIT_BYTES = 125_000_000
 GIB = 2**30

@@ -31,8 +31,8 @@ from .memory import MemoryModel
 from .neighbours import improve, moves
 from .options import Decisions, Option
 from .placement import place
+from .problem import Problem
 from .search import Candidate, Point, Score, Space, score_of
-from .solver import Problem
 
 SPLIT_POINTS = 32
 """Split points tried for each layout; longer models are cut at as many even distances."""

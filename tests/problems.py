@@ -13,6 +13,7 @@ from meshwright.planner.exact.cases import case, models
 from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.layout import lattice
 from meshwright.planner.objective import value
+from meshwright.planner.problem import Problem
 from meshwright.planner.profile import (
     CompressionRate,
     EdgeProfile,
@@ -22,7 +23,6 @@ from meshwright.planner.profile import (
     SplitProfile,
     UpdateRate,
 )
-from meshwright.planner.solver import Problem
 from meshwright.planner.splits import placed
 
 from tests.brute import best, combinations

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..answer import choice
 from ..choices import unit_options
 from ..cost import CostModel
-from ..solver import Problem
+from ..problem import Problem
 from .classes import memory_classes
 from .integer import Program
 from .ledger import Ledger

@@ -18,7 +18,7 @@ from ..answer import Choice, DisagreementError, answer, choice
 from ..choices import unit_options
 from ..cost import CostModel
 from ..evaluate import evaluation
-from ..solver import Problem, Result
+from ..problem import Problem, Result
 from ..splits import placed, search
 from .backend import Backend, Interruption, Solved, run
 from .cases import Case, case, models

@@ -22,7 +22,7 @@ from ..cost import CostModel
 from ..enlarge import more_ranks
 from ..evaluate import excess, rank_memory
 from ..objective import Value, value
-from ..solver import Enlargement, Infeasibility, Problem, Relaxation
+from ..problem import Enlargement, Infeasibility, Problem, Relaxation
 from ..splits import feasible as heuristically
 from ..splits import placed
 from .backend import Interruption, Solved, run

@@ -21,9 +21,9 @@ from ..exact.solve import Integer
 from ..infeasible import explain_infeasible
 from ..memory import MemoryModel
 from ..options import Decisions
+from ..problem import Problem, Result
 from ..rows import AT, bucket_share, rows
 from ..search import Space
-from ..solver import Problem, Result
 from ..splits import placed
 from ..splits import search as heuristic_search
 from .lagrange import Lagrangian, Search

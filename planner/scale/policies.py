@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,117 +12,117 @@ from ..options import Option
 from ..rows import AT, FIGURES
 from ..shares import saved_bytes
 from ..step import LINKS
+from .figures import Figures
 from .tables import Block, Policy, Reals, State
 
-if TYPE_CHECKING:
-    from .sheet import Sheet
 
-
-def memory_block(sheet: Sheet, k: int, states: tuple[State, ...], plain: Reals) -> Block:
+def memory_block(source: Figures, k: int, states: tuple[State, ...], plain: Reals) -> Block:
     """Keep, recompute and offload, as ``cost`` and ``memory`` have them."""
-    unit, names = sheet.model.profile.units[k], ["keep"]
+    unit, names = source.model.profile.units[k], ["keep"]
     saves = not unit.fixed and saved_bytes(unit, "none", 1, 1.0) > 0
-    if saves and "recompute" in sheet.space.capability.memory:
+    if saves and "recompute" in source.space.capability.memory:
         names.append("recompute")
-    host = sheet.model.cluster.host_bytes_per_s
-    if saves and "offload" in sheet.space.capability.memory and host is not None:
+    host = source.model.cluster.host_bytes_per_s
+    if saves and "offload" in source.space.capability.memory and host is not None:
         names.append("offload")
     parts = [plain]
     for name in names[1:]:
-        parts.append(_recomputed(sheet, k, states, plain) if name == "recompute"
-                     else _offloaded(sheet, k, states, plain, host or 1.0))  # fmt: skip
+        parts.append(_recomputed(source, k, states, plain) if name == "recompute"
+                     else _offloaded(source, k, states, plain, host or 1.0))  # fmt: skip
     open_ = np.ones((len(states), len(names)), dtype=bool)
     policies: tuple[Policy, ...] = tuple((("memory", name),) for name in names)
     return Block(policies, np.stack(parts, axis=1), open_, np.zeros(len(names)))
 
 
-def _recomputed(sheet: Sheet, k: int, states: Sequence[State], plain: Reals) -> Reals:
+def _recomputed(source: Figures, k: int, states: Sequence[State], plain: Reals) -> Reals:
     found = plain.copy()
     found[:, AT["backward"]] += plain[:, AT["forward"]]
     for link in LINKS:
         found[:, AT[f"inner_backward.{link}"]] += plain[:, AT[f"inner_forward.{link}"]]
-    edges = (sheet.model.profile.edges[e] for e in sheet.model.edges_into[k])
+    edges = (source.model.profile.edges[e] for e in source.model.edges_into[k])
     whole = sum(e.bytes_per_sample for e in edges)
     resident = np.array(
         [
-            whole * (sheet.samples(y) or 0) / (1 if s in ("column", "pair") else y.degree)
+            whole * (source.samples(y) or 0) / (1 if s in ("column", "pair") else y.degree)
             for y, s in states
         ]
     )
     resident = np.minimum(resident, plain[:, AT["saved"]])
-    return _released(sheet, found, plain, resident, states)
+    return _released(source, found, plain, resident, states)
 
 
 def _offloaded(
-    sheet: Sheet, k: int, states: Sequence[State], plain: Reals, host_bytes_per_s: float
+    source: Figures, k: int, states: Sequence[State], plain: Reals, host_bytes_per_s: float
 ) -> Reals:
-    found, unit = plain.copy(), sheet.model.profile.units[k]
-    busiest, _ = sheet.readers(tuple(states))
+    found, unit = plain.copy(), source.model.profile.units[k]
+    busiest, _ = source.readers(tuple(states))
     copy_s = busiest.values(unit, lambda s: s.saved, divides=False) / host_bytes_per_s
     found[:, AT["forward"]] += copy_s
     found[:, AT["backward"]] += copy_s
-    return _released(sheet, found, plain, np.zeros(len(states)), states)
+    return _released(source, found, plain, np.zeros(len(states)), states)
 
 
 def _released(
-    sheet: Sheet, found: Reals, plain: Reals, resident: Reals, states: Sequence[State]
+    source: Figures, found: Reals, plain: Reals, resident: Reals, states: Sequence[State]
 ) -> Reals:
     """Feature maps of which only ``resident`` bytes stay, and the devices' time anew."""
     found[:, AT["workspace"]] += plain[:, AT["saved"]] - resident
     found[:, AT["saved"]] = resident
     both = [AT["forward"], AT["backward"]]
-    more = sheet.model.micro_batches * (found[:, both] - plain[:, both]).sum(axis=1)
-    free = [sheet.model.world_size - y.size for y, _ in states]
+    more = source.model.micro_batches * (found[:, both] - plain[:, both]).sum(axis=1)
+    free = [source.model.world_size - y.size for y, _ in states]
     found[:, AT["idle"]] += np.array(free) * more
     return found
 
 
-def exchange_block(sheet: Sheet, k: int) -> Block:
+def exchange_block(source: Figures, k: int) -> Block:
     """Every exchange policy, as what it adds to the plain one."""
-    unit = sheet.model.profile.units[k]
+    unit = source.model.profile.units[k]
     lossy = tuple(
-        (c.exchange, r) for c in unit.fidelity for r in _affordable(sheet, k, c.exchange, c.ratios)
+        (c.exchange, r) for c in unit.fidelity for r in _affordable(source, k, c.exchange, c.ratios)
     )
-    key = sheet.states_of(k), sheet.shape(k), lossy
-    if key not in sheet.exchanges:
-        sheet.exchanges[key] = _exchange(sheet, k, lossy)
-    shared = sheet.exchanges[key]
-    return shared._replace(lost=sheet.lost(k, shared.policies))
+    key = source.states_of(k), source.shape(k), lossy
+    if key not in source.exchanges:
+        source.exchanges[key] = _exchange(source, k, lossy)
+    shared = source.exchanges[key]
+    return shared._replace(lost=source.lost(k, shared.policies))
 
 
-def _affordable(sheet: Sheet, k: int, exchange: str, ratios: Sequence[float]) -> tuple[float, ...]:
+def _affordable(
+    source: Figures, k: int, exchange: str, ratios: Sequence[float]
+) -> tuple[float, ...]:
     """The ratios at which a lossy exchange of unit ``k`` alone would not use up the budget."""
-    goal, unit = sheet.model.goal, sheet.model.profile.units[k]
-    if not goal.allow_lossy or exchange not in sheet.space.capability.exchange:
+    goal, unit = source.model.goal, source.model.profile.units[k]
+    if not goal.allow_lossy or exchange not in source.space.capability.exchange:
         return ()
-    budget = energy_budget(sheet.model)
-    lost = {r: (1.0 - (unit.kept(exchange, r) or 0.0)) * sheet.energy[k] for r in ratios}
+    budget = energy_budget(source.model)
+    lost = {r: (1.0 - (unit.kept(exchange, r) or 0.0)) * source.energy[k] for r in ratios}
     return tuple(r for r in ratios if lost[r] <= budget)
 
 
-def _exchange(sheet: Sheet, k: int, lossy: Sequence[tuple[str, float]]) -> Block:
-    states = sheet.states_of(k)
-    trained = any(p.trainable for p in sheet.model.owned[k])
+def _exchange(source: Figures, k: int, lossy: Sequence[tuple[str, float]]) -> Block:
+    states = source.states_of(k)
+    trained = any(p.trainable for p in source.model.owned[k])
     names: list[tuple[str, float]] = [("dense", 1.0)]
-    if trained and _shards(sheet.model, sheet.space.capability.exchange):
+    if trained and _shards(source.model, source.space.capability.exchange):
         names.append(("sharded", 1.0))
     names += lossy if trained else ()
     early = (
         trained
-        and sheet.space.capability.early_release
-        and sheet.model.sliced
-        and sheet.model.micro_batches == 1
+        and source.space.capability.early_release
+        and source.model.sliced
+        and source.model.micro_batches == 1
     )
     fields = [(x, r, e) for x, r in names for e in (False, True)
               if not e or (early and x != "sharded")]  # fmt: skip
     figures = np.zeros((len(states), len(fields), len(FIGURES)))
     open_ = np.zeros(figures.shape[:2], dtype=bool)
     for i, state in enumerate(states):
-        plain = np.array(sheet.figures(k, Option(*state)))
+        plain = np.array(source.figures(k, Option(*state)))
         for p, (x, r, e) in enumerate(fields):
             if x == "dense" or state[0].groups > 1:
                 option = Option(*state, "keep", x, r, e)  # type: ignore[arg-type]
-                figures[i, p] = np.array(sheet.figures(k, option)) - plain
+                figures[i, p] = np.array(source.figures(k, option)) - plain
                 open_[i, p] = True
     policies: tuple[Policy, ...] = tuple(
         (("exchange", x), ("ratio", r), ("early_release", e)) for x, r, e in fields

@@ -10,8 +10,9 @@ from meshwright.planner.cost import CostModel
 from meshwright.planner.curve import Curve
 from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.layout import Layout
+from meshwright.planner.problem import Problem
 from meshwright.planner.profile import EdgeProfile
-from meshwright.planner.solver import Problem, solve
+from meshwright.planner.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 

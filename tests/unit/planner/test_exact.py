@@ -17,7 +17,8 @@ from meshwright.planner.exact.solve import Integer
 from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.layout import Layout
 from meshwright.planner.objective import value
-from meshwright.planner.solver import Problem, solve, solvers
+from meshwright.planner.problem import Problem
+from meshwright.planner.solver import solve, solvers
 from meshwright.planner.splits import placed
 
 from tests.brute import best, every_decision

@@ -13,7 +13,8 @@ from meshwright.planner.explain import explain
 from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.layout import Layout
 from meshwright.planner.options import Option
-from meshwright.planner.solver import Problem, solve
+from meshwright.planner.problem import Problem
+from meshwright.planner.solver import solve
 from meshwright.planner.step import barrier_step, binding_term, priority_step
 from meshwright.profiler.tables import load_table
 

@@ -7,7 +7,8 @@ from meshwright.planner.errors import InputError
 from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.layout import Layout
 from meshwright.planner.pins import parse_wishes, spelled_out, without
-from meshwright.planner.solver import Problem, settled, solve, solvers
+from meshwright.planner.problem import Problem
+from meshwright.planner.solver import settled, solve, solvers
 
 from tests.strategies import chain_profile, cluster, linear, norm
 

@@ -3,7 +3,8 @@
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout
 from meshwright.planner.placement import order_cost, place
-from meshwright.planner.solver import Problem, solve
+from meshwright.planner.problem import Problem
+from meshwright.planner.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 

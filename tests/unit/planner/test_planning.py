@@ -11,7 +11,8 @@ from meshwright.planner.evaluate import evaluation, is_data_parallel, make_plan
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout, data_parallel
 from meshwright.planner.options import Option
-from meshwright.planner.solver import Problem, solve
+from meshwright.planner.problem import Problem
+from meshwright.planner.solver import solve
 from meshwright.profiler.tables import load_table
 
 from tests.strategies import chain_profile, cluster, linear, share

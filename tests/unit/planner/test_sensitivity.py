@@ -14,9 +14,10 @@ from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout
 from meshwright.planner.pareto import cheapest_within, front, within
 from meshwright.planner.placement import order_cost, place
+from meshwright.planner.problem import Problem
 from meshwright.planner.resize import how_resized, resized
 from meshwright.planner.sensitivity import gains, sizes, with_bandwidth
-from meshwright.planner.solver import Problem, solve
+from meshwright.planner.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 

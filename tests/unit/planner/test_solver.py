@@ -7,8 +7,9 @@ from meshwright.planner.errors import InfeasibleError, InputError
 from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.heuristic import Heuristic
 from meshwright.planner.layout import Layout
+from meshwright.planner.problem import Problem
 from meshwright.planner.resize import resized_problem
-from meshwright.planner.solver import Problem, Solver, solve, solvers
+from meshwright.planner.solver import Solver, solve, solvers
 
 from tests.strategies import chain_profile, cluster, linear
 
