@@ -202,7 +202,7 @@ def settled(problem: Problem) -> Problem:
 
 def _auto(problem: Problem) -> tuple[str, str]:
     """The solver to take, and why."""
-    pairs = _pairs(problem)
+    pairs = state_pairs(problem)
     able = [n for n in PREFERENCE if n in _solvers and (n != "integer" or pairs <= INTEGER_PAIRS)]
     size = f"{pairs:,} pairs of states along edges"
     if able[0] == "integer":
@@ -210,7 +210,7 @@ def _auto(problem: Problem) -> tuple[str, str]:
     return able[0], f"auto took {able[0]}: {size} are too many for the integer program"
 
 
-def _pairs(problem: Problem) -> int:
+def state_pairs(problem: Problem) -> int:
     """About how many pairs of layouts and styles the integer program would have."""
     bursts = problem.capability.idle_positions
     world, complete = problem.cluster.world_size, problem.goal.all_layouts
