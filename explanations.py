@@ -77,7 +77,9 @@ def _words(found: Explanation) -> Iterator[str]:
         "exchange": "gradient exchange that nothing hides",
     }[found.bound_by]
     yield f"The largest part of the step of {seconds(found.step_s)} is {largest}."
-    if found.term.link is None:
+    if found.term is None:
+        yield "Branches run side by side: the step is their critical path."
+    elif found.term.link is None:
         yield "By the formula it is bound by what a rank itself computes and waits for."
     else:
         yield (

@@ -37,6 +37,11 @@ def problem_for(
     """What is to be planned: within what the executor can run, or with ``hypothetical`` all that
     can be decided, gradients by priority. ``forbidden`` are policies that no unit shall have."""
     made = profile_for(what, cluster, goal, progress)
+    if goal.allow_lossy and not any(unit.fidelity for unit in made.units):
+        raise InputError(
+            f"the profile of {made.target} says of no unit how much of its gradient a lossy "
+            "exchange keeps (fidelity): measure that, or leave --allow-lossy (allow_lossy) out"
+        )
     from .executor.capability import CAPABILITY
 
     capability = without(EVERYTHING if hypothetical else CAPABILITY, forbidden)

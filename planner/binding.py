@@ -53,8 +53,11 @@ class BindingTerm(Noun, frozen=True, kw_only=True):
     unit: str | None = None
 
 
-def term_of(done: Evaluation, schedule: ScheduleName) -> BindingTerm:
-    """The term that binds a plan's step."""
+def term_of(done: Evaluation, schedule: ScheduleName) -> BindingTerm | None:
+    """The term that binds a plan's step; None where units begin at other positions than the first
+    (branches side by side), for which there is no formula."""
+    if any(option.layout.first for option in done.decisions):
+        return None
     found = binding_term(done.chain, priority=schedule == "priority")
     if found is None:
         return BindingTerm()

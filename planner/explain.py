@@ -81,7 +81,7 @@ class Explanation(Noun, frozen=True, kw_only=True):
     step_s: Seconds
     baseline_s: Seconds
     bound_by: Part
-    term: BindingTerm
+    term: BindingTerm | None
     limits: tuple[LimitUse, ...]
     binding: tuple[str, ...]
     tightest_rank: Index

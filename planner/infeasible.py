@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,10 +9,7 @@ import msgspec
 
 from .enlarge import more_ranks
 from .problem import Infeasibility, Problem, Relaxation
-from .splits import Found, feasible, placed
-
-EFFORT_S = 10.0
-"""Seconds that may go into looking for a larger cluster."""
+from .splits import Found, feasible
 
 
 def explain_infeasible(problem: Problem, closest: Found) -> Infeasibility:
@@ -27,13 +23,8 @@ def explain_infeasible(problem: Problem, closest: Found) -> Infeasibility:
         needed_bytes=tight.needed_bytes,
         available_bytes=tight.available_bytes,
         relaxations=tuple(r for r in found if r is not None),
-        enlargement=more_ranks(problem, _feasible, time.perf_counter() + EFFORT_S),
+        enlargement=more_ranks(problem),
     )
-
-
-def _feasible(problem: Problem) -> bool:
-    """Whether the search finds a plan that fits."""
-    return feasible(placed(replace(problem, progress=None)))
 
 
 def fits(problem: Problem, **changes: object) -> bool:

@@ -11,6 +11,7 @@ from .cluster import Cluster
 from .cost import BUCKET_BYTES
 from .errors import InfeasibleError
 from .goal import Goal
+from .layout import lattice
 from .options import Decisions
 from .plan import Plan
 from .profile import ModelProfile
@@ -19,6 +20,10 @@ from .schedule import ScheduleName
 ResultStatus = Literal["optimal", "feasible", "heuristic", "infeasible"]
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share of it that is over (0 to 1)."""
+
+
+INTEGER_PAIRS = 20_000
+"""Pairs of states along all edges up to which an integer program is taken to be quick."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,21 @@ class Result(NamedTuple):
             assert self.infeasible is not None
             raise InfeasibleError(self.infeasible.sentence)
         return self.plan
+
+
+def state_pairs(problem: Problem) -> int:
+    """About how many pairs of layouts and styles the integer program would have."""
+    bursts = problem.capability.idle_positions
+    world, complete = problem.cluster.world_size, problem.goal.all_layouts
+    layouts = list(lattice(world, complete=complete, bursts=bursts))
+    states = {
+        unit.name: 1
+        if unit.fixed
+        else sum(1 for y in layouts if y.degree == 1)
+        + len(unit.splits) * sum(1 for y in layouts if y.degree > 1)
+        for unit in problem.profile.units
+    }
+    return sum(states[e.source] * states[e.target] for e in problem.profile.edges)
 
 
 def _mib(count: int) -> str:

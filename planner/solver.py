@@ -13,14 +13,11 @@ from difflib import get_close_matches
 from typing import Protocol
 
 from .errors import InputError
-from .layout import lattice
 from .pins import spelled_out
-from .problem import Problem, Result
+from .problem import INTEGER_PAIRS, Problem, Result, state_pairs
 
 PREFERENCE = ("integer", "multipliers", "heuristic")
 """The order in which ``auto`` looks for a solver: the first that is there and that is able."""
-INTEGER_PAIRS = 20_000
-"""Pairs of states along all edges up to which an integer program is taken to be quick."""
 AUTO_S = 20.0
 """Seconds that ``auto`` gives the integer program where no limit was asked for."""
 
@@ -79,27 +76,12 @@ def settled(problem: Problem) -> Problem:
 
 def _auto(problem: Problem) -> tuple[str, str]:
     """The solver to take, and why."""
-    pairs = _pairs(problem)
+    pairs = state_pairs(problem)
     able = [n for n in PREFERENCE if n in _solvers and (n != "integer" or pairs <= INTEGER_PAIRS)]
     size = f"{pairs:,} pairs of states along edges"
     if able[0] == "integer":
         return able[0], f"auto took integer: it proves its answer, and {size} are few"
     return able[0], f"auto took {able[0]}: {size} are too many for the integer program"
-
-
-def _pairs(problem: Problem) -> int:
-    """About how many pairs of layouts and styles the integer program would have."""
-    bursts = problem.capability.idle_positions
-    world, complete = problem.cluster.world_size, problem.goal.all_layouts
-    layouts = list(lattice(world, complete=complete, bursts=bursts))
-    states = {
-        unit.name: 1
-        if unit.fixed
-        else sum(1 for y in layouts if y.degree == 1)
-        + len(unit.splits) * sum(1 for y in layouts if y.degree > 1)
-        for unit in problem.profile.units
-    }
-    return sum(states[e.source] * states[e.target] for e in problem.profile.edges)
 
 
 def _check(problem: Problem) -> None:

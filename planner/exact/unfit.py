@@ -22,9 +22,7 @@ from ..cost import CostModel
 from ..enlarge import more_ranks
 from ..evaluate import excess, rank_memory
 from ..objective import Value, value
-from ..problem import Enlargement, Infeasibility, Problem, Relaxation
-from ..splits import feasible as heuristically
-from ..splits import placed
+from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
 from .backend import Interruption, Solved, run
 from .cases import Case, case, models
 from .integer import Program
@@ -129,9 +127,8 @@ def _memory(problem: Problem, closest: Closest, end: float) -> Infeasibility:
 
 
 def _fits(problem: Problem, end: float) -> bool:
-    """Whether a plan keeps all limits: one that the heuristic finds, or any."""
-    problem = placed(replace(problem, progress=None))
-    return heuristically(problem) or _feasible(problem, end)
+    """Whether a plan keeps all limits, where the program is small enough to ask."""
+    return state_pairs(problem) <= INTEGER_PAIRS and _feasible(problem, end)
 
 
 def _more_micro_batches(problem: Problem, end: float) -> Relaxation | None:

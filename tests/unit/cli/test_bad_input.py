@@ -120,6 +120,7 @@ def test_file_that_does_not_run(meshwright, tmp_path):
         (("--batch", "8", "--min-fidelity", "0.9"), ("0.9", "--allow-lossy")),
         (("--batch", "8", "--allow-lossy"), ("--min-fidelity",)),
         (("--batch", "8", "--allow-lossy", "--min-fidelity", "1.5"), ("1.5", "0 to 1")),
+        (("--batch", "8", "--allow-lossy", "--min-fidelity", "0.9"), ("vgg16", "(fidelity)")),
         (("--batch", "8", "--slices", "1MiB"), ("'1MiB'", "--hypothetical")),
         (("--batch", "8", "--pin", "32.linear"), ("'32.linear'", "UNIT=LAYOUT")),
         (("--batch", "8", "--pin", "32.linear=big"), ("'32.linear=big'", "4x2")),

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import msgspec
 import pytest
 from meshwright.planner.noun import encode, load, save
 from meshwright.planner.plan import Plan
+from meshwright.planner.profile import FidelityProfile, ModelProfile
 
 from .conftest import cluster_of
 
@@ -274,3 +276,29 @@ def test_planning_from_files_never_loads_torch(profile_file, cluster_file, tmp_p
 
 def test_round_trip_of_the_printed_plan(meshwright, plan_file, plan):
     assert encode(plan) == plan_file.read_bytes()
+
+
+def test_a_lossy_exchange_is_planned_where_fidelity_was_measured(
+    meshwright, profile_file, tmp_path
+):
+    """The linear layers of VGG-16, whose gradients would be exposed."""
+    made = load(ModelProfile, profile_file)
+    curve = FidelityProfile(exchange="topk", ratios=(0.01,), kept=(0.95,))
+    units = tuple(
+        msgspec.structs.replace(u, fidelity=(curve,)) if u.kind == "linear" else u
+        for u in made.units
+    )
+    save(msgspec.structs.replace(made, units=units), profile_file)
+    links, path = tmp_path / "slow.json", tmp_path / "p.json"
+    save(cluster_of(2), links)
+    base = ("plan", profile_file, "-c", links, "--batch", 64, "--hypothetical", "-o", path)
+    base = (*base, "--slices", "4MiB", "--pin", "*=2x1", "--allow-lossy")
+    done = meshwright(*base, "--min-fidelity", 0.9)
+    assert done.code == 0, done.err
+    assert any(u.exchange == "topk" for u in load(Plan, path).units)
+    assert "topk 0.01" in " ".join(done.out.split())
+    done = meshwright(*base, "--min-fidelity", 0.999)
+    assert done.code == 0, done.err
+    assert all(u.exchange != "topk" for u in load(Plan, path).units)
+    done = meshwright(*base, "--min-fidelity", 0.9, "--forbid", "topk")
+    assert all(u.exchange != "topk" for u in load(Plan, path).units)

@@ -120,6 +120,13 @@ def test_without_communication_the_rank_itself_binds():
     assert found.bound_by == "compute"
 
 
+def test_no_formula_is_named_where_units_begin_elsewhere():
+    profile = chain_profile([linear("a"), linear("b")])
+    home, aside = Option(Layout(groups=4)), Option(Layout(groups=2, first=2))
+    made = make_plan(profile, cluster(4), Goal(batch=8), [home, home, aside, home])
+    assert explain(made, profile, cluster(4)).term is None
+
+
 def test_tied_units_change_together():
     profile = chain_profile([linear("a", shared="w"), linear("b"), linear("c", shared="w")])
     plan = make_plan(profile, cluster(4), Goal(batch=16))

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 from meshwright.planner.capability import PLAIN
+from meshwright.planner.enlarge import more_ranks
 from meshwright.planner.errors import InfeasibleError, InputError
 from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.heuristic import Heuristic
@@ -108,6 +109,11 @@ def test_a_shorter_step_may_need_more_ranks():
     assert why.enlargement.ranks == 8
     assert solve(resized_problem(asked, 8)).plan is not None
     assert solve(resized_problem(asked, 7)).plan is None
+
+
+def test_no_larger_cluster_is_named_when_time_is_up(problem):
+    asked = Problem(problem.profile, cluster(1), limited(problem, memory_limit_bytes=10_000).goal)
+    assert more_ranks(asked, end=0.0) is None
 
 
 def test_no_larger_cluster_is_named_where_links_are_not_known(problem):
