@@ -13,7 +13,7 @@ help:
 	@echo "make demo              measure, plan, verify and train on this machine"
 	@echo "make test              the quick tests"
 	@echo "make test-all          those and the slow ones"
-	@echo "make test-long         those that take many minutes"
+	@echo "make test-long         those that take many minutes, and other random examples"
 	@echo "make lint, make types  ruff, mypy"
 	@echo "make bench-prediction  predicted against measured step times"
 	@echo "make bench-planner     time, gap and memory of planning, by units and ranks"
@@ -43,6 +43,7 @@ test-all: $(VENV)/test.stamp
 
 test-long: $(VENV)/test.stamp
 	$(TEST) -m long
+	HYPOTHESIS_PROFILE=search $(TEST) tests/property
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check

@@ -218,6 +218,11 @@ class _Run:
     def _advance(self) -> None:
         tasks = self.tasks
         working = [i for i in self.ready if not tasks[i].message]
+        instant = [i for i in working if not self.left[i]]
+        if instant:  # no message starts between two things that happen at one moment
+            self.start_s.update(dict.fromkeys(instant, self.now_s))
+            self._finish(instant)
+            return
         held = {(tasks[i].resource, lane) for i in working for lane in tasks[i].holds}
         sending = []
         for i in sorted((i for i in self.ready if tasks[i].message), key=self._key):

@@ -101,3 +101,16 @@ def test_a_step_is_never_shorter_than_any_lane_or_any_path(b, c, size):
     found = seconds_of(profile, halves, links)
     assert found.step_s >= 3 * (2e-3 + 4 * max(b, c) + 2e-3) * (1 - 1e-9)
     assert found.step_s >= found.compute_s + found.blocking_s - 1e-12
+
+
+def test_no_message_starts_between_two_things_of_one_moment():
+    # both backwards take no time: the more urgent exchange is the first to leave
+    layers = [linear("a", 64, 64, 0.0), linear("b", 8, 8, 0.0)]
+    model = CostModel(
+        chain_profile(layers, updates=(("sgd", 1e-9),)), cluster(2), Goal(batch=2),
+        bucket_bytes=1_000_000, sliced=True,
+    )  # fmt: skip
+    chosen = (Option(data_parallel(2)),) * 4
+    step = step_of(model, chosen, model.chain(chosen), "priority")
+    lanes = simulate_lanes(model, chosen, step.messages, "priority")
+    assert lanes.step_s == pytest.approx(simulate(step).step_s, rel=1e-9)
