@@ -54,6 +54,8 @@ def apply(
     install(model, division.by_name)
     run.start(entries_of(model, run, division), _buffers(model, plan, division))
     adopt(model, run)
+    if optimizer is not None:
+        run.make_lazy(optimizer)
     return model, optimizer
 
 
@@ -183,8 +185,11 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
         shard = division.parameters.get(parameter)
         degree = shard.degree if shard else 1
         size = shard.full_shape.numel() if shard else parameter.numel()
-        group = run.world.peers[degree]
-        entries.append(Entry(name, parameter, group, degree, size, members.get(degree)))
+        group, at = run.world.peers[degree], place[parameter]
+        unit = run.plan.units[at] if run.plan.units else None
+        policy = (unit.exchange, unit.exchange_ratio) if unit else ("dense", 1.0)
+        known = members.get(degree)
+        entries.append(Entry(name, parameter, group, degree, size, known, at, *policy))
     order = sorted(range(len(entries)), key=lambda i: (place[entries[i].parameter], i))
     return [entries[i] for i in reversed(order)]
 

@@ -11,6 +11,7 @@ CAPABILITY = Capability(
     idle_positions=False,
     early_release=False,
     micro_batches=True,
+    priority=True,
 )
 """Every unit takes all ranks (groups x degree = world size), keeps its feature maps, and exchanges
-dense gradients."""
+dense gradients, in buckets or in slices by priority."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..planner.plan import ExchangePolicy
 from .gradients import Members, ShardGradient
 from .groups import Group
+from .watch import Watch
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +26,8 @@ class Entry:
     """One parameter and who else holds the same values. ``full_numel`` is its undivided size.
 
     ``degree`` members hold the slices of a divided parameter; ``members`` is then their group.
+    ``unit`` is the place of its first user in forward order; ``exchange`` and ``ratio`` are that
+    unit's policy.
     """
 
     name: str
@@ -31,17 +36,30 @@ class Entry:
     degree: int
     full_numel: int
     members: Members | None = None
+    unit: int = 0
+    exchange: ExchangePolicy = "dense"
+    ratio: float = 1.0
 
     @property
-    def kind(self) -> tuple[int, torch.dtype, torch.device]:
-        """Entries of one kind can share a bucket."""
-        return self.degree, self.parameter.dtype, self.parameter.device
+    def kind(self) -> tuple[int, torch.dtype, torch.device, ExchangePolicy, float]:
+        """Entries of one kind can travel together."""
+        parameter = self.parameter
+        return self.degree, parameter.dtype, parameter.device, self.exchange, self.ratio
+
+    @property
+    def shared_bytes(self) -> int:
+        """A member's share of the parameter, the same number for all members."""
+        return -(-self.full_numel // self.degree) * self.parameter.element_size()
 
     def show(self, gradient: Tensor) -> Tensor:
         """The gradient as the user sees it."""
         if self.members is None:
             return gradient
         return ShardGradient.of(gradient, self.members)
+
+
+Votes = Callable[[], "set[Entry]"]
+"""Waits for the ranks' votes and returns the entries that some rank has a gradient for."""
 
 
 class Bucket:
@@ -156,6 +174,25 @@ def make_buckets(entries: Iterable[Entry], limit_bytes: int) -> list[Bucket]:
     return sorted(buckets, key=lambda bucket: order[bucket.entries[-1]])
 
 
+class Exchange(Protocol):
+    """A way to exchange gradients, driven by the synchroniser in each backward."""
+
+    waited_s: float
+    """Seconds that this rank has waited for gradients."""
+
+    def reset(self) -> None:
+        """Begins a backward."""
+
+    def sent(self, entry: Entry) -> bool:
+        """Whether the entry's gradient has left in this backward."""
+
+    def ready(self, entry: Entry) -> None:
+        """The entry's gradient is complete."""
+
+    def end(self, votes: Votes) -> None:
+        """Backward is over: sends the rest."""
+
+
 class BucketExchange:
     """Sends buckets as they fill, in order, and waits for them at the end of backward.
 
@@ -166,9 +203,16 @@ class BucketExchange:
     """
 
     def __init__(
-        self, buckets: list[Bucket], *, eager: bool, issued: Callable[[str, int], None]
+        self,
+        buckets: list[Bucket],
+        watch: Watch,
+        *,
+        eager: bool,
+        issued: Callable[[str, int], None],
     ) -> None:
         self.buckets = buckets
+        self.waited_s = 0.0
+        self._watch = watch
         self.home = {entry: bucket for bucket in buckets for entry in bucket.entries}
         self._eager = eager
         self._issued = issued
@@ -188,8 +232,25 @@ class BucketExchange:
         if self._eager and not bucket.missing:
             self._advance(all_of_them=False)
 
-    def flush(self) -> None:
-        """Sends what is left, zeros (or what had accumulated before) for gradients not computed."""
+    def sent(self, entry: Entry) -> bool:
+        """Whether the entry's bucket has left."""
+        return self.home[entry].launched
+
+    def end(self, votes: Votes) -> None:
+        """Sends what is left, zeros (or what had accumulated before) for gradients not computed;
+        waits for everything, and shows the averages of what some rank has a gradient for."""
+        self._flush()
+        somewhere = votes()
+        for number, bucket in enumerate(self.buckets):
+            doing = f"the exchange of gradients in bucket {number}"
+            self.waited_s += self._watch.wait(bucket.work, bucket.group, doing)
+            bucket.settle()
+            for entry in bucket.entries:
+                if entry in somewhere:
+                    entry.parameter.grad = entry.show(bucket.result(entry))
+        self.reset()
+
+    def _flush(self) -> None:
         for bucket in self.buckets:
             for entry in list(bucket.missing):
                 bucket.fill(entry)

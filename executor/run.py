@@ -9,16 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..planner.plan import Plan
 from .broadcast import broadcast
 from .control import Control, Header, Row, digest
-from .exchange import BucketExchange, Entry, make_buckets
+from .exchange import BucketExchange, Entry, Exchange, make_buckets
 from .forward import Forward, Weight, samples_of, shapes_of
 from .groups import World
 from .held import bring_home
+from .lazy import LazySteps
+from .priority import PriorityExchange
 from .redistribute import Meter
 from .scaling import scale_output
+from .schedule import Orders
 from .shards import Shard
 from .synchronise import GradientSynchroniser
 from .watch import Watch
@@ -34,6 +38,7 @@ class Run:
 
     def __init__(self, plan: Plan, world: World, watch: Watch) -> None:
         self.plan = plan
+        self.orders = Orders(plan)
         self.world = world
         self.watch = watch
         self.control = Control(world, watch)
@@ -53,6 +58,7 @@ class Run:
         self._all_entries: list[Entry] = []
         self._trainable: list[bool] = []
         self._gradients: GradientSynchroniser | None = None
+        self._priority: PriorityExchange | None = None
 
     def start(self, entries: Sequence[Entry], buffers: list[Tensor]) -> None:
         """Takes over the parameters (in the order in which backward finishes them) and the buffers
@@ -82,19 +88,41 @@ class Run:
 
     def _watch_gradients(self) -> None:
         """(Re)makes buckets and hooks for the parameters that require a gradient now."""
+        self.finish_steps()
         if self._gradients is not None:
             self._gradients.detach()
         self._trainable = [e.parameter.requires_grad for e in self._all_entries]
         entries = [e for e in self._all_entries if e.parameter.requires_grad]
-        on_stream = any(g.on_stream for g in self.world.peers.values())
-        exchange = BucketExchange(
-            make_buckets(entries, self.plan.bucket_bytes),
-            eager=not (on_stream and self.divided),
-            issued=self.issued,
-        )
         self._gradients = GradientSynchroniser(
-            entries, exchange, self.control, self.watch, lambda: self.forward
+            entries, self._exchange_of(entries), self.control, self.watch, lambda: self.forward
         )
+
+    def _exchange_of(self, entries: Sequence[Entry]) -> Exchange:
+        limit = self.plan.bucket_bytes
+        if self.plan.schedule == "priority":
+            self._priority = PriorityExchange(
+                entries, limit, self.orders, self.control, self.watch, self.issued
+            )
+            return self._priority
+        on_stream = any(g.on_stream for g in self.world.peers.values())
+        eager = not (on_stream and self.divided)
+        return BucketExchange(
+            make_buckets(entries, limit), self.watch, eager=eager, issued=self.issued
+        )
+
+    def make_lazy(self, optimizer: Optimizer) -> None:
+        """Lets the optimizer's steps be applied unit by unit, where the plan's schedule does so."""
+        if self._priority is not None:
+            self._lazy = LazySteps(optimizer, self._priority_exchange)
+
+    def _priority_exchange(self) -> PriorityExchange:
+        assert self._priority is not None
+        return self._priority
+
+    def finish_steps(self) -> None:
+        """Applies whatever a step has left pending."""
+        if self._priority is not None:
+            self._priority.finish_all()
 
     @contextmanager
     def around(self, model: nn.Module, args: Any, kwargs: Any) -> Iterator[Forward | None]:

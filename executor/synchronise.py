@@ -19,7 +19,7 @@ from torch.autograd import Variable
 
 from ..planner.errors import RunError
 from .control import Control, Gathered
-from .exchange import BucketExchange, Entry
+from .exchange import Entry, Exchange
 from .forward import Forward
 from .watch import Watch
 
@@ -35,13 +35,13 @@ class GradientSynchroniser:
     def __init__(
         self,
         entries: Iterable[Entry],
-        exchange: BucketExchange,
+        exchange: Exchange,
         control: Control,
         watch: Watch,
         latest: Callable[[], Forward | None],
     ) -> None:
         self.entries = list(entries)
-        self.exposed_s = 0.0
+        self._voting_s = 0.0
         self._exchange = exchange
         self._control = control
         self._watch = watch
@@ -70,6 +70,11 @@ class GradientSynchroniser:
         if entry.degree > 1:
             hooks.append(parameter.register_hook(lambda gradient: gradient / degree))
         return hooks
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that this rank has waited for gradients."""
+        return self._voting_s + self._exchange.waited_s
 
     def detach(self) -> None:
         """Removes the hooks."""
@@ -103,7 +108,7 @@ class GradientSynchroniser:
         if not self._synchronise:
             self._touched.add(entry)
             return
-        if entry in self._touched and self._exchange.home[entry].launched:
+        if entry in self._touched and self._exchange.sent(entry):
             raise RunError(
                 f"parameter {entry.name!r} got a gradient twice in one backward, the second after "
                 "the first had been sent: use checkpoint(..., use_reentrant=False)"
@@ -129,17 +134,8 @@ class GradientSynchroniser:
         self._number += 1
         used = [e in self._dirty and e.parameter.grad is not None for e in self.entries]
         votes = self._vote(used)
-        self._exchange.flush()
-        somewhere = self._count(votes)
-        doing = f"the exchange of gradients of backward {self._number}"
-        for bucket in self._exchange.buckets:
-            self.exposed_s += self._watch.wait(bucket.work, bucket.group, doing)
-            bucket.settle()
-            for entry in bucket.entries:
-                if entry in somewhere:
-                    entry.parameter.grad = entry.show(bucket.result(entry))
+        self._exchange.end(lambda: self._count(votes))
         self._dirty.clear()
-        self._exchange.reset()
 
     def _vote(self, used: list[bool]) -> Gathered:
         latest = self._latest()
@@ -152,7 +148,7 @@ class GradientSynchroniser:
         """The entries that some rank has a gradient for."""
         before = self._control.seconds
         (vector,) = votes.rows()
-        self.exposed_s += self._control.seconds - before
+        self._voting_s += self._control.seconds - before
         if vector[0] != -vector[1] or vector[2] != -vector[3]:
             raise RunError(
                 f"ranks end different backwards: one ends backward {-int(vector[1])} after forward "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from meshwright.executor.shards import aliases
 from meshwright.planner.goal import BatchStatistics, Goal
 from meshwright.planner.layout import Layout, Style
-from meshwright.planner.plan import Plan, Prediction, Provenance, UnitPlan
+from meshwright.planner.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan
 from meshwright.units.discover import Discovery
 from meshwright.units.spec import SplitSpec, UnitSpec
 from torch import nn
@@ -25,6 +26,19 @@ NOTHING = Prediction(
     gpu_seconds=0.0,
     samples_per_s=0.0,
 )
+
+
+_schedules: list[ScheduleName] = ["barrier"]
+
+
+@contextmanager
+def scheduled(name: ScheduleName) -> Iterator[None]:
+    """Plans made inside exchange gradients by that schedule."""
+    _schedules.append(name)
+    try:
+        yield
+    finally:
+        _schedules.pop()
 
 
 def unit(
@@ -64,6 +78,7 @@ def plan(
         placement=tuple(placement or range(world_size)),
         bucket_bytes=bucket_bytes,
         micro_batches=micro_batches,
+        schedule=_schedules[-1],
         units=tuple(units),
         prediction=NOTHING,
         baseline=NOTHING,

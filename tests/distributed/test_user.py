@@ -25,7 +25,7 @@ from meshwright.executor.shards import LocalShard
 from meshwright.models.gpt import Attention
 from meshwright.planner.errors import InputError
 from meshwright.units.workload import Batch
-from plans import plan, unit
+from plans import plan, scheduled, unit
 from reference import twin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -629,9 +629,15 @@ CHECKS = [
 ]
 
 
+def under(rank: int, check: str, schedule: str) -> None:
+    with scheduled(schedule):
+        globals()[check](rank)
+
+
+@pytest.mark.parametrize("schedule", ["barrier", "priority"])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_user(ranks, check):
-    ranks(2)(check)
+def test_user(ranks, check, schedule):
+    ranks(2)(under, check.__name__, schedule)
 
 
 def forward_alone(rank: int, divided: bool) -> None:

@@ -1,0 +1,156 @@
+"""Steps that are applied later: ``step()`` takes gradients over while they are still exchanged, and
+each unit's parameters are updated when they are needed.
+
+What a step does is settled when it is called: the hyperparameters of all groups are copied and the
+gradients are taken over, so that schedulers and ``zero_grad`` afterwards change nothing. Each unit
+is updated by the optimizer's own ``step``, called on a view of it that holds that unit's parameters
+and shares its state.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .exchange import Entry
+from .optimizer import ELEMENTWISE
+from .pending import resume, suspend
+from .priority import PriorityExchange, waiting_parcels
+from .slices import Parcel
+from .waiting import WaitingGradient
+
+Groups = list[dict[str, Any]]
+
+
+class LazySteps:
+    """The steps of one optimizer. ``exchange()`` is the exchange in force."""
+
+    def __init__(self, optimizer: Optimizer, exchange: Callable[[], PriorityExchange]) -> None:
+        self._optimizer = optimizer
+        self._exchange = exchange
+        self._told = False
+        before = optimizer.step
+        self._own: Any = type(optimizer).step
+
+        def step(optimizer: Optimizer, closure: Any = None) -> Any:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+            return self._step(closure)
+
+        if hasattr(before, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.register_state_dict_pre_hook(lambda _: self.finish())
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: self.finish())
+
+    def finish(self) -> None:
+        """Applies what is still pending."""
+        self._exchange().finish_all()
+
+    def _step(self, closure: Any) -> Any:
+        exchange = self._exchange()
+        for parcel in exchange.parcels:
+            if parcel.update is not None:  # of a step before, which no forward has needed
+                exchange.finish(parcel)
+        scaled = hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf")
+        if closure is not None or scaled or not self._able():
+            return self._own(self._optimizer, *(() if closure is None else (closure,)))
+        groups = self._optimizer.param_groups
+        parameters = [p for group in groups for p in group["params"]]
+        later = waiting_parcels(exchange, parameters)
+        taken = {entry.parameter for entries in later.values() for entry in entries}
+        settled = _snapshot(groups)
+        self._apply(_only(settled, [p for p in parameters if p not in taken]))
+        for parcel, entries in later.items():
+            self._postpone(exchange, parcel, entries, settled)
+        return None
+
+    def _postpone(
+        self, exchange: PriorityExchange, parcel: Parcel, entries: list[Entry], settled: Groups
+    ) -> None:
+        parameters = [entry.parameter for entry in entries]
+        gradients = parcel.gradients
+
+        def update() -> None:
+            for parameter in parameters:
+                resume(parameter)
+            _with_gradients(
+                {e.parameter: e.show(gradients[e]) for e in entries},
+                lambda: self._apply(_only(settled, parameters)),
+            )
+
+        parcel.update = update
+        for parameter in parameters:
+            gradient = parameter.grad
+            assert isinstance(gradient, WaitingGradient)
+            gradient.taken = True
+            suspend(parameter, lambda: exchange.finish(parcel))
+
+    def _apply(self, groups: Groups) -> None:
+        """The optimizer's own step on some parameters."""
+        if not any(group["params"] for group in groups):
+            return
+        optimizer = self._optimizer
+        view: Any = object.__new__(type(optimizer))
+        view.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
+        view.param_groups = [group for group in groups if group["params"]]
+        view.step()
+
+    def _able(self) -> bool:
+        """Whether the optimizer works parameter by parameter; says so where not."""
+        optimizer = self._optimizer
+        reason = _reason(optimizer, self._own)
+        if reason is None:
+            return True
+        if not self._told:
+            self._told = True
+            name = type(optimizer).__name__
+            warnings.warn(
+                f"optimizer {name} {reason}: each step waits for all gradients", stacklevel=4
+            )
+        return False
+
+
+def _reason(optimizer: Optimizer, own: Any) -> str | None:
+    """Why an optimizer cannot update one unit at a time."""
+    known = [getattr(torch.optim, name) for name in ELEMENTWISE]
+    if not any(own is cls.step for cls in known):
+        return "is not known to update each parameter by itself"
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if hooks:
+        return "has step hooks"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "is differentiable"
+    return None
+
+
+def _snapshot(groups: Groups) -> Groups:
+    """The groups with their hyperparameters as they are now."""
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value
+
+    return [{k: v if k == "params" else copied(v) for k, v in g.items()} for g in groups]
+
+
+def _only(groups: Groups, parameters: list[nn.Parameter]) -> Groups:
+    """The groups with those of their parameters only."""
+    wanted = set(parameters)
+    return [{**g, "params": [p for p in g["params"] if p in wanted]} for g in groups]
+
+
+def _with_gradients(gradients: dict[nn.Parameter, Tensor], work: Callable[[], None]) -> None:
+    """Runs ``work`` while parameters have those gradients, whatever stands in ``grad`` now."""
+    before = {parameter: parameter.grad for parameter in gradients}
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+    try:
+        work()
+    finally:
+        for parameter, shown in before.items():
+            parameter.grad = shown

@@ -1,0 +1,203 @@
+"""Priority exchange: gradients leave in slices, in an order fixed ahead, and nobody waits for them
+until they are needed (P3, Jayarajan et al., arXiv 1905.03960).
+
+Slices are issued by the thread that runs backward, as soon as they are ready and it is their turn;
+those left over leave when backward ends. The library then carries them in that order, while the
+next forward waits unit by unit. As all of a step's slices are issued by then, a rank can wait for
+its parameters (to save them, say) without any other rank's help.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..planner.errors import RunError
+from .control import Control
+from .exchange import Entry, Votes
+from .schedule import Orders
+from .slices import Parcel, Slice, as_sent, make_parcels
+from .waiting import WaitingGradient
+from .watch import Watch
+
+
+class PriorityExchange:
+    """Sends slices in the agreed order and shows gradients that wait when touched.
+
+    ``issued(text, sent)`` is told of each collective, and the bytes that a ring sends for it.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[Entry],
+        limit_bytes: int,
+        orders: Orders,
+        control: Control,
+        watch: Watch,
+        issued: Callable[[str, int], None],
+    ) -> None:
+        self.parcels = make_parcels(entries, limit_bytes)
+        self.home = {entry: parcel for parcel in self.parcels for entry in parcel.entries}
+        self.waited_s = 0.0
+        self._orders = orders.start(self.parcels, control)
+        self._watch, self._issued = watch, issued
+        self._next = 0
+        self._start_s = 0.0
+        self._votes: Votes | None = None
+        self._unused: set[Entry] = set()
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Begins a backward."""
+        for parcel in self.parcels:
+            self.finish(parcel)
+        self._check_votes()
+        self._orders.begin()
+        self._next, self._unused = 0, set()
+        self._start_s = time.perf_counter()
+
+    def sent(self, entry: Entry) -> bool:
+        """Whether the entry's gradient has left in this backward."""
+        return self.home[entry].travelling
+
+    def ready(self, entry: Entry) -> None:
+        """The entry's gradient is complete: its slices leave if it is their turn."""
+        self._take(entry)
+        if self.home[entry].full:
+            self._advance()
+
+    def _take(self, entry: Entry) -> None:
+        parcel = self.home[entry]
+        parcel.gradients[entry] = as_sent(entry)
+        if parcel.full:
+            parcel.ready_s = time.perf_counter() - self._start_s
+
+    def _advance(self) -> None:
+        turns = self._orders.turns
+        while self._next < len(turns):
+            turn = turns[self._next]
+            parcel = self.parcels[turn.load]
+            if not parcel.full:
+                return
+            sent = self._send(parcel, turn.number)
+            size = sent.entries[0].group.size
+            name = sent.entries[0].name
+            self._issued(f"slice {turn.number} of {name}", 2 * (size - 1) * sent.bytes // size)
+            self._next += 1
+
+    def _send(self, parcel: Parcel, number: int) -> Slice:
+        if not parcel.travelling:  # from now on its memory is the library's
+            for entry in parcel.entries:
+                if entry not in self._unused:
+                    self._show(entry)
+        return parcel.send(number)
+
+    def end(self, votes: Votes) -> None:
+        """Backward is over: the rest leaves, zeros (or what had accumulated before) for gradients
+        that were not computed here. Waits only where this rank must know whether others have a
+        gradient that it has not."""
+        for parcel in self.parcels:
+            for entry in parcel.entries:
+                if entry not in parcel.gradients:
+                    self._unused.add(entry)
+                    self._take_unused(entry)
+        self._advance()
+        assert self._next == len(self._orders.turns), "a slice was left behind"
+        self._orders.end(self.parcels)
+        self._votes = votes
+        if self._unused:
+            somewhere = self._check_votes()
+            for entry in self._unused & somewhere:
+                self._show(entry)
+
+    def _take_unused(self, entry: Entry) -> None:
+        """What is sent of a gradient that may stay as it is: a copy."""
+        held = as_sent(entry)
+        parcel = self.home[entry]
+        parcel.gradients[entry] = held.clone() if held is entry.parameter.grad else held
+
+    def _check_votes(self) -> set[Entry]:
+        votes, self._votes = self._votes, None
+        return votes() if votes is not None else set()
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def _show(self, entry: Entry) -> None:
+        # Weak references, as Python's garbage collector does not see through a parameter's grad.
+        parcel, parameter = self.home[entry], entry.parameter
+        myself, mine, its = weakref.ref(self), weakref.ref(parcel), weakref.ref(parameter)
+        gradient = entry.show(parcel.gradients[entry])
+
+        def arrive() -> Tensor:
+            exchange, parcel = myself(), mine()
+            if exchange is not None and parcel is not None:
+                exchange.finish(parcel)
+            return gradient
+
+        def vacate() -> Tensor:
+            zeros, parameter = torch.zeros_like(gradient), its()
+            if parameter is not None and parameter.grad is waiting:
+                parameter.grad = zeros
+            return zeros
+
+        waiting = WaitingGradient.of(gradient, arrive, vacate)
+        parameter.grad = waiting
+
+    def finish(self, parcel: Parcel) -> None:
+        """Waits for a parcel, applies the step that took it over, and shows plain gradients."""
+        if not parcel.travelling:
+            return
+        # In the midst of anybody's forward: state that is made here outlives that forward.
+        with torch.inference_mode(False), torch.no_grad():
+            self._work_while_waiting(parcel)
+            self._arrive(parcel)
+
+    def finish_all(self) -> None:
+        """The same for every parcel, in the order in which they are needed."""
+        for parcel in self.parcels:
+            self.finish(parcel)
+
+    def _work_while_waiting(self, wanted: Parcel) -> None:
+        """Applies other updates that have to be applied anyway, while the wanted parcel comes."""
+        for parcel in self.parcels:
+            if wanted.there:
+                return
+            if parcel is not wanted and parcel.update is not None and parcel.there:
+                self._arrive(parcel)
+
+    def _arrive(self, parcel: Parcel) -> None:
+        if parcel.sent < len(parcel.slices):
+            raise RunError(
+                f"the gradient of {parcel.entries[0].name!r} was touched in backward while it was "
+                "on its way: read gradients after backward"
+            )
+        self._check_votes()
+        waited_s = parcel.settle(self._watch)
+        self.waited_s += waited_s
+        self._orders.arrived(parcel, waited_s)
+        update, gradients = parcel.update, parcel.gradients
+        parcel.clear()
+        for entry, gradient in gradients.items():
+            if isinstance(entry.parameter.grad, WaitingGradient):
+                entry.parameter.grad = entry.show(gradient)
+        if update is not None:
+            update()
+
+
+def waiting_parcels(
+    exchange: PriorityExchange, parameters: Sequence[torch.nn.Parameter]
+) -> dict[Parcel, list[Entry]]:
+    """The parcels that still travel and hold gradients of these parameters."""
+    wanted = set(parameters)
+    found: dict[Parcel, list[Entry]] = {}
+    for entry, parcel in exchange.home.items():
+        gradient = entry.parameter.grad
+        waits = isinstance(gradient, WaitingGradient) and parcel.travelling
+        if waits and entry.parameter in wanted:
+            found.setdefault(parcel, []).append(entry)
+    return found

@@ -1,0 +1,128 @@
+"""In which order slices leave: from the plan at first, then from what is measured.
+
+The plan's simulation says when gradients get ready and how long slices take. Where it is wrong, a
+slice whose turn it is holds back others that are ready; so after a few steps the ranks agree on the
+times that they measured (the latest of all ranks) and change to the order that follows from those,
+all at the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from ..planner.order import Load, Turn, send_order
+from ..planner.plan import Plan
+from .control import Control, Gathered
+from .slices import Parcel
+
+FIRST = (3, 9)
+EVERY = 50
+"""The backwards after which ranks agree on new times: soon, and then now and then."""
+KEPT = 8
+"""So many backwards are remembered; a median over them is a unit's time."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """How to find the order. Without ``urgent`` slices go first come, first served; without
+    ``measured`` the plan's order stays."""
+
+    plan: Plan
+    urgent: bool = True
+    measured: bool = True
+
+    def start(self, parcels: Sequence[Parcel], control: Control) -> Order:
+        """The order of those parcels."""
+        return Order(self, parcels, control)
+
+
+class Order:
+    """The order that is in force."""
+
+    def __init__(self, orders: Orders, parcels: Sequence[Parcel], control: Control) -> None:
+        self._orders, self._parcels, self._control = orders, parcels, control
+        self._seconds = _planned_seconds(orders.plan, parcels)
+        self._ready: list[list[float]] = []
+        self._rates: list[float] = []
+        self._coming: Gathered | None = None
+        self._number = 0
+        self._left: dict[Parcel, int] = {}
+        self._end_s = 0.0
+        self.turns = self._find(_planned_ready(orders.plan, parcels))
+
+    def _find(self, ready_s: Sequence[float]) -> list[Turn]:
+        loads = [
+            Load(at, parcel.unit, tuple(seconds))
+            for at, parcel, seconds in zip(ready_s, self._parcels, self._seconds, strict=True)
+        ]
+        return send_order(loads, urgent=self._orders.urgent)
+
+    def begin(self) -> None:
+        """Before a backward: changes to the order that ranks have agreed on, if there is one."""
+        if self._coming is None:
+            return
+        (agreed,) = self._coming.rows()
+        self._coming = None
+        rate_s, ready_s = agreed[0], agreed[1:]
+        if rate_s > 0:
+            self._seconds = [[s.bytes * rate_s for s in p.slices] for p in self._parcels]
+        self.turns = self._find(ready_s)
+
+    def end(self, parcels: Sequence[Parcel]) -> None:
+        """After a backward, when everything has left: remembers its times."""
+        self._number += 1
+        self._ready = [*self._ready[1 - KEPT :], [p.ready_s for p in parcels]]
+        self._count_left()
+        if self._orders.measured and (self._number in FIRST or self._number % EVERY == 0):
+            rate_s = median(self._rates) if self._rates else 0.0
+            times = [median(row) for row in zip(*self._ready, strict=True)]
+            vector = torch.tensor([rate_s, *times], dtype=torch.float64, device="cpu")
+            self._coming = self._control.most(vector, "the agreement on the order of slices")
+
+    def _count_left(self) -> None:
+        """The bytes ahead of each parcel's end that the links have not carried yet."""
+        self._end_s, self._left = time.perf_counter(), {}
+        ahead = 0
+        for turn in self.turns:
+            parcel = self._parcels[turn.load]
+            one = parcel.slices[turn.number]
+            ahead += 0 if one.there else one.bytes
+            self._left[parcel] = ahead
+
+    def arrived(self, parcel: Parcel, waited_s: float) -> None:
+        """A parcel has come back after a wait: the links were busy until now."""
+        ahead = self._left.pop(parcel, 0)
+        if waited_s > 0 and ahead:
+            rate = (time.perf_counter() - self._end_s) / ahead
+            self._rates = [*self._rates[1 - KEPT :], rate]
+
+
+def _planned_ready(plan: Plan, parcels: Sequence[Parcel]) -> list[float]:
+    """When backward is over for each parcel's unit, in the plan's prediction."""
+    after: list[float] = []
+    now = 0.0
+    for unit in reversed(plan.units):
+        now += unit.backward_s
+        after.append(now)
+    after.reverse()
+    if now > 0:
+        return [after[min(p.unit, len(after) - 1)] if after else 0.0 for p in parcels]
+    return [float(-p.unit) for p in parcels]  # a plan without times: in the order of backward
+
+
+def _planned_seconds(plan: Plan, parcels: Sequence[Parcel]) -> list[list[float]]:
+    """What each slice takes in the plan's prediction: its part of its unit's exchange."""
+    whole: dict[int, int] = {}
+    for parcel in parcels:
+        whole[parcel.unit] = whole.get(parcel.unit, 0) + parcel.bytes
+    found = []
+    for parcel in parcels:
+        known = parcel.unit < len(plan.units) and whole[parcel.unit]
+        each = plan.units[parcel.unit].exchange_s / whole[parcel.unit] if known else 0.0
+        found.append([one.bytes * each for one in parcel.slices])
+    return found

@@ -1,0 +1,101 @@
+"""A gradient that is still on its way: whatever touches it waits until it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree  # torch has no public name for it
+
+from .metadata import METADATA
+
+
+class WaitingGradient(Tensor):
+    """Stands in ``grad`` for a gradient that ranks still exchange; after that, for the gradient.
+
+    ``taken`` says that a step has taken the gradient over: it is applied before anything changes
+    it, and zeros take its place without a wait.
+    """
+
+    taken: bool
+    _arrive: Callable[[], Tensor] | None
+    _vacate: Callable[[], Tensor]
+    _gradient: Tensor | None
+
+    @staticmethod
+    def of(
+        like: Tensor, arrive: Callable[[], Tensor], vacate: Callable[[], Tensor]
+    ) -> WaitingGradient:
+        """A stand-in with the shape of ``like``. ``arrive()`` waits for the gradient, ``vacate()``
+        gives zeros that stand in its place."""
+        waiting = Tensor._make_wrapper_subclass(
+            WaitingGradient,
+            like.shape,
+            strides=like.stride(),
+            dtype=like.dtype,
+            device=like.device,
+            requires_grad=False,
+        )
+        waiting.taken, waiting._gradient = False, None
+        waiting._arrive, waiting._vacate = arrive, vacate
+        return waiting
+
+    @property
+    def arrived(self) -> bool:
+        """Whether nothing has to be waited for."""
+        return self._gradient is not None
+
+    def complete(self) -> Tensor:
+        """The gradient; waits for it the first time."""
+        if self._gradient is None:
+            assert self._arrive is not None
+            self._gradient, self._arrive = self._arrive(), None
+        return self._gradient
+
+    def clear(self) -> None:
+        """Zeros from now on."""
+        if self._gradient is None and self.taken:
+            self._gradient, self._arrive = self._vacate(), None
+        else:
+            self.complete().zero_()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _OUTSIDE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.zero_:
+            args[0].clear()
+            return args[0]
+        if func is torch._foreach_zero_:
+            return _clear_all(*args, **(kwargs or {}))
+        args, kwargs = _completed((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = _completed((args, kwargs or {}))  # autograd adds to it, say
+        return func(*args, **kwargs)
+
+
+def _completed(tree: Any) -> Any:
+    return pytree.tree_map_only(WaitingGradient, WaitingGradient.complete, tree)
+
+
+def _clear_all(self: list[Tensor]) -> None:
+    waiting = [t for t in self if isinstance(t, WaitingGradient)]
+    for gradient in waiting:
+        gradient.clear()
+    rest = [t for t in self if not isinstance(t, WaitingGradient)]
+    if rest:
+        torch._foreach_zero_(rest)
+
+
+_OUTSIDE = METADATA | {Tensor.requires_grad_}
+"""What does not touch the values."""
