@@ -36,7 +36,7 @@ def send_order(loads: Sequence[Load], *, sliced: bool = True, urgent: bool = Tru
     ``sliced`` what has begun is sent to its end."""
     begun: list[tuple[float, int, Turn]] = []
     for link in sorted({load.link for load in loads}):
-        mine = [i for i, load in enumerate(loads) if load.link == link]
+        mine = [i for i, load in enumerate(loads) if load.link == link and load.slices]
         begun += _on_link(loads, mine, sliced, urgent)
     return [turn for _, _, turn in sorted(begun)]
 

@@ -1,0 +1,80 @@
+"""The order of slices: hand-made cases, and what must hold for every order."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshwright.planner.order import Load, Turn, send_order
+from meshwright.planner.slices import PACKED_BYTES, cut
+
+whole = st.integers(0, 8).map(float)
+
+
+@st.composite
+def many_loads(draw):
+    count = draw(st.integers(1, 6))
+    links = draw(st.integers(1, 2))
+    return [
+        Load(
+            draw(whole),
+            k,
+            tuple(draw(st.lists(whole, max_size=4))),
+            draw(st.integers(0, links - 1)),
+        )
+        for k in range(count)
+    ]
+
+
+def starts(loads, turns):
+    """When each turn starts, if each link takes its turns as soon as it is free."""
+    free: dict[int, float] = {}
+    found = []
+    for turn in turns:
+        load = loads[turn.load]
+        at = max(free.get(load.link, 0.0), load.ready_s)
+        free[load.link] = at + load.slices[turn.number]
+        found.append(at)
+    return found
+
+
+def test_an_urgent_unit_goes_between_the_slices_of_a_less_urgent_one():
+    late = Load(0.0, 1, (2.0, 2.0, 2.0))
+    early = Load(3.0, 0, (1.0, 1.0))
+    first = [Turn(0, 0), Turn(0, 1), Turn(1, 0), Turn(1, 1), Turn(0, 2)]
+    assert send_order([late, early]) == first
+    assert send_order([late, early], urgent=False) == sorted(first)
+    assert send_order([late, early], sliced=False) == sorted(first)
+
+
+def test_links_do_not_wait_for_each_other():
+    loads = [Load(0.0, 1, (9.0, 9.0), link=0), Load(1.0, 0, (1.0,), link=1)]
+    assert send_order(loads) == [Turn(0, 0), Turn(1, 0), Turn(0, 1)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(many_loads())
+def test_no_slice_waits_for_a_less_urgent_one(loads):
+    turns = send_order(loads)
+    at = starts(loads, turns)
+    assert sorted(turns) == [Turn(i, n) for i, m in enumerate(loads) for n in range(len(m.slices))]
+    for i, (turn, start) in enumerate(zip(turns, at, strict=True)):
+        mine = loads[turn.load]
+        for other in turns[i + 1 :]:
+            rival = loads[other.load]
+            if rival.link == mine.link and rival.ready_s <= start:
+                assert rival.urgency >= mine.urgency
+            if other.load == turn.load:
+                assert other.number > turn.number
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, 20 * PACKED_BYTES), max_size=6), st.integers(2**12, 8 * PACKED_BYTES)
+)
+def test_slices_hold_everything_once_and_none_is_too_large(sizes, limit):
+    held = dict.fromkeys(range(len(sizes)), 0.0)
+    for piece in cut(sizes, limit):
+        assert sum(sizes[i] for i in piece.parameters) / piece.parts <= limit
+        assert piece.parts == 1 or len(piece.parameters) == 1
+        for i in piece.parameters:
+            held[i] += 1 / piece.parts
+    for i, share in held.items():
+        assert abs(share - (sizes[i] > 0)) < 1e-9
