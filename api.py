@@ -23,6 +23,7 @@ from .planner.sensitivity import Sizes, gains_of
 from .planner.sensitivity import sizes as plan_sizes
 from .planner.solver import settled, solve
 from .planning import (
+    Schedules,
     capability_of,
     check_time_limit,
     made_from,
@@ -97,19 +98,22 @@ def plan(
     time_limit_s: float | None = None,
     hypothetical: bool = False,
     forbidden: Sequence[str] = (),
+    schedule: Schedules = "auto",
     progress: Step | None = None,
 ) -> Plan:
     """How to train a model on a cluster.
 
     ``what`` is a profile, or a target that is measured here (where the cluster is of this machine's
     devices) or estimated (where its devices are catalogued). Plans only what the executor can run,
-    unless ``hypothetical``; never the policies ``forbidden``. The goal's pins may name patterns of
-    units. Raises ``InputError``, and ``InfeasibleError`` where nothing fits.
+    unless ``hypothetical``; never the policies ``forbidden``. ``schedule`` says how gradients
+    travel: ``barrier``, ``priority``, or ``auto`` for what is predicted quicker. The goal's pins
+    may name patterns of units. Raises ``InputError``, and ``InfeasibleError`` where nothing fits.
     """
     check_time_limit(time_limit_s)
     problem = problem_for(
-        what, cluster, goal, hypothetical=hypothetical, forbidden=forbidden, progress=progress
-    )
+        what, cluster, goal, hypothetical=hypothetical, forbidden=forbidden, schedule=schedule,
+        progress=progress,
+    )  # fmt: skip
     found = solve(settled(problem), solver, time_limit_s).checked()
     remember(problem.profile)
     remember(cluster)
@@ -126,6 +130,7 @@ def sizes(
     time_limit_s: float | None = None,
     hypothetical: bool = False,
     forbidden: Sequence[str] = (),
+    schedule: Schedules = "auto",
     progress: Step | None = None,
 ) -> Sizes:
     """Plans for clusters of so many ``ranks``, made of nodes like the given cluster's first; the
@@ -134,8 +139,9 @@ def sizes(
     if not ranks:
         raise InputError("no cluster sizes to plan for: name at least one, such as 8")
     problem = problem_for(
-        what, cluster, goal, hypothetical=hypothetical, forbidden=forbidden, progress=progress
-    )
+        what, cluster, goal, hypothetical=hypothetical, forbidden=forbidden, schedule=schedule,
+        progress=progress,
+    )  # fmt: skip
     return plan_sizes(problem, ranks, solver, time_limit_s)
 
 
@@ -149,6 +155,7 @@ def front(
     time_limit_s: float | None = None,
     hypothetical: bool = False,
     forbidden: Sequence[str] = (),
+    schedule: Schedules = "auto",
     progress: Step | None = None,
 ) -> Front:
     """The plans that no other beats in both step time and device-seconds, at most ``points`` of
@@ -157,8 +164,9 @@ def front(
     if points < 2:
         raise InputError(f"a front of {points} points has no two ends: ask for at least 2")
     problem = problem_for(
-        what, cluster, goal, hypothetical=hypothetical, forbidden=forbidden, progress=progress
-    )
+        what, cluster, goal, hypothetical=hypothetical, forbidden=forbidden, schedule=schedule,
+        progress=progress,
+    )  # fmt: skip
     return described_front(settled(problem), points, solver, time_limit_s)
 
 

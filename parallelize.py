@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from . import targets
 from .executor.agreement import rank_zero_decides, together
 from .executor.apply import apply
-from .executor.capability import CAPABILITY
 from .executor.report import PLAN_VARIABLE, record_run
 from .executor.start import start_process_group
 from .executor.watch import time_limit
@@ -24,8 +23,8 @@ from .planner.errors import InputError
 from .planner.goal import BatchStatistics, Goal
 from .planner.noun import load
 from .planner.plan import Plan
-from .planner.problem import Problem
 from .planner.solver import solve
+from .planning import Schedules, check_schedule, problem_for
 from .units.workload import Workload
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
@@ -44,6 +43,7 @@ def auto_parallelize(
     memory_limit_bytes: int | None = None,
     micro_batches: Sequence[int] = (1,),
     batch_statistics: BatchStatistics = "local",
+    schedule: Schedules = "auto",
     solver: str = "auto",
     time_limit_s: float | None = None,
     timeout_s: float | None = None,
@@ -58,14 +58,16 @@ def auto_parallelize(
     ``example_inputs``: a tensor, a tuple of arguments, a mapping of keyword arguments or a
     ``Batch``, a few samples of what a rank will feed. Not needed for a ``Workload`` or a model with
     ``dummy_inputs``. ``global_batch_size`` in samples (default: the example's on each rank).
-    ``loss(output, target)`` is measured with the model where given. ``time_limit_s`` bounds the
-    search, ``timeout_s`` every later wait for another rank. The other arguments are ``Goal``'s; the
-    optimizer's kind is read off ``optimizer``.
+    ``loss(output, target)`` is measured with the model where given. ``schedule`` says how gradients
+    travel: ``barrier``, ``priority``, or ``auto`` for what is predicted quicker. ``time_limit_s``
+    bounds the search, ``timeout_s`` every later wait for another rank. The other arguments are
+    ``Goal``'s; the optimizer's kind is read off ``optimizer``.
 
     Returns the same model object, the same optimizer object and the plan. Raises ``InputError`` or
     ``InfeasibleError``, the same on every rank.
     """
     limit = time_limit(timeout_s)
+    check_schedule(schedule)
     device = start_process_group(limit)
     module = model.model if isinstance(model, Workload) else model
     together(lambda: _move(module, device))
@@ -82,7 +84,7 @@ def auto_parallelize(
             )
         )
         with torch.random.fork_rng():  # measuring draws random batches; the user's draws go on
-            chosen = _make_plan(workload, goal, device, solver, time_limit_s)
+            chosen = _make_plan(workload, goal, device, schedule, solver, time_limit_s)
     model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s)
     record_run(model_, chosen)
     return model_, optimizer_, chosen
@@ -96,11 +98,16 @@ def _given_plan(plan: Plan | str | Path | None) -> Plan | None:
 
 
 def _make_plan(
-    workload: Workload, goal: Goal, device: torch.device, solver: str, time_limit_s: float | None
+    workload: Workload,
+    goal: Goal,
+    device: torch.device,
+    schedule: Schedules,
+    solver: str,
+    time_limit_s: float | None,
 ) -> Plan:
     profile = profile_on_ranks(workload, batches_for(goal, dist.get_world_size()), device)
     cluster = cluster_of_ranks(device)
-    problem = Problem(profile, cluster, goal, CAPABILITY)
+    problem = problem_for(profile, cluster, goal, schedule=schedule)
     return rank_zero_decides(lambda: solve(problem, solver, time_limit_s).checked())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
@@ -15,14 +15,15 @@ from .planner.pins import without
 from .planner.plan import Plan
 from .planner.problem import Problem, Progress
 from .planner.profile import ModelProfile
+from .planner.schedules import SLICE_BYTES
 from .remember import recall
 from .screen import Step
 
 if TYPE_CHECKING:
     from .units.workload import Workload
 
-SLICE_BYTES = (2**20, 2**22, 2**24)
-"""Slices that a hypothetical plan chooses from where the goal names none."""
+Schedules = Literal["auto", "barrier", "priority"]
+"""How gradients may travel: ``auto`` takes what is predicted to be quicker."""
 
 
 def problem_for(
@@ -32,10 +33,13 @@ def problem_for(
     *,
     hypothetical: bool = False,
     forbidden: Sequence[str] = (),
+    schedule: Schedules = "auto",
     progress: Step | None = None,
 ) -> Problem:
     """What is to be planned: within what the executor can run, or with ``hypothetical`` all that
-    can be decided, gradients by priority. ``forbidden`` are policies that no unit shall have."""
+    can be decided (gradients by priority, unless told). ``forbidden`` are policies that no unit
+    shall have."""
+    check_schedule(schedule)
     made = profile_for(what, cluster, goal, progress)
     if goal.allow_lossy and not any(unit.fidelity for unit in made.units):
         raise InputError(
@@ -45,7 +49,8 @@ def problem_for(
     from .executor.capability import CAPABILITY
 
     capability = without(EVERYTHING if hypothetical else CAPABILITY, forbidden)
-    if hypothetical and not goal.slice_bytes:
+    asked = "priority" if hypothetical and schedule == "auto" else schedule
+    if asked == "priority" and not goal.slice_bytes:
         goal = msgspec.structs.replace(goal, slice_bytes=SLICE_BYTES)
     return Problem(
         made,
@@ -53,9 +58,17 @@ def problem_for(
         goal,
         capability,
         executor=CAPABILITY,
-        schedule="priority" if hypothetical else "barrier",
+        schedule="priority" if asked == "priority" else "barrier",
+        either=asked == "auto",
         progress=shown(progress),
     )
+
+
+def check_schedule(schedule: str) -> None:
+    """Raises ``InputError`` for what is no schedule."""
+    if schedule not in get_args(Schedules):
+        known = ", ".join(get_args(Schedules))
+        raise InputError(f"there is no schedule {schedule!r}: choose from {known}")
 
 
 def shown(progress: Step | None) -> Progress | None:

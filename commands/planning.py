@@ -87,6 +87,13 @@ def plan(
     slices: Annotated[
         str | None, typer.Option(help="Slice sizes to choose from, such as 1MiB,4MiB.")
     ] = None,
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="How gradients travel: barrier (buckets, all waited for), priority (slices, those "
+            "first that forward needs first), or auto for the quicker."
+        ),
+    ] = "auto",
     hypothetical: Annotated[
         bool, typer.Option("--hypothetical", help="Plan more than the executor can run.")
     ] = False,
@@ -112,8 +119,10 @@ def plan(
     if ranks is not None and front:
         raise InputError("--ranks and --front are two tables: ask for one at a time")
     wishes = parse_wishes(pin or (), forbid or ())
-    if slices is not None and not hypothetical:
-        raise InputError(f"--slices {slices!r} needs --hypothetical: the executor sends buckets")
+    if slices is not None and schedule == "barrier":
+        raise InputError(
+            f"--slices {slices!r} says how priority cuts: leave --schedule barrier out"
+        )
     goal = make_goal(
         batch,
         memory_limit_bytes=parse_bytes(memory_limit) if memory_limit else None,
@@ -137,6 +146,7 @@ def plan(
         "time_limit_s": time_limit,
         "hypothetical": hypothetical,
         "forbidden": wishes.without,
+        "schedule": schedule,
     }
     if ranks is not None:
         _sizes(target, (what, there, goal), parse_counts(ranks), out_, json, options)

@@ -54,6 +54,16 @@ class Control:
         self.world = world
         self.watch = watch
         self.seconds = 0.0
+        self._open: list[dist.Work] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether something that this rank has started is still on its way."""
+        self._open = [work for work in self._open if not work.is_completed()]
+        return bool(self._open)
+
+    def _keep(self, work: dist.Work) -> None:
+        self._open = [*(w for w in self._open if not w.is_completed()), work]
 
     def gather(self, values: Sequence[float], doing: str, *, whole: bool = True) -> Gathered:
         """Starts to show ``values`` (``whole`` numbers or real ones) to every rank."""
@@ -63,6 +73,7 @@ class Control:
             return Gathered([mine], None, lambda work: None)
         parts = [torch.empty_like(mine) for _ in range(self.world.size)]
         work = dist.all_gather(parts, mine, group=handle, async_op=True)
+        self._keep(work)
         return Gathered(parts, work, lambda w: self._wait(w, doing))
 
     def most(self, vector: Tensor, doing: str) -> Gathered:
@@ -71,6 +82,7 @@ class Control:
         if handle is None:
             return Gathered([vector], None, lambda work: None)
         work = dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=handle, async_op=True)
+        self._keep(work)
         return Gathered([vector], work, lambda w: self._wait(w, doing))
 
     def _wait(self, work: dist.Work | None, doing: str) -> None:

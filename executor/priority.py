@@ -28,7 +28,8 @@ from .watch import Watch
 class PriorityExchange:
     """Sends slices in the agreed order and shows gradients that wait when touched.
 
-    ``issued(text, sent)`` is told of each collective, and the bytes that a ring sends for it.
+    ``issued(text, sent)`` is told of each collective, and the bytes that a ring sends for it. With
+    ``eager`` off nothing leaves before backward is over (see ``BucketExchange``).
     """
 
     def __init__(
@@ -39,7 +40,10 @@ class PriorityExchange:
         control: Control,
         watch: Watch,
         issued: Callable[[str, int], None],
+        *,
+        eager: bool = True,
     ) -> None:
+        self._eager = eager
         self.parcels = make_parcels(entries, limit_bytes)
         self.home = {entry: parcel for parcel in self.parcels for entry in parcel.entries}
         self.waited_s = 0.0
@@ -49,6 +53,11 @@ class PriorityExchange:
         self._start_s = 0.0
         self._votes: Votes | None = None
         self._unused: set[Entry] = set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether slices are on their way."""
+        return any(not one.there for parcel in self.parcels for one in parcel.slices)
 
     # -- backward ------------------------------------------------------------------------------
 
@@ -68,7 +77,7 @@ class PriorityExchange:
     def ready(self, entry: Entry) -> None:
         """The entry's gradient is complete: its slices leave if it is their turn."""
         self._take(entry)
-        if self.home[entry].full:
+        if self._eager and self.home[entry].full:
             self._advance()
 
     def _take(self, entry: Entry) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +30,8 @@ from .shards import Shard
 from .synchronise import GradientSynchroniser
 from .watch import Watch
 
+LEAVE_S = 3.0
+"""So long a process that ends waits for what it has started."""
 DEBUG_VARIABLE = "MESHWRIGHT_DEBUG"
 
 
@@ -59,6 +64,7 @@ class Run:
         self._trainable: list[bool] = []
         self._gradients: GradientSynchroniser | None = None
         self._priority: PriorityExchange | None = None
+        atexit.register(_let_finish, weakref.ref(self))
 
     def start(self, entries: Sequence[Entry], buffers: list[Tensor]) -> None:
         """Takes over the parameters (in the order in which backward finishes them) and the buffers
@@ -99,16 +105,15 @@ class Run:
 
     def _exchange_of(self, entries: Sequence[Entry]) -> Exchange:
         limit = self.plan.bucket_bytes
-        if self.plan.schedule == "priority":
-            self._priority = PriorityExchange(
-                entries, limit, self.orders, self.control, self.watch, self.issued
-            )
-            return self._priority
         on_stream = any(g.on_stream for g in self.world.peers.values())
         eager = not (on_stream and self.divided)
-        return BucketExchange(
-            make_buckets(entries, limit), self.watch, eager=eager, issued=self.issued
+        if self.plan.schedule == "barrier":
+            buckets = make_buckets(entries, limit)
+            return BucketExchange(buckets, self.watch, eager=eager, issued=self.issued)
+        self._priority = PriorityExchange(
+            entries, limit, self.orders, self.control, self.watch, self.issued, eager=eager
         )
+        return self._priority
 
     def make_lazy(self, optimizer: Optimizer) -> None:
         """Lets the optimizer's steps be applied unit by unit, where the plan's schedule does so."""
@@ -123,6 +128,12 @@ class Run:
         """Applies whatever a step has left pending."""
         if self._priority is not None:
             self._priority.finish_all()
+
+    @property
+    def busy(self) -> bool:
+        """Whether collectives that this rank has started are still on their way."""
+        sending = self._priority is not None and self._priority.busy
+        return sending or self.control.busy
 
     @contextmanager
     def around(self, model: nn.Module, args: Any, kwargs: Any) -> Iterator[Forward | None]:
@@ -180,3 +191,11 @@ class Run:
             number = forward.announce().number
             self.watch.post(f"has finished forward {number} and not begun its backward")
         return scale_output(output, forward, self.gradients.began)
+
+
+def _let_finish(reference: weakref.ref[Run]) -> None:
+    """Lets the library end what is on its way (votes and slices that nobody waits for any more):
+    gloo aborts a process that ends with some of it going on. Not for long: peers may be gone."""
+    end_s = time.monotonic() + LEAVE_S
+    while (run := reference()) is not None and run.busy and time.monotonic() < end_s:
+        time.sleep(0.01)

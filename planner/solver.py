@@ -15,6 +15,7 @@ from typing import Protocol
 from .errors import InputError
 from .pins import spelled_out
 from .problem import INTEGER_PAIRS, Problem, Result, state_pairs
+from .schedules import by_either
 
 PREFERENCE = ("integer", "multipliers", "heuristic")
 """The order in which ``auto`` looks for a solver: the first that is there and that is able."""
@@ -50,6 +51,9 @@ def solvers() -> tuple[str, ...]:
 def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = None) -> Result:
     """Plans. ``solver`` is a registered name or ``auto``; see ``Result.checked`` for the plan."""
     _load()
+    if problem.either:
+        half_s = None if time_limit_s is None else time_limit_s / 2
+        return by_either(problem, lambda one: solve(one, solver, half_s))
     name, reason = solver, "asked for"
     if solver == "auto":
         name, reason = _auto(problem)
