@@ -93,7 +93,8 @@ def _as_parts(tree: Any) -> Any:
 
 def _norm(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call asks for norms of whole gradients that combine from their chunks'."""
-    if func not in _ORDERS or len(args) > 2 or not kwargs.keys() <= {"ord", "p", "dtype"}:
+    told = {key for key, value in kwargs.items() if value is not None and value is not False}
+    if func not in _ORDERS or len(args) > 2 or not told <= {"ord", "p", "dtype"}:
         return False
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", _ORDERS[func]))
     if func is torch.linalg.norm:
