@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import time
+import weakref
 from typing import Any
 
 import msgspec
@@ -17,6 +20,7 @@ from meshwright.executor.parallel import (
     load_full_optimizer_state_dict,
 )
 from meshwright.executor.sharded_gradient import ShardedGradient
+from meshwright.planner.errors import InputError
 from meshwright.planner.plan import Plan
 from plans import plan, scheduled, unit
 from reference import twin
@@ -474,3 +478,101 @@ CHECKS = [
 @pytest.mark.parametrize("world", [2, 4])
 def test_user(ranks, check, world):
     ranks(world)(check, world)
+
+
+def read_on_one_rank(rank: int) -> None:
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    apply(model, optimizer, shards(2), timeout_s=2)
+    loss_of(model, part(rank, [2, 2])).backward()
+    if rank == 0:
+        model.first.weight.grad.sum()
+    else:
+        time.sleep(3)
+
+
+def test_a_gradient_read_on_one_rank_ends_in_a_sentence(ranks):
+    first, _ = ranks(2).outcomes(read_on_one_rank)
+    assert first.kind == "RunError"
+    assert "putting 'first.weight' together" in first.error
+    assert "read gradients on all of them" in first.error
+
+
+def read_in_another_order(rank: int) -> None:
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    apply(model, optimizer, shards(2), timeout_s=2)
+    loss_of(model, part(rank, [2, 2])).backward()
+    layer = model.tied if rank else model.first
+    layer.bias.grad.sum()  # as many elements on both ranks
+
+
+def test_gradients_read_in_another_order_are_not_mixed_up(ranks):
+    for outcome in ranks(2).outcomes(read_in_another_order):
+        assert outcome.kind == "RunError"
+        assert "ranks ask for different tensors at once" in outcome.error
+
+
+def says_what_is_wrong(rank: int) -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    chosen = shards(2)
+    model = net()
+    with pytest.raises(InputError, match="optimizer Own is not known to work element by element"):
+        apply(model, Own(model.parameters(), lr=0.1), chosen)
+    with pytest.raises(InputError, match="'sharded' under schedule 'barrier'"):
+        apply(model, None, msgspec.structs.replace(chosen, schedule="barrier"))
+    pair = Pair(rank, chosen)
+    pair.optimizer.register_step_pre_hook(lambda *_: None)
+    pair.backward()
+    with pytest.raises(InputError, match="has step hooks"):
+        pair.optimizer.step()
+
+
+def is_dense_for_other_optimizers(rank: int) -> None:
+    """An optimizer that was not passed along sees whole gradients, and updates whole parameters."""
+    model = net()
+    alone = twin(model)
+    held = [*model.first.parameters(), *model.last.parameters()]
+    loose = [p for p in model.parameters() if all(p is not q for q in held)]
+    first = torch.optim.SGD(held, lr=0.1, momentum=0.9)
+    with pytest.warns(UserWarning, match="shards the exchange of"):
+        apply(model, first, shards(2))
+    second = torch.optim.AdamW(loose, lr=1e-3)
+    names = dict(alone.named_parameters())
+    mine = [n for n, p in model.named_parameters() if any(p is q for q in held)]
+    others = [
+        torch.optim.SGD([names[n] for n in mine], lr=0.1, momentum=0.9),
+        torch.optim.AdamW([p for n, p in names.items() if n not in mine], lr=1e-3),
+    ]
+    for seed in range(3):
+        loss_of(model, part(rank, [3, 1], seed)).backward()
+        loss_of(alone, data(4, seed)).backward()
+        for optimizer in (first, second, *others):
+            optimizer.step()
+            optimizer.zero_grad()
+    close(full_state_dict(model), dict(alone.state_dict()))
+    assert sum(s["momentum_buffer"].numel() for s in first.state.values()) < sum(
+        p.numel() for p in held
+    )
+    assert all(second.state[p]["exp_avg"].shape == p.shape for p in loose)
+
+
+def is_freed_with_its_model(rank: int) -> None:
+    pair = Pair(rank, shards(2))
+    pair.backward()
+    pair.optimizer.step()
+    pair.backward(2)
+    run = weakref.ref(pair.model._meshwright_run)
+    del pair
+    gc.collect()
+    assert run() is None
+
+
+@pytest.mark.parametrize(
+    "check", [says_what_is_wrong, is_dense_for_other_optimizers, is_freed_with_its_model]
+)
+def test_limits(ranks, check):
+    ranks(2)(check)
