@@ -13,6 +13,7 @@ from ..planner.errors import InputError
 from ..planner.noun import fingerprint
 from ..planner.plan import Plan
 from . import optimizer as optimizers
+from . import sharded_steps
 from .broadcast import broadcast, changing_buffers
 from .capability import CAPABILITY
 from .control import digest
@@ -22,6 +23,7 @@ from .gradients import Members
 from .groups import Group, make_world
 from .parallel import ModelT, adopt, is_parallel
 from .run import Run
+from .sharded import shard
 from .state import install
 from .statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
 from .watch import Watch, time_limit
@@ -52,7 +54,8 @@ def apply(
         optimizers.slice_state(optimizer, division.parameters)
     _prepare_norms(model, run, division)
     install(model, division.by_name)
-    run.start(entries_of(model, run, division), _buffers(model, plan, division))
+    entries = shard(entries_of(model, run, division), optimizer, run.world, run.watch)
+    run.start(entries, _buffers(model, plan, division))
     adopt(model, run)
     if optimizer is not None:
         run.make_lazy(optimizer)
@@ -62,7 +65,8 @@ def apply(
 def _make_run(model: nn.Module, plan: Plan, limit: float) -> Run:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     degrees = {unit.layout.degree for unit in plan.units}
-    world = make_world(plan.placement, degrees, device, limit)
+    sharded = {unit.layout.degree for unit in plan.units if unit.exchange == "sharded"}
+    world = make_world(plan.placement, degrees, device, limit, sharded)
     return Run(plan, world, Watch(world.rank, world.size, limit, run=next(_runs)))
 
 
@@ -105,6 +109,8 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
         cuts = [c.name for u, _ in divided(plan) for c in split_of(model, u).cuts]
         tensors = [tensor_named(model, name) for name in cuts]
         optimizers.check(optimizer, {t for t in tensors if isinstance(t, nn.Parameter)})
+        if any(unit.exchange == "sharded" for unit in plan.units):
+            sharded_steps.check(optimizer)
 
 
 def _check_modules(model: nn.Module, plan: Plan) -> None:

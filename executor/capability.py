@@ -7,11 +7,11 @@ from ..planner.capability import Capability
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),
     memory=("keep",),
-    exchange=("dense",),
+    exchange=("dense", "sharded"),
     idle_positions=False,
     early_release=False,
     micro_batches=True,
     priority=True,
 )
 """Every unit takes all ranks (groups x degree = world size), keeps its feature maps, and exchanges
-dense gradients, in buckets or in slices by priority."""
+dense gradients, in buckets or in slices by priority; by priority also sharded ones."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..planner.plan import ExchangePolicy
 from .gradients import Members, ShardGradient
 from .groups import Group
+from .sharing import Channels
 from .watch import Watch
 
 
@@ -39,6 +40,8 @@ class Entry:
     unit: int = 0
     exchange: ExchangePolicy = "dense"
     ratio: float = 1.0
+    channels: Channels | None = None
+    """Where its elements are shared among the peers."""
 
     @property
     def kind(self) -> tuple[int, torch.dtype, torch.device, ExchangePolicy, float]:

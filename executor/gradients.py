@@ -113,11 +113,16 @@ def _vector_norm(
 
 
 def _norm(
-    input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None
+    input: Tensor,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    out: Any = None,
+    dtype: Any = None,
 ) -> Any:
     order = 2 if p is None or p == "fro" else p
-    if dim is not None or keepdim or not _summable(order):
-        return torch.norm(input, p, dim, keepdim, dtype=dtype)
+    if dim is not None or keepdim or out is not None or not _summable(order):
+        return torch.norm(input, p, dim, keepdim, out=out, dtype=dtype)
     return full_norms([input], float(order), dtype)[0]
 
 

@@ -67,7 +67,8 @@ class World:
     ``neighbours[m]`` are the members of its group of degree m: they redistribute among each other.
     ``peers[m]`` hold the same shard of a unit of degree m: they exchange its gradient (degree 1:
     all ranks). ``likes[m]`` are the same ranks as ``peers[m]`` in a process group of their own, for
-    batch statistics and buffers.
+    batch statistics and buffers; ``gathers[m]`` and ``reads[m]`` again, where a plan shards units
+    of degree m.
     """
 
     rank: int
@@ -78,6 +79,8 @@ class World:
     neighbours: dict[int, Group]
     peers: dict[int, Group]
     likes: dict[int, Group]
+    gathers: dict[int, Group]
+    reads: dict[int, Group]
 
     def by_position(self, by_rank: Sequence[int]) -> tuple[int, ...]:
         """Reorders what is listed by rank."""
@@ -90,10 +93,14 @@ class World:
 
 
 def make_world(
-    placement: Sequence[int], degrees: Iterable[int], device: torch.device, timeout_s: float
+    placement: Sequence[int],
+    degrees: Iterable[int],
+    device: torch.device,
+    timeout_s: float,
+    sharded: Iterable[int] = (),
 ) -> World:
-    """Creates the groups that layouts of ``degrees`` need for tensors on ``device``. Collective
-    over all ranks.
+    """Creates the groups that layouts of ``degrees`` need for tensors on ``device``, those of
+    ``sharded`` also for shards among peers. Collective over all ranks.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     limit = timedelta(seconds=timeout_s + GRACE_S)
@@ -111,8 +118,16 @@ def make_world(
         )
         peers[degree] = maker.make(f"exchange {degree}", same)
         likes[degree] = maker.make(f"statistics {degree}", same)
+    gathers, reads = {}, {}
+    for degree in sorted(set(sharded)):
+        layout = Layout(groups=size // degree, degree=degree)
+        same = [layout.peers(member) for member in range(degree)]
+        gathers[degree] = maker.make(f"parameters {degree}", same)
+        reads[degree] = maker.make(f"reads {degree}", same)
     position = maker.placement.index(rank)
-    return World(rank, size, position, maker.placement, control, neighbours, peers, likes)
+    return World(
+        rank, size, position, maker.placement, control, neighbours, peers, likes, gathers, reads
+    )
 
 
 @dataclass(frozen=True)

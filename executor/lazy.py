@@ -18,10 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..planner.errors import InputError
 from .exchange import Entry
 from .optimizer import ELEMENTWISE
 from .pending import resume, suspend
 from .priority import PriorityExchange, waiting_parcels
+from .sharded import ShardedParcel
+from .sharded_steps import Sharings, cut_state, step_parcels
 from .slices import Parcel
 from .waiting import WaitingGradient
 
@@ -29,9 +32,15 @@ Groups = list[dict[str, Any]]
 
 
 class LazySteps:
-    """The steps of one optimizer. ``exchange()`` is the exchange in force."""
+    """The steps of one optimizer. ``exchange()`` is the exchange in force, ``sharings`` says how
+    ranks share the parameters that are updated in chunks."""
 
-    def __init__(self, optimizer: Optimizer, exchange: Callable[[], PriorityExchange]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        exchange: Callable[[], PriorityExchange],
+        sharings: Sharings,
+    ) -> None:
         self._optimizer = optimizer
         self._exchange = exchange
         self._told = False
@@ -47,6 +56,9 @@ class LazySteps:
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.register_state_dict_pre_hook(lambda _: self.finish())
         optimizer.register_load_state_dict_pre_hook(lambda _, state: self.finish())
+        if sharings:
+            cut_state(optimizer, sharings)
+            optimizer.register_load_state_dict_post_hook(lambda o: cut_state(o, sharings))
 
     def finish(self) -> None:
         """Applies what is still pending."""
@@ -57,18 +69,49 @@ class LazySteps:
         for parcel in exchange.parcels:
             if parcel.update is not None:  # of a step before, which no forward has needed
                 exchange.finish(parcel)
+        sharded = [p for p in exchange.parcels if isinstance(p, ShardedParcel)]
+        if sharded:
+            return self._step_sharded(exchange, sharded, closure)
         scaled = hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf")
         if closure is not None or scaled or not self._able():
             return self._own(self._optimizer, *(() if closure is None else (closure,)))
-        groups = self._optimizer.param_groups
-        parameters = [p for group in groups for p in group["params"]]
+        self._take_over(exchange, _snapshot(self._optimizer.param_groups), set())
+        return None
+
+    def _take_over(
+        self, exchange: PriorityExchange, settled: Groups, sharded: set[nn.Parameter]
+    ) -> None:
+        """Applies what is there, and postpones the rest but for ``sharded`` parameters."""
+        parameters = [p for group in settled for p in group["params"] if p not in sharded]
         later = waiting_parcels(exchange, parameters)
         taken = {entry.parameter for entries in later.values() for entry in entries}
-        settled = _snapshot(groups)
         self._apply(_only(settled, [p for p in parameters if p not in taken]))
         for parcel, entries in later.items():
             self._postpone(exchange, parcel, entries, settled)
-        return None
+
+    def _step_sharded(
+        self, exchange: PriorityExchange, parcels: list[ShardedParcel], closure: Any
+    ) -> Any:
+        """A step of which some parameters are updated in chunks. The optimizers that can be had
+        here call a closure once, before anything else."""
+        reason = _reason(self._optimizer, self._own)
+        if reason is not None:
+            raise InputError(
+                f"optimizer {type(self._optimizer).__name__} {reason}, which cannot be while the "
+                "plan shards the exchange of some units: do without, or plan with exchange 'dense'"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        settled = _snapshot(self._optimizer.param_groups)
+        mine = {entry.parameter for parcel in parcels for entry in parcel.entries}
+        self._take_over(exchange, settled, mine)
+        if hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf"):
+            exchange.finish_all()  # the scaler takes these away after the step
+        with torch.no_grad():
+            step_parcels(exchange, parcels, settled, self._optimizer.state, self._apply)
+        return loss
 
     def _postpone(
         self, exchange: PriorityExchange, parcel: Parcel, entries: list[Entry], settled: Groups
@@ -91,14 +134,17 @@ class LazySteps:
             gradient.taken = True
             suspend(parameter, lambda: exchange.finish(parcel))
 
-    def _apply(self, groups: Groups) -> None:
-        """The optimizer's own step on some parameters."""
+    def _apply(self, groups: Groups, state: dict[Any, Any] | None = None) -> None:
+        """The optimizer's own step on some parameters, whose ``state`` is the optimizer's unless
+        told."""
         if not any(group["params"] for group in groups):
             return
         optimizer = self._optimizer
         view: Any = object.__new__(type(optimizer))
         view.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
         view.param_groups = [group for group in groups if group["params"]]
+        if state is not None:
+            view.state = state
         view.step()
 
     def _able(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..planner.errors import InputError
 from .shards import Shard
+from .sharing import Sharing, whole_state
 from .watch import Watch
 
 ELEMENTWISE = (
@@ -61,12 +62,18 @@ def slice_state(optimizer: torch.optim.Optimizer, shards: dict[nn.Parameter, Sha
 
 
 def gather_optimizer_state(
-    optimizer: torch.optim.Optimizer, shards: dict[nn.Parameter, Shard], watch: Watch
+    optimizer: torch.optim.Optimizer,
+    shards: dict[nn.Parameter, Shard],
+    sharings: dict[nn.Parameter, Sharing],
+    watch: Watch,
 ) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with the state of divided parameters whole. Collective."""
+    """``optimizer.state_dict()`` with the state of divided parameters, and of those that ranks
+    update in chunks, whole. Collective."""
     gathered: dict[str, Any] = optimizer.state_dict()
     whole = dict(gathered["state"])
     for index, parameter in _numbered(optimizer).items():
+        if parameter in sharings and index in whole:
+            whole[index] = whole_state(whole[index], sharings[parameter])
         shard = shards.get(parameter)
         if shard is None or index not in whole:
             continue

@@ -138,7 +138,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[st
     would save it. Collective: call it on every rank.
     """
     run = run_of(model)
-    return gather_optimizer_state(optimizer, run.divided_parameters, run.watch)
+    return gather_optimizer_state(optimizer, run.divided_parameters, run.sharings, run.watch)
 
 
 def load_full_optimizer_state_dict(

@@ -17,12 +17,18 @@ import torch
 from torch import Tensor
 
 from ..planner.errors import RunError
+from ..planner.plan import ExchangePolicy
 from .control import Control
 from .exchange import Entry, Votes
 from .schedule import Orders
+from .sharded import ShardedParcel
+from .sharded_gradient import ShardedGradient
 from .slices import Parcel, Slice, as_sent, make_parcels
 from .waiting import WaitingGradient
 from .watch import Watch
+
+KINDS: dict[ExchangePolicy, type[Parcel]] = {"dense": Parcel, "sharded": ShardedParcel}
+"""What travels under each exchange policy."""
 
 
 class PriorityExchange:
@@ -44,7 +50,7 @@ class PriorityExchange:
         eager: bool = True,
     ) -> None:
         self._eager = eager
-        self.parcels = make_parcels(entries, limit_bytes)
+        self.parcels = make_parcels(entries, limit_bytes, KINDS)
         self.home = {entry: parcel for parcel in self.parcels for entry in parcel.entries}
         self.waited_s = 0.0
         self._orders = orders.start(self.parcels, control)
@@ -63,8 +69,8 @@ class PriorityExchange:
 
     def reset(self) -> None:
         """Begins a backward."""
-        for parcel in self.parcels:
-            self.finish(parcel)
+        self.finish_all()
+        self.complete()
         self._check_votes()
         self._orders.begin()
         self._next, self._unused = 0, set()
@@ -139,6 +145,9 @@ class PriorityExchange:
     def _show(self, entry: Entry) -> None:
         # Weak references, as Python's garbage collector does not see through a parameter's grad.
         parcel, parameter = self.home[entry], entry.parameter
+        if isinstance(parcel, ShardedParcel):
+            self._show_part(parcel, entry)
+            return
         myself, mine, its = weakref.ref(self), weakref.ref(parcel), weakref.ref(parameter)
         gradient = entry.show(parcel.gradients[entry])
 
@@ -156,6 +165,41 @@ class PriorityExchange:
 
         waiting = WaitingGradient.of(gradient, arrive, vacate)
         parameter.grad = waiting
+
+    def _show_part(self, parcel: ShardedParcel, entry: Entry) -> None:
+        part, parcel.changed = parcel.part(entry), True
+        myself, mine, its = weakref.ref(self), weakref.ref(parcel), weakref.ref(entry.parameter)
+
+        def settle() -> None:
+            exchange, parcel = myself(), mine()
+            if exchange is not None and parcel is not None and parcel.awaits(part):
+                exchange.finish(parcel)
+
+        def vacate() -> Tensor:
+            parameter = its()
+            zeros = torch.zeros_like(part if parameter is None else parameter.detach())
+            if parameter is not None and parameter.grad is waiting:
+                parameter.grad = zeros
+            return zeros
+
+        waiting = ShardedGradient.standing(parcel.sharings[entry], part, settle, vacate)
+        entry.parameter.grad = waiting
+
+    def complete(self) -> None:
+        """Puts gradients together that ranks still have in chunks, as more will be added to them.
+        Collective; nothing to do where a step or ``zero_grad`` has come between."""
+        for entry, parcel in self.home.items():
+            gradient = entry.parameter.grad
+            if isinstance(parcel, ShardedParcel) and isinstance(gradient, ShardedGradient):
+                entry.parameter.grad = gradient.complete()
+
+    def gather(self, parcel: ShardedParcel) -> None:
+        """Sends this rank's elements of updated parameters to all peers. Collective, in the same
+        order on all of them."""
+        for number in range(len(parcel.slices)):
+            sent = parcel.gather(number)
+            size, name = sent.group.size, sent.entries[0].name
+            self._issued(f"gathering {number} of {name}", 2 * (size - 1) * sent.bytes // size)
 
     def finish(self, parcel: Parcel) -> None:
         """Waits for a parcel, applies the step that took it over, and shows plain gradients."""

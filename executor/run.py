@@ -26,7 +26,9 @@ from .priority import PriorityExchange
 from .redistribute import Meter
 from .scaling import scale_output
 from .schedule import Orders
+from .sharded import sharing_of
 from .shards import Shard
+from .sharing import Sharing
 from .synchronise import GradientSynchroniser
 from .watch import Watch
 
@@ -55,6 +57,7 @@ class Run:
         self.forward: Forward | None = None
         self.shards: dict[str, Shard] = {}
         self.divided_parameters: dict[nn.Parameter, Shard] = {}
+        self.sharings: dict[nn.Parameter, Sharing] = {}
         self.weigh_next: Callable[[Forward], Weight] | None = None
         self._number = 0
         self._issued = 0
@@ -71,6 +74,8 @@ class Run:
         that follow rank 0's.
         """
         self._all_entries = list(entries)
+        sharded = [e for e in entries if e.exchange == "sharded"]
+        self.sharings = {e.parameter: sharing_of(e) for e in sharded}
         self._buffers = buffers
         self._watch_gradients()
 
@@ -95,6 +100,8 @@ class Run:
     def _watch_gradients(self) -> None:
         """(Re)makes buckets and hooks for the parameters that require a gradient now."""
         self.finish_steps()
+        if self._priority is not None:
+            self._priority.complete()
         if self._gradients is not None:
             self._gradients.detach()
         self._trainable = [e.parameter.requires_grad for e in self._all_entries]
@@ -118,7 +125,7 @@ class Run:
     def make_lazy(self, optimizer: Optimizer) -> None:
         """Lets the optimizer's steps be applied unit by unit, where the plan's schedule does so."""
         if self._priority is not None:
-            self._lazy = LazySteps(optimizer, self._priority_exchange)
+            self._lazy = LazySteps(optimizer, self._priority_exchange, self.sharings)
 
     def _priority_exchange(self) -> PriorityExchange:
         assert self._priority is not None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..planner.plan import ExchangePolicy
 from ..planner.slices import Cut, cut, fits_together
 from .exchange import Entry
 from .watch import Watch
@@ -69,12 +70,14 @@ class Parcel:
     """The gradients of one unit (or of small ones that follow each other) that travel among the
     same peers. ``unit`` is the place of the first of them in forward order."""
 
+    made_of: type[Slice] = Slice
+
     def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
         self.unit = unit
         self.entries = tuple(entries)
         # Cut by shares of the undivided size, so that all members have as many slices.
         cuts = cut([e.shared_bytes for e in entries], limit_bytes)
-        self.slices = tuple(Slice([entries[i] for i in c.parameters], c) for c in cuts)
+        self.slices = tuple(self.made_of([entries[i] for i in c.parameters], c) for c in cuts)
         self.gradients: dict[Entry, Tensor] = {}
         self.ready_s = 0.0
         self.sent = 0
@@ -111,22 +114,28 @@ class Parcel:
 
     def settle(self, watch: Watch) -> float:
         """Waits for all slices; the gradients are averages then. Returns the seconds waited."""
-        names = ", ".join(repr(e.name) for e in self.entries[:2])
-        doing = f"the exchange of the gradients of {names}" + (
-            f" and {len(self.entries) - 2} more" if len(self.entries) > 2 else ""
-        )
+        doing = f"the exchange of the gradients of {self.listed}"
         return sum(s.settle(self.gradients, watch, doing) for s in self.slices)
+
+    @property
+    def listed(self) -> str:
+        """Its parameters in words."""
+        names = ", ".join(repr(e.name) for e in self.entries[:2])
+        more = len(self.entries) - 2
+        return f"{names} and {more} more" if more > 0 else names
 
     def clear(self) -> None:
         """Begins anew; gradients live on where others hold them."""
         self.gradients, self.sent, self.update = {}, 0, None
 
 
-def make_parcels(entries: Iterable[Entry], limit_bytes: int) -> list[Parcel]:
+def make_parcels(
+    entries: Iterable[Entry], limit_bytes: int, kinds: Mapping[ExchangePolicy, type[Parcel]]
+) -> list[Parcel]:
     """The parcels in forward order, each with its parameters in the order of backward.
 
     One for each unit and its peers; units that follow each other and are small together share one,
-    as each message has its latency.
+    as each message has its latency. ``kinds`` are the parcels of each exchange policy.
     """
     found: list[list[Entry]] = []
     open_: dict[object, int] = {}
@@ -136,7 +145,7 @@ def make_parcels(entries: Iterable[Entry], limit_bytes: int) -> list[Parcel]:
             open_[entry.kind] = at = len(found)
             found.append([])
         found[at].append(entry)
-    parcels = [Parcel(mine[-1].unit, mine, limit_bytes) for mine in found]
+    parcels = [kinds[m[0].exchange](m[-1].unit, m, limit_bytes) for m in found]
     return sorted(parcels, key=lambda parcel: parcel.unit)
 
 

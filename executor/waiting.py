@@ -85,7 +85,7 @@ class WaitingGradient(Tensor):
 
 
 def _completed(tree: Any) -> Any:
-    return pytree.tree_map_only(WaitingGradient, WaitingGradient.complete, tree)
+    return pytree.tree_map_only(WaitingGradient, lambda gradient: gradient.complete(), tree)
 
 
 def _clear_all(self: list[Tensor]) -> None:
