@@ -7,11 +7,12 @@ from ..planner.capability import Capability
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),
     memory=("keep",),
-    exchange=("dense",),
+    exchange=("dense", "dropped"),
     idle_positions=False,
     early_release=False,
     micro_batches=True,
     priority=True,
+    in_buckets=("dense",),
 )
 """Every unit takes all ranks (groups x degree = world size), keeps its feature maps, and exchanges
-dense gradients, in buckets or in slices by priority."""
+its gradients in buckets, or in slices by priority; these can leave some of them for later."""

@@ -19,8 +19,10 @@ from .forward import Forward, Weight, samples_of, shapes_of
 from .groups import World
 from .held import bring_home
 from .lazy import LazySteps
+from .lossy import hand_over
 from .priority import PriorityExchange
 from .redistribute import Meter
+from .residual import Lossy
 from .scaling import scale_output
 from .schedule import Orders
 from .shards import Shard
@@ -36,8 +38,9 @@ class Run:
     ``synchronise`` is False inside ``no_sync``. ``forward`` is the forward that ran last.
     """
 
-    def __init__(self, plan: Plan, world: World, watch: Watch) -> None:
+    def __init__(self, plan: Plan, world: World, watch: Watch, lossy: Lossy | None = None) -> None:
         self.plan = plan
+        self.lossy = lossy or Lossy()
         self.orders = Orders(plan)
         self.world = world
         self.watch = watch
@@ -74,6 +77,11 @@ class Run:
         assert self._gradients is not None
         return self._gradients
 
+    @property
+    def priority(self) -> PriorityExchange | None:
+        """The exchange of gradients, where it is by priority."""
+        return self._priority
+
     def issued(self, what: str, sent_bytes: int = 0) -> None:
         """Notes a collective, where ranks are to compare what they issue."""
         self.meter.sent_bytes += sent_bytes
@@ -100,9 +108,14 @@ class Run:
     def _exchange_of(self, entries: Sequence[Entry]) -> Exchange:
         limit = self.plan.bucket_bytes
         if self.plan.schedule == "priority":
-            self._priority = PriorityExchange(
-                entries, limit, self.orders, self.control, self.watch, self.issued
+            before, self._priority = (
+                self._priority,
+                PriorityExchange(
+                    entries, limit, self.orders, self.control, self.watch, self.issued, self.lossy
+                ),
             )
+            if before is not None:
+                hand_over(before.parcels, self._priority.parcels)
             return self._priority
         on_stream = any(g.on_stream for g in self.world.peers.values())
         eager = not (on_stream and self.divided)
