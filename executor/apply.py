@@ -20,11 +20,13 @@ from .division import Division, check_ties, divide, divided, split_of, tensor_na
 from .exchange import Entry
 from .gradients import Members
 from .groups import Group, make_world
+from .momentum import check_momentum
 from .parallel import ModelT, adopt, is_parallel
 from .residual import Lossy
 from .run import Run
 from .state import install
 from .statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
+from .topk import MOST_ELEMENTS
 from .watch import Watch, time_limit
 
 _runs = count()
@@ -108,6 +110,8 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     _check_tensors(model)
     check_ties(model, plan)
     _check_norms(model, plan)
+    if optimizer is not None and any(unit.exchange == "topk" for unit in plan.units):
+        check_momentum(optimizer)
     if optimizer is not None:
         cuts = [c.name for u, _ in divided(plan) for c in split_of(model, u).cuts]
         tensors = [tensor_named(model, name) for name in cuts]
@@ -196,7 +200,7 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
         unit = run.plan.units[at] if run.plan.units else None
         policy = (unit.exchange, unit.exchange_ratio) if unit else ("dense", 1.0)
         known = members.get(degree)
-        whole = parameter.ndim <= 1 or parameter in kept
+        whole = parameter.ndim <= 1 or parameter in kept or size > MOST_ELEMENTS
         entries.append(Entry(name, parameter, group, degree, size, known, at, *policy, whole))
     order = sorted(range(len(entries)), key=lambda i: (place[entries[i].parameter], i))
     return [entries[i] for i in reversed(order)]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .exchange import Entry
+from .momentum import Momentum
 from .optimizer import ELEMENTWISE
 from .pending import resume, suspend
 from .priority import PriorityExchange, waiting_parcels
@@ -31,9 +32,15 @@ Groups = list[dict[str, Any]]
 class LazySteps:
     """The steps of one optimizer. ``exchange()`` is the exchange in force."""
 
-    def __init__(self, optimizer: Optimizer, exchange: Callable[[], PriorityExchange]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        exchange: Callable[[], PriorityExchange],
+        momentum: Momentum | None = None,
+    ) -> None:
         self._optimizer = optimizer
         self._exchange = exchange
+        self._momentum = momentum
         self._told = False
         before = optimizer.step
         self._own: Any = type(optimizer).step
@@ -59,8 +66,8 @@ class LazySteps:
                 exchange.finish(parcel)
         scaled = hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf")
         if closure is not None or scaled or not self._able():
-            return self._own(self._optimizer, *(() if closure is None else (closure,)))
-        groups = self._optimizer.param_groups
+            return self._at_once(closure)
+        groups = self._groups()
         parameters = [p for group in groups for p in group["params"]]
         later = waiting_parcels(exchange, parameters)
         taken = {entry.parameter for entries in later.values() for entry in entries}
@@ -69,6 +76,30 @@ class LazySteps:
         for parcel, entries in later.items():
             self._postpone(exchange, parcel, entries, settled)
         return None
+
+    def _groups(self) -> Groups:
+        groups = self._optimizer.param_groups
+        if self._momentum is None:
+            return groups
+        self._momentum.step()
+        return self._momentum.without(groups)
+
+    def _at_once(self, closure: Any) -> Any:
+        """The optimizer's own step, which waits for every gradient that it reads."""
+        optimizer = self._optimizer
+        if self._momentum is None:
+            return self._own(optimizer, *(() if closure is None else (closure,)))
+        loss = None
+        if closure is not None:  # SGD calls it once, first; its backward needs the true groups
+            with torch.enable_grad():
+                loss = closure()
+        before = optimizer.param_groups
+        optimizer.param_groups = self._groups()
+        try:
+            self._own(optimizer)
+        finally:
+            optimizer.param_groups = before
+        return loss
 
     def _postpone(
         self, exchange: PriorityExchange, parcel: Parcel, entries: list[Entry], settled: Groups

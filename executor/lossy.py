@@ -68,7 +68,10 @@ def like(entry: Entry, value: Any) -> Tensor:
 
 def hand_over(old: Iterable[Parcel], new: Iterable[Parcel]) -> None:
     """What the old parcels hold goes on in the new ones."""
-    known = {e: f for p in old if isinstance(p, LossyParcel) for e, f in p.feedback.items()}
+    known: dict[str, dict[str, Tensor]] = {}
+    for parcel in old:
+        if isinstance(parcel, LossyParcel):
+            known |= parcel.state()
     for parcel in new:
         if isinstance(parcel, LossyParcel):
-            parcel.feedback = {e: known.get(e, f) for e, f in parcel.feedback.items()}
+            parcel.load(known)

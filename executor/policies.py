@@ -10,8 +10,13 @@ from .control import Control
 from .dropping import DroppedParcel, Dropping
 from .residual import Lossy
 from .slices import Parcel
+from .topk import Picking, TopkParcel
 
-PARCELS: Mapping[ExchangePolicy, type[Parcel]] = {"dense": Parcel, "dropped": DroppedParcel}
+PARCELS: Mapping[ExchangePolicy, type[Parcel]] = {
+    "dense": Parcel,
+    "dropped": DroppedParcel,
+    "topk": TopkParcel,
+}
 
 
 class Policy(Protocol):
@@ -35,4 +40,15 @@ class Policy(Protocol):
 def start_policies(parcels: Sequence[Parcel], control: Control, lossy: Lossy) -> list[Policy]:
     """Those that the parcels need, in one order on all ranks."""
     dropped = [p for p in parcels if isinstance(p, DroppedParcel)]
-    return [Dropping(dropped, control, lossy.patience)] if dropped else []
+    picked = [p for p in parcels if isinstance(p, TopkParcel)]
+    policies: list[Policy] = []
+    if dropped:
+        policies.append(Dropping(dropped, control, lossy.patience))
+    if picked:
+        policies.append(Picking(picked, lossy))
+    return policies
+
+
+def picking_of(policies: Sequence[Policy]) -> Picking | None:
+    """What parcels of top-k share, if there are any."""
+    return next((p for p in policies if isinstance(p, Picking)), None)

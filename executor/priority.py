@@ -19,7 +19,8 @@ from torch import Tensor
 from ..planner.errors import RunError
 from .control import Control
 from .exchange import Entry, Votes
-from .policies import PARCELS, start_policies
+from .lossy import hand_over
+from .policies import PARCELS, picking_of, start_policies
 from .residual import Lossy
 from .schedule import Orders
 from .slices import Parcel, Slice, as_sent, make_parcels
@@ -53,6 +54,16 @@ class PriorityExchange:
         self._start_s = 0.0
         self._votes: Votes | None = None
         self._unused: set[Entry] = set()
+
+    def follow(self, before: PriorityExchange) -> None:
+        """Goes on with what another exchange, of other parameters of the same model, has held."""
+        hand_over(before.parcels, self.parcels)
+        old, new = picking_of(before.policies), picking_of(self.policies)
+        if old is not None and new is not None:
+            new.load(old.state())
+            new.momentum = old.momentum
+            if new.momentum is not None:
+                new.momentum.include(new.parameters)
 
     # -- backward ------------------------------------------------------------------------------
 

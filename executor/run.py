@@ -19,7 +19,8 @@ from .forward import Forward, Weight, samples_of, shapes_of
 from .groups import World
 from .held import bring_home
 from .lazy import LazySteps
-from .lossy import hand_over
+from .momentum import Momentum, has_momentum
+from .policies import picking_of
 from .priority import PriorityExchange
 from .redistribute import Meter
 from .residual import Lossy
@@ -115,7 +116,7 @@ class Run:
                 ),
             )
             if before is not None:
-                hand_over(before.parcels, self._priority.parcels)
+                self._priority.follow(before)
             return self._priority
         on_stream = any(g.on_stream for g in self.world.peers.values())
         eager = not (on_stream and self.divided)
@@ -126,7 +127,11 @@ class Run:
     def make_lazy(self, optimizer: Optimizer) -> None:
         """Lets the optimizer's steps be applied unit by unit, where the plan's schedule does so."""
         if self._priority is not None:
-            self._lazy = LazySteps(optimizer, self._priority_exchange)
+            picking = picking_of(self._priority.policies)
+            if picking is not None and has_momentum(optimizer):
+                picking.momentum = Momentum(optimizer, picking.parameters)
+            momentum = picking.momentum if picking is not None else None
+            self._lazy = LazySteps(optimizer, self._priority_exchange, momentum)
 
     def _priority_exchange(self) -> PriorityExchange:
         assert self._priority is not None
