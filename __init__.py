@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         verify,
     )
     from .demonstration import demo
+    from .executor.exchange_state import exchange_state_dict, load_exchange_state_dict
     from .executor.micro import join, micro_batches
     from .executor.parallel import (
         full_optimizer_state_dict,
@@ -54,6 +55,7 @@ _HOMES = {
         "verify",
     ),
     ".demonstration": ("demo",),
+    ".executor.exchange_state": ("exchange_state_dict", "load_exchange_state_dict"),
     ".executor.micro": ("join", "micro_batches"),
     ".executor.parallel": (
         "full_optimizer_state_dict",
@@ -87,6 +89,7 @@ __all__ = [
     "compare",
     "demo",
     "describe_cluster",
+    "exchange_state_dict",
     "explain",
     "front",
     "full_optimizer_state_dict",
@@ -94,6 +97,7 @@ __all__ = [
     "join",
     "launch",
     "load",
+    "load_exchange_state_dict",
     "load_full_optimizer_state_dict",
     "loss_weight",
     "micro_batches",

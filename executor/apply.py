@@ -21,30 +21,39 @@ from .division import Division, check_ties, divide, divided, split_of, tensor_na
 from .exchange import Entry
 from .gradients import Members
 from .groups import Group, make_world
+from .momentum import check_momentum
 from .parallel import ModelT, adopt, is_parallel
+from .residual import Lossy
 from .run import Run
 from .sharded import shard
 from .state import install
 from .statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
+from .topk import MOST_ELEMENTS
 from .watch import Watch, time_limit
 
 _runs = count()
 
 
 def apply(
-    model: ModelT, optimizer: Optimizer | None, plan: Plan, *, timeout_s: float | None = None
+    model: ModelT,
+    optimizer: Optimizer | None,
+    plan: Plan,
+    *,
+    timeout_s: float | None = None,
+    lossy: Lossy | None = None,
 ) -> tuple[ModelT, Optimizer | None]:
     """Makes ``model`` train as ``plan`` says, on all ranks of the process group. Collective.
 
     The model and the optimizer stay the same objects with the same parameters; divided parameters
     keep this rank's slice, and what state and gradients there are is sliced alike. Parameters and
     buffers become rank 0's. ``timeout_s`` is how long a rank waits for the others before it says
-    where they are (default: MESHWRIGHT_TIMEOUT_S, or ten minutes). Raises ``InputError`` where the
+    where they are (default: MESHWRIGHT_TIMEOUT_S, or ten minutes), ``lossy`` the settings of
+    exchanges that send a part. Raises ``InputError`` where the
     plan does not fit the model or the ranks; nothing is changed then.
     """
     limit = time_limit(timeout_s)
     check(model, optimizer, plan)
-    run = _make_run(model, plan, limit)
+    run = _make_run(model, plan, limit, lossy)
     _agree(run, model)
     everything = [*model.parameters(), *model.buffers()]
     broadcast(everything, run.world.likes[1], run.watch, "the broadcast of rank 0's parameters")
@@ -62,12 +71,12 @@ def apply(
     return model, optimizer
 
 
-def _make_run(model: nn.Module, plan: Plan, limit: float) -> Run:
+def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -> Run:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     degrees = {unit.layout.degree for unit in plan.units}
     sharded = {unit.layout.degree for unit in plan.units if unit.exchange == "sharded"}
     world = make_world(plan.placement, degrees, device, limit, sharded)
-    return Run(plan, world, Watch(world.rank, world.size, limit, run=next(_runs)))
+    return Run(plan, world, Watch(world.rank, world.size, limit, run=next(_runs)), lossy)
 
 
 def _agree(run: Run, model: nn.Module) -> None:
@@ -105,6 +114,8 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     _check_tensors(model)
     check_ties(model, plan)
     _check_norms(model, plan)
+    if optimizer is not None and any(unit.exchange == "topk" for unit in plan.units):
+        check_momentum(optimizer)
     if optimizer is not None:
         cuts = [c.name for u, _ in divided(plan) for c in split_of(model, u).cuts]
         tensors = [tensor_named(model, name) for name in cuts]
@@ -185,7 +196,7 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
     tied one with its first user; those outside units beside what was registered before them.
     """
     members = {d: Members(g, run.watch) for d, g in run.world.neighbours.items()}
-    place = _first_users(model, run.plan)
+    place, kept = _first_users(model, run.plan), _of_norms(model)
     entries = []
     for name, parameter in model.named_parameters():
         shard = division.parameters.get(parameter)
@@ -195,9 +206,16 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
         unit = run.plan.units[at] if run.plan.units else None
         policy = (unit.exchange, unit.exchange_ratio) if unit else ("dense", 1.0)
         known = members.get(degree)
-        entries.append(Entry(name, parameter, group, degree, size, known, at, *policy))
+        whole = parameter.ndim <= 1 or parameter in kept or size > MOST_ELEMENTS
+        entries.append(Entry(name, parameter, group, degree, size, known, at, *policy, whole))
     order = sorted(range(len(entries)), key=lambda i: (place[entries[i].parameter], i))
     return [entries[i] for i in reversed(order)]
+
+
+def _of_norms(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of normalisations, known by their names: models bring their own."""
+    norms = [m for m in model.modules() if "norm" in type(m).__name__.lower()]
+    return {p for norm in norms for p in norm.parameters(recurse=False)}
 
 
 def _first_users(model: nn.Module, plan: Plan) -> dict[nn.Parameter, int]:

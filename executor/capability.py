@@ -7,11 +7,13 @@ from ..planner.capability import Capability
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),
     memory=("keep",),
-    exchange=("dense", "sharded"),
+    exchange=("dense", "sharded", "dropped", "topk"),
     idle_positions=False,
     early_release=False,
     micro_batches=True,
     priority=True,
+    in_buckets=("dense",),
 )
 """Every unit takes all ranks (groups x degree = world size), keeps its feature maps, and exchanges
-dense gradients, in buckets or in slices by priority; by priority also sharded ones."""
+its gradients in buckets, or in slices by priority; by priority it can also shard them among ranks
+or leave some of them for later."""

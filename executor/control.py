@@ -85,6 +85,14 @@ class Control:
         self._keep(work)
         return Gathered([vector], work, lambda w: self._wait(w, doing))
 
+    def total(self, vector: Tensor, doing: str) -> Gathered:
+        """Starts to add ``vector`` up over all ranks, in place."""
+        handle = self.world.control.handle
+        if handle is None:
+            return Gathered([vector], None, lambda work: None)
+        work = dist.all_reduce(vector, group=handle, async_op=True)
+        return Gathered([vector], work, lambda w: self._wait(w, doing))
+
     def _wait(self, work: dist.Work | None, doing: str) -> None:
         self.seconds += self.watch.wait(work, self.world.control, doing)
 

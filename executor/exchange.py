@@ -28,7 +28,7 @@ class Entry:
 
     ``degree`` members hold the slices of a divided parameter; ``members`` is then their group.
     ``unit`` is the place of its first user in forward order; ``exchange`` and ``ratio`` are that
-    unit's policy.
+    unit's policy. ``whole`` says that it is sent whole in every backward, whatever the policy.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Entry:
     unit: int = 0
     exchange: ExchangePolicy = "dense"
     ratio: float = 1.0
+    whole: bool = False
     channels: Channels | None = None
     """Where its elements are shared among the peers."""
 
@@ -189,6 +190,9 @@ class Exchange(Protocol):
     def sent(self, entry: Entry) -> bool:
         """Whether the entry's gradient has left in this backward."""
 
+    def holds(self, entry: Entry) -> bool:
+        """Whether this rank holds back some of what it has computed for the entry."""
+
     def ready(self, entry: Entry) -> None:
         """The entry's gradient is complete."""
 
@@ -238,6 +242,10 @@ class BucketExchange:
     def sent(self, entry: Entry) -> bool:
         """Whether the entry's bucket has left."""
         return self.home[entry].launched
+
+    def holds(self, entry: Entry) -> bool:
+        """Never: buckets send all there is."""
+        return False
 
     def end(self, votes: Votes) -> None:
         """Sends what is left, zeros (or what had accumulated before) for gradients not computed;

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..planner.errors import InputError
 from .exchange import Entry
+from .momentum import Momentum
 from .optimizer import ELEMENTWISE
 from .pending import resume, suspend
 from .priority import PriorityExchange, waiting_parcels
@@ -40,9 +41,11 @@ class LazySteps:
         optimizer: Optimizer,
         exchange: Callable[[], PriorityExchange],
         sharings: Sharings,
+        momentum: Momentum | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._exchange = exchange
+        self._momentum = momentum
         self._told = False
         before = optimizer.step
         self._own: Any = type(optimizer).step
@@ -74,8 +77,8 @@ class LazySteps:
             return self._step_sharded(exchange, sharded, closure)
         scaled = hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf")
         if closure is not None or scaled or not self._able():
-            return self._own(self._optimizer, *(() if closure is None else (closure,)))
-        self._take_over(exchange, _snapshot(self._optimizer.param_groups), set())
+            return self._at_once(closure)
+        self._take_over(exchange, _snapshot(self._groups()), set())
         return None
 
     def _take_over(
@@ -104,13 +107,37 @@ class LazySteps:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        settled = _snapshot(self._optimizer.param_groups)
+        settled = _snapshot(self._groups())
         mine = {entry.parameter for parcel in parcels for entry in parcel.entries}
         self._take_over(exchange, settled, mine)
         if hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf"):
             exchange.finish_all()  # the scaler takes these away after the step
         with torch.no_grad():
             step_parcels(exchange, parcels, settled, self._optimizer.state, self._apply)
+        return loss
+
+    def _groups(self) -> Groups:
+        groups = self._optimizer.param_groups
+        if self._momentum is None:
+            return groups
+        self._momentum.step()
+        return self._momentum.without(groups)
+
+    def _at_once(self, closure: Any) -> Any:
+        """The optimizer's own step, which waits for every gradient that it reads."""
+        optimizer = self._optimizer
+        if self._momentum is None:
+            return self._own(optimizer, *(() if closure is None else (closure,)))
+        loss = None
+        if closure is not None:  # SGD calls it once, first; its backward needs the true groups
+            with torch.enable_grad():
+                loss = closure()
+        before = optimizer.param_groups
+        optimizer.param_groups = self._groups()
+        try:
+            self._own(optimizer)
+        finally:
+            optimizer.param_groups = before
         return loss
 
     def _postpone(

@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 from ..planner.errors import RunError
-from ..planner.plan import ExchangePolicy
 from .control import Control
 from .exchange import Entry, Votes
+from .lossy import hand_over
+from .policies import PARCELS, picking_of, start_policies
+from .residual import Lossy
 from .schedule import Orders
 from .sharded import ShardedParcel
 from .sharded_gradient import ShardedGradient
 from .slices import Parcel, Slice, as_sent, make_parcels
 from .waiting import WaitingGradient
 from .watch import Watch
-
-KINDS: dict[ExchangePolicy, type[Parcel]] = {"dense": Parcel, "sharded": ShardedParcel}
-"""What travels under each exchange policy."""
 
 
 class PriorityExchange:
@@ -46,11 +45,13 @@ class PriorityExchange:
         control: Control,
         watch: Watch,
         issued: Callable[[str, int], None],
+        lossy: Lossy | None = None,
         *,
         eager: bool = True,
     ) -> None:
         self._eager = eager
-        self.parcels = make_parcels(entries, limit_bytes, KINDS)
+        self.parcels = make_parcels(entries, limit_bytes, PARCELS)
+        self.policies = start_policies(self.parcels, control, lossy or Lossy())
         self.home = {entry: parcel for parcel in self.parcels for entry in parcel.entries}
         self.waited_s = 0.0
         self._orders = orders.start(self.parcels, control)
@@ -65,6 +66,16 @@ class PriorityExchange:
         """Whether slices are on their way."""
         return any(not one.there for parcel in self.parcels for one in parcel.slices)
 
+    def follow(self, before: PriorityExchange) -> None:
+        """Goes on with what another exchange, of other parameters of the same model, has held."""
+        hand_over(before.parcels, self.parcels)
+        old, new = picking_of(before.policies), picking_of(self.policies)
+        if old is not None and new is not None:
+            new.load(old.state())
+            new.momentum = old.momentum
+            if new.momentum is not None:
+                new.momentum.include(new.parameters)
+
     # -- backward ------------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -73,12 +84,18 @@ class PriorityExchange:
         self.complete()
         self._check_votes()
         self._orders.begin()
+        for policy in self.policies:
+            policy.begin()
         self._next, self._unused = 0, set()
         self._start_s = time.perf_counter()
 
     def sent(self, entry: Entry) -> bool:
         """Whether the entry's gradient has left in this backward."""
         return self.home[entry].travelling
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether this rank holds back some of what it has computed for the entry."""
+        return self.home[entry].holds(entry)
 
     def ready(self, entry: Entry) -> None:
         """The entry's gradient is complete: its slices leave if it is their turn."""
@@ -100,9 +117,8 @@ class PriorityExchange:
             if not parcel.full:
                 return
             sent = self._send(parcel, turn.number)
-            size = sent.entries[0].group.size
-            name = sent.entries[0].name
-            self._issued(f"slice {turn.number} of {name}", 2 * (size - 1) * sent.bytes // size)
+            if not sent.skipped:
+                self._issued(f"slice {turn.number} of {sent.entries[0].name}", sent.sent_bytes)
             self._next += 1
 
     def _send(self, parcel: Parcel, number: int) -> Slice:
@@ -129,12 +145,17 @@ class PriorityExchange:
             somewhere = self._check_votes()
             for entry in self._unused & somewhere:
                 self._show(entry)
+            for entry in self._unused - somewhere:
+                self.home[entry].forget(entry)
+        for policy in self.policies:
+            policy.end()
 
     def _take_unused(self, entry: Entry) -> None:
         """What is sent of a gradient that may stay as it is: a copy."""
         held = as_sent(entry)
         parcel = self.home[entry]
         parcel.gradients[entry] = held.clone() if held is entry.parameter.grad else held
+        parcel.idle.add(entry)
 
     def _check_votes(self) -> set[Entry]:
         votes, self._votes = self._votes, None
@@ -147,6 +168,10 @@ class PriorityExchange:
         parcel, parameter = self.home[entry], entry.parameter
         if isinstance(parcel, ShardedParcel):
             self._show_part(parcel, entry)
+            return
+        if not parcel.sends(entry):
+            parcel.hold(entry)
+            parameter.grad = None
             return
         myself, mine, its = weakref.ref(self), weakref.ref(parcel), weakref.ref(parameter)
         gradient = entry.show(parcel.gradients[entry])

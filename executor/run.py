@@ -22,8 +22,11 @@ from .forward import Forward, Weight, samples_of, shapes_of
 from .groups import World
 from .held import bring_home
 from .lazy import LazySteps
+from .momentum import Momentum, has_momentum
+from .policies import picking_of
 from .priority import PriorityExchange
 from .redistribute import Meter
+from .residual import Lossy
 from .scaling import scale_output
 from .schedule import Orders
 from .sharded import sharing_of
@@ -43,8 +46,9 @@ class Run:
     ``synchronise`` is False inside ``no_sync``. ``forward`` is the forward that ran last.
     """
 
-    def __init__(self, plan: Plan, world: World, watch: Watch) -> None:
+    def __init__(self, plan: Plan, world: World, watch: Watch, lossy: Lossy | None = None) -> None:
         self.plan = plan
+        self.lossy = lossy or Lossy()
         self.orders = Orders(plan)
         self.world = world
         self.watch = watch
@@ -85,6 +89,11 @@ class Run:
         assert self._gradients is not None
         return self._gradients
 
+    @property
+    def priority(self) -> PriorityExchange | None:
+        """The exchange of gradients, where it is by priority."""
+        return self._priority
+
     def issued(self, what: str, sent_bytes: int = 0) -> None:
         """Notes a collective, where ranks are to compare what they issue."""
         self.meter.sent_bytes += sent_bytes
@@ -117,15 +126,23 @@ class Run:
         if self.plan.schedule == "barrier":
             buckets = make_buckets(entries, limit)
             return BucketExchange(buckets, self.watch, eager=eager, issued=self.issued)
+        before = self._priority
         self._priority = PriorityExchange(
-            entries, limit, self.orders, self.control, self.watch, self.issued, eager=eager
-        )
+            entries, limit, self.orders, self.control, self.watch, self.issued, self.lossy,
+            eager=eager,
+        )  # fmt: skip
+        if before is not None:
+            self._priority.follow(before)
         return self._priority
 
     def make_lazy(self, optimizer: Optimizer) -> None:
         """Lets the optimizer's steps be applied unit by unit, where the plan's schedule does so."""
         if self._priority is not None:
-            self._lazy = LazySteps(optimizer, self._priority_exchange, self.sharings)
+            picking = picking_of(self._priority.policies)
+            if picking is not None and has_momentum(optimizer):
+                picking.momentum = Momentum(optimizer, picking.parameters)
+            momentum = picking.momentum if picking is not None else None
+            self._lazy = LazySteps(optimizer, self._priority_exchange, self.sharings, momentum)
 
     def _priority_exchange(self) -> PriorityExchange:
         assert self._priority is not None

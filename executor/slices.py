@@ -23,12 +23,20 @@ class Slice:
         self.work: dist.Work | None = None
         self._wire: Tensor | None = None
         self._settled = True
+        self.skipped = False
+        """Whether its turn passes without a message, on all ranks alike."""
 
     @property
     def bytes(self) -> int:
         """What a member has of it."""
         numel = sum(e.parameter.numel() for e in self.entries)
         return numel * self.entries[0].parameter.element_size() // self.cut.parts
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a ring sends for it."""
+        size = self.entries[0].group.size
+        return 2 * (size - 1) * self.bytes // size
 
     def send(self, gradients: dict[Entry, Tensor]) -> None:
         """Starts the sum over the group. Collective, in the order of all slices."""
@@ -75,14 +83,19 @@ class Parcel:
     def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
         self.unit = unit
         self.entries = tuple(entries)
-        # Cut by shares of the undivided size, so that all members have as many slices.
-        cuts = cut([e.shared_bytes for e in entries], limit_bytes)
-        self.slices = tuple(self.made_of([entries[i] for i in c.parameters], c) for c in cuts)
+        self.slices = tuple(self._cut(limit_bytes))
         self.gradients: dict[Entry, Tensor] = {}
         self.ready_s = 0.0
         self.sent = 0
+        self.idle: set[Entry] = set()
+        """The entries that this backward has computed nothing for on this rank."""
         self.update: Callable[[], None] | None = None
         """Applies the step that has taken these gradients over."""
+
+    def _cut(self, limit_bytes: int) -> list[Slice]:
+        # Cut by shares of the undivided size, so that all members have as many slices.
+        cuts = cut([e.shared_bytes for e in self.entries], limit_bytes)
+        return [self.made_of([self.entries[i] for i in c.parameters], c) for c in cuts]
 
     @property
     def bytes(self) -> int:
@@ -109,8 +122,24 @@ class Parcel:
         assert number == self.sent, "slices of a parcel leave in their order"
         self.sent += 1
         sent = self.slices[number]
-        sent.send(self.gradients)
+        if not sent.skipped:
+            sent.send(self.gradients)
         return sent
+
+    def sends(self, entry: Entry) -> bool:
+        """Whether anything of the entry is sent in this backward; if not, it is held."""
+        return True
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether something of the entry waits to be sent."""
+        return False
+
+    def hold(self, entry: Entry) -> None:
+        """Keeps what an entry that is not sent has computed."""
+        raise NotImplementedError("what is sent densely is never held")
+
+    def forget(self, entry: Entry) -> None:
+        """No rank has anything of the entry: what was sent of it does not count."""
 
     def settle(self, watch: Watch) -> float:
         """Waits for all slices; the gradients are averages then. Returns the seconds waited."""
@@ -126,16 +155,22 @@ class Parcel:
 
     def clear(self) -> None:
         """Begins anew; gradients live on where others hold them."""
-        self.gradients, self.sent, self.update = {}, 0, None
+        self.gradients, self.idle, self.sent, self.update = {}, set(), 0, None
+
+
+DENSE: Mapping[ExchangePolicy, type[Parcel]] = {"dense": Parcel}
 
 
 def make_parcels(
-    entries: Iterable[Entry], limit_bytes: int, kinds: Mapping[ExchangePolicy, type[Parcel]]
+    entries: Iterable[Entry],
+    limit_bytes: int,
+    kinds: Mapping[ExchangePolicy, type[Parcel]] = DENSE,
 ) -> list[Parcel]:
-    """The parcels in forward order, each with its parameters in the order of backward.
+    """The parcels in forward order, each with its parameters in the order of backward; ``kinds``
+    says which parcel carries out a policy.
 
     One for each unit and its peers; units that follow each other and are small together share one,
-    as each message has its latency. ``kinds`` are the parcels of each exchange policy.
+    as each message has its latency.
     """
     found: list[list[Entry]] = []
     open_: dict[object, int] = {}
@@ -145,8 +180,13 @@ def make_parcels(
             open_[entry.kind] = at = len(found)
             found.append([])
         found[at].append(entry)
-    parcels = [kinds[m[0].exchange](m[-1].unit, m, limit_bytes) for m in found]
+    parcels = [_kind(mine[0], kinds)(mine[-1].unit, mine, limit_bytes) for mine in found]
     return sorted(parcels, key=lambda parcel: parcel.unit)
+
+
+def _kind(entry: Entry, kinds: Mapping[ExchangePolicy, type[Parcel]]) -> type[Parcel]:
+    """Where nothing travels, nothing is saved by leaving it behind."""
+    return Parcel if entry.group.handle is None else kinds[entry.exchange]
 
 
 def _together(open_: Sequence[Entry], entry: Entry) -> bool:
@@ -159,15 +199,26 @@ def _together(open_: Sequence[Entry], entry: Entry) -> bool:
 def as_sent(entry: Entry) -> Tensor:
     """The parameter's gradient in the memory format in which slices are cut, the same on all peers:
     the parameter's own where that is dense. The gradient itself where it has it."""
-    parameter, gradient = entry.parameter.detach(), entry.parameter.grad
-    dense = bool(torch.ops.aten.is_non_overlapping_and_dense(parameter))
-    wanted = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
-    if gradient is not None and gradient.stride() == wanted:
+    gradient = entry.parameter.grad
+    if gradient is not None and gradient.stride() == _stride(entry):
         return gradient
-    made = torch.empty_strided(
-        parameter.shape, wanted, dtype=parameter.dtype, device=parameter.device
-    )
+    made = empty_like(entry)
     return made.zero_() if gradient is None else made.copy_(gradient)
+
+
+def empty_like(entry: Entry) -> Tensor:
+    """A new tensor in that memory format."""
+    parameter = entry.parameter.detach()
+    return torch.empty_strided(
+        parameter.shape, _stride(entry), dtype=parameter.dtype, device=parameter.device
+    )
+
+
+def _stride(entry: Entry) -> tuple[int, ...]:
+    parameter = entry.parameter.detach()
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
 
 
 def _flat(gradient: Tensor) -> Tensor:

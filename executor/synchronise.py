@@ -132,7 +132,10 @@ class GradientSynchroniser:
 
     def _exchange_all(self) -> None:
         self._number += 1
-        used = [e in self._dirty and e.parameter.grad is not None for e in self.entries]
+        used = [
+            (e in self._dirty and e.parameter.grad is not None) or self._exchange.holds(e)
+            for e in self.entries
+        ]
         votes = self._vote(used)
         self._exchange.end(lambda: self._count(votes))
         self._dirty.clear()

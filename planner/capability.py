@@ -11,7 +11,8 @@ from .profile import UnitProfile
 class Capability(Noun, frozen=True, kw_only=True):
     """The executor's statement. ``idle_positions`` allows layouts smaller than the world,
     ``branches`` such layouts at other positions than the first, so that branches run side by side,
-    ``priority`` gradients that travel in slices in the order in which forward needs them."""
+    ``priority`` gradients that travel in slices in the order in which forward needs them.
+    ``in_buckets`` are the exchange policies that it has without priority as well."""
 
     styles: tuple[Style, ...]
     memory: tuple[MemoryPolicy, ...]
@@ -21,6 +22,11 @@ class Capability(Noun, frozen=True, kw_only=True):
     micro_batches: bool
     priority: bool = False
     branches: bool = False
+    in_buckets: tuple[ExchangePolicy, ...] = ("dense", "sharded", "dropped", "topk")
+
+    def exchanges(self, *, sliced: bool) -> tuple[ExchangePolicy, ...]:
+        """The exchange policies, with gradients in slices or in buckets."""
+        return tuple(e for e in self.exchange if sliced or e in self.in_buckets)
 
     def allows(self, layout: Layout, world_size: int) -> bool:
         """Whether units may have that layout."""
@@ -47,6 +53,13 @@ class Capability(Noun, frozen=True, kw_only=True):
     def refusals(self, plan: Plan) -> tuple[str, ...]:
         """Why a plan cannot be run, one reason for each unit that stands in the way."""
         reasons = [self.refusal(unit, plan.world_size) for unit in plan.units]
+        if plan.schedule == "barrier":
+            reasons += [
+                f"unit {unit.name!r} asks for exchange policy {unit.exchange!r}, which needs the "
+                "schedule by priority"
+                for unit in plan.units
+                if unit.exchange in self.exchange and unit.exchange not in self.in_buckets
+            ]
         if plan.micro_batches > 1 and not self.micro_batches:
             reasons.append(f"the plan has {plan.micro_batches} micro-batches")
         if plan.schedule == "priority" and not self.priority:

@@ -74,7 +74,8 @@ def _exchange(model: CostModel, k: int, base: Option, capability: Capability) ->
     if "sharded" in capability.exchange and model.sliced and divides:
         yield base._replace(exchange="sharded")
     for curve in unit.fidelity if goal.allow_lossy else ():
-        for ratio in curve.ratios if curve.exchange in capability.exchange else ():
+        known = curve.exchange in capability.exchanges(sliced=model.sliced)
+        for ratio in curve.ratios if known else ():
             lossy = base._replace(exchange=curve.exchange, ratio=ratio)
             if lost_energy(model, k, lossy) <= energy_budget(model):
                 yield lossy

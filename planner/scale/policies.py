@@ -93,7 +93,8 @@ def _affordable(
 ) -> tuple[float, ...]:
     """The ratios at which a lossy exchange of unit ``k`` alone would not use up the budget."""
     goal, unit = source.model.goal, source.model.profile.units[k]
-    if not goal.allow_lossy or exchange not in source.space.capability.exchange:
+    known = source.space.capability.exchanges(sliced=source.model.sliced)
+    if not goal.allow_lossy or exchange not in known:
         return ()
     budget = energy_budget(source.model)
     lost = {r: (1.0 - (unit.kept(exchange, r) or 0.0)) * source.energy[k] for r in ratios}

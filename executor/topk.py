@@ -1,0 +1,203 @@
+"""Top-k exchange with error feedback: of each parameter every rank sends the largest elements of
+what it has computed and not sent, and keeps the rest (Deep Gradient Compression, Lin et al., arXiv
+1712.01887).
+
+Ranks choose different elements, so values and numbers are gathered, and added up on every rank in
+the order of ranks: all get the same sum, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..planner.slices import Cut, cut
+from .exchange import Entry
+from .lossy import LossyParcel, like
+from .momentum import Momentum
+from .residual import Lossy, flat_of
+from .slices import Slice
+from .watch import Watch
+
+MOST_ELEMENTS = 2**31 - 1
+"""Elements are numbered in int32."""
+
+
+def ratio_at(ratio: float, backwards: int, lossy: Lossy) -> float:
+    """The share that is sent after so many backwards: from ``first_ratio`` down to ``ratio``."""
+    stage = backwards // lossy.stage_backwards
+    if stage >= lossy.stages or ratio >= lossy.first_ratio:
+        return ratio
+    return float(lossy.first_ratio * (ratio / lossy.first_ratio) ** (stage / lossy.stages))
+
+
+class Picking:
+    """What the parcels of top-k share: how far the warm-up is, and the optimizer's momentum."""
+
+    name = "topk"
+
+    def __init__(self, parcels: Sequence[TopkParcel], lossy: Lossy) -> None:
+        self._lossy = lossy
+        self._backwards = 0
+        self.momentum: Momentum | None = None
+        self.parameters = [e.parameter for p in parcels for e in p.feedback]
+        for parcel in parcels:
+            parcel.picking = self
+
+    def count(self, entry: Entry) -> int:
+        """How many elements of an entry each rank sends in this backward."""
+        numel = entry.parameter.numel()
+        return min(numel, ceil(ratio_at(entry.ratio, self._backwards, self._lossy) * numel))
+
+    def begin(self) -> None:
+        """Before a backward."""
+        if self.momentum is not None:
+            self.momentum.begin()
+
+    def end(self) -> None:
+        """After a backward, when everything has left."""
+        self._backwards += 1
+        if self.momentum is not None:
+            self.momentum.end()
+
+    def state(self) -> dict[str, Any]:
+        """How far the warm-up is."""
+        return {"backwards": self._backwards}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on from a ``state``."""
+        self._backwards = int(state["backwards"])
+
+
+class PickedSlice(Slice):
+    """One collective: some elements of one parameter, with their numbers."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__([entry], Cut((0,)))
+        self._parts: list[Tensor] = []
+        self._message_bytes = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a ring sends for it: each rank's message passes every other rank."""
+        return (self.entries[0].group.size - 1) * self._message_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Those of a gradient whose sum would take a ring as long."""
+        return self.entries[0].group.size * self._message_bytes // 2
+
+    def expect(self, count: int) -> None:
+        """Says how many elements it will carry."""
+        size = self.entries[0].parameter.element_size() + torch.int32.itemsize
+        self._message_bytes = count * size
+
+    def send_picked(self, values: Tensor, index: Tensor) -> None:
+        """Starts to show these elements to all peers. Collective, in the order of all slices."""
+        self.expect(len(values))
+        self._settled = False
+        group = self.entries[0].group
+        # One message of both: half the latency of two.
+        message = torch.cat([values.view(torch.uint8), index.int().view(torch.uint8)])
+        wire = message.new_empty(group.size * message.numel())
+        self._wire, self._parts = message, list(wire.chunk(group.size)) if len(values) else []
+        if len(values):
+            self.work = dist.all_gather_into_tensor(
+                wire, message, group=group.handle, async_op=True
+            )
+
+    def settle(self, gradients: dict[Entry, Tensor], watch: Watch, doing: str) -> float:
+        """Waits, and makes the dense average. Returns the seconds waited."""
+        if self._settled:
+            return 0.0
+        (entry,) = self.entries
+        waited = watch.wait(self.work, entry.group, doing)
+        average = flat_of(gradients[entry]).zero_()
+        for part in self._parts:
+            values, index = _unpacked(part, average.dtype)
+            average.index_add_(0, index, values)
+        average.div_(entry.group.size)
+        self._settled, self._wire, self._parts, self.work = True, None, [], None
+        return waited
+
+
+def _unpacked(part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The values and the numbers of a message."""
+    count = part.numel() // (dtype.itemsize + torch.int32.itemsize)
+    # Copies, as messages of other ranks begin at bytes that no multiple of the type's size need be.
+    values = part[: count * dtype.itemsize].clone().view(dtype)
+    return values, part[count * dtype.itemsize :].clone().view(torch.int32)
+
+
+class TopkParcel(LossyParcel):
+    """Gradients of which the largest elements are sent; the others are held."""
+
+    picking: Picking
+
+    def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
+        super().__init__(unit, entries, limit_bytes)
+        self.velocities: dict[Entry, Tensor] = {}
+
+    def _cut(self, limit_bytes: int) -> list[Slice]:
+        whole = [e for e in self.entries if e.whole]
+        packs = cut([e.shared_bytes for e in whole], limit_bytes)
+        slices = [Slice([whole[i] for i in c.parameters], c) for c in packs]
+        for entry in self.entries:
+            if not entry.whole:
+                slices.append(picked := PickedSlice(entry))
+                picked.expect(ceil(entry.ratio * entry.parameter.numel()))
+        return slices
+
+    def send(self, number: int) -> Slice:
+        """Sends its next slice."""
+        following = self.slices[number]
+        if not isinstance(following, PickedSlice):
+            return super().send(number)
+        assert number == self.sent, "slices of a parcel leave in their order"
+        self.sent += 1
+        following.send_picked(*self._pick(following.entries[0]))
+        return following
+
+    def _pick(self, entry: Entry) -> tuple[Tensor, Tensor]:
+        """The values and the numbers of what is sent of an entry."""
+        new, velocity = self._new(entry)
+        held = flat_of(self.feedback[entry].add(new.clone()))
+        index = held.abs().topk(self.picking.count(entry), sorted=False).indices
+        values = self.feedback[entry].take(index)
+        if velocity is not None:
+            delayed = values != flat_of(new)[index]
+            flat_of(velocity).index_fill_(0, index[delayed], 0)
+        return values, index
+
+    def _new(self, entry: Entry) -> tuple[Tensor, Tensor | None]:
+        """(what is to be applied of this backward, the velocity behind it if there is one)."""
+        gradient, momentum = self.gradients[entry], self.picking.momentum
+        # What this rank has not used leaves its velocity alone, as torch's SGD does without a grad.
+        if momentum is None or entry in self.idle or not momentum.corrects(entry.parameter):
+            return gradient, None
+        known = self.velocities.get(entry)
+        self.velocities[entry], new = momentum.advance(entry.parameter, known, gradient)
+        return new, self.velocities[entry]
+
+    def forget(self, entry: Entry) -> None:
+        """No rank has anything of the entry: what was sent of it does not count."""
+        if entry in self.feedback:
+            self.feedback[entry].restore(None)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of what is held and of the velocities, by parameter."""
+        state = super().state()
+        for entry, velocity in self.velocities.items():
+            state.setdefault(entry.name, {})["velocity"] = velocity.clone()
+        return state
+
+    def load(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Goes on from a ``state`` of the same parameters."""
+        super().load(state)
+        saved = {e: state.get(e.name, {}).get("velocity") for e in self.feedback}
+        self.velocities = {e: like(e, value) for e, value in saved.items() if value is not None}

@@ -1,0 +1,90 @@
+"""Error feedback conserves: what was sent plus what is held is what was computed, to the bit."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from meshwright.executor.dropping import Piece, choose
+from meshwright.executor.residual import Residual, flat_of
+from torch import Tensor
+
+shapes = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
+
+
+def gradients(seed: int, shape: tuple[int, ...], steps: int, *, whole: bool) -> list[Tensor]:
+    """Whole numbers add up without rounding, so that sums over steps can be compared exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    if whole:
+        made = [torch.randint(-9, 10, shape, generator=generator).double() for _ in range(steps)]
+    else:
+        made = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(steps)]
+    if len(shape) == 4:
+        made = [m.to(memory_format=torch.channels_last) for m in made]
+    return made
+
+
+@given(
+    shape=shapes, ratio=st.floats(0.001, 1.0), steps=st.integers(1, 12), seed=st.integers(0, 999)
+)
+def test_elements_that_are_taken_and_those_that_stay_are_all(shape, ratio, steps, seed):
+    residual = Residual()
+    sent = torch.zeros(shape, dtype=torch.float64)
+    computed = torch.zeros(shape, dtype=torch.float64)
+    for gradient in gradients(seed, shape, steps, whole=True):
+        computed += gradient
+        held = flat_of(residual.add(gradient.clone()))
+        index = held.abs().topk(math.ceil(ratio * held.numel())).indices
+        part = torch.zeros_like(residual.held)
+        flat_of(part)[index] = residual.take(index)
+        sent += part
+        assert torch.equal(sent + residual.held, computed)
+
+
+@given(
+    shape=shapes, ratio=st.floats(0.001, 1.0), steps=st.integers(1, 12), seed=st.integers(0, 999)
+)
+def test_no_step_rounds_anything_away(shape, ratio, steps, seed):
+    """Of any numbers: what is sent and what stays are the parts of one sum."""
+    residual = Residual()
+    for gradient in gradients(seed, shape, steps, whole=False):
+        before = gradient if residual.held is None else residual.held + gradient
+        held = flat_of(residual.add(gradient.clone()))
+        index = held.abs().topk(math.ceil(ratio * held.numel())).indices
+        part = torch.zeros_like(residual.held)
+        flat_of(part)[index] = residual.take(index)
+        assert torch.equal(part + residual.held, before)
+
+
+@given(shape=shapes, seed=st.integers(0, 999), sends=st.lists(st.booleans(), max_size=12))
+def test_pieces_that_wait_are_sent_with_all_that_they_held(shape, seed, sends):
+    residual = Residual()
+    sent = torch.zeros(shape, dtype=torch.float64)
+    computed = torch.zeros(shape, dtype=torch.float64)
+    for due, new in zip(sends, gradients(seed, shape, len(sends), whole=True), strict=True):
+        computed += new
+        gradient = new.clone()
+        if due:
+            residual.take_all(gradient)
+            sent += gradient
+        else:
+            residual.add(gradient)
+        held = torch.zeros(shape) if residual.held is None else residual.held
+        assert torch.equal(sent + held, computed)
+
+
+pieces = st.builds(Piece, st.integers(1, 1000), st.floats(0, 1), st.integers(0, 12))
+
+
+@given(rows=st.lists(pieces, max_size=20), credit=st.floats(-5000, 20000))
+def test_choices_keep_the_budget(rows, credit):
+    sent, left = choose(rows, credit, 10)
+    spent = sum(p.bytes for p, goes in zip(rows, sent, strict=True) if goes)
+    assert math.isclose(credit - left, spent, abs_tol=1e-6)
+    assert all(goes for p, goes in zip(rows, sent, strict=True) if p.waited >= 10)
+    fresh = [(p.mean, goes) for p, goes in zip(rows, sent, strict=True) if p.waited < 10]
+    least = min((mean for mean, goes in fresh if goes), default=math.inf)
+    assert all(mean <= least for mean, goes in fresh if not goes)  # the threshold
+    assert left <= 0 or all(sent)

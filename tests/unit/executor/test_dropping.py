@@ -1,0 +1,171 @@
+"""Which pieces of a gradient are sent, and what is held of the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from meshwright.executor.control import Control
+from meshwright.executor.dropping import Budget, DroppedParcel, Dropping, Piece, choose
+from meshwright.executor.exchange import Entry
+from meshwright.executor.groups import Group, World
+from meshwright.executor.lossy import cut_apart
+from meshwright.executor.slices import Parcel, make_parcels
+from meshwright.executor.watch import Watch
+from torch import nn
+
+ALONE = Group((0,), 0, None, "exchange")
+
+
+class Handle:
+    """Stands for a process group; nothing is sent in these tests."""
+
+
+TWO = Group((0, 1), 0, Handle(), "exchange")
+
+
+def entry(name: str, *shape: int, ratio: float = 0.5, group: Group = TWO, unit: int = 0) -> Entry:
+    parameter = nn.Parameter(torch.zeros(shape))
+    whole = len(shape) <= 1
+    numel = parameter.numel()
+    degree = 3 - group.size
+    return Entry(name, parameter, group, degree, numel, None, unit, "dropped", ratio, whole)
+
+
+def control() -> Control:
+    world = World(0, 1, 0, (0,), ALONE, {}, {1: ALONE}, {1: ALONE})
+    return Control(world, Watch(0, 1, 10.0))
+
+
+def test_the_largest_means_go_first_until_the_credit_is_used_up():
+    pieces = [Piece(100, 0.1, 0), Piece(50, 0.4, 0), Piece(30, 0.3, 0), Piece(20, 0.2, 0)]
+    assert choose(pieces, 80, 10) == ([False, True, True, False], 0)
+    assert choose(pieces, 60, 10) == ([False, True, True, False], -20)  # overdrawn by the last
+    assert choose(pieces, 0, 10) == ([False] * 4, 0)
+    assert choose(pieces, 200, 10) == ([True] * 4, 0)
+
+
+def test_what_has_waited_too_long_goes_first_and_is_paid_for():
+    pieces = [Piece(100, 0.1, 3), Piece(50, 0.4, 2)]
+    assert choose(pieces, 60, 3) == ([True, False], -40)
+    assert choose(pieces, 120, 3) == ([True, True], -30)
+
+
+def test_equal_means_are_sent_in_their_order():
+    assert choose([Piece(10, 1.0, 0)] * 3, 15, 9)[0] == [True, True, False]
+
+
+def test_the_share_that_is_sent_is_the_ratio_over_time_whatever_the_sizes():
+    """One piece is most of the bytes, so no single backward can send a fifth."""
+    sizes = {"a": (40, 20), "b": (10, 10), "c": (10, 10)}
+    pieces = [entry(name, *shape) for name, shape in sizes.items()]
+    fixed = [entry("bias", 20)]
+    budget = Budget(0.2, pieces, fixed)
+    held = dict.fromkeys(pieces, 0)
+    steps, sent_bytes = 200, 0
+    for _ in range(steps):
+        means = {e: 1.0 + held[e] for e in pieces}  # each new gradient as large as the last
+        sent = budget.choose(means, held, 50)
+        held = {e: 0 if e in sent else held[e] + 1 for e in pieces}
+        sent_bytes += 4 * (sum(e.full_numel for e in sent) + 20)
+    whole = 4 * (800 + 100 + 100 + 20)
+    assert sent_bytes / (steps * whole) == pytest.approx(0.2, rel=0.02)
+
+
+def test_a_piece_waits_no_longer_than_allowed():
+    pieces = [entry("large", 10, 10), entry("small", 10, 10)]
+    budget = Budget(0.5, pieces, [])
+    waited = dict.fromkeys(pieces, 0)
+    longest = 0
+    for _ in range(30):
+        sent = budget.choose({pieces[0]: 100.0, pieces[1]: 0.0}, waited, 4)
+        waited = {e: 0 if e in sent else waited[e] + 1 for e in pieces}
+        longest = max(longest, waited[pieces[1]])
+    assert longest == 4
+
+
+def test_debts_for_stale_pieces_do_not_grow_for_ever():
+    """With a patience of 1 every other backward sends all, far more than the ratio of a tenth."""
+    piece = entry("a", 10, 10)
+    budget = Budget(0.1, [piece], [])
+    for step in range(50):
+        budget.choose({piece: 1.0}, {piece: step % 2}, 1)
+    assert budget.credit_bytes >= -2 * 400
+
+
+def test_pieces_travel_alone_and_what_is_sent_whole_together():
+    entries = [
+        entry("w", 100, 100),
+        entry("b", 100),
+        entry("v", 10, 10),
+        entry("c", 10),
+    ]
+    slices = cut_apart(entries, 30_000)
+    assert [[e.name for e in s.entries] for s in slices] == [["b", "c"], ["w"], ["w"], ["v"]]
+
+
+def test_a_parcel_is_made_for_its_policy_where_something_travels():
+    kinds = {"dense": Parcel, "dropped": DroppedParcel}
+    made = make_parcels([entry("b", 9, 9, unit=1, group=ALONE), entry("a", 9, 9)], 100, kinds)
+    assert [type(p) for p in made] == [DroppedParcel, Parcel]
+
+
+def drop(first: Entry, second: Entry) -> tuple[DroppedParcel, Dropping]:
+    parcel = DroppedParcel(0, [first, second], 10**6)
+    return parcel, Dropping([parcel], control(), patience=10)
+
+
+def test_what_is_not_sent_is_held_and_goes_with_the_next():
+    weight, other = entry("w", 2, 2), entry("v", 2, 2)
+    parcel, agreement = drop(weight, other)
+    agreement._due = {other}
+    for step, value in enumerate((1.0, -3.0)):
+        parcel.gradients = {weight: torch.full((2, 2), value), other: torch.ones(2, 2)}
+        assert not parcel.sends(weight)
+        parcel.hold(weight)
+        assert parcel.holds(weight)
+        assert parcel.feedback[weight].held is not None
+        assert parcel.feedback[weight].held.sum() == (4.0, -8.0)[step]
+    agreement._due = {weight}
+    parcel.gradients = {weight: torch.full((2, 2), 10.0), other: torch.ones(2, 2)}
+    parcel._release()
+    assert torch.equal(parcel.gradients[weight], torch.full((2, 2), 8.0))
+    assert not parcel.holds(weight)
+
+
+def test_the_first_backward_sends_all_and_the_next_what_is_largest():
+    weight, other = entry("w", 2, 2), entry("v", 2, 2)
+    parcel, agreement = drop(weight, other)
+    assert agreement.sends(weight)
+    assert agreement.sends(other)
+    parcel.gradients = {weight: torch.full((2, 2), 1.0), other: torch.full((2, 2), -5.0)}
+    parcel._release()
+    agreement.end()
+    agreement.begin()
+    assert not agreement.sends(weight)
+    assert agreement.sends(other)
+    # What is held counts with what will be added: 1 + 1 + 1 is not yet more than 5.
+    parcel.gradients = {weight: torch.full((2, 2), 3.0), other: torch.full((2, 2), 5.0)}
+    parcel._release()
+    parcel.hold(weight)
+    agreement.end()
+    agreement.begin()
+    assert agreement.sends(weight)  # 3 held and 3 to come are more than 5
+    assert not agreement.sends(other)
+
+
+def test_the_agreement_goes_on_from_its_state():
+    one, two = (drop(entry("w", 2, 2), entry("v", 2, 2)) for _ in range(2))
+    for parcel, agreement in (one, two):
+        weight, other = parcel.entries
+        for _ in range(3):
+            parcel.gradients = {weight: torch.ones(2, 2), other: torch.full((2, 2), 1.5)}
+            agreement.begin()
+            parcel._release()
+            for e in parcel.entries:
+                if not parcel.sends(e):
+                    parcel.hold(e)
+            agreement.end()
+    state = one[1].state()
+    fresh = drop(*one[0].entries)[1]
+    fresh.load(state)
+    assert fresh.state() == state == two[1].state()

@@ -1,0 +1,171 @@
+"""Which elements are sent, the warm-up, and momentum before the choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from meshwright.executor.exchange import Entry
+from meshwright.executor.groups import Group
+from meshwright.executor.momentum import Momentum, check_momentum
+from meshwright.executor.residual import Lossy, Residual
+from meshwright.executor.topk import Picking, TopkParcel, _unpacked, ratio_at
+from meshwright.planner.errors import InputError, RunError
+from torch import nn
+
+
+class Handle:
+    """Stands for a process group; nothing is sent in these tests."""
+
+
+TWO = Group((0, 1), 0, Handle(), "exchange")
+
+
+def parcel_of(*shapes: tuple[int, ...], ratio: float = 0.25) -> tuple[TopkParcel, Picking]:
+    entries = []
+    for i, shape in enumerate(shapes):
+        parameter = nn.Parameter(torch.zeros(shape))
+        whole = len(shape) <= 1
+        entries.append(
+            Entry(str(i), parameter, TWO, 1, parameter.numel(), None, 0, "topk", ratio, whole)
+        )
+    parcel = TopkParcel(0, entries, 1000)
+    return parcel, Picking([parcel], Lossy(stages=0))
+
+
+def picked(parcel: TopkParcel, gradient: list[list[float]]) -> dict[int, float]:
+    entry = parcel.entries[0]
+    parcel.gradients[entry] = torch.tensor(gradient)
+    values, index = parcel._pick(entry)
+    return dict(zip(index.tolist(), values.tolist(), strict=True))
+
+
+def test_the_largest_by_magnitude_are_sent_and_the_others_held():
+    parcel, _ = parcel_of((2, 4), ratio=0.25)
+    sent = picked(parcel, [[1.0, -5.0, 2.0, 0.0], [4.0, -3.0, 0.5, 0.0]])
+    assert sent == {1: -5.0, 4: 4.0}
+    sent = picked(parcel, [[1.5, 1.0, 0.5, 0.0], [0.0, -1.0, 0.0, 0.0]])
+    assert sent == {5: -4.0, 0: 2.5} or sent == {5: -4.0, 2: 2.5}  # both are 2.5
+    held = parcel.feedback[parcel.entries[0]].held
+    assert held is not None
+    assert held.sum() == pytest.approx(1.0 + 2.5 + 0.5)
+
+
+def test_at_least_one_element_is_sent():
+    parcel, picking = parcel_of((3, 3), ratio=0.001)
+    assert picking.count(parcel.entries[0]) == 1
+
+
+def test_elements_are_counted_as_they_lie_in_memory():
+    residual = Residual()
+    residual.add(torch.arange(6.0).view(2, 3).t())
+    assert residual.take(torch.tensor([4])).tolist() == [4.0]
+    assert residual.held is not None
+    assert residual.held[1, 1] == 0
+
+
+def test_the_share_falls_exponentially_to_the_plans():
+    lossy = Lossy(first_ratio=0.25, stages=2, stage_backwards=10)
+    shares = [ratio_at(0.01, n, lossy) for n in (0, 9, 10, 19, 20, 500)]
+    assert shares == pytest.approx([0.25, 0.25, 0.05, 0.05, 0.01, 0.01])
+    assert ratio_at(0.5, 0, lossy) == 0.5
+    assert ratio_at(0.01, 0, Lossy(stages=0)) == 0.01
+
+
+def test_small_parameters_share_a_dense_message_and_others_have_their_own():
+    parcel, _ = parcel_of((10, 10), (10,), (5, 5), (7,))
+    assert [[e.name for e in s.entries] for s in parcel.slices] == [["1", "3"], ["0"], ["2"]]
+    dense, first, second = parcel.slices
+    assert dense.sent_bytes == 17 * 4
+    assert first.sent_bytes == 25 * 8
+    assert second.sent_bytes == 7 * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_messages_hold_values_and_numbers(dtype):
+    values, index = torch.tensor([1.5, -2.0, 3.0], dtype=dtype), torch.tensor([7, 0, 2**30])
+    message = torch.cat([values.view(torch.uint8), index.int().view(torch.uint8)])
+    wire = torch.cat([message[:1], message])[1:]  # begins at an odd place
+    again, numbers = _unpacked(wire, dtype)
+    assert torch.equal(again, values)
+    assert numbers.tolist() == [7, 0, 2**30]
+
+
+OPTIONS = [
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.8, "weight_decay": 0.1},
+    {"momentum": 0.9, "weight_decay": 0.1, "maximize": True, "nesterov": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_momentum_before_the_choice_is_that_of_torch(options):
+    theirs = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
+    mine = nn.Parameter(theirs.detach().clone())
+    optimizer = torch.optim.SGD([theirs], lr=0.1, **options)
+    plain = torch.optim.SGD([mine], lr=0.1, **options)
+    momentum = Momentum(plain, [mine])
+    velocity = None
+    for step in range(5):
+        torch.manual_seed(step)
+        gradient = torch.randn(3, 2, dtype=torch.float64)
+        theirs.grad = gradient.clone()
+        optimizer.step()
+        momentum.begin()
+        velocity, mine.grad = momentum.advance(mine, velocity, gradient.clone())
+        kept, plain.param_groups = plain.param_groups, momentum.without(plain.param_groups)
+        plain.step()
+        plain.param_groups = kept
+        momentum.end()
+        momentum.step()
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_what_was_gathered_without_correction_goes_on():
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.5)
+    parameter.grad = torch.tensor([2.0, 4.0])
+    optimizer.step()
+    momentum = Momentum(optimizer, [parameter])
+    momentum.step()
+    momentum.begin()  # the gradient that stands there was stepped with
+    velocity, _ = momentum.advance(parameter, None, torch.ones(2))
+    assert velocity.tolist() == [2.0, 3.0]
+
+
+def corrected() -> tuple[TopkParcel, Momentum]:
+    parcel, picking = parcel_of((1, 4), ratio=0.25)
+    parameter = parcel.entries[0].parameter
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.5)
+    picking.momentum = Momentum(optimizer, picking.parameters)
+    picking.momentum.begin()
+    return parcel, picking.momentum
+
+
+def test_held_elements_gather_momentum_and_lose_it_when_they_are_sent():
+    parcel, _ = corrected()
+    entry = parcel.entries[0]
+    assert picked(parcel, [[1.0, 3.0, 0.0, 0.0]]) == {1: 3.0}
+    # Sent at once, its velocity stays; held back, it counts twice: 1 + (0.5 · 1 + 1).
+    assert picked(parcel, [[1.0, 0.0, 0.0, 0.0]]) == {0: 2.5}
+    assert parcel.velocities[entry].tolist() == [[0.0, 1.5, 0.0, 0.0]]
+
+
+def test_one_step_for_each_exchange():
+    parcel, momentum = corrected()
+    momentum.end()
+    momentum.begin()  # gradients were set to None: the step was skipped
+    parcel.entries[0].parameter.grad = torch.ones(1, 4)
+    momentum.end()
+    with pytest.raises(RunError, match="exchanged twice before one step"):
+        momentum.begin()
+    momentum.step()
+    momentum.begin()
+
+
+def test_dampening_is_refused():
+    parameters = [nn.Parameter(torch.zeros(1))]
+    with pytest.raises(InputError, match=r"dampening of 0\.1"):
+        check_momentum(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1))
+    check_momentum(torch.optim.SGD(parameters, lr=0.1, dampening=0.1))
+    check_momentum(torch.optim.Adam(parameters))
