@@ -21,8 +21,9 @@ from meshwright.executor.parallel import (
 )
 from meshwright.executor.sharded_gradient import ShardedGradient
 from meshwright.planner.errors import InputError
+from meshwright.planner.exchanges import with_exchange
 from meshwright.planner.plan import Plan
-from plans import plan, scheduled, unit
+from plans import plan, unit
 from reference import twin
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -85,10 +86,8 @@ def shards(world: int, *, hybrid: bool = False, bucket_bytes: int = 300, **optio
     units = []
     for name in NAMES:
         style = {"wide": "column", "back": "row"}.get(name, "none") if hybrid else "none"
-        made = unit(name, 1 if style == "none" else 2, style, world)
-        units.append(msgspec.structs.replace(made, exchange="sharded"))
-    with scheduled("priority"):
-        return plan(world, units, bucket_bytes=bucket_bytes, **options)
+        units.append(unit(name, 1 if style == "none" else 2, style, world))
+    return with_exchange(plan(world, units, bucket_bytes=bucket_bytes, **options), "sharded")
 
 
 def layouts(world: int) -> list[Plan]:
