@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # One thread for each process, as in a training run: several ranks share the cores.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test test-all test-long lint types bench-prediction bench-planner bench-deeppool testbed clean
+.PHONY: help demo test test-all test-long lint types bench-prediction bench-planner bench-deeppool bench-lossy testbed clean
 
 help:
 	@echo "make demo              measure, plan, verify and train on this machine"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-prediction  predicted against measured step times"
 	@echo "make bench-planner     time, gap and memory of planning, by units and ranks"
 	@echo "make bench-deeppool    plans against DeepPool's greedy search (TABLES=folder)"
+	@echo "make bench-lossy       layer dropping and top-k against dense exchange (needs root)"
 	@echo "make testbed           hosts as network namespaces, until Ctrl-C (needs root)"
 	@echo "make clean             remove the environment and everything built"
 
@@ -64,6 +65,9 @@ bench-planner: $(VENV)/test.stamp
 TABLES ?= profiler/data/deeppool_a100
 bench-deeppool: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/deeppool.py $(TABLES) --markdown docs/results/deeppool.md
+
+bench-lossy: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/lossy.py --markdown docs/results/lossy.md
 
 testbed: $(VENV)/run.stamp
 	$(BIN)/python -m meshwright.testbed

@@ -60,6 +60,7 @@ def problem_for(
         executor=CAPABILITY,
         schedule="priority" if asked == "priority" else "barrier",
         either=asked == "auto",
+        sparing=asked == "priority" and not hypothetical,
         progress=shown(progress),
     )
 

@@ -30,7 +30,8 @@ INTEGER_PAIRS = 20_000
 class Problem:
     """What to plan. ``capability`` bounds the search; ``executor`` is what can be run, where the
     search is allowed more (then the plan is hypothetical). Without ``placement`` one is chosen.
-    With ``either`` the better schedule is chosen, else ``schedule`` is given.
+    With ``either`` the better schedule is chosen, else ``schedule`` is given. ``sparing`` shards
+    the exchange only where nothing fits without.
     Among plans whose objective is within ``near`` of the best (a share) the simpler is taken."""
 
     profile: ModelProfile
@@ -41,6 +42,7 @@ class Problem:
     placement: tuple[int, ...] | None = None
     schedule: ScheduleName = "barrier"
     either: bool = False
+    sparing: bool = False
     bucket_bytes: int = BUCKET_BYTES
     near: float = 0.01
     progress: Progress | None = field(default=None, compare=False)

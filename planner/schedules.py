@@ -20,22 +20,47 @@ SLICE_BYTES = (2**20, 2**22, 2**24)
 TCP (0.2 ms) is a twentieth of a slice's time on 1 Gbit/s."""
 
 
+WORTHWHILE = 0.05
+"""By so much priority must be quicker to be taken: predictions are not much nearer than that."""
+
+
 def by_either(problem: Problem, search: Callable[[Problem], Result]) -> Result:
     """The better of ``search``'s answers by barrier and by priority; the barrier's where they are
-    within the problem's ``near``."""
+    near each other."""
     plain = search(replace(problem, schedule="barrier", either=False))
     sizes = problem.goal.slice_bytes or SLICE_BYTES
     goal = msgspec.structs.replace(problem.goal, slice_bytes=sizes)
     sliced = replace(problem, goal=goal, schedule="priority", either=False)
-    if plain.plan is None and not _saves_memory(problem):
-        return plain
-    if plain.plan is not None and not _promising(sliced, plain, plain.plan):
+    if plain.plan is None:
+        return search(sliced) if _saves_memory(problem) else plain
+    sliced = without_shards(sliced)
+    if not _promising(sliced, plain, plain.plan):
         return plain
     other = search(sliced)
-    if plain.plan is None or other.plan is None:
-        return plain if other.plan is None else other
+    if other.plan is None:
+        return plain
     better = _worth(problem, other.plan.prediction) < _enough(problem, plain.plan)
     return _said(other, "priority", plain) if better else _said(plain, "barrier", other)
+
+
+def sharding_sparingly(problem: Problem, search: Callable[[Problem], Result]) -> Result:
+    """``search``'s answer without sharded exchange, or with it where nothing else fits: it is there
+    for memory, and the executor waits at each step where the cost model overlaps all of it."""
+    plain = without_shards(problem)
+    if plain is problem:
+        return search(problem)
+    found = search(plain)
+    return found if found.plan is not None else search(problem)
+
+
+def without_shards(problem: Problem) -> Problem:
+    """The problem with no exchange sharded, the same one where that is not allowed anyway."""
+    known = problem.capability.exchange
+    if "sharded" not in known:
+        return problem
+    kept = tuple(policy for policy in known if policy != "sharded")
+    capability = msgspec.structs.replace(problem.capability, exchange=kept)
+    return replace(problem, capability=capability)
 
 
 def _saves_memory(problem: Problem) -> bool:
@@ -64,7 +89,7 @@ def _worth(problem: Problem, prediction: Prediction) -> float:
 
 def _enough(problem: Problem, plan: Plan) -> float:
     """Below this a plan is better than the barrier's."""
-    return _worth(problem, plan.prediction) * (1 - problem.near)
+    return _worth(problem, plan.prediction) * (1 - WORTHWHILE)
 
 
 def _said(result: Result, schedule: str, other: Result) -> Result:

@@ -15,7 +15,7 @@ from typing import Protocol
 from .errors import InputError
 from .pins import spelled_out
 from .problem import INTEGER_PAIRS, Problem, Result, state_pairs
-from .schedules import by_either
+from .schedules import by_either, sharding_sparingly
 
 PREFERENCE = ("integer", "multipliers", "heuristic")
 """The order in which ``auto`` looks for a solver: the first that is there and that is able."""
@@ -54,6 +54,9 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
     if problem.either:
         half_s = None if time_limit_s is None else time_limit_s / 2
         return by_either(problem, lambda one: solve(one, solver, half_s))
+    if problem.sparing:
+        plain = replace(problem, sparing=False)
+        return sharding_sparingly(plain, lambda one: solve(one, solver, time_limit_s))
     name, reason = solver, "asked for"
     if solver == "auto":
         name, reason = _auto(problem)

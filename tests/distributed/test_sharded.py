@@ -21,8 +21,8 @@ from meshwright.executor.parallel import (
 )
 from meshwright.executor.sharded_gradient import ShardedGradient
 from meshwright.planner.errors import InputError
-from meshwright.planner.exchanges import with_exchange
 from meshwright.planner.plan import Plan
+from meshwright.planner.variants import with_exchange
 from plans import plan, unit
 from reference import twin
 from torch import Tensor, nn

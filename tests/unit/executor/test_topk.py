@@ -8,7 +8,7 @@ from meshwright.executor.exchange import Entry
 from meshwright.executor.groups import Group
 from meshwright.executor.momentum import Momentum, check_momentum
 from meshwright.executor.residual import Lossy, Residual
-from meshwright.executor.topk import Picking, TopkParcel, _unpacked, ratio_at
+from meshwright.executor.topk import Picking, TopkParcel, _unpacked, largest, ratio_at
 from meshwright.planner.errors import InputError, RunError
 from torch import nn
 
@@ -53,6 +53,22 @@ def test_the_largest_by_magnitude_are_sent_and_the_others_held():
 def test_at_least_one_element_is_sent():
     parcel, picking = parcel_of((3, 3), ratio=0.001)
     assert picking.count(parcel.entries[0]) == 1
+
+
+@pytest.mark.parametrize("count", [1, 20, 700, 2000, 9000])
+@pytest.mark.parametrize("kind", ["normal", "few are large", "equal", "in the sample only"])
+def test_a_sampled_threshold_chooses_exactly_the_largest(kind, count):
+    torch.manual_seed(0)
+    flat = torch.randn(20_000)
+    if kind == "few are large":
+        flat[torch.randperm(20_000)[:30]] *= 1000
+    elif kind == "equal":
+        flat = flat.sign()
+    elif kind == "in the sample only":
+        flat[::61] *= 1000
+    index = largest(flat, count)
+    assert len(set(index.tolist())) == count
+    assert torch.equal(flat[index].abs().sort().values, flat.abs().topk(count).values.sort().values)
 
 
 def test_elements_are_counted_as_they_lie_in_memory():

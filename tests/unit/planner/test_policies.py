@@ -112,6 +112,14 @@ def test_fidelity_weighs_units_by_their_energy(model):
     assert not any(o.lossy for o in unit_options(model, 2, EVERYTHING))
 
 
+def test_what_cannot_travel_in_buckets_is_planned_in_slices_only(model):
+    only_sliced = msgspec.structs.replace(EVERYTHING, in_buckets=("dense",))
+    in_buckets = CostModel(model.profile, model.cluster, model.goal, sliced=False)
+    assert any(o.lossy for o in unit_options(model, 1, only_sliced))
+    assert not any(o.lossy for o in unit_options(in_buckets, 1, only_sliced))
+    assert any(o.lossy for o in unit_options(in_buckets, 1, EVERYTHING))
+
+
 def test_today_s_executor_gets_plain_options_only(model):
     for k in range(4):
         for option in unit_options(model, k, PLAIN):
