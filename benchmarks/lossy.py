@@ -172,9 +172,9 @@ one point of dense: {reached}.
 - **Rate and epochs were chosen after looking** at the test accuracies here, so read "reached" as a
   point of a trade-off, not as a prediction. What was tried before: a rate of 0.02 and ten epochs
   (next entry); on one seed plain SGD at 0.05 and 0.1, AdamW at 0.001 and this momentum at 0.005;
-  then this table with ten epochs, where none reached the target: dropped 0.17 lost 1.9 points against dense, dropped 0.1 lost 8.5,
-  top-k 0.05 lost 1.5 and top-k 0.01 lost 1.3. Twenty epochs came last: what waits costs epochs.
-  One picture of the 360 is 0.28 points.
+  then this table with ten epochs, where none reached the target: dropped 0.17 lost 1.9 points
+  against dense, dropped 0.1 lost 8.5, top-k 0.05 lost 1.5 and 0.01 lost 1.3.
+  Twenty epochs came last: what waits costs epochs. One picture of the 360 is 0.28 points.
 - The language model has not caught up with dense after its steps, under any of them: the text loss
   is a loss of quality at equal steps, and its rate was not tuned.
 - What waits is applied late and in one piece: after ten steps, ten gradients at once. The rate here
