@@ -222,6 +222,12 @@ def verify(
     from .tasks import Task, run_task
 
     check_plan(plan, plan.world_size)
+    lossy = [unit for unit in plan.units if unit.exchange in ("dropped", "topk")]
+    if lossy:
+        raise InputError(
+            f"unit {lossy[0].name!r} leaves part of its gradient for later steps "
+            f"({lossy[0].exchange}), which no single process does: verify a plan without lossy exchange"
+        )
     if batch is not None and batch < 1:
         raise InputError(f"a batch of {batch} cannot be compared: give at least 1")
     task = Task(name="verify", dtype=dtype, batch=batch, timeout_s=timeout_s)

@@ -170,8 +170,6 @@ def _plan(
     note(shares_note(goal.batch, cluster.world_size))
     for reason in found.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
-    if goal.allow_lossy and not options["hypothetical"]:
-        note("the executor runs no lossy exchange: add --hypothetical to plan one")
     table = decision_table(found, fold=fold)
     deliver(found, path, json, table, prediction_table(found), verdict(found))
 

@@ -34,7 +34,7 @@ def by_either(problem: Problem, search: Callable[[Problem], Result]) -> Result:
     if plain.plan is None:
         return search(sliced) if _saves_memory(problem) else plain
     sliced = without_shards(sliced)
-    if not _promising(sliced, plain, plain.plan):
+    if not (problem.goal.allow_lossy or _promising(sliced, plain, plain.plan)):
         return plain
     other = search(sliced)
     if other.plan is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+import msgspec
 import torch
 from torch import nn
 
@@ -26,6 +27,7 @@ from ..units.spec import UnitSpec
 from ..units.splits.following import BATCH_NORMS
 from ..units.workload import Batch, Workload
 from .device import device_name, software
+from .fidelity import STEPS, measure_fidelity
 from .footprint import Footprint, measure_footprint
 from .shares import ShareMeter, split_profiles
 from .timeline import StepTimes, Timeline, plain_step
@@ -102,6 +104,7 @@ def profile(
         with preserved(workload.model):
             measured = list(_measure(job, found, batches, repeats))
             units = _units(job, found, measured, degrees)
+            units = _with_fidelity(job, units, measured[len(measured) // 2].batch)
     job.tell(0.95, "measuring optimizers")
     rates = update_rates(workload.model.parameters(), optimizers)
     sizes = tuple(m.batch for m in measured)
@@ -210,6 +213,20 @@ def _units(
         unused = found.unused if unit is last else ()
         bases[unit.name] = unit_profile(model, unit, wholes[unit.name], unused, shares)
     return tuple(bases[u.name] for u in found.units)
+
+
+def _with_fidelity(job: _Job, units: Sequence[UnitProfile], size: int) -> tuple[UnitProfile, ...]:
+    """The units with what lossy exchanges keep of their gradients, if there is time for it."""
+    if job.left_s(1.0) < 0:
+        return tuple(units)
+    job.tell(0.95, "measuring gradients")
+    measured = measure_fidelity(job.workload, [job.batch(size) for _ in range(STEPS)])
+    found = []
+    for unit in units:
+        names = list(dict.fromkeys(p.shared for p in unit.parameters))
+        curves, energy = measured.profiles(names), measured.energy(names)
+        found.append(msgspec.structs.replace(unit, fidelity=curves, gradient_energy=energy))
+    return tuple(found)
 
 
 def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) -> ShareProfile:

@@ -1,0 +1,124 @@
+"""How much of a gradient lossy exchanges send: the share of its energy (squared L2 norm).
+
+A few backwards of different batches, with what an exchange leaves behind added to the next, as it
+does in training. Large parameters are sampled. Weights stay as they are meanwhile, so successive
+gradients are more alike than in training; normalisation parameters and biases are always sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..planner.profile import FidelityProfile
+from ..units.workload import Batch, Workload
+
+STEPS = 4
+PICKED = (0.01, 0.05, 0.1, 0.25)
+"""Ratios at which top-k is measured."""
+WAITING = (0.25, 0.5)
+"""Ratios at which layer dropping is measured: a parameter leaves every fourth or second step."""
+SAMPLED = 65_536
+"""So many elements of a parameter are looked at; a share of 1% of them is 655."""
+
+
+class Fidelity:
+    """Sums over backwards: the energy of all parameters' gradients, and what exchanges send."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._left: dict[tuple[str, str, float], Tensor] = {}
+        self._sent: dict[tuple[str, str, float], float] = {}
+        self._held: dict[tuple[str, str, float], float] = {}
+        self._energy: dict[str, float] = dict.fromkeys(self._parameters, 0.0)
+        self._places: dict[str, Tensor] = {}
+        self._steps = 0
+
+    def add(self) -> None:
+        """Counts the gradients that the parameters have now."""
+        self._steps += 1
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                continue
+            gradient = self._sampled(name, parameter.grad.detach())
+            self._energy[name] += _energy(parameter.grad.detach())
+            for ratio in PICKED:
+                self._picked(name, ratio, gradient)
+            for ratio in WAITING:
+                self._waiting(name, ratio, gradient)
+
+    def _sampled(self, name: str, gradient: Tensor) -> Tensor:
+        flat = gradient.reshape(-1).float()
+        if flat.numel() <= SAMPLED:
+            return flat
+        if name not in self._places:
+            self._places[name] = torch.randint(flat.numel(), (SAMPLED,), device=flat.device)
+        return flat[self._places[name]]
+
+    def _picked(self, name: str, ratio: float, gradient: Tensor) -> None:
+        key = ("topk", name, ratio)
+        whole = gradient + self._left[key] if key in self._left else gradient.clone()
+        sent = whole.abs().topk(max(1, round(ratio * whole.numel()))).indices
+        self._count(key, whole, _energy(whole[sent]))
+        whole[sent] = 0.0
+        self._left[key] = whole
+
+    def _waiting(self, name: str, ratio: float, gradient: Tensor) -> None:
+        key = ("dropped", name, ratio)
+        whole = gradient + self._left[key] if key in self._left else gradient.clone()
+        leaves = self._steps % round(1 / ratio) == 0
+        self._count(key, whole, _energy(whole) if leaves else 0.0)
+        self._left[key] = torch.zeros_like(whole) if leaves else whole
+
+    def _count(self, key: tuple[str, str, float], whole: Tensor, sent: float) -> None:
+        self._held[key] = self._held.get(key, 0.0) + _energy(whole)
+        self._sent[key] = self._sent.get(key, 0.0) + sent
+
+    def energy(self, names: Iterable[str]) -> float:
+        """The mean squared norm of those parameters' gradients."""
+        return sum(self._energy.get(name, 0.0) for name in names) / max(self._steps, 1)
+
+    def profiles(self, names: Sequence[str]) -> tuple[FidelityProfile, ...]:
+        """What the exchanges keep of those parameters; none where all are always sent whole."""
+        mine = [n for n in names if n in self._parameters and self._energy[n] > 0]
+        if not any(self._parameters[n].ndim > 1 for n in mine):
+            return ()
+        return (
+            FidelityProfile(
+                exchange="dropped",
+                ratios=WAITING,
+                kept=tuple(self._kept("dropped", r, mine) for r in WAITING),
+            ),
+            FidelityProfile(
+                exchange="topk",
+                ratios=PICKED,
+                kept=tuple(self._kept("topk", r, mine) for r in PICKED),
+            ),
+        )
+
+    def _kept(self, exchange: str, ratio: float, names: Sequence[str]) -> float:
+        sent = 0.0
+        for name in names:
+            key = (exchange, name, ratio)
+            whole = self._parameters[name].ndim <= 1 or not self._held.get(key)
+            sent += self._energy[name] * (1.0 if whole else self._sent[key] / self._held[key])
+        return min(sent / sum(self._energy[name] for name in names), 1.0)
+
+
+def measure_fidelity(workload: Workload, batches: Sequence[Batch]) -> Fidelity:
+    """Runs a backward for each batch. Gradients are cleared afterwards."""
+    model = workload.model
+    found = Fidelity(model)
+    for batch in batches:
+        model.zero_grad()
+        output = model(*batch.args, **batch.kwargs)
+        workload.loss(output, batch.target).backward()  # type: ignore[no-untyped-call]
+        found.add()
+    model.zero_grad()
+    return found
+
+
+def _energy(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2

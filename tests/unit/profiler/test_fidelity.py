@@ -1,0 +1,78 @@
+"""What lossy exchanges keep of a gradient: hand-made cases, and what must hold for every one."""
+
+import pytest
+import torch
+from meshwright import models
+from meshwright.planner.capability import EVERYTHING
+from meshwright.planner.goal import Goal
+from meshwright.planner.problem import Problem
+from meshwright.planner.solver import solve
+from meshwright.profiler.fidelity import PICKED, Fidelity
+from meshwright.profiler.model import profile
+from torch import nn
+
+from tests.strategies import cluster
+
+
+def counted(gradients, bias=True):
+    layer = nn.Linear(100, 1, bias=bias)
+    found = Fidelity(layer)
+    for gradient in gradients:
+        layer.weight.grad = torch.tensor(gradient).float().view(1, 100)
+        if bias:
+            layer.bias.grad = torch.ones(1)
+        found.add()
+    return found
+
+
+def kept(found, exchange, ratio, names=("weight",)):
+    curve = next(c for c in found.profiles(names) if c.exchange == exchange)
+    return curve.kept[curve.ratios.index(ratio)]
+
+
+def test_top_k_sends_the_largest_and_the_rest_adds_up():
+    one = [3.0] + [1.0] * 99
+    # of 9 + 99 the one element of 1% sends 9; then a 2 among 98 others that have waited and 3 again
+    found = counted([one, one], bias=False)
+    sent, held = 9 + 9, (9 + 99) + (9 + 99 * 4)
+    assert kept(found, "topk", 0.01) == pytest.approx(sent / held)
+
+
+def test_dropping_sends_all_now_and_then():
+    ones = [1.0] * 100
+    found = counted([ones] * 4, bias=False)
+    # accumulated 1, 2, 1, 2: every second time it is sent
+    assert kept(found, "dropped", 0.5) == pytest.approx((4 + 4) / (1 + 4 + 1 + 4))
+    assert kept(found, "dropped", 0.25) == pytest.approx(16 / (1 + 4 + 9 + 16))
+
+
+def test_a_bias_is_always_sent():
+    found = counted([[1.0] * 100] * 4)
+    # the bias has 1/101 of the energy
+    with_bias = kept(found, "dropped", 0.5, ("weight", "bias"))
+    assert with_bias == pytest.approx((1 + 100 * 0.8) / 101)
+    assert found.profiles(["bias"]) == ()
+    assert found.energy(["weight", "bias"]) == pytest.approx(101)
+
+
+def test_a_profile_says_what_is_kept_and_plans_use_it_only_where_it_counts():
+    found = profile(models.build("mlp"), batches=(4,), degrees=(), budget_s=20)
+    linear = [u for u in found.units if u.kind == "linear"]
+    assert linear
+    for unit in linear:
+        assert {c.exchange for c in unit.fidelity} == {"dropped", "topk"}
+        assert unit.gradient_energy > 0
+        shares = [unit.kept("topk", r) for r in PICKED]
+        assert shares == sorted(shares)
+        assert 0 < shares[0] < shares[-1] <= 1
+    goal = Goal(batch=8, allow_lossy=True, min_fidelity=0.3)
+
+    def lossy(bytes_per_s):
+        links = cluster(2, inter=bytes_per_s, intra=bytes_per_s)
+        problem = Problem(found, links, goal, EVERYTHING, schedule="priority", bucket_bytes=2**20)
+        return [
+            u for u in solve(problem, "multipliers", 10).checked().units if u.exchange_ratio < 1
+        ]
+
+    assert lossy(1e6), "communication takes many times the compute"
+    assert not lossy(1e13), "bandwidth is ample"
