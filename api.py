@@ -226,7 +226,7 @@ def verify(
     if lossy:
         raise InputError(
             f"unit {lossy[0].name!r} leaves part of its gradient for later steps "
-            f"({lossy[0].exchange}), which no single process does: verify a plan without lossy exchange"
+            f"({lossy[0].exchange}), which one process does not: verify one without lossy exchange"
         )
     if batch is not None and batch < 1:
         raise InputError(f"a batch of {batch} cannot be compared: give at least 1")

@@ -8,7 +8,7 @@ group nothing can overtake. All groups are created in one order on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -79,8 +79,8 @@ class World:
     neighbours: dict[int, Group]
     peers: dict[int, Group]
     likes: dict[int, Group]
-    gathers: dict[int, Group]
-    reads: dict[int, Group]
+    gathers: dict[int, Group] = field(default_factory=dict)
+    reads: dict[int, Group] = field(default_factory=dict)
 
     def by_position(self, by_rank: Sequence[int]) -> tuple[int, ...]:
         """Reorders what is listed by rank."""

@@ -64,12 +64,6 @@ class Capability(Noun, frozen=True, kw_only=True):
             reasons.append(f"the plan has {plan.micro_batches} micro-batches")
         if plan.schedule == "priority" and not self.priority:
             reasons.append("the plan exchanges gradients by priority")
-        sharded = [unit.name for unit in plan.units if unit.exchange == "sharded"]
-        if sharded and plan.schedule == "barrier":
-            reasons.append(
-                f"unit {sharded[0]!r} asks for exchange policy 'sharded' under schedule 'barrier' "
-                "(it needs 'priority')"
-            )
         return tuple(r for r in reasons if r)
 
 

@@ -54,7 +54,10 @@ def ranks_stay_equal(rank: int, optimizer: str, world: int) -> None:
     assert 0.35 < share < 0.55, share  # the first backward sends everything
 
 
-@pytest.mark.parametrize(("optimizer", "world"), [("sgd", 2), ("adamw", 2), ("sgd", 4)])
+@pytest.mark.parametrize(
+    ("optimizer", "world"),
+    [("sgd", 2), ("adamw", 2), pytest.param("sgd", 4, marks=pytest.mark.slow)],
+)
 def test_ranks_agree_and_send_the_ratio(ranks, optimizer, world):
     ranks(world)(ranks_stay_equal, optimizer, world)
 

@@ -88,6 +88,7 @@ def test_estimate_for_a_device_that_is_not_here(measured):
     assert profile.device == "h100-sxm"
 
 
+@pytest.mark.slow
 def test_plan_for_a_cluster_that_is_not_here(measured):
     described = ("--device", "a100-sxm-40gb", "--nodes", 8, "--inter-gbit-s", 1)
     meshwright("cluster", *described, "-o", "a100.json", cwd=measured)

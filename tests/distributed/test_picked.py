@@ -73,7 +73,10 @@ def ranks_stay_equal(rank: int, optimizer: str, world: int) -> None:
     assert sparse.run.meter.sent_bytes < 0.35 * dense.run.meter.sent_bytes
 
 
-@pytest.mark.parametrize(("optimizer", "world"), [("nesterov", 2), ("adamw", 2), ("momentum", 4)])
+@pytest.mark.parametrize(
+    ("optimizer", "world"),
+    [("nesterov", 2), ("adamw", 2), pytest.param("momentum", 4, marks=pytest.mark.slow)],
+)
 def test_ranks_agree_and_send_less(ranks, optimizer, world):
     ranks(world)(ranks_stay_equal, optimizer, world)
 

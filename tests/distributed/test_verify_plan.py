@@ -204,6 +204,7 @@ def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_verifies_and_launches_its_own_ranks(tmp_path):
     save(plan_of(build("mlp"), 2, {"3": "column", "5": "row"}), tmp_path / "plan.json")
     done = command("verify", "plan.json", "--json", cwd=tmp_path)

@@ -273,6 +273,7 @@ def test_what_the_executor_cannot_run_is_refused_by_name(meshwright, plan_file, 
 # -- memory -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_memory_that_no_plan_fits(meshwright, profile_file, cluster_file, tmp_path):
     out = tmp_path / "p.json"
     done = meshwright(

@@ -165,6 +165,7 @@ def test_sizes_are_a_table_and_its_json(meshwright, profile_file, cluster_file, 
     assert found["rows"][1]["step_s"] == load(Plan, eight).prediction.step_s
 
 
+@pytest.mark.slow
 def test_sizes_that_do_not_fit_say_so(meshwright, profile_file, cluster_file):
     base = ("plan", profile_file, "-c", cluster_file, "--batch", 256, "--memory-limit", "1GB")
     done = meshwright(*base, "--ranks", "8,64", "--json")

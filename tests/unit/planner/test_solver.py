@@ -87,6 +87,7 @@ def test_each_relaxation_named_does_help(problem, part):
         assert solve(limited(tight, **{change.what: value})).plan is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["integer", "heuristic"])
 @pytest.mark.parametrize("part", [0.35, 0.8])
 def test_more_ranks_that_are_named_do_help_and_fewer_do_not(problem, solver, part):

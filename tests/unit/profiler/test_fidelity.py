@@ -1,5 +1,6 @@
 """What lossy exchanges keep of a gradient: hand-made cases, and what must hold for every one."""
 
+import msgspec
 import pytest
 import torch
 from meshwright import models
@@ -65,11 +66,14 @@ def test_a_profile_says_what_is_kept_and_plans_use_it_only_where_it_counts():
         shares = [unit.kept("topk", r) for r in PICKED]
         assert shares == sorted(shares)
         assert 0 < shares[0] < shares[-1] <= 1
+    whole = msgspec.structs.replace(
+        EVERYTHING, styles=("none",), memory=("keep",), idle_positions=False, branches=False
+    )
     goal = Goal(batch=8, allow_lossy=True, min_fidelity=0.3)
 
     def lossy(bytes_per_s):
-        links = cluster(2, inter=bytes_per_s, intra=bytes_per_s)
-        problem = Problem(found, links, goal, EVERYTHING, schedule="priority", bucket_bytes=2**20)
+        links = cluster(2, inter=bytes_per_s, intra=bytes_per_s, latency_s=0.0)
+        problem = Problem(found, links, goal, whole, schedule="priority", bucket_bytes=2**20)
         return [
             u for u in solve(problem, "multipliers", 10).checked().units if u.exchange_ratio < 1
         ]
