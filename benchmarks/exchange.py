@@ -1,0 +1,135 @@
+"""Gradient exchange on the test bed: priority, DDP, FSDP2 and the planner's choice, and the bound.
+
+    python benchmarks/exchange.py --markdown docs/results/exchange.md
+
+Needs root. Builds a bed of hosts with a core each, starts a rank on every one with torchrun, and
+measures each model at bandwidths where plain communication takes ``ratio`` times the compute.
+Systems take turns in the same processes. ``--ablation`` compares the four ways {first come first
+served, priority} × {whole gradients, slices} instead, with what the planner's simulation says. The
+last line is one JSON object: rows. An efficiency (bound / measured) above 1.02 means that the
+benchmark is wrong, and fails it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from meshwright.testbed import Bed
+
+BATCHES = {"vgg19-32": 8, "resnet50-32": 4, "seq2seq": 4, "gpt-mini": 4}
+"""Samples of a rank in a step."""
+LIMIT_S = 900.0
+START_MBIT_S = 1000.0
+TOO_GOOD = 1.02
+WATCH_S = 0.02
+COLUMNS = (
+    "model", "ratio", "mbit_s", "compute_s", "ddp_default_s", "ddp_best_s", "fsdp_s", "priority_s",
+    "plan_s", "bound_s", "efficiency", "ddp_jitter_s", "priority_jitter_s",
+)  # fmt: skip
+
+
+def serve_rates(bed: Bed, folder: Path, over: threading.Event) -> None:
+    """Sets the rates that rank 0 asks for, until told that it is over."""
+    while not over.wait(WATCH_S):
+        if (folder / "asked").exists():
+            mbit_s = float((folder / "asked").read_text())
+            (folder / "asked").unlink()
+            for host in bed.hosts:
+                bed.set_rate(host, mbit_s)
+            (folder / "done").touch()
+
+
+def measure(model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """A model's rows, on a bed of its own. Exits where the ranks failed."""
+    with (
+        tempfile.TemporaryDirectory(prefix="exchange-") as name,
+        Bed(asked.hosts, START_MBIT_S) as bed,
+    ):
+        folder, over = Path(name), threading.Event()
+        watcher = threading.Thread(target=serve_rates, args=(bed, folder, over), daemon=True)
+        watcher.start()
+        told = {
+            "folder": name, "model": model, "batch": BATCHES[model], "ratios": asked.ratios,
+            "steps": asked.steps, "rounds": asked.rounds, "ablation": asked.ablation,
+        }  # fmt: skip
+        script = str(Path(__file__).with_name("exchange_rank.py"))
+        try:
+            done = bed.launch([script, json.dumps(told)], timeout_s=LIMIT_S)
+        finally:
+            over.set()
+            watcher.join()
+        if any(d.returncode for d in done):
+            sys.exit("\n".join(d.stderr[-3000:] for d in done))
+        lines = (folder / "rows").read_text().splitlines()
+        return [{**json.loads(line), "burst_bytes": bed.burst_bytes} for line in lines]
+
+
+def shown(value: object) -> str:
+    """A figure for people."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> str:
+    """The rows as Markdown."""
+    lines = ["| " + " | ".join(columns) + " |", "| --- " + "| --: " * (len(columns) - 1) + "|"]
+    lines += ["| " + " | ".join(shown(row[c]) for c in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """The targets beside the figures."""
+    found = [row["efficiency"] for row in rows]
+    slower = max(row["priority_s"] / row["ddp_best_s"] for row in rows)
+    equal = [row["ddp_best_s"] / row["priority_s"] for row in rows if row["ratio"] == 1.0]
+    lines = [
+        f"- Efficiency (bound / measured): {median(found):.2f} in the median row (target 0.90), "
+        f"{min(found):.2f} in the worst (0.80).",
+        f"- Priority against the best DDP: at most {slower:.2f} times its time (1.03).",
+    ]
+    if equal:
+        lines.append(
+            f"- Where communication takes as long as compute, the best DDP takes {min(equal):.2f} "
+            f"to {max(equal):.2f} times as long as priority (1.2)."
+        )
+    wide = [r for r in rows if r["model"] == "vgg19-32" and r["ratio"] == 4.0]
+    if wide:
+        gain = wide[0]["ddp_best_s"] / wide[0]["plan_s"]
+        lines.append(
+            f"- vgg19-32 at ratio 4: the planner's choice is {gain:.2f} times as fast (2)."
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures what was asked for and prints it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--models", nargs="+", choices=list(BATCHES), default=list(BATCHES))
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.5, 1.0, 2.0, 4.0])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
+    parser.add_argument("--ablation", action="store_true")
+    parser.add_argument("--markdown", type=Path, help="writes the table there")
+    asked = parser.parse_args()
+    rows = []
+    for model in asked.models:
+        for row in measure(model, asked):
+            rows.append(row)
+            print("  ".join(f"{k} {shown(v)}" for k, v in row.items()), flush=True)
+    if asked.markdown and not asked.ablation:
+        asked.markdown.write_text(f"{table(rows, COLUMNS)}\n\n{verdict(rows)}\n")
+    print(json.dumps({"rows": rows}), flush=True)
+    wrong = [row for row in rows if row.get("efficiency", 0.0) > TOO_GOOD]
+    if wrong:
+        sys.exit(f"{len(wrong)} rows are quicker than their bound: the benchmark is wrong")
+
+
+if __name__ == "__main__":
+    main()

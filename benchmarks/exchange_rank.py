@@ -1,0 +1,372 @@
+"""What each rank of ``benchmarks/exchange.py`` runs: the systems, in turns, and their bound.
+
+Rank 0 asks for another rate of the links by a file in the shared folder; the process that holds the
+test bed sets it and answers by another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from exchange_parts import Parts, Times
+from meshwright.executor.agreement import rank_zero_decides
+from meshwright.executor.apply import apply
+from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.parallel import run_of
+from meshwright.executor.schedule import Orders
+from meshwright.executor.start import start_process_group
+from meshwright.models import build
+from meshwright.planner.cluster import Cluster, Device, Level, Node
+from meshwright.planner.goal import Goal
+from meshwright.planner.layout import data_parallel
+from meshwright.planner.plan import Plan, Prediction, Provenance, UnitPlan
+from meshwright.planner.problem import Problem
+from meshwright.planner.profile import ModelProfile
+from meshwright.planner.schedule import Message, Step, work_of
+from meshwright.planner.simulate import simulate
+from meshwright.planner.slices import cut
+from meshwright.planner.solver import solve
+from meshwright.planner.step import LINKS, Chain, empty_chain, priority_bound
+from meshwright.profiler.model import profile
+from meshwright.units.discover import discover
+from meshwright.units.workload import Batch, Workload
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+WARM_UP = 2
+MIB = 2**20
+BUCKETS_MB = (5, 25, 100)
+"""DDP's bucket sizes; 25 is its default."""
+SLICES = (MIB, 4 * MIB)
+WHOLE = 2**40
+"""A slice size that leaves every parameter whole."""
+LATENCY_S = 3e-4
+"""Of a small all-reduce between two hosts of the bed; goodput is measured in every row."""
+PROFILE_S = 15.0
+PLAN_S = 10.0
+JITTER = 0.1
+NOTHING = Prediction(
+    step_s=0.0, compute_s=0.0, blocking_s=0.0, exposed_s=0.0, update_s=0.0, exchange_s=0.0,
+    wire_bytes=0, peak_bytes=(), gpu_seconds=0.0, samples_per_s=0.0,
+)  # fmt: skip
+
+
+class Jitter:
+    """Sleeps for a random share, up to 2·``JITTER``, of what each part of the step takes."""
+
+    def __init__(self, model: nn.Module, compute_s: float) -> None:
+        self.on = False
+        self._draw = random.Random(dist.get_rank())
+        parts = list(model.children()) or [model]
+        while len(parts) == 1 and list(parts[0].children()):
+            parts = list(parts[0].children())
+        self._each_s = 2 * JITTER * compute_s / (2 * len(parts))
+        for part in parts:
+            part.register_forward_pre_hook(lambda *_: self._wait())
+            part.register_full_backward_pre_hook(lambda *_: self._wait())
+
+    def _wait(self) -> None:
+        if self.on:
+            time.sleep(self._draw.random() * self._each_s)
+
+
+class System:
+    """A live model that is trained one way. ``finish`` ends what a step has left pending."""
+
+    def __init__(self, workload: Workload, compute_s: float) -> None:
+        self.workload, self.model = workload, workload.model
+        self.jitter = Jitter(self.model, compute_s)
+        self.finish: Callable[[], None] = lambda: None
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+
+    def step(self, batch: Batch) -> float:
+        """One step; when it ended."""
+        value = self.workload.loss(self.model(*batch.args, **batch.kwargs), batch.target)
+        value.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter()
+
+    def turn(self, batch: Batch, steps: int, *, jitter: bool = False) -> float:
+        """Seconds of a step in the steady state: from the end of the first to that of the last."""
+        self.jitter.on = jitter
+        ends = [self.step(batch) for _ in range(steps + 1)]
+        self.finish()
+        return (ends[-1] - ends[0]) / steps
+
+
+class Found(NamedTuple):
+    """What was measured of a model before a row's systems are made."""
+
+    name: str
+    parts: Parts
+    times: Times
+    bytes_per_s: float
+    profile: ModelProfile | None
+
+    @property
+    def chain(self) -> Chain:
+        """Costs of the units under data parallelism."""
+        world, chain = dist.get_world_size(), empty_chain(len(self.parts.sizes))
+        sizes = np.array(self.parts.sizes)
+        chain.forward_s[:] = self.times.forward
+        chain.backward_s[:] = self.times.backward
+        chain.update_s[:] = sizes / sizes.sum() * self.times.update_s
+        chain.exchange_s[1] = 2 * (world - 1) / world * sizes / self.bytes_per_s
+        return chain
+
+
+def fresh(name: str) -> Workload:
+    """The model as every system starts with it."""
+    torch.manual_seed(0)
+    return build(name)
+
+
+def by_ddp(found: Found, bucket_mb: int) -> System:
+    """DistributedDataParallel. Collective."""
+    system = System(fresh(found.name), found.times.step_s)
+    system.model = DistributedDataParallel(system.model, bucket_cap_mb=bucket_mb)
+    return system
+
+
+def by_fsdp(found: Found) -> System:
+    """FSDP2, a group for every unit with parameters. Collective."""
+    workload = fresh(found.name)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for modules in found.parts.modules:
+        inner = [workload.model.get_submodule(path) for path in modules]
+        for module in inner:
+            if any(True for _ in module.parameters()):
+                fully_shard(module, mesh=mesh)
+    fully_shard(workload.model, mesh=mesh)
+    return System(workload, found.times.step_s)
+
+
+def try_fsdp(found: Found, batch: Batch) -> tuple[System | None, str]:
+    """FSDP2 if it runs this model, else why not: it fails alike on all ranks. Collective."""
+    try:
+        system = by_fsdp(found)
+        system.turn(batch, 1)
+    except (RuntimeError, ValueError, AttributeError) as error:
+        return None, str(error).splitlines()[0]
+    return system, ""
+
+
+def plan_of(found: Found, slice_bytes: int) -> Plan:
+    """Plain data parallelism by priority, with the times that were measured."""
+    world, chain = dist.get_world_size(), found.chain
+    units = tuple(
+        UnitPlan(
+            name=modules[0] or "model", kind="other", modules=modules,
+            layout=data_parallel(world), forward_s=float(chain.forward_s[k]),
+            backward_s=float(chain.backward_s[k]), exchange_s=float(chain.exchange_s[1][k]),
+        )
+        for k, modules in enumerate(found.parts.modules)
+    )  # fmt: skip
+    return Plan(
+        target="benchmark", model=found.name, world_size=world, schedule="priority",
+        goal=Goal(batch=world, optimizer="momentum"), placement=tuple(range(world)),
+        bucket_bytes=slice_bytes, units=units, prediction=NOTHING, baseline=NOTHING,
+        provenance=Provenance(solver="hand", status="manual", profile="", cluster=""),
+    )  # fmt: skip
+
+
+def by_plan(found: Found, plan: Plan, *, urgent: bool = True) -> System:
+    """Whatever ``plan`` says; without ``urgent`` slices go first come, first served. Collective."""
+    system = System(fresh(found.name), found.times.step_s)
+    apply(system.model, system.optimizer, plan)
+    run = run_of(system.model)
+    if not urgent:
+        exchange = run._priority_exchange()
+        exchange._orders = Orders(plan, urgent=False).start(exchange.parcels, run.control)
+    system.finish = run.finish_steps
+    return system
+
+
+def chosen_plan(found: Found, batch: int) -> Plan:
+    """The planner's own lossless choice for links of the goodput. Collective."""
+    world = dist.get_world_size()
+    assert found.profile is not None
+    device = Device(name=found.profile.device, memory_bytes=8 * 2**30)
+    level = Level(name="intra", latency_s=LATENCY_S, bytes_per_s=found.bytes_per_s)
+    cluster = Cluster(
+        name="bed",
+        nodes=tuple(Node(name=f"host{i}", devices=(device,)) for i in range(world)),
+        levels=(level, Level(name="inter", latency_s=LATENCY_S, bytes_per_s=found.bytes_per_s)),
+    )
+    goal = Goal(batch=batch * world, optimizer="momentum")
+    problem = Problem(found.profile, cluster, goal, CAPABILITY, either=True)
+    return rank_zero_decides(lambda: solve(problem, "auto", PLAN_S).checked())
+
+
+def predicted(found: Found, *, sliced: bool, urgent: bool) -> float:
+    """A step as the planner simulates it: slices or whole gradients, by urgency or in order."""
+    chain, messages = found.chain, []
+    for k in reversed(range(len(found.parts.sizes))):
+        limit = 4 * MIB if sliced else WHOLE
+        for piece in cut([found.parts.sizes[k]], limit):
+            seconds = float(chain.exchange_s[1][k]) / piece.parts
+            messages.append(Message((k,), LINKS[1], seconds, k if urgent else 0))
+    return simulate(Step(work_of(chain, 1, "priority"), tuple(messages), "priority")).step_s
+
+
+def goodput(bytes_: int) -> float:
+    """Bytes a second that a rank sends in a large all_reduce. Collective."""
+    flat = torch.zeros(min(max(bytes_ // 4, 2**18), 2**22))
+    dist.barrier()
+    start = time.perf_counter()
+    dist.all_reduce(flat)
+    seconds = slowest(time.perf_counter() - start)
+    world = dist.get_world_size()
+    return 2 * (world - 1) / world * flat.numel() * 4 / seconds
+
+
+def set_rate(folder: Path, mbit_s: float) -> None:
+    """Asks the holder of the bed for that rate. Collective."""
+    if dist.get_rank() == 0:
+        (folder / "asked.part").write_text(repr(mbit_s))
+        (folder / "asked.part").rename(folder / "asked")
+        while not (folder / "done").exists():
+            time.sleep(0.02)
+        (folder / "done").unlink()
+    dist.barrier()
+
+
+def slowest(value: float) -> float:
+    """The largest over ranks. Collective."""
+    held = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    return float(held)
+
+
+@dataclass
+class Turns:
+    """The systems of a row in turns, and the figures that frame them."""
+
+    found: Found
+    batch: Batch
+    steps: int
+    rounds: int
+
+    def measure(self, systems: dict[str, System], *, jitter: bool = False) -> dict[str, float]:
+        """The median of each system's turns, of the slowest rank."""
+        for system in systems.values():
+            system.turn(self.batch, WARM_UP, jitter=jitter)
+        taken: dict[str, list[float]] = {key: [] for key in systems}
+        for _ in range(self.rounds):
+            for key, system in systems.items():
+                dist.barrier()
+                taken[key].append(slowest(system.turn(self.batch, self.steps, jitter=jitter)))
+        return {key: median(values) for key, values in taken.items()}
+
+
+def compared(found: Found, batch: Batch, asked: dict[str, Any]) -> dict[str, Any]:
+    """DDP, FSDP2, priority, the planner's choice: one row."""
+    systems = {f"ddp_{mb}": by_ddp(found, mb) for mb in BUCKETS_MB}
+    fsdp, failed = try_fsdp(found, batch)
+    systems |= {"fsdp_s": fsdp} if fsdp else {}
+    systems |= {f"priority_{size // MIB}": by_plan(found, plan_of(found, size)) for size in SLICES}
+    plan = chosen_plan(found, batch.size)
+    systems["plan_s"] = by_plan(found, plan)
+    turns = Turns(found, batch, asked["steps"], asked["rounds"])
+    seconds = turns.measure(systems)
+    best_ddp = min(BUCKETS_MB, key=lambda mb: seconds[f"ddp_{mb}"])
+    best_slice = min(SLICES, key=lambda size: seconds[f"priority_{size // MIB}"])
+    keys = f"ddp_{best_ddp}", f"priority_{best_slice // MIB}"
+    shaken = turns.measure({key: systems[key] for key in keys}, jitter=True)
+    divided = [u.name for u in plan.units if u.layout.degree > 1]
+    return {
+        "ddp_best_s": seconds[keys[0]], "ddp_default_s": seconds["ddp_25"],
+        "fsdp_s": seconds.get("fsdp_s"), "fsdp_failed": failed, "priority_s": seconds[keys[1]], "plan_s": seconds["plan_s"],
+        "ddp_bucket_mb": best_ddp, "slice_mib": best_slice // MIB,
+        "plan_schedule": plan.schedule, "plan_divided": len(divided),
+        "ddp_jitter_s": shaken[keys[0]], "priority_jitter_s": shaken[keys[1]],
+    }  # fmt: skip
+
+
+def ablated(found: Found, batch: Batch, asked: dict[str, Any]) -> dict[str, Any]:
+    """First come, first served or by priority, whole gradients or slices: measured, predicted."""
+    ways = {
+        f"{'priority' if urgent else 'fifo'}_{'slices' if sliced else 'whole'}": (sliced, urgent)
+        for urgent in (False, True)
+        for sliced in (False, True)
+    }
+    systems = {
+        key: by_plan(found, plan_of(found, 4 * MIB if sliced else WHOLE), urgent=urgent)
+        for key, (sliced, urgent) in ways.items()
+    }
+    seconds = Turns(found, batch, asked["steps"], asked["rounds"]).measure(systems)
+    row: dict[str, Any] = {f"{key}_s": value for key, value in seconds.items()}
+    for key, (sliced, urgent) in ways.items():
+        row[f"{key}_predicted_s"] = slowest(predicted(found, sliced=sliced, urgent=urgent))
+    return row
+
+
+def one_row(found: Found, batch: Batch, asked: dict[str, Any], ratio: float) -> dict[str, Any]:
+    """Sets the rate, measures the link and the systems. Collective."""
+    world = dist.get_world_size()
+    sent = 2 * (world - 1) / world * sum(found.parts.sizes)
+    mbit_s = 8e-6 * sent / (ratio * found.times.step_s)
+    set_rate(Path(asked["folder"]), mbit_s)
+    goodputs = [goodput(int(sent)) for _ in range(3)]
+    found = found._replace(bytes_per_s=median(goodputs))
+    measure = ablated if asked["ablation"] else compared
+    figures = measure(found, batch, asked)
+    bytes_per_s = median([*goodputs, *(goodput(int(sent)) for _ in range(2))])
+    bound_s = slowest(priority_bound(found._replace(bytes_per_s=bytes_per_s).chain))
+    row = {
+        "model": found.name, "hosts": world, "ratio": ratio, "mbit_s": mbit_s,
+        "batch": batch.size, "compute_s": found.times.step_s,
+        "goodput_mbit_s": 8e-6 * bytes_per_s, **figures, "bound_s": bound_s,
+    }  # fmt: skip
+    if not asked["ablation"]:
+        row["efficiency"] = bound_s / row["priority_s"]
+    return row
+
+
+def main() -> None:
+    """All rows of one model; rank 0 writes each as it is done. Collective."""
+    asked = json.loads(sys.argv[1])
+    folder, name, size = Path(asked["folder"]), asked["model"], asked["batch"]
+    torch.set_num_threads(1)
+    start_process_group()
+    alone = fresh(name)
+    torch.manual_seed(1 + dist.get_rank())
+    batch = alone.make_batch(size)
+    units = discover(alone.model, alone.make_batch(2)).units
+    made = None
+    if not asked["ablation"]:
+        made = rank_zero_decides(
+            lambda: profile(
+                fresh(name), batches=(max(size // 2, 1), size, 2 * size), degrees=(2,),
+                optimizers=("momentum",), budget_s=PROFILE_S,
+            )
+        )  # fmt: skip
+    parts = Parts(System(alone, 0.0), units)
+    for ratio in asked["ratios"]:
+        dist.barrier()
+        times = parts.times(batch, slowest)
+        row = one_row(Found(name, parts, times, 1.0, made), batch, asked, ratio)
+        if dist.get_rank() == 0:
+            with (folder / "rows").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
