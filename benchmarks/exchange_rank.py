@@ -290,7 +290,8 @@ def compared(found: Found, batch: Batch, asked: dict[str, Any]) -> dict[str, Any
     divided = [u.name for u in plan.units if u.layout.degree > 1]
     return {
         "ddp_best_s": seconds[keys[0]], "ddp_default_s": seconds["ddp_25"],
-        "fsdp_s": seconds.get("fsdp_s"), "fsdp_failed": failed, "priority_s": seconds[keys[1]], "plan_s": seconds["plan_s"],
+        "fsdp_s": seconds.get("fsdp_s"), "fsdp_failed": failed,
+        "priority_s": seconds[keys[1]], "plan_s": seconds["plan_s"],
         "ddp_bucket_mb": best_ddp, "slice_mib": best_slice // MIB,
         "plan_schedule": plan.schedule, "plan_divided": len(divided),
         "ddp_jitter_s": shaken[keys[0]], "priority_jitter_s": shaken[keys[1]],
