@@ -30,13 +30,6 @@ class Weight:
         return self._mine * len(counts) / total if total else 0.0
 
 
-class Share(Weight):
-    """The weight of a part of a batch whose total is known already (micro-batches)."""
-
-    def __init__(self, mine: float, total: float, ranks: int) -> None:
-        super().__init__(mine, lambda: [total] + [0.0] * (ranks - 1))
-
-
 class Forward:
     """What is known of one forward. ``synchronise`` is False inside ``no_sync``.
 

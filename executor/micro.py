@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..planner.errors import InputError
 from ..units.workload import Batch
-from .forward import Share
+from .control import Gathered
+from .forward import Weight
 from .parallel import run_of
 from .run import Run
 
@@ -34,20 +35,21 @@ def micro_batches(
     if len(mine) != parts:
         raise InputError(f"{len(mine)} counts were given for {parts} micro-batches: give one each")
     run = run_of(model)
+    # Nothing waits for it before backward: on a busy link it would stand behind slices.
     gathered = run.control.gather([sum(mine)], "the start of a step", whole=False)
-    total = sum(row[0] for row in gathered.rows())
     before = run.synchronise
     try:
         for i in range(parts):
             run.synchronise = before and i == parts - 1
-            _weigh(run, mine[i], total)
+            _weigh(run, mine[i], gathered)
             yield batch.slice(bounds[i], bounds[i + 1])
     finally:
         run.synchronise, run.weigh_next = before, None
 
 
-def _weigh(run: Run, mine: float, total: float) -> None:
-    run.weigh_next = lambda forward: Share(mine, total, run.world.size)
+def _weigh(run: Run, mine: float, totals: Gathered) -> None:
+    """A piece counts as its samples do within the sum of all ranks' totals."""
+    run.weigh_next = lambda forward: Weight(mine, lambda: [row[0] for row in totals.rows()])
 
 
 def join(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from collections import namedtuple
 import pytest
 import torch
 from meshwright.executor.control import Row, check_rows
-from meshwright.executor.forward import Forward, Share, Weight, samples_of
+from meshwright.executor.forward import Forward, Weight, samples_of
 from meshwright.executor.gradients import ShardGradient
 from meshwright.executor.held import HeldTensor, bring_home
 from meshwright.executor.memory import peak_bytes
@@ -48,7 +48,7 @@ def test_weights(mine, counts, factor):
 
 
 def test_a_share_of_a_known_total():
-    assert Share(1, 8, 4).factor() == 0.5
+    assert Weight(1, lambda: [8, 0, 0, 0]).factor() == 0.5
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.0, 1.0])
