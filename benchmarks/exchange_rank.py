@@ -143,13 +143,17 @@ def by_ddp(found: Found, bucket_mb: int) -> System:
 
 
 def by_fsdp(found: Found) -> System:
-    """FSDP2, a group for every unit with parameters. Collective."""
+    """FSDP2: a group for every unit with parameters of its own, the root's for the rest.
+    Collective."""
     workload = fresh(found.name)
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    uses: dict[nn.Parameter, int] = {}
+    for _, parameter in workload.model.named_parameters(remove_duplicate=False):
+        uses[parameter] = uses.get(parameter, 0) + 1
     for modules in found.parts.modules:
-        inner = [workload.model.get_submodule(path) for path in modules]
-        for module in inner:
-            if any(True for _ in module.parameters()):
+        for module in (workload.model.get_submodule(path) for path in modules):
+            mine = list(module.parameters())
+            if mine and all(uses[parameter] == 1 for parameter in mine):
                 fully_shard(module, mesh=mesh)
     fully_shard(workload.model, mesh=mesh)
     return System(workload, found.times.step_s)
@@ -166,7 +170,11 @@ def try_fsdp(found: Found, batch: Batch) -> tuple[System | None, str]:
 
 
 def plan_of(found: Found, slice_bytes: int) -> Plan:
-    """Plain data parallelism by priority, with the times that were measured."""
+    """Plain data parallelism by priority, with the times that rank 0 measured. Collective."""
+    return rank_zero_decides(lambda: _plan_of(found, slice_bytes))
+
+
+def _plan_of(found: Found, slice_bytes: int) -> Plan:
     world, chain = dist.get_world_size(), found.chain
     units = tuple(
         UnitPlan(
