@@ -63,6 +63,7 @@ class Control:
             return Gathered([mine], None, lambda work: None)
         parts = [torch.empty_like(mine) for _ in range(self.world.size)]
         work = dist.all_gather(parts, mine, group=handle, async_op=True)
+        self.watch.follow(work, doing)
         return Gathered(parts, work, lambda w: self._wait(w, doing))
 
     def most(self, vector: Tensor, doing: str) -> Gathered:
@@ -71,6 +72,7 @@ class Control:
         if handle is None:
             return Gathered([vector], None, lambda work: None)
         work = dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=handle, async_op=True)
+        self.watch.follow(work, doing)
         return Gathered([vector], work, lambda w: self._wait(w, doing))
 
     def _wait(self, work: dist.Work | None, doing: str) -> None:
