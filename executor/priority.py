@@ -19,8 +19,9 @@ from torch import Tensor
 from ..planner.errors import RunError
 from .control import Control
 from .exchange import Entry, Votes
+from .groups import Group
 from .schedule import Orders
-from .slices import Parcel, Slice, as_sent, make_parcels
+from .slices import Parcel, as_sent, make_parcels
 from .waiting import WaitingGradient
 from .watch import Watch
 
@@ -28,7 +29,8 @@ from .watch import Watch
 class PriorityExchange:
     """Sends slices in the agreed order and shows gradients that wait when touched.
 
-    ``issued(text, sent)`` is told of each collective, and the bytes that a ring sends for it.
+    ``issued(text, sent, group)`` is told of each collective before it is issued, and the bytes that
+    a ring sends for it.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class PriorityExchange:
         orders: Orders,
         control: Control,
         watch: Watch,
-        issued: Callable[[str, int], None],
+        issued: Callable[[str, int, Group], None],
     ) -> None:
         self.parcels = make_parcels(entries, limit_bytes)
         self.home = {entry: parcel for parcel in self.parcels for entry in parcel.entries}
@@ -84,18 +86,19 @@ class PriorityExchange:
             parcel = self.parcels[turn.load]
             if not parcel.full:
                 return
-            sent = self._send(parcel, turn.number)
-            size = sent.entries[0].group.size
-            name = sent.entries[0].name
-            self._issued(f"slice {turn.number} of {name}", 2 * (size - 1) * sent.bytes // size)
+            one = parcel.slices[turn.number]
+            group, name = one.entries[0].group, one.entries[0].name
+            bytes_ = 2 * (group.size - 1) * one.bytes // group.size
+            self._issued(f"slice {turn.number} of {name!r}", bytes_, group)
+            self._send(parcel, turn.number)
             self._next += 1
 
-    def _send(self, parcel: Parcel, number: int) -> Slice:
+    def _send(self, parcel: Parcel, number: int) -> None:
         if not parcel.travelling:  # from now on its memory is the library's
             for entry in parcel.entries:
                 if entry not in self._unused:
                     self._show(entry)
-        return parcel.send(number)
+        parcel.send(number)
 
     def end(self, votes: Votes) -> None:
         """Backward is over: the rest leaves, zeros (or what had accumulated before) for gradients

@@ -44,13 +44,20 @@ class Heard(NamedTuple):
     alive: bool
 
 
+class Alarm(NamedTuple):
+    """A rank that has given up, and the sentence that says why where that was known at once."""
+
+    rank: int
+    reason: str
+
+
 class Pulse:
     """This process's beat, and what is heard of the others. Made by all ranks together."""
 
     def __init__(self, store: Store, rank: int, size: int, limit_s: float) -> None:
         self.rank, self.size = rank, size
-        self.alarmed_by: int | None = None
-        """The rank that was the first to give up, once this rank has heard of it."""
+        self.alarm: Alarm | None = None
+        """That another rank has given up, once this one has heard of it."""
         self._store = store
         self._reader: Any = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         self._beats = not in_a_file(store)  # such a store grows with each beat
@@ -75,7 +82,7 @@ class Pulse:
             found: list[bytes] = self._reader.multi_get(keys)
             return found
 
-        names = _within(read, limit_s + REACH_S)
+        names = within(read, limit_s + REACH_S)
         if names is None:
             raise RunError(
                 f"rank {self.rank} on {socket.gethostname()} has not heard of all of the "
@@ -98,12 +105,14 @@ class Pulse:
     def beat(self, number: int) -> None:
         """One sign of life; looks whether a rank has given up."""
         self._reader.set(self._key("beat", self.rank), str(number))
-        if self.alarmed_by is None and self._reader.check([_ALARM]):
-            self.alarmed_by = int(self._reader.get(_ALARM))
+        if self.alarm is None and self._reader.check([_ALARM]):
+            rank, reason = self._reader.get(_ALARM).decode().split(" ", 1)
+            self.alarm = Alarm(int(rank), reason)
 
-    def give_up(self) -> None:
+    def give_up(self, reason: str = "") -> None:
         """Tells the others that this rank waits no longer, so that they say so in time too."""
-        self._publish(_ALARM, str(self.rank))
+        if self.alarm is None:
+            self._publish(_ALARM, f"{self.rank} {reason}")
 
     def ask(self, keys: Sequence[str]) -> list[Heard] | None:
         """What stands under each rank's key, and whether that rank is alive; takes ``SILENT_S``.
@@ -122,7 +131,7 @@ class Pulse:
                 for key, old, new in zip(keys, before, after, strict=True)
             ]
 
-        return _within(read, SILENT_S + REACH_S)
+        return within(read, SILENT_S + REACH_S)
 
     def part(self, alive: Iterable[int]) -> None:
         """This rank has said what it knows. The first waits until the others that live have, as the
@@ -130,7 +139,7 @@ class Pulse:
         self._publish(self._key("parted", self.rank), "1")
         keys = [self._key("parted", rank) for rank in alive if rank != self.rank]
         if self.rank == 0 and keys and self._beats:
-            _within(lambda: self._look_for(keys), LINGER_S)
+            within(lambda: self._look_for(keys), LINGER_S)
 
     def _look_for(self, keys: list[str]) -> None:
         """Returns when all keys are there. Not by the store's own wait, which would hold back the
@@ -170,8 +179,9 @@ def _beat(group: weakref.ref[dist.ProcessGroup], pulse: weakref.ref[Pulse]) -> N
         time.sleep(BEAT_S)
 
 
-def _within(work: Callable[[], Answer], limit_s: float) -> Answer | None:
-    """``work()``, or None where it fails or is not done in time; it is left behind then."""
+def within(work: Callable[[], Answer], limit_s: float) -> Answer | None:
+    """``work()``, which asks a store. None where it fails or is not done in time: it is left behind
+    then."""
     found: list[Answer] = []
 
     def run() -> None:

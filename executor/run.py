@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from .broadcast import broadcast
 from .control import Control, Header, Row, digest
 from .exchange import BucketExchange, Entry, Exchange, make_buckets
 from .forward import Forward, Weight, samples_of, shapes_of
-from .groups import World
+from .groups import Group, World
 from .held import bring_home
 from .lazy import LazySteps
 from .priority import PriorityExchange
@@ -26,8 +25,6 @@ from .schedule import Orders
 from .shards import Shard
 from .synchronise import GradientSynchroniser
 from .watch import Watch
-
-DEBUG_VARIABLE = "MESHWRIGHT_DEBUG"
 
 
 class Run:
@@ -52,8 +49,6 @@ class Run:
         self.divided_parameters: dict[nn.Parameter, Shard] = {}
         self.weigh_next: Callable[[Forward], Weight] | None = None
         self._number = 0
-        self._issued = 0
-        self._debug = os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
         self._buffers: list[Tensor] = []
         self._all_entries: list[Entry] = []
         self._trainable: list[bool] = []
@@ -74,11 +69,11 @@ class Run:
         assert self._gradients is not None
         return self._gradients
 
-    def issued(self, what: str, sent_bytes: int = 0) -> None:
-        """Notes a collective, where ranks are to compare what they issue."""
+    def issued(self, what: str, sent_bytes: int = 0, group: Group | None = None) -> None:
+        """Notes a collective that is about to be issued, in ``group`` or that of all ranks for
+        gradients; in debug mode ranks compare what they issue."""
         self.meter.sent_bytes += sent_bytes
-        if self._debug:
-            self._issued = digest(f"{self._issued} {what}")
+        self.watch.issued(what, group or self.world.peers[1])
 
     def group_counts(self, degree: int) -> tuple[int, ...]:
         """The samples of each member of this rank's group of that degree."""
@@ -148,7 +143,6 @@ class Run:
         if self.divided:
             forward.counts()
         if grad and model.training and self.synchronise:
-            self.issued("buffers")
             doing = f"the buffers of forward {self._number}"
             broadcast(self._buffers, self.world.likes[1], self.watch, doing)
         return forward
@@ -160,7 +154,7 @@ class Run:
 
         def begin() -> Header:
             self._number += 1
-            row = Row(self._number, samples, shapes, mode, self._issued)
+            row = Row(self._number, samples, shapes, mode)
             doing = f"forward {self._number}"
             self.watch.post(f"is in {doing}")
             return Header(row, self.control.gather(row, doing), self.strict)

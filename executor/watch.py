@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 from ..planner.errors import InputError, RunError
 from .groups import Group
+from .ledger import Ledger, debugging
 from .pulse import Heard, in_a_file, pulse_of
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -61,6 +62,9 @@ class Watch:
         self._cheap = self._store is not None and not in_a_file(self._store)
         self._doing = "start"
         self._followed: deque[_Followed] = deque()
+        self._ledger: Ledger | None = None
+        if self.pulse is not None and debugging():
+            self._ledger = Ledger(distributed_c10d._get_default_store(), self.pulse, run)
         atexit.register(_say_goodbye, weakref.ref(self))
 
     def post(self, doing: str) -> None:
@@ -70,6 +74,12 @@ class Watch:
         self._doing = doing
         if self._cheap:
             self._publish(doing)
+
+    def issued(self, what: str, group: Group) -> None:
+        """Notes a collective that is about to be issued; in debug mode it is compared with what
+        others issue. Raises ``RunError`` where they differ."""
+        if self._ledger is not None:
+            self._ledger.note(group, what)
 
     def follow(self, work: dist.Work, doing: str) -> None:
         """Notes a collective that this rank may never wait for, so that it does not go unseen if
@@ -88,12 +98,14 @@ class Watch:
         if group.on_stream:
             work.wait()
         else:
-            self._wait_on_host(work, doing)
+            self._wait_on_host(work, group, doing)
+        if self._ledger is not None:
+            self._ledger.compared(group)
         taken = time.perf_counter() - start
         self.waited_s += taken
         return taken
 
-    def _wait_on_host(self, work: dist.Work, doing: str) -> None:
+    def _wait_on_host(self, work: dist.Work, group: Group, doing: str) -> None:
         """Waits piece by piece, as another rank may give up meanwhile."""
         start = time.monotonic()
         while True:
@@ -103,13 +115,28 @@ class Watch:
                 return
             except RuntimeError as error:
                 waited_s = time.monotonic() - start
+                lagging = self._compare(group)
                 if work.is_completed():
-                    self._give_up(doing, waited_s, f" and lost a peer ({_first_line(error)})")
+                    self._give_up(
+                        f"{doing}{lagging}", waited_s, f" and lost a peer ({_first_line(error)})"
+                    )
                 if waited_s >= self.timeout_s:
-                    self._give_up(doing, waited_s)
-                if self.pulse is not None and self.pulse.alarmed_by is not None:
-                    by = self.pulse.name(self.pulse.alarmed_by)
-                    self._give_up(doing, waited_s, f", and {by} has given up waiting")
+                    self._give_up(f"{doing}{lagging}", waited_s)
+                self._heed_alarm(f"{doing}{lagging}", waited_s)
+
+    def _heed_alarm(self, doing: str, waited_s: float) -> None:
+        if self.pulse is None or self.pulse.alarm is None:
+            return
+        by, reason = self.pulse.alarm
+        if reason:
+            raise RunError(f"{self.pulse.name(by)} has given up: {reason}")
+        self._give_up(doing, waited_s, f", and {self.pulse.name(by)} has given up waiting")
+
+    def _compare(self, group: Group) -> str:
+        """In debug mode: raises where ranks issue different collectives; who issues none."""
+        if self._ledger is None or self._ledger.compared(group):
+            return ""
+        return self._ledger.lagging(group)
 
     def _check_followed(self) -> None:
         while self._followed:
