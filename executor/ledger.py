@@ -46,7 +46,7 @@ class Ledger:
     """What this rank has issued, and what the others have. ``run`` tells runs apart."""
 
     def __init__(self, store: Store, pulse: Pulse, run: int) -> None:
-        if not store.has_extended_api():
+        if not store.has_extended_api():  # type: ignore[attr-defined]
             raise InputError(
                 f"{DEBUG_VARIABLE} compares collectives through a store that can append, which "
                 f"{type(store).__name__} cannot: start with torchrun, or unset it"

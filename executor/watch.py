@@ -147,8 +147,10 @@ class Watch:
                     self._give_up(doing, age_s)
                 return
             self._followed.popleft()
-            if not work.is_success():
-                self._give_up(doing, age_s, " and lost a peer")
+            try:
+                work.wait(timedelta(seconds=POLL_S))
+            except RuntimeError as error:
+                self._give_up(doing, age_s, f" and lost a peer ({_first_line(error)})")
 
     def _give_up(self, doing: str, waited_s: float, more: str = "") -> NoReturn:
         """Raises the sentence that says where every rank is, and lets the others say theirs."""

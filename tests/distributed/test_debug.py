@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import test_equality
 import test_user
 import torch
 from meshwright.executor.apply import apply
-from meshwright.planner.plan import Plan
 from plans import plan, scheduled, unit
 from torch import nn
 
@@ -119,11 +119,18 @@ def test_without_it_nothing_is_kept(ranks: Any) -> None:
 # -- what is wrong ---------------------------------------------------------------------------------
 
 
-def trained(chosen: Plan, schedule: str, disturb: Callable[[nn.Module], None]) -> None:
-    model = test_user.net()
+def trained(divided: bool, world: int, schedule: str, disturb: Callable[[nn.Module], None]) -> None:
+    """Steps of a model whose units are too large to travel together; ``disturb`` after one."""
+    torch.manual_seed(7)
+    layers = nn.Linear(128, 96), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.Linear(96, 128)
+    model = nn.Sequential(*layers).double()
+    inside = [unit(("1", "2"), 2, "column", world), unit("3", 2, "row", world)]
+    plain = [unit(str(i), 1, "none", world) for i in (1, 2, 3)]
+    ends = [unit(i, 1, "none", world) for i in ("0", "4")]
     with debugging(), scheduled("priority" if schedule == "priority" else "barrier"):
-        apply(model, None, chosen, timeout_s=4)
-    inputs, _ = test_user.data(3)
+        units = [ends[0], *(inside if divided else plain), ends[1]]
+        apply(model, None, plan(world, units, bucket_bytes=30_000), timeout_s=4)
+    inputs = torch.ones(3, 128, dtype=torch.float64)
     model(inputs).sum().backward()
     disturb(model)
     for _ in range(3):
@@ -139,16 +146,12 @@ def swap_turns(model: nn.Module) -> None:
         for i, turn in enumerate(turns)
         if exchange.parcels[turn.load].entries[0].group.label == "exchange"
     ]
-    pairs = zip(everybody, everybody[1:], strict=False)
-    one, other = next((i, j) for i, j in pairs if turns[i].load != turns[j].load)
+    one, other = next((i, j) for i, j in pairwise(everybody) if turns[i].load != turns[j].load)
     turns[one], turns[other] = turns[other], turns[one]
 
 
 def wrong_order(rank: int, world: int, divided: bool) -> None:
-    with scheduled("priority"):
-        units = [unit(str(i), 1, "none", world) for i in (0, 2, 4, 5)]
-        chosen = test_user.both(world)[1] if divided else plan(world, units, bucket_bytes=200)
-    trained(chosen, "priority", swap_turns if rank == 1 else lambda model: None)
+    trained(divided, world, "priority", swap_turns if rank == 1 else lambda model: None)
 
 
 @pytest.mark.parametrize(("world", "divided"), [(2, False), (4, True)])
@@ -171,7 +174,7 @@ def another_path(rank: int) -> None:
         if rank == 1:
             model._meshwright_run.issued("something that rank 0 has not issued")
 
-    trained(plan(2), "barrier", disturb)
+    trained(False, 2, "barrier", disturb)
 
 
 def test_a_collective_too_many_is_named(ranks: Any) -> None:
@@ -189,7 +192,7 @@ def falls_silent(rank: int) -> None:
             time.sleep(8)
             raise KeyError("has left the loop")
 
-    trained(plan(2), "barrier", disturb)
+    trained(False, 2, "barrier", disturb)
 
 
 def test_a_rank_that_issues_nothing_more_is_named_in_time(ranks: Any) -> None:

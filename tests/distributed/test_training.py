@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from meshwright import models
@@ -10,9 +9,8 @@ from meshwright.executor.apply import apply
 from meshwright.executor.parallel import full_state_dict
 from meshwright.executor.train import run_steps, train_step
 from meshwright.units.discover import discover
-from plans import by_columns_and_rows, plan, plan_for
+from plans import by_columns_and_rows, plan_for
 from reference import twin
-from torch import nn
 
 
 def measures_steps(rank: int, micro: int) -> None:
