@@ -14,6 +14,7 @@ import contextlib
 import socket
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -61,9 +62,12 @@ class Pulse:
         self._store = store
         self._reader: Any = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         self._beats = not in_a_file(store)  # such a store grows with each beat
-        self._publish(self._key("host", rank), socket.gethostname())
+        # A store may still hold the keys of a process group that was destroyed: an alarm counts
+        # where it has the mark that its rank has now.
+        self._mark = uuid.uuid4().hex
+        self._publish(self._key("host", rank), f"{self._mark} {socket.gethostname()}")
         self._publish(self._key("beat", rank), "0")
-        self.hosts = self._gather_hosts(limit_s)
+        self._marks, self.hosts = self._gather_hosts(limit_s)
 
     def start(self) -> None:
         """Begins to beat, until the process group or this object is gone."""
@@ -73,7 +77,8 @@ class Pulse:
             arguments = (weakref.ref(group), mine)
             threading.Thread(target=_beat, args=arguments, name="pulse", daemon=True).start()
 
-    def _gather_hosts(self, limit_s: float) -> tuple[str, ...]:
+    def _gather_hosts(self, limit_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Every rank's mark, and its host's name."""
         keys = [self._key("host", rank) for rank in range(self.size)]
         limit = timedelta(seconds=limit_s)
 
@@ -88,7 +93,8 @@ class Pulse:
                 f"rank {self.rank} on {socket.gethostname()} has not heard of all of the "
                 f"{self.size} ranks in {limit_s:g} s: one of them has not come to apply the plan"
             )
-        return tuple(name.decode() for name in names)
+        pairs = [name.decode().split(" ", 1) for name in names]
+        return tuple(mark for mark, _ in pairs), tuple(host for _, host in pairs)
 
     @staticmethod
     def _key(what: str, rank: int) -> str:
@@ -106,13 +112,14 @@ class Pulse:
         """One sign of life; looks whether a rank has given up."""
         self._reader.set(self._key("beat", self.rank), str(number))
         if self.alarm is None and self._reader.check([_ALARM]):
-            rank, reason = self._reader.get(_ALARM).decode().split(" ", 1)
-            self.alarm = Alarm(int(rank), reason)
+            rank, mark, reason = self._reader.get(_ALARM).decode().split(" ", 2)
+            if mark == self._marks[int(rank)]:
+                self.alarm = Alarm(int(rank), reason)
 
     def give_up(self, reason: str = "") -> None:
         """Tells the others that this rank waits no longer, so that they say so in time too."""
         if self.alarm is None:
-            self._publish(_ALARM, f"{self.rank} {reason}")
+            self._publish(_ALARM, f"{self.rank} {self._mark} {reason}")
 
     def ask(self, keys: Sequence[str]) -> list[Heard] | None:
         """What stands under each rank's key, and whether that rank is alive; takes ``SILENT_S``.
