@@ -25,6 +25,9 @@ EVERY = 50
 """The backwards after which ranks agree on new times: soon, and then now and then."""
 KEPT = 8
 """So many backwards are remembered; a median over them is a unit's time."""
+LATE = 1.05
+"""Gradients are taken to be ready by so much later than measured. One that is later than its turn
+leaves the link idle, for good; one that is earlier waits for a slice or two."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,12 @@ class Order:
         self._number = 0
         self._left: dict[Parcel, int] = {}
         self._end_s = 0.0
+        self._most = (0, 0.0)
         self.turns = self._find(_planned_ready(orders.plan, parcels))
 
     def _find(self, ready_s: Sequence[float]) -> list[Turn]:
         loads = [
-            Load(at, parcel.unit, tuple(seconds))
+            Load(at * LATE, parcel.unit, tuple(seconds))
             for at, parcel, seconds in zip(ready_s, self._parcels, self._seconds, strict=True)
         ]
         return send_order(loads, urgent=self._orders.urgent)
@@ -86,7 +90,9 @@ class Order:
 
     def _count_left(self) -> None:
         """The bytes ahead of each parcel's end that the links have not carried yet."""
-        self._end_s, self._left = time.perf_counter(), {}
+        if self._most[0]:
+            self._rates = [*self._rates[1 - KEPT :], self._most[1]]
+        self._end_s, self._left, self._most = time.perf_counter(), {}, (0, 0.0)
         ahead = 0
         for turn in self.turns:
             parcel = self._parcels[turn.load]
@@ -95,11 +101,11 @@ class Order:
             self._left[parcel] = ahead
 
     def arrived(self, parcel: Parcel, waited_s: float) -> None:
-        """A parcel has come back after a wait: the links were busy until now."""
+        """A parcel has come back after a wait: the links were busy until now. Of a step the wait
+        with most before it counts; after little, what is measured is mostly the forward between."""
         ahead = self._left.pop(parcel, 0)
-        if waited_s > 0 and ahead:
-            rate = (time.perf_counter() - self._end_s) / ahead
-            self._rates = [*self._rates[1 - KEPT :], rate]
+        if waited_s > 0 and ahead > self._most[0]:
+            self._most = ahead, (time.perf_counter() - self._end_s) / ahead
 
 
 def _planned_ready(plan: Plan, parcels: Sequence[Parcel]) -> list[float]:
