@@ -204,10 +204,9 @@ class BucketExchange:
     """Sends buckets as they fill, in order, and waits for them at the end of backward.
 
     ``issued(text, sent, group)`` is told of each collective before it is issued, and the bytes that
-    a ring sends for it. With
-    ``eager`` off nothing leaves before ``flush``: on NCCL, collectives of several communicators
-    must be launched in one order on all ranks, which buckets that leave in the midst of
-    redistributions could break.
+    a ring sends for it. With ``eager`` off nothing leaves before ``flush``: on NCCL, collectives of
+    several communicators must be launched in one order on all ranks, which buckets that leave in
+    the midst of redistributions could break.
     """
 
     def __init__(
@@ -273,6 +272,7 @@ class BucketExchange:
             bucket = self.buckets[self._next]
             if bucket.missing and not all_of_them:
                 return
-            self._issued(f"bucket {self._next}", bucket.sent_bytes, bucket.group)
+            text = f"bucket {self._next} from {bucket.entries[0].name!r}"
+            self._issued(text, bucket.sent_bytes, bucket.group)
             bucket.launch()
             self._next += 1

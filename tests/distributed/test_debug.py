@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import lossy
 import pytest
+import test_dropped
 import test_equality
+import test_sharded
 import test_user
 import torch
 from meshwright.executor.apply import apply
@@ -72,6 +75,32 @@ def test_hybrid_plans_pass(ranks: Any, case: test_equality.Case, schedule: str) 
     ranks(4)(equals_one_process, case, schedule, limit_s=120)
 
 
+def passes_exchanges(rank: int) -> set[str]:
+    """Every exchange policy, and what users do with shared gradients; the groups compared."""
+    groups = set()
+    with debugging():
+        for exchange in ("dropped", "topk"):
+            training = lossy.Training(lossy.lossy_plan(exchange, 0.3), test_dropped.momentum)
+            for parameters in training.steps(range(4)):
+                lossy.assert_equal_on_all_ranks(parameters)
+            groups |= {key[0] for key in training.run.watch._ledger._sequences}
+        test_sharded.clips_by_norm(rank, 2)
+        model = test_sharded.net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        apply(model, optimizer, test_sharded.shards(2))
+        test_sharded.loss_of(model, test_sharded.part(rank, [2, 2])).backward()
+        next(model.parameters()).grad.add_(0)  # puts a gradient together
+        optimizer.step()
+        model.state_dict()
+        groups |= {key[0] for key in model._meshwright_run.watch._ledger._sequences}
+    return groups
+
+
+def test_exchanges_that_share_or_send_a_part_pass(ranks: Any) -> None:
+    for groups in ranks(2)(passes_exchanges, limit_s=90):
+        assert groups >= {"control", "exchange", "parameters 1", "reads 1"}
+
+
 def kinds(rank: int) -> tuple[dict[str, int], int]:
     """How many collectives were compared in each group, and what the store still holds."""
     torch.manual_seed(0)
@@ -93,14 +122,9 @@ def kinds(rank: int) -> tuple[dict[str, int], int]:
 
 
 def test_every_kind_is_compared_and_old_names_are_removed(ranks: Any) -> None:
+    groups = {"control", "exchange", "exchange 2", "redistribution 2", "statistics"}
     for found, held in ranks(4)(kinds):
-        assert set(found) == {
-            "control",
-            "exchange",
-            "exchange 2",
-            "redistribution 2",
-            "statistics",
-        }
+        assert set(found) == groups
         assert all(found.values())
         assert found["control"] >= 60  # a header and a vote in each step
         assert held < 10
@@ -120,9 +144,10 @@ def test_without_it_nothing_is_kept(ranks: Any) -> None:
 
 
 def trained(divided: bool, world: int, schedule: str, disturb: Callable[[nn.Module], None]) -> None:
-    """Steps of a model whose units are too large to travel together; ``disturb`` after one."""
+    """Steps of a model whose first and last unit are too large to share a parcel (the planner's
+    ``PACKED_BYTES``), so that all ranks have two to mix up; ``disturb`` after one step."""
     torch.manual_seed(7)
-    layers = nn.Linear(128, 96), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.Linear(96, 128)
+    layers = nn.Linear(256, 96), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.Linear(96, 256)
     model = nn.Sequential(*layers).double()
     inside = [unit(("1", "2"), 2, "column", world), unit("3", 2, "row", world)]
     plain = [unit(str(i), 1, "none", world) for i in (1, 2, 3)]
@@ -130,7 +155,7 @@ def trained(divided: bool, world: int, schedule: str, disturb: Callable[[nn.Modu
     with debugging(), scheduled("priority" if schedule == "priority" else "barrier"):
         units = [ends[0], *(inside if divided else plain), ends[1]]
         apply(model, None, plan(world, units, bucket_bytes=30_000), timeout_s=4)
-    inputs = torch.ones(3, 128, dtype=torch.float64)
+    inputs = torch.ones(3, 256, dtype=torch.float64)
     model(inputs).sum().backward()
     disturb(model)
     for _ in range(3):
@@ -150,16 +175,28 @@ def swap_turns(model: nn.Module) -> None:
     turns[one], turns[other] = turns[other], turns[one]
 
 
-def wrong_order(rank: int, world: int, divided: bool) -> None:
-    trained(divided, world, "priority", swap_turns if rank == 1 else lambda model: None)
+def swap_buckets(model: nn.Module) -> None:
+    """The same of two buckets."""
+    buckets = model._meshwright_run._gradients._exchange.buckets
+    one, other = [i for i, b in enumerate(buckets) if b.group.label == "exchange"][:2]
+    buckets[one], buckets[other] = buckets[other], buckets[one]
 
 
+def wrong_order(rank: int, world: int, divided: bool, schedule: str) -> None:
+    swap = swap_turns if schedule == "priority" else swap_buckets
+    trained(divided, world, schedule, swap if rank == 1 else lambda model: None)
+
+
+@pytest.mark.parametrize("schedule", ["barrier", "priority"])
 @pytest.mark.parametrize(("world", "divided"), [(2, False), (4, True)])
-def test_a_wrong_order_is_caught_on_every_rank(ranks: Any, world: int, divided: bool) -> None:
-    outcomes = ranks(world).outcomes(wrong_order, world, divided)
+def test_a_wrong_order_is_caught_on_every_rank(
+    ranks: Any, world: int, divided: bool, schedule: str
+) -> None:
+    outcomes = ranks(world).outcomes(wrong_order, world, divided, schedule)
+    what = r"((?:slice \d+ of|bucket \d+ from) '[^']+')"
     sentence = (
-        r"rank (\d) issues (slice \d+ of '[^']+') as its (\d+)(st|nd|rd|th) collective in group "
-        r"'(exchange.*)' while rank (\d) issues (slice \d+ of '[^']+')"
+        rf"rank (\d) issues {what} as its (\d+)(st|nd|rd|th) collective in group "
+        rf"'(exchange.*)' while rank (\d) issues {what}"
     )
     assert [o.kind for o in outcomes] == ["RunError"] * world, outcomes
     for outcome in outcomes:
@@ -181,9 +218,24 @@ def test_a_collective_too_many_is_named(ranks: Any) -> None:
     for outcome in ranks(2).outcomes(another_path):
         assert outcome.kind == "RunError"
         assert (
-            "rank 0 issues bucket 0 as its 9th collective in group 'exchange' while rank 1 issues "
-            "something that rank 0 has not issued"
+            "rank 0 issues bucket 0 from '4.bias' as its 9th collective in group 'exchange' while "
+            "rank 1 issues something that rank 0 has not issued"
         ) in outcome.error
+
+
+def reads_in_another_order(rank: int) -> None:
+    with debugging():
+        test_sharded.read_in_another_order(rank)
+
+
+def test_sharded_gradients_read_in_another_order_are_named(ranks: Any) -> None:
+    for outcome in ranks(2).outcomes(reads_in_another_order):
+        assert outcome.kind == "RunError"
+        assert re.search(
+            r"rank 0 issues putting '(.*?)' together.* in group 'reads 1' while rank 1 issues "
+            r"putting '(?!\1)",
+            outcome.error,
+        ), outcome.error
 
 
 def falls_silent(rank: int) -> None:
