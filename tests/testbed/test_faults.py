@@ -29,6 +29,11 @@ FEW_S = 10
 gloo's own limit on what it still carries (5 s)."""
 
 
+SLOW = pytest.mark.slow
+SCHEDULES = [pytest.param("barrier", marks=SLOW), "priority"]
+"""Each case takes 20 s: the quick tests have one of each fault."""
+
+
 @pytest.fixture
 def bed() -> Iterator[Bed]:
     with Bed(3, 200.0) as made:
@@ -91,7 +96,7 @@ def nothing_left(host: Host) -> bool:
     return not running(host)
 
 
-@pytest.mark.parametrize("schedule", ["barrier", "priority"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_slow_host_is_slower_and_right(schedule: str, tmp_path: Path) -> None:
     with Bed(2, 200.0) as bed:
         undisturbed = Training(bed, schedule, 16, tmp_path / "undisturbed").results()
@@ -105,7 +110,7 @@ def test_a_slow_host_is_slower_and_right(schedule: str, tmp_path: Path) -> None:
         assert all(torch.equal(mine[name], right[name]) for name in right)
 
 
-@pytest.mark.parametrize("schedule", ["barrier", "priority", "headers"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, pytest.param("headers", marks=SLOW)])
 def test_a_stalled_rank_is_named_on_every_other(bed: Bed, schedule: str, tmp_path: Path) -> None:
     training = Training(bed, schedule, 0, tmp_path / "run")
     training.reach(3)
@@ -125,7 +130,7 @@ def test_a_stalled_rank_is_named_on_every_other(bed: Bed, schedule: str, tmp_pat
     assert nothing_left(bed.hosts[1])
 
 
-@pytest.mark.parametrize("schedule", ["barrier", "priority"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_cut_link_is_named_on_both_sides(bed: Bed, schedule: str, tmp_path: Path) -> None:
     training = Training(bed, schedule, 0, tmp_path / "run")
     training.reach(3)
@@ -141,6 +146,7 @@ def test_a_cut_link_is_named_on_both_sides(bed: Bed, schedule: str, tmp_path: Pa
     assert all(nothing_left(host) for host in bed.hosts)
 
 
+@SLOW
 def test_the_host_of_the_store_is_cut_off(bed: Bed, tmp_path: Path) -> None:
     training = Training(bed, "priority", 0, tmp_path / "run")
     training.reach(3)
@@ -154,6 +160,7 @@ def test_the_host_of_the_store_is_cut_off(bed: Bed, tmp_path: Path) -> None:
     assert all(nothing_left(host) for host in bed.hosts)
 
 
+@SLOW
 def test_launch_says_the_sentence_and_ends(tmp_path: Path) -> None:
     """``meshwright launch``'s own engine, whose workers leave word instead of a traceback."""
     start = (
