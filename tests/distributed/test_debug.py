@@ -31,6 +31,9 @@ def debugging() -> Iterator[None]:
         del os.environ["MESHWRIGHT_DEBUG"]
 
 
+SCHEDULES = [pytest.param("barrier", marks=pytest.mark.slow), "priority"]
+
+
 # -- what is right ---------------------------------------------------------------------------------
 
 ORDINARY = [
@@ -53,7 +56,7 @@ def passes(rank: int, schedule: str) -> None:
             test_user.under(rank, check, schedule)
 
 
-@pytest.mark.parametrize("schedule", ["barrier", "priority"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_users_do_passes(ranks: Any, schedule: str) -> None:
     ranks(2)(passes, schedule, limit_s=90)
 
@@ -69,7 +72,7 @@ def equals_one_process(rank: int, case: test_equality.Case, schedule: str) -> No
         test_equality.equals_one_process(rank, case, "sgd", "float64")
 
 
-@pytest.mark.parametrize("schedule", ["barrier", "priority"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_hybrid_plans_pass(ranks: Any, case: test_equality.Case, schedule: str) -> None:
     ranks(4)(equals_one_process, case, schedule, limit_s=120)
