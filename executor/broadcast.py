@@ -28,6 +28,7 @@ def broadcast(tensors: Iterable[Tensor], group: Group, watch: Watch, doing: str)
     for batch in _messages([t.detach() for t in tensors if t.numel()]):
         flat = torch.cat([t.reshape(-1) for t in batch])
         wire = flat.view(torch.uint8)  # bytes travel, whatever the type
+        watch.issued(doing, group)
         work = dist.broadcast(wire, src=source, group=group.handle, async_op=True)
         watch.wait(work, group, doing)
         if dist.get_rank() != source:

@@ -21,13 +21,12 @@ from .watch import Watch
 
 class Row(NamedTuple):
     """One rank's header. ``shapes`` is a digest of its inputs' shapes without the batch dim,
-    ``mode`` tells training from evaluation, ``issued`` is a digest of the collectives so far."""
+    ``mode`` tells training from evaluation."""
 
     number: int
     samples: int
     shapes: int
     mode: int
-    issued: int
 
 
 class Gathered:
@@ -54,16 +53,6 @@ class Control:
         self.world = world
         self.watch = watch
         self.seconds = 0.0
-        self._open: list[dist.Work] = []
-
-    @property
-    def busy(self) -> bool:
-        """Whether something that this rank has started is still on its way."""
-        self._open = [work for work in self._open if not work.is_completed()]
-        return bool(self._open)
-
-    def _keep(self, work: dist.Work) -> None:
-        self._open = [*(w for w in self._open if not w.is_completed()), work]
 
     def gather(self, values: Sequence[float], doing: str, *, whole: bool = True) -> Gathered:
         """Starts to show ``values`` (``whole`` numbers or real ones) to every rank."""
@@ -72,8 +61,9 @@ class Control:
         if handle is None:
             return Gathered([mine], None, lambda work: None)
         parts = [torch.empty_like(mine) for _ in range(self.world.size)]
+        self.watch.issued(f"the header of {doing}", self.world.control)
         work = dist.all_gather(parts, mine, group=handle, async_op=True)
-        self._keep(work)
+        self.watch.follow(work, doing)
         return Gathered(parts, work, lambda w: self._wait(w, doing))
 
     def most(self, vector: Tensor, doing: str) -> Gathered:
@@ -81,8 +71,9 @@ class Control:
         handle = self.world.control.handle
         if handle is None:
             return Gathered([vector], None, lambda work: None)
+        self.watch.issued(f"the vote of {doing}", self.world.control)
         work = dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=handle, async_op=True)
-        self._keep(work)
+        self.watch.follow(work, doing)
         return Gathered([vector], work, lambda w: self._wait(w, doing))
 
     def total(self, vector: Tensor, doing: str) -> Gathered:
@@ -90,7 +81,9 @@ class Control:
         handle = self.world.control.handle
         if handle is None:
             return Gathered([vector], None, lambda work: None)
+        self.watch.issued(f"the sum of {doing}", self.world.control)
         work = dist.all_reduce(vector, group=handle, async_op=True)
+        self.watch.follow(work, doing)
         return Gathered([vector], work, lambda w: self._wait(w, doing))
 
     def _wait(self, work: dist.Work | None, doing: str) -> None:
@@ -135,11 +128,6 @@ def check_rows(rows: Sequence[Row], *, strict: bool) -> None:
         [row.number for row in rows],
         "rank {0} is in forward {1} while rank {2} is in forward {3}: every rank must call the "
         "model equally often, with an empty batch where it has no samples",
-    )
-    _same(
-        [row.issued for row in rows],
-        "rank {0} and rank {2} have issued different collectives before forward "
-        + f"{rows[0].number}: the model takes another path on one of them",
     )
     if not strict:
         return

@@ -151,13 +151,17 @@ class DroppedParcel(LossyParcel):
         """Whether an entry is sent in this backward."""
         return self.agreement.sends(entry)
 
-    def send(self, number: int) -> Slice:
+    def following(self, number: int) -> Slice:
+        """Its next slice, whose turn may pass without a message."""
+        one = self.slices[number]
+        one.skipped = not self.sends(one.entries[0])
+        return one
+
+    def send(self, number: int) -> None:
         """Sends its next slice, or lets its turn pass."""
         if number == 0:
             self._release()
-        following = self.slices[number]
-        following.skipped = not self.sends(following.entries[0])
-        return super().send(number)
+        super().send(number)
 
     def _release(self) -> None:
         """What was held of the pieces that are due is sent with what is new."""

@@ -203,10 +203,10 @@ class Exchange(Protocol):
 class BucketExchange:
     """Sends buckets as they fill, in order, and waits for them at the end of backward.
 
-    ``issued(text, sent)`` is told of each collective, and the bytes that a ring sends for it. With
-    ``eager`` off nothing leaves before ``flush``: on NCCL, collectives of several communicators
-    must be launched in one order on all ranks, which buckets that leave in the midst of
-    redistributions could break.
+    ``issued(text, sent, group)`` is told of each collective before it is issued, and the bytes that
+    a ring sends for it. With ``eager`` off nothing leaves before ``flush``: on NCCL, collectives of
+    several communicators must be launched in one order on all ranks, which buckets that leave in
+    the midst of redistributions could break.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class BucketExchange:
         watch: Watch,
         *,
         eager: bool,
-        issued: Callable[[str, int], None],
+        issued: Callable[[str, int, Group], None],
     ) -> None:
         self.buckets = buckets
         self.waited_s = 0.0
@@ -272,6 +272,7 @@ class BucketExchange:
             bucket = self.buckets[self._next]
             if bucket.missing and not all_of_them:
                 return
+            text = f"bucket {self._next} from {bucket.entries[0].name!r}"
+            self._issued(text, bucket.sent_bytes, bucket.group)
             bucket.launch()
-            self._issued(f"bucket {self._next}", bucket.sent_bytes)
             self._next += 1

@@ -30,8 +30,10 @@ class Members:
 
     def reduce(self, values: Tensor, op: Any) -> Tensor:
         """All members' ``values`` combined, in place. Collective over the group."""
+        doing = "the norm of a divided parameter's gradient"
+        self.watch.issued(doing, self.group)
         work = dist.all_reduce(values, op=op, group=self.group.handle, async_op=True)
-        self.watch.wait(work, self.group, "the norm of a divided parameter's gradient")
+        self.watch.wait(work, self.group, doing)
         return values
 
 

@@ -19,13 +19,14 @@ from torch import Tensor
 from ..planner.errors import RunError
 from .control import Control
 from .exchange import Entry, Votes
+from .groups import Group
 from .lossy import hand_over
 from .policies import PARCELS, picking_of, start_policies
 from .residual import Lossy
 from .schedule import Orders
 from .sharded import ShardedParcel
 from .sharded_gradient import ShardedGradient
-from .slices import Parcel, Slice, as_sent, make_parcels
+from .slices import Parcel, as_sent, make_parcels
 from .waiting import WaitingGradient
 from .watch import Watch
 
@@ -33,8 +34,9 @@ from .watch import Watch
 class PriorityExchange:
     """Sends slices in the agreed order and shows gradients that wait when touched.
 
-    ``issued(text, sent)`` is told of each collective, and the bytes that a ring sends for it. With
-    ``eager`` off nothing leaves before backward is over (see ``BucketExchange``).
+    ``issued(text, sent, group)`` is told of each collective before it is issued, and the bytes that
+    a ring sends for it. With ``eager`` off nothing leaves before backward is over (see
+    ``BucketExchange``).
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class PriorityExchange:
         orders: Orders,
         control: Control,
         watch: Watch,
-        issued: Callable[[str, int], None],
+        issued: Callable[[str, int, Group], None],
         lossy: Lossy | None = None,
         *,
         eager: bool = True,
@@ -116,17 +118,20 @@ class PriorityExchange:
             parcel = self.parcels[turn.load]
             if not parcel.full:
                 return
-            sent = self._send(parcel, turn.number)
-            if not sent.skipped:
-                self._issued(f"slice {turn.number} of {sent.entries[0].name}", sent.sent_bytes)
+            following = parcel.following(turn.number)
+            if not following.skipped:
+                entry = following.entries[0]
+                text = f"slice {turn.number} of {entry.name!r}"
+                self._issued(text, following.sent_bytes, entry.group)
+            self._send(parcel, turn.number)
             self._next += 1
 
-    def _send(self, parcel: Parcel, number: int) -> Slice:
+    def _send(self, parcel: Parcel, number: int) -> None:
         if not parcel.travelling:  # from now on its memory is the library's
             for entry in parcel.entries:
                 if entry not in self._unused:
                     self._show(entry)
-        return parcel.send(number)
+        parcel.send(number)
 
     def end(self, votes: Votes) -> None:
         """Backward is over: the rest leaves, zeros (or what had accumulated before) for gradients
@@ -221,10 +226,10 @@ class PriorityExchange:
     def gather(self, parcel: ShardedParcel) -> None:
         """Sends this rank's elements of updated parameters to all peers. Collective, in the same
         order on all of them."""
-        for number in range(len(parcel.slices)):
-            sent = parcel.gather(number)
-            size, name = sent.group.size, sent.entries[0].name
-            self._issued(f"gathering {number} of {name}", 2 * (size - 1) * sent.bytes // size)
+        for number, one in enumerate(parcel.sharded):
+            text = f"gathering {number} of {one.entries[0].name!r}"
+            self._issued(text, one.sent_bytes, one.gathers)
+            parcel.gather(number)
 
     def finish(self, parcel: Parcel) -> None:
         """Waits for a parcel, applies the step that took it over, and shows plain gradients."""

@@ -85,7 +85,7 @@ class Mover:
     """Moves tensors among the members of one group."""
 
     def __init__(
-        self, group: Group, watch: Watch, meter: Meter, issued: Callable[[str], None]
+        self, group: Group, watch: Watch, meter: Meter, issued: Callable[[str, int, Group], None]
     ) -> None:
         self.group = group
         self.watch = watch
@@ -157,7 +157,7 @@ class Mover:
         flat = [sends[m].reshape(-1) for m in order if m in sends]
         buffer = torch.cat(flat) if flat else tensor.new_empty(0)
         arriving = tensor.new_empty(sum(expects.values()))
-        self._issued(doing)
+        self._issued(doing, 0, self.group)
         work = dist.all_to_all_single(
             arriving.view(torch.uint8),  # bytes travel, so that every type does
             buffer.view(torch.uint8),

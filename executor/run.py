@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from .broadcast import broadcast
 from .control import Control, Header, Row, digest
 from .exchange import BucketExchange, Entry, Exchange, make_buckets
 from .forward import Forward, Weight, samples_of, shapes_of
-from .groups import World
+from .groups import Group, World
 from .held import bring_home
 from .lazy import LazySteps
 from .momentum import Momentum, has_momentum
@@ -37,7 +36,6 @@ from .watch import Watch
 
 LEAVE_S = 3.0
 """So long a process that ends waits for what it has started."""
-DEBUG_VARIABLE = "MESHWRIGHT_DEBUG"
 
 
 class Run:
@@ -64,8 +62,6 @@ class Run:
         self.sharings: dict[nn.Parameter, Sharing] = {}
         self.weigh_next: Callable[[Forward], Weight] | None = None
         self._number = 0
-        self._issued = 0
-        self._debug = os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
         self._buffers: list[Tensor] = []
         self._all_entries: list[Entry] = []
         self._trainable: list[bool] = []
@@ -94,11 +90,11 @@ class Run:
         """The exchange of gradients, where it is by priority."""
         return self._priority
 
-    def issued(self, what: str, sent_bytes: int = 0) -> None:
-        """Notes a collective, where ranks are to compare what they issue."""
+    def issued(self, what: str, sent_bytes: int = 0, group: Group | None = None) -> None:
+        """Notes a collective that is about to be issued, in ``group`` or that of all ranks for
+        gradients; in debug mode ranks compare what they issue."""
         self.meter.sent_bytes += sent_bytes
-        if self._debug:
-            self._issued = digest(f"{self._issued} {what}")
+        self.watch.issued(what, group or self.world.peers[1])
 
     def group_counts(self, degree: int) -> tuple[int, ...]:
         """The samples of each member of this rank's group of that degree."""
@@ -157,7 +153,7 @@ class Run:
     def busy(self) -> bool:
         """Whether collectives that this rank has started are still on their way."""
         sending = self._priority is not None and self._priority.busy
-        return sending or self.control.busy
+        return sending or self.watch.busy
 
     @contextmanager
     def around(self, model: nn.Module, args: Any, kwargs: Any) -> Iterator[Forward | None]:
@@ -183,7 +179,6 @@ class Run:
         if self.divided:
             forward.counts()
         if grad and model.training and self.synchronise:
-            self.issued("buffers")
             doing = f"the buffers of forward {self._number}"
             broadcast(self._buffers, self.world.likes[1], self.watch, doing)
         return forward
@@ -195,7 +190,7 @@ class Run:
 
         def begin() -> Header:
             self._number += 1
-            row = Row(self._number, samples, shapes, mode, self._issued)
+            row = Row(self._number, samples, shapes, mode)
             doing = f"forward {self._number}"
             self.watch.post(f"is in {doing}")
             return Header(row, self.control.gather(row, doing), self.strict)

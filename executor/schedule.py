@@ -118,7 +118,8 @@ def _planned_ready(plan: Plan, parcels: Sequence[Parcel]) -> list[float]:
     after.reverse()
     if now > 0:
         return [after[min(p.unit, len(after) - 1)] if after else 0.0 for p in parcels]
-    return [float(-p.unit) for p in parcels]  # a plan without times: in the order of backward
+    last = max((p.unit for p in parcels), default=0)
+    return [float(last - p.unit) for p in parcels]  # a plan without times: in the order of backward
 
 
 def _planned_seconds(plan: Plan, parcels: Sequence[Parcel]) -> list[list[float]]:

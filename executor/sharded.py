@@ -116,7 +116,7 @@ class ShardedSlice(Slice):
         self.strips = [Strip(e, sharing_of(e), cut.part, cut.parts) for e in entries]
         channels = entries[0].channels
         assert channels is not None
-        self._gathers = channels.gathers
+        self.gathers = channels.gathers
         self._held: Tensor | None = None  # what is being sent
         self._wholes: list[Tensor] = []  # the parameters' memory, as they wait when touched
         self._exact = False
@@ -190,14 +190,14 @@ class ShardedSlice(Slice):
         if self._wire.numel():
             own = as_bytes(self._wire[self.strips[0].sharing.slot].clone())
             rows = [as_bytes(row) for row in self._wire]
-            self.work = dist.all_gather(rows, own, group=self._gathers.handle, async_op=True)
+            self.work = dist.all_gather(rows, own, group=self.gathers.handle, async_op=True)
 
     def land(self, watch: Watch, doing: str) -> float:
         """Waits for the parameters, and writes them where they belong. Returns the seconds."""
         if self._settled:
             return 0.0
         assert self._wire is not None
-        waited = watch.wait(self.work, self._gathers, doing)
+        waited = watch.wait(self.work, self.gathers, doing)
         at = 0
         places = () if self._exact else zip(self.strips, self._wholes, strict=True)
         for strip, whole in places:
@@ -239,23 +239,22 @@ class ShardedParcel(Parcel):
         """Waits for all slices, on either way. Returns the seconds waited."""
         if self._gathering:
             doing = f"the gathering of the updated {self.listed}"
-            waited = sum(s.land(watch, doing) for s in self._sharded)
+            waited = sum(s.land(watch, doing) for s in self.sharded)
             self._gathering = False
             return waited
         parts = {entry: self.part(entry) for entry in self.entries}
         doing = f"the exchange of the gradients of {self.listed}"
-        waited = sum(s.reduce(parts, watch, doing) for s in self._sharded)
+        waited = sum(s.reduce(parts, watch, doing) for s in self.sharded)
         self._parts, self.gradients = {}, {}  # who shows a gradient holds its part
         return waited
 
-    def gather(self, number: int) -> ShardedSlice:
+    def gather(self, number: int) -> None:
         """Sends this rank's elements of a slice to all peers; the parcel travels again then."""
         self._gathering, self.changed = True, False
         self.sent = len(self.slices)
-        one = self._sharded[number]
-        one.gather()
-        return one
+        self.sharded[number].gather()
 
     @property
-    def _sharded(self) -> tuple[ShardedSlice, ...]:
+    def sharded(self) -> tuple[ShardedSlice, ...]:
+        """Its slices, as what they are."""
         return tuple(s for s in self.slices if isinstance(s, ShardedSlice))

@@ -118,10 +118,12 @@ class Shard:
         padded[: local.numel()] = local.reshape(-1)
         parts = [torch.empty_like(padded) for _ in shapes]
         wire = [part.view(torch.uint8) for part in parts]
+        doing = f"gathering {self.names[0]!r}"
+        watch.issued(doing, self.group)
         work = dist.all_gather(
             wire, padded.view(torch.uint8), group=self.group.handle, async_op=True
         )
-        watch.wait(work, self.group, f"gathering {self.names[0]!r}")
+        watch.wait(work, self.group, doing)
         slots = self.group.slots
         shards = [parts[slots[m]][: s.numel()].view(s) for m, s in enumerate(shapes)]
         return join_parameter(shards, self.cut, self.full_shape)

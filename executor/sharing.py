@@ -138,15 +138,15 @@ def gather(rows: list[Tensor], own: Tensor, group: Group, watch: Watch, name: st
     """Fills ``rows`` with every peer's ``own``, by their slots, and waits for them."""
     if not own.numel():
         return
+    doing = (
+        f"putting {name!r} together, whose elements are shared among the ranks (read gradients "
+        "on all of them)"
+    )
+    watch.issued(doing, group)
     work = dist.all_gather(
         [as_bytes(row) for row in rows], as_bytes(own), group=group.handle, async_op=True
     )
-    watch.wait(
-        work,
-        group,
-        f"putting {name!r} together, whose elements are shared among the ranks (read gradients "
-        "on all of them)",
-    )
+    watch.wait(work, group, doing)
 
 
 def flat(tensor: Tensor) -> Tensor:

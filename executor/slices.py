@@ -117,14 +117,17 @@ class Parcel:
         """Whether every slice has come back."""
         return self.sent == len(self.slices) and all(s.there for s in self.slices)
 
-    def send(self, number: int) -> Slice:
+    def following(self, number: int) -> Slice:
+        """Its next slice, which knows whether it will travel and what will be sent for it."""
+        return self.slices[number]
+
+    def send(self, number: int) -> None:
         """Sends its next slice."""
         assert number == self.sent, "slices of a parcel leave in their order"
         self.sent += 1
         sent = self.slices[number]
         if not sent.skipped:
             sent.send(self.gradients)
-        return sent
 
     def sends(self, entry: Entry) -> bool:
         """Whether anything of the entry is sent in this backward; if not, it is held."""

@@ -32,6 +32,7 @@ class Statistics:
         """The sum over ranks, in place. Collective."""
         if self.group.handle is None:
             return vector
+        self.watch.issued(doing, self.group)
         work = dist.all_reduce(vector, group=self.group.handle, async_op=True)
         self.meter.seconds += self.watch.wait(work, self.group, doing)
         shares = 2 * (self.group.size - 1) / self.group.size  # what a ring sends of the vector

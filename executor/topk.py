@@ -103,7 +103,6 @@ class PickedSlice(Slice):
 
     def send_picked(self, values: Tensor, index: Tensor) -> None:
         """Starts to show these elements to all peers. Collective, in the order of all slices."""
-        self.expect(len(values))
         self._settled = False
         group = self.entries[0].group
         # One message of both: half the latency of two.
@@ -172,15 +171,22 @@ class TopkParcel(LossyParcel):
                 picked.expect(ceil(entry.ratio * entry.parameter.numel()))
         return slices
 
-    def send(self, number: int) -> Slice:
+    def following(self, number: int) -> Slice:
+        """Its next slice, with as many elements as this backward sends."""
+        one = self.slices[number]
+        if isinstance(one, PickedSlice):
+            one.expect(self.picking.count(one.entries[0]))
+        return one
+
+    def send(self, number: int) -> None:
         """Sends its next slice."""
-        following = self.slices[number]
-        if not isinstance(following, PickedSlice):
-            return super().send(number)
+        one = self.slices[number]
+        if not isinstance(one, PickedSlice):
+            super().send(number)
+            return
         assert number == self.sent, "slices of a parcel leave in their order"
         self.sent += 1
-        following.send_picked(*self._pick(following.entries[0]))
-        return following
+        one.send_picked(*self._pick(one.entries[0]))
 
     def _pick(self, entry: Entry) -> tuple[Tensor, Tensor]:
         """The values and the numbers of what is sent of an entry."""

@@ -10,17 +10,22 @@ import atexit
 import os
 import time
 import weakref
+from collections import deque
 from datetime import timedelta
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from ..planner.errors import InputError, RunError
 from .groups import Group
+from .ledger import Ledger, debugging
+from .pulse import Heard, in_a_file, pulse_of
 
 DEFAULT_TIMEOUT_S = 600.0
 TIMEOUT_VARIABLE = "MESHWRIGHT_TIMEOUT_S"
+POLL_S = 0.25
+"""So often a rank that waits looks whether another has given up."""
 _LISTED = 8
 """So many other ranks are named in a sentence; the rest are counted."""
 
@@ -50,20 +55,41 @@ class Watch:
         self.size = size
         self.timeout_s = timeout_s
         self.waited_s = 0.0
+        self.pulse = pulse_of(rank, size, timeout_s) if size > 1 else None
         self._store = distributed_c10d._get_default_store() if size > 1 else None
         self._prefix = f"meshwright/place/{run}"
         # A store kept in a file grows with each post: only exceptional ones go there.
-        self._cheap = self._store is not None and not _in_a_file(self._store)
+        self._cheap = self._store is not None and not in_a_file(self._store)
         self._doing = "start"
-        self._since = time.monotonic()
+        self._followed: deque[_Followed] = deque()
+        self._ledger: Ledger | None = None
+        if self.pulse is not None and debugging():
+            self._ledger = Ledger(distributed_c10d._get_default_store(), self.pulse, run)
         atexit.register(_say_goodbye, weakref.ref(self))
 
     def post(self, doing: str) -> None:
-        """Notes where this rank is now."""
+        """Notes where this rank is now. Raises ``RunError`` where a collective that is followed has
+        not ended within the limit."""
+        self._check_followed()
         self._doing = doing
-        self._since = time.monotonic()
         if self._cheap:
             self._publish(doing)
+
+    def issued(self, what: str, group: Group) -> None:
+        """Notes a collective that is about to be issued; in debug mode it is compared with what
+        others issue. Raises ``RunError`` where they differ."""
+        if self._ledger is not None:
+            self._ledger.note(group, what)
+
+    def follow(self, work: dist.Work, doing: str) -> None:
+        """Notes a collective that this rank may never wait for, so that it does not go unseen if
+        the others never join it."""
+        self._followed.append(_Followed(work, doing, time.monotonic()))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a collective that is followed is still on its way."""
+        return any(not followed.work.is_completed() for followed in self._followed)
 
     def wait(self, work: dist.Work | None, group: Group, doing: str) -> float:
         """Waits for a collective and returns the seconds that it took.
@@ -77,39 +103,87 @@ class Watch:
         if group.on_stream:
             work.wait()
         else:
-            self._wait_on_host(work, doing)
+            self._wait_on_host(work, group, doing)
+        if self._ledger is not None:
+            self._ledger.compared(group)
         taken = time.perf_counter() - start
         self.waited_s += taken
         return taken
 
-    def _wait_on_host(self, work: dist.Work, doing: str) -> None:
-        try:
-            work.wait(timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
-            late = not work.is_completed()
-            self._publish(f"waits in {doing}")
-            reason = f"since {self.timeout_s:.0f} s" if late else f"and lost a peer ({error})"
-            raise RunError(self._sentence(doing, reason, late)) from None
+    def _wait_on_host(self, work: dist.Work, group: Group, doing: str) -> None:
+        """Waits piece by piece, as another rank may give up meanwhile."""
+        start = time.monotonic()
+        while True:
+            left = start + self.timeout_s - time.monotonic()
+            try:
+                work.wait(timedelta(seconds=max(min(left, POLL_S), 0.001)))
+                return
+            except RuntimeError as error:
+                waited_s = time.monotonic() - start
+                lagging = self._compare(group)
+                if work.is_completed():
+                    self._give_up(
+                        f"{doing}{lagging}", waited_s, f" and lost a peer ({_first_line(error)})"
+                    )
+                if waited_s >= self.timeout_s:
+                    self._give_up(f"{doing}{lagging}", waited_s)
+                self._heed_alarm(f"{doing}{lagging}", waited_s)
 
-    def _sentence(self, doing: str, reason: str, late: bool) -> str:
-        remedy = (
-            ": every rank must call the model and backward equally often, with an empty batch "
-            "where it has no samples"
-        )
+    def _heed_alarm(self, doing: str, waited_s: float) -> None:
+        if self.pulse is None or self.pulse.alarm is None:
+            return
+        by, reason = self.pulse.alarm
+        if reason:
+            raise RunError(f"{self.pulse.name(by)} has given up: {reason}")
+        self._give_up(doing, waited_s, f", and {self.pulse.name(by)} has given up waiting")
+
+    def _compare(self, group: Group) -> str:
+        """In debug mode: raises where ranks issue different collectives; who issues none."""
+        if self._ledger is None or self._ledger.compared(group):
+            return ""
+        return self._ledger.lagging(group)
+
+    def _check_followed(self) -> None:
+        while self._followed:
+            work, doing, since = self._followed[0]
+            age_s = time.monotonic() - since
+            if not work.is_completed():
+                if age_s >= self.timeout_s:
+                    self._give_up(doing, age_s)
+                return
+            self._followed.popleft()
+            try:
+                work.wait(timedelta(seconds=POLL_S))
+            except RuntimeError as error:
+                self._give_up(doing, age_s, f" and lost a peer ({_first_line(error)})")
+
+    def _give_up(self, doing: str, waited_s: float, more: str = "") -> NoReturn:
+        """Raises the sentence that says where every rank is, and lets the others say theirs."""
+        assert self.pulse is not None
+        self._publish(f"waits in {doing}")
+        self.pulse.give_up()
+        heard = self.pulse.ask([f"{self._prefix}/{rank}" for rank in range(self.size)])
+        sentence = self._sentence(f"{doing} since {waited_s:.0f} s{more}", heard)
+        self.pulse.part(r for r, h in enumerate(heard or []) if _present(h))
+        raise RunError(sentence) from None
+
+    def _sentence(self, doing: str, heard: list[Heard] | None) -> str:
+        pulse = self.pulse
+        assert pulse is not None
+        start = f"{pulse.name(self.rank)} waits in {doing}; "
         others = [r for r in range(self.size) if r != self.rank]
-        places = [f"rank {r} {self._place(r)}" for r in others[:_LISTED]]
-        if len(others) > _LISTED:
-            places.append(f"{len(others) - _LISTED} more ranks are not listed")
-        return f"rank {self.rank} waits in {doing} {reason}; {'; '.join(places)}{remedy}"
-
-    def _place(self, rank: int) -> str:
-        store = self._store
-        assert store is not None
-        try:
-            key = f"{self._prefix}/{rank}"
-            return store.get(key).decode() if store.check([key]) else "has not called the model yet"
-        except RuntimeError:  # DistStoreError among them: the store ended with its rank
-            return "cannot be asked, as the process that keeps the store has ended"
+        if heard is None:
+            return start + (
+                f"the process group's store does not answer, so nothing is heard of "
+                f"{_listed([pulse.name(r) for r in others])}: the link or the host between them "
+                "is gone"
+            )
+        silent = [r for r in others if not _present(heard[r]) and not _ended(heard[r])]
+        shown = (silent + [r for r in others if r not in silent])[:_LISTED]
+        places = [f"{pulse.name(r)} {_place(heard[r])}" for r in shown]
+        if len(others) > len(shown):
+            places.append(f"{len(others) - len(shown)} more ranks are not listed")
+        return f"{start}{'; '.join(places)}{_SILENT_REMEDY if silent else _REMEDY}"
 
     def _publish(self, doing: str) -> None:
         if self._store is None:
@@ -121,16 +195,50 @@ class Watch:
 
     def goodbye(self) -> None:
         """Posts that this rank's process ends, in case others still wait for it."""
-        self._publish(f"has ended (it last {self._doing})")
+        self._publish(f"{_ENDED} (it last {self._doing})")
+
+
+class _Followed(NamedTuple):
+    work: dist.Work
+    doing: str
+    since_s: float
+
+
+_ENDED = "has ended"
+_REMEDY = (
+    ": every rank must call the model and backward equally often, with an empty batch where it has "
+    "no samples"
+)
+_SILENT_REMEDY = (
+    ": a rank that is not heard of has stalled or ended, or its link is cut; look at its host"
+)
+
+
+def _present(heard: Heard) -> bool:
+    return heard.alive and not _ended(heard)
+
+
+def _ended(heard: Heard) -> bool:
+    return heard.place is not None and heard.place.startswith(_ENDED)
+
+
+def _place(heard: Heard) -> str:
+    place = heard.place or "has not called the model yet"
+    if heard.alive or _ended(heard):
+        return place
+    return f"is not heard of any more (its last word: it {place})"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def _say_goodbye(reference: weakref.ref[Watch]) -> None:
     watch = reference()
     if watch is not None and dist.is_initialized():
         watch.goodbye()
-
-
-def _in_a_file(store: Store) -> bool:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, FileStore)

@@ -201,17 +201,16 @@ class Bed:
         self._running.append(process)
         return process
 
-    def launch(
+    def begin(
         self,
         program: Sequence[str],
-        *,
-        timeout_s: float,
         environment: Mapping[str, str] | None = None,
+        *,
         nproc: int = 1,
-    ) -> list[subprocess.CompletedProcess[str]]:
-        """Runs ``SCRIPT ARGS…`` on all hosts with torchrun, which meet at host 0; what each host's
-        torchrun said. Raises ``RunError`` where they are not done in ``timeout_s``."""
-        started = [
+    ) -> list[subprocess.Popen[str]]:
+        """Starts ``SCRIPT ARGS…`` on all hosts with torchrun, which meet at host 0, and returns at
+        once; the torchrun of each host, its outputs in pipes."""
+        return [
             self.start(
                 host,
                 [*_torchrun(self.count, host, self.hosts[0], nproc), *program],
@@ -222,6 +221,18 @@ class Bed:
             )
             for host in self.hosts
         ]
+
+    def launch(
+        self,
+        program: Sequence[str],
+        *,
+        timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+        nproc: int = 1,
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Runs ``SCRIPT ARGS…`` on all hosts with torchrun, which meet at host 0; what each host's
+        torchrun said. Raises ``RunError`` where they are not done in ``timeout_s``."""
+        started = self.begin(program, environment, nproc=nproc)
         deadline = time.monotonic() + timeout_s
         done = []
         for host, process in zip(self.hosts, started, strict=True):

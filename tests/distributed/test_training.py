@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from meshwright import models
@@ -11,9 +9,8 @@ from meshwright.executor.apply import apply
 from meshwright.executor.parallel import full_state_dict
 from meshwright.executor.train import run_steps, train_step
 from meshwright.units.discover import discover
-from plans import by_columns_and_rows, plan, plan_for
+from plans import by_columns_and_rows, plan_for
 from reference import twin
-from torch import nn
 
 
 def measures_steps(rank: int, micro: int) -> None:
@@ -63,22 +60,3 @@ def steps_as_one_process(rank: int, micro: int) -> None:
 @pytest.mark.parametrize("micro", [1, 3, 5])
 def test_steps_equal_one_process(ranks, micro):
     ranks(2)(steps_as_one_process, micro)
-
-
-def different_paths(rank: int) -> None:
-    os.environ["MESHWRIGHT_DEBUG"] = "1"
-    try:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        apply(model, None, plan(2), timeout_s=5)
-        model(torch.ones(2, 4)).sum().backward()
-        if rank == 1:
-            model._meshwright_run.issued("something that rank 0 has not issued")
-        model(torch.ones(2, 4)).sum().backward()
-    finally:
-        del os.environ["MESHWRIGHT_DEBUG"]
-
-
-def test_debug_mode_compares_what_ranks_issue(ranks):
-    for outcome in ranks(2).outcomes(different_paths):
-        assert outcome.kind == "RunError"
-        assert "have issued different collectives before forward 2" in outcome.error

@@ -76,14 +76,13 @@ def test_nothing_is_left_of_a_mean_over_nothing():
     assert weight.grad == 0
 
 
-ROW = Row(number=3, samples=2, shapes=5, mode=3, issued=0)
+ROW = Row(number=3, samples=2, shapes=5, mode=3)
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"number": 4}, "rank 0 is in forward 3 while rank 1 is in forward 4"),
-        ({"issued": 1}, "different collectives before forward 3"),
         ({"mode": 1}, "different modes"),
         ({"shapes": 6}, "pad them to one shape"),
     ],

@@ -1,0 +1,73 @@
+"""Sentences about ranks, from what was heard of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from meshwright.executor.ledger import _ordinal
+from meshwright.executor.pulse import Heard, within
+from meshwright.executor.watch import Watch
+
+
+class Hosts:
+    def name(self, rank: int) -> str:
+        return f"rank {rank} on h{rank}"
+
+
+def watch(size: int) -> Watch:
+    made = Watch(0, 1, 5.0)
+    made.size, made.pulse = size, Hosts()  # type: ignore[assignment]
+    return made
+
+
+def test_who_is_silent_comes_first_and_changes_the_remedy() -> None:
+    heard = [
+        Heard("waits in forward 2", True),
+        Heard("waits in forward 2", True),
+        Heard("is in forward 2", False),
+    ]
+    assert watch(3)._sentence("forward 2 since 5 s", heard) == (
+        "rank 0 on h0 waits in forward 2 since 5 s; rank 2 on h2 is not heard of any more (its "
+        "last word: it is in forward 2); rank 1 on h1 waits in forward 2: a rank that is not heard "
+        "of has stalled or ended, or its link is cut; look at its host"
+    )
+
+
+def test_a_rank_that_ended_is_not_silent() -> None:
+    heard = [Heard(None, True), Heard("has ended (it last is in forward 1)", False)]
+    sentence = watch(2)._sentence("forward 2 since 5 s", heard)
+    assert "rank 1 on h1 has ended (it last is in forward 1)" in sentence
+    assert "not heard of" not in sentence
+    assert "every rank must call the model" in sentence
+
+
+def test_a_silent_rank_is_listed_among_many() -> None:
+    heard = [Heard("waits", rank != 60) for rank in range(64)]
+    sentence = watch(64)._sentence("forward 2 since 5 s", heard)
+    assert "rank 60 on h60 is not heard of any more" in sentence
+    assert "55 more ranks are not listed" in sentence
+
+
+def test_a_store_that_does_not_answer() -> None:
+    sentence = watch(12)._sentence("forward 2 since 5 s", None)
+    assert "nothing is heard of rank 1 on h1, rank 2 on h2" in sentence
+    assert "rank 8 on h8 and 3 more: the link" in sentence
+
+
+def test_a_read_that_never_returns_is_left_behind() -> None:
+    never = threading.Event()
+    start = time.monotonic()
+    assert within(never.wait, 0.2) is None
+    assert time.monotonic() - start < 2
+    never.set()
+    assert within(lambda: 7, 5.0) == 7
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(1, "1st"), (2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (112, "112th"), (121, "121st")],
+)
+def test_ordinals(number: int, text: str) -> None:
+    assert _ordinal(number) == text
