@@ -108,8 +108,14 @@ def test_equals_a_barrier(ranks, name, optimizer):
     assert min(waited) > 0
 
 
-SMALL = ["vgg11-32", "vgg16-32", "vgg19-32", "resnet50-32", "alexnet", "seq2seq", "gpt-mini"]
-PUBLISHED = ["vgg11", "vgg16", "vgg19", "resnet50", "gpt-small"]
+TINY = ["mlp", "cnn-digits", "gpt-tiny", "seq2seq-tiny", "bert-tiny", "gpt2-tiny", "vit-tiny"]
+THUMBNAILS = ["vgg11-32", "vgg16-32", "vgg19-32", "resnet50-32"]
+SMALL = [*THUMBNAILS, "alexnet", "seq2seq-mini", "seq2seq", "gpt-mini"]
+PUBLISHED = ["vgg11", "vgg16", "vgg19", "resnet50", "wide_resnet101", "gpt-small"]
+
+
+def test_every_reference_workload_is_among_those_compared():
+    assert sorted([*TINY, *SMALL, *PUBLISHED]) == sorted(models.names())
 
 
 @pytest.mark.slow
@@ -122,7 +128,7 @@ def test_equals_a_barrier_on_more(ranks, name):
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", ["mlp", "gpt-tiny", "seq2seq-tiny", "cnn-digits", *SMALL])
+@pytest.mark.parametrize("name", [*TINY, *SMALL])
 def test_equals_a_barrier_on_all(ranks, name, world):
     ranks(world)(equals_a_barrier, name, "sgd", 20, 1, limit_s=2900)
 
