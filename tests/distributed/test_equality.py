@@ -33,8 +33,8 @@ BLOCKS = ("linear", "conv", "embedding", "attention", "mlp")
 EXCHANGES = ("barrier", "priority", "sharded")
 """Gradients that backward waits for; those that the next forward waits for, unit by unit; and the
 latter with each rank updating a part, wherever a slice has peers."""
-SLICE_BYTES = 2**16
-"""Small enough that the larger parameters of every model here travel in several."""
+LARGEST_SLICE_BYTES, SLICES = 2**18, 5
+"""Slices are so small that the largest parameter travels in five, or in more of this size."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,10 @@ def _plan(found: Discovery, model: nn.Module, case: Case, exchange: str) -> Plan
     """The case's layouts, whose gradients are exchanged as one of ``EXCHANGES`` says."""
     if exchange == "barrier":
         return plan_for(found, case.world, _choose(model, case))
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    limit = min(largest // SLICES, LARGEST_SLICE_BYTES)
     with scheduled("priority"):
-        plan = plan_for(found, case.world, _choose(model, case), bucket_bytes=SLICE_BYTES)
+        plan = plan_for(found, case.world, _choose(model, case), bucket_bytes=limit)
     return plan if exchange == "priority" else with_exchange(plan, "sharded")
 
 
