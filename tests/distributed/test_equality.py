@@ -200,6 +200,7 @@ QUICK = [
     Case("cnn-digits", 2, 2, ("linear", "conv"), counts=(3, 1)),
     Case("gpt-tiny", 2, 2, BLOCKS, counts=(1, 2)),
     Case("seq2seq-tiny", 2, 2, ("linear", "embedding"), counts=(2, 1)),
+    Case("gpt-tiny", 2, counts=(1, 2)),
     Case("mlp", 4, 2, counts=(2, 1, 0, 3)),
     Case("gpt2-tiny", 2, 2, BLOCKS, counts=(2, 1)),
     Case("bert-tiny", 2, 2, BLOCKS, counts=(2, 1)),
