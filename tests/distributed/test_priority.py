@@ -115,9 +115,9 @@ SMALL = [*THUMBNAILS, "alexnet", "seq2seq-mini", "seq2seq", "gpt-mini"]
 PUBLISHED = ["vgg11", "vgg16", "vgg19", "resnet50", "wide_resnet101", "gpt-small"]
 
 
-BYTES_OF_PARAMETERS = 11
-"""alexnet on 4 ranks took 12 GB, 0.3 GB of each rank's for torch: so many times its parameters, of
-which parameters, gradients and momentum of both trainings are 6."""
+BYTES_OF_PARAMETERS = 14
+"""Beside 0.3 GB for torch, alexnet on 4 ranks took 11 times its parameters on each, gpt-small on 2
+ranks 13 times: parameters, gradients and momentum of both trainings are 6, the rest is passing."""
 MEMORY_SHARE = 0.9
 """Of all memory, what a test may take."""
 
@@ -154,7 +154,7 @@ def test_equals_a_barrier_on_all(ranks, name, world):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_equals_a_barrier_as_published(ranks, name, world):
     """One image of 224 pixels (or one text) for each rank and step. Two trainings of 140 million
-    parameters on each of 4 ranks take 25 GB: the pair is skipped where there is not that much."""
+    parameters on each of 4 ranks take 30 GB: the pair is skipped where there is not that much."""
     needed = bytes_needed(name, world) / 1e9
     here = MEMORY_SHARE * memory_bytes(torch.device("cpu")) / 1e9
     if needed > here:
