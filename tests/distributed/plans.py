@@ -28,6 +28,8 @@ NOTHING = Prediction(
 )
 
 
+SCHEDULES: tuple[ScheduleName, ...] = ("barrier", "priority")
+
 _schedules: list[ScheduleName] = ["barrier"]
 
 

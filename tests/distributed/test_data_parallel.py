@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from meshwright.units.workload import Batch
-from plans import plan
+from plans import SCHEDULES, plan, scheduled
 from reference import assert_equal, train_alone, train_together, twin
 from torch import nn
 from torch.nn import functional as F
@@ -28,17 +28,17 @@ def batches(size: int, steps: int = 3, dtype: torch.dtype = torch.float64) -> li
     ]
 
 
-def equal_to_one_process(rank: int, optimizer: str, counts: list[int]) -> None:
+def equal_to_one_process(rank: int, optimizer: str, counts: list[int], schedule: str) -> None:
     model, data = small(), batches(sum(counts))
     expected = train_alone(twin(model), optimizer, data, F.cross_entropy)
-    world = len(counts)
-    found = train_together(
-        rank, model, optimizer, data, F.cross_entropy, plan(world, bucket_bytes=300), counts
-    )
+    with scheduled(schedule):
+        chosen = plan(len(counts), bucket_bytes=300)
+    found = train_together(rank, model, optimizer, data, F.cross_entropy, chosen, counts)
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("counts", [[4, 4], [5, 2], [6, 0]])
-def test_equal_to_one_process(ranks, optimizer, counts):
-    ranks(2)(equal_to_one_process, optimizer, counts)
+def test_equal_to_one_process(ranks, optimizer, counts, schedule):
+    ranks(2)(equal_to_one_process, optimizer, counts, schedule)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
 from meshwright import models
 from meshwright.executor.apply import apply
-from meshwright.units.discover import discover
+from meshwright.executor.parallel import run_of
+from meshwright.executor.pending import Pending
+from meshwright.planner.plan import Plan
+from meshwright.planner.variants import with_exchange
+from meshwright.units.discover import Discovery, discover
 from meshwright.units.spec import UnitSpec
 from meshwright.units.workload import Batch, Workload
-from plans import Choice, by_columns_and_rows, plan_for
+from plans import Choice, by_columns_and_rows, plan_for, scheduled
 from reference import (
     assert_equal,
     gradients_alone,
@@ -25,6 +29,12 @@ from reference import (
 from torch import Tensor, nn
 
 BLOCKS = ("linear", "conv", "embedding", "attention", "mlp")
+
+EXCHANGES = ("barrier", "priority", "sharded")
+"""Gradients that backward waits for; those that the next forward waits for, unit by unit; and the
+latter with each rank updating a part, wherever a slice has peers."""
+LARGEST_SLICE_BYTES, SLICES = 2**18, 5
+"""Slices are so small that the largest parameter travels in five, or in more of this size."""
 
 
 @dataclass(frozen=True)
@@ -68,33 +78,71 @@ def _batches(workload: Workload, case: Case, dtype: torch.dtype) -> list[Batch]:
     return [workload.make_batch(size).to(dtype=dtype) for _ in range(case.steps)]
 
 
-def equals_one_process(rank: int, case: Case, optimizer: str, dtype_name: str) -> int:
+def _plan(found: Discovery, model: nn.Module, case: Case, exchange: str) -> Plan:
+    """The case's layouts, whose gradients are exchanged as one of ``EXCHANGES`` says."""
+    if exchange == "barrier":
+        return plan_for(found, case.world, _choose(model, case))
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    limit = min(largest // SLICES, LARGEST_SLICE_BYTES)
+    with scheduled("priority"):
+        plan = plan_for(found, case.world, _choose(model, case), bucket_bytes=limit)
+    return plan if exchange == "priority" else with_exchange(plan, "sharded")
+
+
+def equals_one_process(
+    rank: int, case: Case, optimizer: str, dtype_name: str, exchanges: Sequence[str]
+) -> None:
+    """The same layouts under each of ``exchanges``, beside one run of one process."""
     dtype = getattr(torch, dtype_name)
     workload = _workload(case.model, dtype)
     data = _batches(workload, case, dtype)
-    plan = plan_for(discover(workload.model, data[0]), case.world, _choose(workload.model, case))
-    divided = sum(unit.layout.degree > 1 for unit in plan.units)
-    assert divided or case.degree == 1
+    found = discover(workload.model, data[0])
+    exact = twin(workload.model).double()
+    check = _gradients_check if (dtype_name, optimizer) == ("float32", "adamw") else _state_check
+    equals = check(rank, case, optimizer, workload, exact, data)
+    for exchange in exchanges:
+        plan = _plan(found, workload.model, case, exchange)
+        assert case.degree == 1 or any(unit.layout.degree > 1 for unit in plan.units)
+        equals(twin(workload.model), plan)
+
+
+def _state_check(rank, case, optimizer, workload, exact, data) -> Callable[[nn.Module, Plan], None]:
+    """Losses and parameters after training, by the yardstick of their precision."""
     alone = twin(workload.model)
-    if dtype_name == "float32" and optimizer == "adamw":
-        _gradients_equal(rank, case, workload, alone, data, plan)
-        return divided
-    exact = twin(alone).double()
+    smooth = _smooth(alone)
     expected = train_alone(alone, optimizer, data, workload.loss)
-    found = train_together(rank, workload.model, optimizer, data, workload.loss, plan, case.counts)
-    if dtype_name == "float64":
-        assert_equal(found, expected)
-    elif _smooth(alone):
-        assert_equal(found, expected, 1e-5, 1e-6, loss_relative=1e-5)
-    else:
-        data = [batch.to(dtype=torch.float64) for batch in data]
-        truth = train_alone(exact, optimizer, data, workload.loss)[1]
-        ours, theirs = _largest(found[1], truth), _largest(expected[1], truth)
-        assert ours <= max(1, 3 * theirs), (ours, theirs)
-    return divided
+    double = next(alone.parameters()).dtype == torch.float64
+    if not (double or smooth):
+        raised = [batch.to(dtype=torch.float64) for batch in data]
+        truth = train_alone(exact, optimizer, raised, workload.loss)[1]
+
+    def equals(model: nn.Module, plan: Plan) -> None:
+        waits = _waits(model)
+        found = train_together(rank, model, optimizer, data, workload.loss, plan, case.counts)
+        assert (sum(waits) > 0) == (plan.schedule == "priority" and case.steps > 1), waits
+        if double:
+            assert_equal(found, expected)
+        elif smooth:
+            assert_equal(found, expected, 1e-5, 1e-6, loss_relative=1e-5)
+        else:
+            ours, theirs = _largest(found[1], truth), _largest(expected[1], truth)
+            assert ours <= max(1, 3 * theirs), (ours, theirs)
+
+    return equals
 
 
-def _gradients_equal(rank, case, workload, alone, data, plan) -> None:
+def _waits(model: nn.Module) -> list[int]:
+    """How many parameters each forward of the model finds whose update is still to come."""
+    waits: list[int] = []
+    model.register_forward_pre_hook(
+        lambda m, _: waits.append(sum(isinstance(p, Pending) for p in m.parameters()))
+    )
+    return waits
+
+
+def _gradients_check(
+    rank, case, optimizer, workload, exact, data
+) -> Callable[[nn.Module, Plan], None]:
     """float32 and AdamW: gradients from equal parameters, each within 1e-5 of its norm.
 
     No float32 run of a network with kinks does that: rounding alone can put a value on the other
@@ -103,19 +151,26 @@ def _gradients_equal(rank, case, workload, alone, data, plan) -> None:
     the gradient in double precision as one process does, give or take a factor of two, for most
     batches.
     """
-    apply(workload.model, None, plan, timeout_s=60)
-    exact = twin(alone).double()
-    smooth = _smooth(alone)
-    good = []
-    for batch in data:
-        theirs = gradients_alone(alone, batch, workload.loss)
-        ours = gradients_together(rank, workload.model, batch, workload.loss, case.counts)
-        if smooth:
-            assert _furthest(ours, theirs) <= 1
-            continue
-        truth = gradients_alone(exact, batch.to(dtype=torch.float64), workload.loss)
-        good.append(_furthest(ours, truth) <= max(1, 2 * _furthest(theirs, truth)))
-    assert smooth or sum(good) > len(good) / 2, good
+    alone, smooth = twin(workload.model), _smooth(exact)
+    expected = [gradients_alone(alone, batch, workload.loss) for batch in data]
+    if not smooth:
+        raised = [batch.to(dtype=torch.float64) for batch in data]
+        truths = [gradients_alone(exact, batch, workload.loss) for batch in raised]
+
+    def equals(model: nn.Module, plan: Plan) -> None:
+        apply(model, None, plan, timeout_s=60)
+        assert (run_of(model).priority is not None) == (plan.schedule == "priority")
+        good = []
+        for number, (batch, theirs) in enumerate(zip(data, expected, strict=True)):
+            ours = gradients_together(rank, model, batch, workload.loss, case.counts)
+            if smooth:
+                assert _furthest(ours, theirs) <= 1
+                continue
+            truth = truths[number]
+            good.append(_furthest(ours, truth) <= max(1, 2 * _furthest(theirs, truth)))
+        assert smooth or sum(good) > len(good) / 2, good
+
+    return equals
 
 
 def _smooth(model: nn.Module) -> bool:
@@ -142,9 +197,10 @@ def _furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 QUICK = [
-    Case("vgg11-32", 2, 2, counts=(3, 1)),
+    Case("cnn-digits", 2, 2, ("linear", "conv"), counts=(3, 1)),
     Case("gpt-tiny", 2, 2, BLOCKS, counts=(1, 2)),
     Case("seq2seq-tiny", 2, 2, ("linear", "embedding"), counts=(2, 1)),
+    Case("gpt-tiny", 2, counts=(1, 2)),
     Case("mlp", 4, 2, counts=(2, 1, 0, 3)),
     Case("gpt2-tiny", 2, 2, BLOCKS, counts=(2, 1)),
     Case("bert-tiny", 2, 2, BLOCKS, counts=(2, 1)),
@@ -172,13 +228,19 @@ BROAD = [
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_double_precision(ranks, case):
-    ranks(case.world)(equals_one_process, case, "sgd", "float64", limit_s=100)
+    ranks(case.world)(equals_one_process, case, "sgd", "float64", EXCHANGES, limit_s=100)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_single_precision(ranks, optimizer):
     case = Case("gpt-tiny", 2, 2, BLOCKS, counts=(1, 2))
-    ranks(2)(equals_one_process, case, optimizer, "float32", limit_s=100)
+    exchanges = exchanges_for(optimizer, "float32")
+    ranks(2)(equals_one_process, case, optimizer, "float32", exchanges, limit_s=100)
+
+
+def exchanges_for(optimizer: str, dtype: str) -> tuple[str, ...]:
+    """Where gradients are compared there is no optimizer, whose parameters are those shared out."""
+    return EXCHANGES[:2] if (optimizer, dtype) == ("adamw", "float32") else EXCHANGES
 
 
 WAYS = [
@@ -204,11 +266,15 @@ def sample() -> list[tuple[Case, str, str]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("case", "optimizer", "dtype"), sample(), ids=str)
 def test_sampled(ranks, case, optimizer, dtype):
-    ranks(case.world)(equals_one_process, case, optimizer, dtype, limit_s=500)
+    exchanges = exchanges_for(optimizer, dtype)
+    ranks(case.world)(equals_one_process, case, optimizer, dtype, exchanges, limit_s=500)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize(("case", "optimizer", "dtype"), WAYS, ids=str)
-def test_broadly(ranks, case, optimizer, dtype):
-    ranks(case.world)(equals_one_process, case, optimizer, dtype, limit_s=500)
+def test_broadly(ranks, case, optimizer, dtype, exchange):
+    if exchange not in exchanges_for(optimizer, dtype):
+        pytest.skip("gradients are compared, which are not shared out without an optimizer")
+    ranks(case.world)(equals_one_process, case, optimizer, dtype, (exchange,), limit_s=500)

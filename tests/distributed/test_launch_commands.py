@@ -9,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from meshwright.planner.cluster import Cluster
-from meshwright.planner.noun import load
+from meshwright.planner.noun import load, save
 from meshwright.planner.plan import Plan
 from meshwright.planner.profile import ModelProfile
+from plans import plan as plan_by_hand
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -57,6 +59,7 @@ def measured(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_probe_measures_two_ranks_here(measured):
     cluster = load(Cluster, measured / "cluster.json")
     assert cluster.origin == "measured"
@@ -64,26 +67,28 @@ def test_probe_measures_two_ranks_here(measured):
     assert {c.collective for c in cluster.levels[0].curves} >= {"all_reduce", "all_to_all"}
 
 
+@pytest.mark.slow
 def test_plan_measures_the_model_once(measured):
     kept = sorted((measured / "cache" / "documents").glob("*.json"))
     meshwright("plan", "mlp", "-c", "cluster.json", "--batch", 33, cwd=measured)
     assert sorted((measured / "cache" / "documents").glob("*.json")) == kept
 
 
+@pytest.mark.slow
 def test_explain_the_measured_plan(measured):
     assert "The largest part of the step" in meshwright("explain", "plan.json", cwd=measured)
 
 
-def test_profile_of_two_ranks_at_once(measured):
-    out = meshwright(*("profile", "mlp", "--ranks", 2, "--batches", "4,8", "--json"), cwd=measured)
+def test_profile_of_two_ranks_at_once(tmp_path):
+    out = meshwright(*("profile", "mlp", "--ranks", 2, "--batches", "4,8", "--json"), cwd=tmp_path)
     document = json.loads(out)
     assert document["document"] == "ModelProfile"
     assert document["batches"] == [4, 8]
 
 
-def test_estimate_for_a_device_that_is_not_here(measured):
-    meshwright("profile", "mlp", "--device", "h100-sxm", "-o", "h100.json", cwd=measured)
-    profile = load(ModelProfile, measured / "h100.json")
+def test_estimate_for_a_device_that_is_not_here(tmp_path):
+    meshwright("profile", "mlp", "--device", "h100-sxm", "-o", "h100.json", cwd=tmp_path)
+    profile = load(ModelProfile, tmp_path / "h100.json")
     assert profile.origin == "estimated"
     assert profile.device == "h100-sxm"
 
@@ -100,7 +105,8 @@ def test_plan_for_a_cluster_that_is_not_here(measured):
     assert made.speedup > 3
 
 
-def test_two_hosts_that_meet_at_a_rendezvous(measured):
+def test_two_hosts_that_meet_at_a_rendezvous(tmp_path):
+    save(msgspec.structs.replace(plan_by_hand(2), target="mlp"), tmp_path / "plan.json")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -114,8 +120,8 @@ def test_two_hosts_that_meet_at_a_rendezvous(measured):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=measured,
-            env=environment(measured),
+            cwd=tmp_path,
+            env=environment(tmp_path),
         )
         for n in (1, 0)
     ]

@@ -123,7 +123,12 @@ def test_a_failing_ranks_error_reaches_the_user(plan_file):
 
 
 @pytest.mark.parametrize(
-    ("kind", "code"), [("InputError", 2), ("InfeasibleError", 3), ("RunError", 1)]
+    ("kind", "code"),
+    [
+        ("InputError", 2),
+        pytest.param("InfeasibleError", 3, marks=pytest.mark.slow),
+        pytest.param("RunError", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_errors_of_ours_keep_their_exit_code(plan_file, kind, code):
     done = launch(

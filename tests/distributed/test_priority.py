@@ -16,6 +16,7 @@ from meshwright.executor.parallel import run_of
 from meshwright.executor.pending import Pending
 from meshwright.executor.waiting import WaitingGradient
 from meshwright.planner.slices import cut
+from meshwright.profiler.device import memory_bytes
 from meshwright.units.discover import discover
 from plans import plan, plan_for, scheduled, unit
 from reference import optimizer_of
@@ -108,8 +109,28 @@ def test_equals_a_barrier(ranks, name, optimizer):
     assert min(waited) > 0
 
 
-SMALL = ["vgg11-32", "vgg16-32", "vgg19-32", "resnet50-32", "alexnet", "seq2seq", "gpt-mini"]
-PUBLISHED = ["vgg11", "vgg16", "vgg19", "resnet50", "gpt-small"]
+TINY = ["mlp", "cnn-digits", "gpt-tiny", "seq2seq-tiny", "bert-tiny", "gpt2-tiny", "vit-tiny"]
+THUMBNAILS = ["vgg11-32", "vgg16-32", "vgg19-32", "resnet50-32"]
+SMALL = [*THUMBNAILS, "alexnet", "seq2seq-mini", "seq2seq", "gpt-mini"]
+PUBLISHED = ["vgg11", "vgg16", "vgg19", "resnet50", "wide_resnet101", "gpt-small"]
+
+
+BYTES_OF_PARAMETERS = 14
+"""Beside 0.3 GB for torch, alexnet on 4 ranks took 11 times its parameters on each, gpt-small on 2
+ranks 13 times: parameters, gradients and momentum of both trainings are 6, the rest is passing."""
+MEMORY_SHARE = 0.9
+"""Of all memory, what a test may take."""
+
+
+def bytes_needed(name: str, world: int) -> float:
+    with torch.device("meta"):
+        model = models.build(name).model
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    return world * (BYTES_OF_PARAMETERS * parameters + 3e8)
+
+
+def test_every_reference_workload_is_among_those_compared():
+    assert sorted([*TINY, *SMALL, *PUBLISHED]) == sorted(models.names())
 
 
 @pytest.mark.slow
@@ -122,7 +143,7 @@ def test_equals_a_barrier_on_more(ranks, name):
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", ["mlp", "gpt-tiny", "seq2seq-tiny", "cnn-digits", *SMALL])
+@pytest.mark.parametrize("name", [*TINY, *SMALL])
 def test_equals_a_barrier_on_all(ranks, name, world):
     ranks(world)(equals_a_barrier, name, "sgd", 20, 1, limit_s=2900)
 
@@ -132,6 +153,12 @@ def test_equals_a_barrier_on_all(ranks, name, world):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_equals_a_barrier_as_published(ranks, name, world):
+    """One image of 224 pixels (or one text) for each rank and step. Two trainings of 140 million
+    parameters on each of 4 ranks take 30 GB: the pair is skipped where there is not that much."""
+    needed = bytes_needed(name, world) / 1e9
+    here = MEMORY_SHARE * memory_bytes(torch.device("cpu")) / 1e9
+    if needed > here:
+        pytest.skip(f"{name} on {world} ranks takes {needed:.0f} GB, {here:.0f} GB can be used")
     ranks(world)(equals_a_barrier, name, "sgd", 20, 1, limit_s=5900)
 
 

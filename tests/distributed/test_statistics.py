@@ -8,7 +8,7 @@ import pytest
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.parallel import full_state_dict
-from plans import plan, unit
+from plans import SCHEDULES, plan, scheduled, unit
 from reference import shares, twin
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +23,7 @@ def share(rank: int, counts: list[int], shape: tuple[int, ...], seed: int, dtype
     return whole[bounds[rank] : bounds[rank + 1]].to(dtype) if rank >= 0 else whole.to(dtype)
 
 
-def whole_batch(rank: int, counts: list[int]) -> None:
+def whole_batch(rank: int, counts: list[int], schedule: str) -> None:
     options = itertools.product(SHAPES, (True, False), (0.1, None), (True, False))
     for norm, affine, momentum, track in options:
         for dtype, near in ((torch.float64, 1e-9), (torch.float32, 2e-5)):
@@ -38,7 +38,8 @@ def whole_batch(rank: int, counts: list[int]) -> None:
             if affine:
                 nn.init.normal_(model[0].weight)
             alone = twin(model)
-            apply(model, None, plan(len(counts)))
+            with scheduled(schedule):
+                apply(model, None, plan(len(counts)))
             for step in range(2):
                 mine = share(rank, counts, shape, step, dtype).requires_grad_()
                 whole = share(-1, counts, shape, step, dtype).requires_grad_()
@@ -61,19 +62,23 @@ def close(found: Tensor, expected: Tensor, near: float, name: str = "") -> None:
     torch.testing.assert_close(found, expected, rtol=near, atol=near, msg=lambda m: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("counts", [[4, 4], [5, 2], [6, 0]])
-def test_whole_batch_as_one_process(ranks, counts):
-    ranks(2)(whole_batch, counts)
+@pytest.mark.parametrize(
+    ("counts", "schedule"),
+    [([4, 4], "barrier"), ([5, 2], "barrier"), ([6, 0], "barrier"), ([5, 2], "priority")],
+)
+def test_whole_batch_as_one_process(ranks, counts, schedule):
+    ranks(2)(whole_batch, counts, schedule)
 
 
-def local_as_ddp(rank: int) -> None:
+def local_as_ddp(rank: int, schedule: str) -> None:
     torch.manual_seed(rank)
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)
     )
     ddp = DistributedDataParallel(twin(model))
-    apply(model, None, plan(2, statistics="local"))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, ddp)]
+    with scheduled(schedule):
+        apply(model, optimizers[0], plan(2, statistics="local"))
     for step in range(3):
         x = share(rank, [4, 4], (3, 4, 4), step, torch.float32)
         for m, optimizer in zip((model, ddp), optimizers, strict=True):
@@ -85,8 +90,9 @@ def local_as_ddp(rank: int) -> None:
         close(value, theirs[name], 1e-6, name)
 
 
-def test_local_as_under_ddp(ranks):
-    ranks(2)(local_as_ddp)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_local_as_under_ddp(ranks, schedule):
+    ranks(2)(local_as_ddp, schedule)
 
 
 def local_without_samples(rank: int) -> None:

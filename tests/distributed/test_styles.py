@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from meshwright.models.gpt import MLP, Attention
 from meshwright.planner.plan import UnitPlan
 from meshwright.units.workload import Batch
-from plans import plan, unit
+from plans import SCHEDULES, plan, scheduled, unit
 from reference import assert_equal, train_alone, train_together, twin
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -180,11 +181,13 @@ def style_equals_whole(
 def all_styles(
     rank: int, degree: int, counts: list[int], placement: list[int] | None = None
 ) -> None:
-    for name in CASES:
+    for name, schedule in itertools.product(CASES, SCHEDULES):
         try:
-            style_equals_whole(rank, name, degree, counts, placement)
+            with scheduled(schedule):
+                style_equals_whole(rank, name, degree, counts, placement)
         except Exception as error:
-            raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
+            found = f"{type(error).__name__}: {error}"
+            raise AssertionError(f"{name} under {schedule}: {found}") from error
 
 
 def _double(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from meshwright.executor.apply import apply
 from meshwright.executor.parallel import full_state_dict
 from meshwright.executor.train import run_steps, train_step
 from meshwright.units.discover import discover
-from plans import by_columns_and_rows, plan_for
+from plans import SCHEDULES, by_columns_and_rows, plan_for, scheduled
 from reference import twin
 
 
@@ -36,13 +36,14 @@ def test_steps_are_measured(ranks, micro):
     ranks(2)(measures_steps, micro)
 
 
-def steps_as_one_process(rank: int, micro: int) -> None:
+def steps_as_one_process(rank: int, micro: int, schedule: str) -> None:
     torch.manual_seed(0)
     workload = models.build("mlp")
     workload.model.double()
     batches = [workload.make_batch(7).to(dtype=torch.float64) for _ in range(2)]
     choose = by_columns_and_rows(workload.model, 2, ("linear",))
-    chosen = plan_for(discover(workload.model, batches[0]), 2, choose, micro_batches=micro)
+    with scheduled(schedule):
+        chosen = plan_for(discover(workload.model, batches[0]), 2, choose, micro_batches=micro)
     alone = twin(workload.model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (workload.model, alone)]
     apply(workload.model, optimizers[0], chosen)
@@ -57,6 +58,7 @@ def steps_as_one_process(rank: int, micro: int) -> None:
         torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("micro", [1, 3, 5])
-def test_steps_equal_one_process(ranks, micro):
-    ranks(2)(steps_as_one_process, micro)
+def test_steps_equal_one_process(ranks, micro, schedule):
+    ranks(2)(steps_as_one_process, micro, schedule)

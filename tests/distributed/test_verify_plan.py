@@ -219,6 +219,7 @@ def test_the_command_verifies_and_launches_its_own_ranks(tmp_path):
     assert 0 < report["accuracy"] < 1
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_model_is_refused_by_every_rank(tmp_path):
     other = plan_of(build("cnn-digits"), 2, {})
     save(msgspec.structs.replace(other, target="mlp"), tmp_path / "plan.json")
@@ -255,6 +256,12 @@ def test_a_script_is_measured_between_its_steps(tmp_path):
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["steps"] == 5  # nine, without the three of the warm-up, make five differences
     assert report["measured"]["step_s"] > report["measured"]["blocking_s"] > 0
+
+
+@pytest.mark.slow
+def test_a_script_of_one_step_is_not_measured(tmp_path):
+    save(plan_of(build("mlp"), 2, {"3": "column", "5": "row"}), tmp_path / "plan.json")
+    (tmp_path / "train.py").write_text(SCRIPT)
     done = command("launch", "plan.json", "train.py", 1, cwd=tmp_path)
     assert done.returncode == 0
     assert "nothing was measured" in done.stderr

@@ -22,8 +22,8 @@ from meshwright.planner.splits import placed
 from tests import brute, problems
 from tests.strategies import cluster
 
-QUICK = range(3000, 3040)
-FULL = range(3040, 3340)
+QUICK = range(3000, 3012)
+FULL = range(3012, 3340)
 EDGE_FIGURES = [*ENTRY, RECEIVED]
 
 

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 from meshwright.planner.noun import save
 
+from tests.strategies import chain_profile, linear
+
 from .conftest import cluster_of
 
 FACTORIES = """
@@ -287,11 +289,12 @@ def test_memory_that_no_plan_fits(meshwright, profile_file, cluster_file, tmp_pa
 # -- files ------------------------------------------------------------------------------------
 
 
-def test_a_refused_plan_leaves_the_old_file_alone(meshwright, profile_file, cluster_file, tmp_path):
-    out = tmp_path / "p.json"
+def test_a_refused_plan_leaves_the_old_file_alone(meshwright, cluster_file, tmp_path):
+    out, small = tmp_path / "p.json", tmp_path / "small.json"
     out.write_text("mine")
-    arguments = ("plan", profile_file, "-c", cluster_file, "-o", out)
-    assert meshwright(*arguments, "--batch", 256, "--memory-limit", "1MB").code == 3
+    save(chain_profile([linear("first"), linear("second")]), small)
+    arguments = ("plan", small, "-c", cluster_file, "-o", out)
+    assert meshwright(*arguments, "--batch", 256, "--memory-limit", "1kB").code == 3
     assert out.read_text() == "mine"
     assert [p.name for p in tmp_path.glob(".p.json*")] == []
 
