@@ -8,6 +8,7 @@ all at the same step.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Order:
         self._number = 0
         self._left: dict[Parcel, int] = {}
         self._end_s = 0.0
+        self._arriving = threading.Lock()
         self.turns = self._find(_planned_ready(orders.plan, parcels))
 
     def _find(self, ready_s: Sequence[float]) -> list[Turn]:
@@ -95,11 +97,13 @@ class Order:
             self._left[parcel] = ahead
 
     def arrived(self, parcel: Parcel, waited_s: float) -> None:
-        """A parcel has come back after a wait: the links were busy until now."""
-        ahead = self._left.pop(parcel, 0)
-        if waited_s > 0 and ahead:
-            rate = (time.perf_counter() - self._end_s) / ahead
-            self._rates = [*self._rates[1 - KEPT :], rate]
+        """A parcel has come back after a wait: the links were busy until now. The thread of a
+        sharded step says so too."""
+        with self._arriving:
+            ahead = self._left.pop(parcel, 0)
+            if waited_s > 0 and ahead:
+                rate = (time.perf_counter() - self._end_s) / ahead
+                self._rates = [*self._rates[1 - KEPT :], rate]
 
 
 def _planned_ready(plan: Plan, parcels: Sequence[Parcel]) -> list[float]:
