@@ -584,6 +584,18 @@ def reads_while_the_other_is_elsewhere(rank: int) -> None:
     pair.check()
 
 
+def ends_while_the_other_reads(rank: int) -> None:
+    """A rank that has left the process group still sends what the last step owes the others."""
+    pair = Pair(rank, shards(2))
+    if rank == 1:
+        slow_averages(first_parcel(pair.model))
+    pair.backward()
+    pair.step()
+    if rank == 0:
+        close(dict(pair.model.state_dict()), dict(pair.alone.state_dict()))
+    dist.destroy_process_group()
+
+
 def keeps_old_graphs_from_new_weights(rank: int) -> None:
     """What autograd has saved of a parameter is known to be old as soon as ``step`` returns."""
     pair = Pair(rank, shards(2))
@@ -601,6 +613,7 @@ def keeps_old_graphs_from_new_weights(rank: int) -> None:
         steps_without_waiting,
         changes_gradients_after_a_step,
         reads_while_the_other_is_elsewhere,
+        ends_while_the_other_reads,
         keeps_old_graphs_from_new_weights,
     ],
     ids=lambda check: check.__name__,
