@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from .capability import Capability
-from .choices import unit_options
+from .choices import with_policies
 from .cost import CostModel
 from .evaluate import evaluation
 from .options import Decisions, Option
@@ -70,7 +70,8 @@ def in_shards(model: CostModel, decisions: Decisions, capability: Capability) ->
     def of(k: int, option: Option) -> Option:
         sharded = option._replace(exchange="sharded", early_release=False)
         plain = option.exchange == "dense" and not option.early_release
-        return sharded if plain and sharded in unit_options(model, k, capability) else option
+        known = with_policies(model, k, Option(option.layout, option.style), capability)
+        return sharded if plain and sharded in known else option
 
     return tuple(of(k, option) for k, option in enumerate(decisions))
 
@@ -114,15 +115,18 @@ def _quicker_in_shards(problem: Problem, found: Result, plan: Plan) -> bool:
 def _by_priority(
     problem: Problem, plan: Plan, decisions: Decisions | None, slice_bytes: int
 ) -> Iterator[Prediction]:
-    """Decisions (data parallelism where None) by priority, and with their exchange sharded where
-    the problem allows that."""
+    """Decisions (data parallelism where None) by priority; and with their exchange sharded where
+    the problem allows that, and updates take long enough for their parts to be clearly quicker."""
     model = CostModel(
         problem.profile, problem.cluster, problem.goal, plan.micro_batches, plan.placement,
         slice_bytes, sliced=True,
     )  # fmt: skip
     chosen = model.baseline if decisions is None else decisions
-    for one in dict.fromkeys((chosen, in_shards(model, chosen, problem.capability))):
-        yield evaluation(model, one, schedule="priority").prediction
+    whole = evaluation(model, chosen, schedule="priority").prediction
+    yield whole
+    sharded = in_shards(model, chosen, problem.capability)
+    if whole.update_s > WORTHWHILE * whole.step_s and sharded != chosen:
+        yield evaluation(model, sharded, schedule="priority").prediction
 
 
 def _worth(problem: Problem, prediction: Prediction) -> float:
