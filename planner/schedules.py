@@ -124,9 +124,10 @@ def _by_priority(
     chosen = model.baseline if decisions is None else decisions
     whole = evaluation(model, chosen, schedule="priority").prediction
     yield whole
-    sharded = in_shards(model, chosen, problem.capability)
-    if whole.update_s > WORTHWHILE * whole.step_s and sharded != chosen:
-        yield evaluation(model, sharded, schedule="priority").prediction
+    if whole.update_s > WORTHWHILE * whole.step_s:
+        sharded = in_shards(model, chosen, problem.capability)
+        if sharded != chosen:
+            yield evaluation(model, sharded, schedule="priority").prediction
 
 
 def _worth(problem: Problem, prediction: Prediction) -> float:
