@@ -25,7 +25,7 @@ from .optimizer import ELEMENTWISE
 from .pending import resume, suspend
 from .priority import PriorityExchange, waiting_parcels
 from .sharded import ShardedParcel
-from .sharded_steps import Sharings, cut_state, step_parcels
+from .sharded_steps import Sharings, StepOn, cut_state, step_parcels
 from .slices import Parcel
 from .waiting import WaitingGradient
 
@@ -110,10 +110,14 @@ class LazySteps:
         settled = _snapshot(self._groups())
         mine = {entry.parameter for parcel in parcels for entry in parcel.entries}
         self._take_over(exchange, settled, mine)
-        if hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf"):
+        scaled = hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf")
+        if scaled:
             exchange.finish_all()  # the scaler takes these away after the step
+        on_stream = any(e.group.on_stream for parcel in parcels for e in parcel.entries)
+        state, step_on = self._optimizer.state, self._stepper()
         with torch.no_grad():
-            step_parcels(exchange, parcels, settled, self._optimizer.state, self._apply)
+            aside = not (scaled or on_stream)
+            step_parcels(exchange, parcels, settled, state, step_on, aside=aside)
         return loss
 
     def _groups(self) -> Groups:
@@ -161,18 +165,25 @@ class LazySteps:
             gradient.taken = True
             suspend(parameter, lambda: exchange.finish(parcel))
 
-    def _apply(self, groups: Groups, state: dict[Any, Any] | None = None) -> None:
-        """The optimizer's own step on some parameters, whose ``state`` is the optimizer's unless
-        told."""
-        if not any(group["params"] for group in groups):
-            return
+    def _apply(self, groups: Groups) -> None:
+        """The optimizer's own step on some parameters."""
+        self._stepper()(groups, self._optimizer.state)
+
+    def _stepper(self) -> StepOn:
+        """The optimizer's own step, as the optimizer is now."""
         optimizer = self._optimizer
-        view: Any = object.__new__(type(optimizer))
-        view.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
-        view.param_groups = [group for group in groups if group["params"]]
-        if state is not None:
+        attributes = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
+
+        def step_on(groups: Groups, state: dict[Any, Any]) -> None:
+            if not any(group["params"] for group in groups):
+                return
+            view: Any = object.__new__(type(optimizer))
+            view.__dict__.update(attributes)
+            view.param_groups = [group for group in groups if group["params"]]
             view.state = state
-        view.step()
+            view.step()
+
+        return step_on
 
     def _able(self) -> bool:
         """Whether the optimizer works parameter by parameter; says so where not."""

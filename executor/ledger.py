@@ -12,6 +12,7 @@ used.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,37 +56,41 @@ class Ledger:
         self._pulse, self._run = pulse, run
         self._sequences: dict[tuple[str, tuple[int, ...]], _Sequence] = {}
         self._reachable = True
+        self._lock = threading.RLock()  # a sharded step waits in a thread of its own
 
     def note(self, group: Group, name: str) -> None:
         """This rank is about to issue a collective. Raises ``RunError`` where another rank has
         issued another in its place."""
         if group.handle is None:
             return
-        sequence = self._of(group)
-        place = sequence.issued
-        sequence.issued += 1
-        sequence.open.append((place, name))
-        self._look(sequence, place, name, append=True)
+        with self._lock:
+            sequence = self._of(group)
+            place = sequence.issued
+            sequence.issued += 1
+            sequence.open.append((place, name))
+            self._look(sequence, place, name, append=True)
 
     def compared(self, group: Group) -> bool:
         """Whether all ranks of the group have issued what this one has so far, or cannot be asked.
         Raises ``RunError`` where one issued something else."""
-        sequence = self._of(group)
-        while sequence.open and self._reachable:
-            if not self._look(sequence, *sequence.open[0]):
-                return False
-            place, _ = sequence.open.popleft()
-            sequence.compared = place + 1
-        return True
+        with self._lock:
+            sequence = self._of(group)
+            while sequence.open and self._reachable:
+                if not self._look(sequence, *sequence.open[0]):
+                    return False
+                place, _ = sequence.open.popleft()
+                sequence.compared = place + 1
+            return True
 
     def lagging(self, group: Group) -> str:
         """Who has issued nothing in place of the first collective that is not compared; "" where
         nobody lags."""
-        sequence = self._of(group)
-        if not sequence.open or not self._reachable:
-            return ""
-        place, name = sequence.open[0]
-        there = self._read(sequence, place) or {}
+        with self._lock:
+            sequence = self._of(group)
+            if not sequence.open or not self._reachable:
+                return ""
+            place, name = sequence.open[0]
+            there = self._read(sequence, place) or {}
         absent = [r for r in sorted(group.ranks) if r not in there]
         if not absent:
             return ""

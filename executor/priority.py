@@ -9,9 +9,10 @@ its parameters (to save them, say) without any other rank's help.
 
 from __future__ import annotations
 
+import copy
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from .schedule import Orders
 from .sharded import ShardedParcel
 from .sharded_gradient import ShardedGradient
 from .slices import Parcel, as_sent, make_parcels
+from .trip import Stage, Trip
 from .waiting import WaitingGradient
 from .watch import Watch
 
@@ -65,8 +67,10 @@ class PriorityExchange:
 
     @property
     def busy(self) -> bool:
-        """Whether slices are on their way."""
-        return any(not one.there for parcel in self.parcels for one in parcel.slices)
+        """Whether slices are on their way, or a step's are still to be sent."""
+        away = (p for p in self.parcels if isinstance(p, ShardedParcel) and p.trip is not None)
+        slices = (one for parcel in self.parcels for one in parcel.slices)
+        return any(not p.there for p in away) or any(not one.there for one in slices)
 
     def follow(self, before: PriorityExchange) -> None:
         """Goes on with what another exchange, of other parameters of the same model, has held."""
@@ -197,7 +201,7 @@ class PriorityExchange:
         parameter.grad = waiting
 
     def _show_part(self, parcel: ShardedParcel, entry: Entry) -> None:
-        part, parcel.changed = parcel.part(entry), True
+        part, sharing, parcel.changed = parcel.part(entry), parcel.sharings[entry], True
         myself, mine, its = weakref.ref(self), weakref.ref(parcel), weakref.ref(entry.parameter)
 
         def settle() -> None:
@@ -206,13 +210,12 @@ class PriorityExchange:
                 exchange.finish(parcel)
 
         def vacate() -> Tensor:
-            parameter = its()
-            zeros = torch.zeros_like(part if parameter is None else parameter.detach())
+            parameter, zeros = its(), sharing.zeros(part)
             if parameter is not None and parameter.grad is waiting:
                 parameter.grad = zeros
             return zeros
 
-        waiting = ShardedGradient.standing(parcel.sharings[entry], part, settle, vacate)
+        waiting = ShardedGradient.standing(sharing, part, settle, vacate)
         entry.parameter.grad = waiting
 
     def complete(self) -> None:
@@ -223,13 +226,17 @@ class PriorityExchange:
             if isinstance(parcel, ShardedParcel) and isinstance(gradient, ShardedGradient):
                 entry.parameter.grad = gradient.complete()
 
-    def gather(self, parcel: ShardedParcel) -> None:
-        """Sends this rank's elements of updated parameters to all peers. Collective, in the same
-        order on all of them."""
-        for number, one in enumerate(parcel.sharded):
-            text = f"gathering {number} of {one.entries[0].name!r}"
-            self._issued(text, one.sent_bytes, one.gathers)
-            parcel.gather(number)
+    def trip(self, updates: Mapping[ShardedParcel, Callable[[], None]]) -> Trip:
+        """The way of a step's sharded parcels in forward order, with what updates their chunks.
+        Their gathers count as issued now: the debug mode compares what ranks have issued at points
+        of the thread that trains."""
+        self._check_votes()
+        for parcel in updates:
+            for number, one in enumerate(parcel.sharded):
+                text = f"gathering {number} of {one.entries[0].name!r}"
+                self._issued(text, one.sent_bytes, one.gathers)
+        stages = [Stage(parcel, apply) for parcel, apply in updates.items()]
+        return Trip(stages, copy.copy(self._watch), self._orders.arrived)
 
     def finish(self, parcel: Parcel) -> None:
         """Waits for a parcel, applies the step that took it over, and shows plain gradients."""

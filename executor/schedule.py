@@ -8,6 +8,7 @@ all at the same step.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class Order:
         self._left: dict[Parcel, int] = {}
         self._end_s = 0.0
         self._most = (0, 0.0)
+        self._arriving = threading.Lock()
         self.turns = self._find(_planned_ready(orders.plan, parcels))
 
     def _find(self, ready_s: Sequence[float]) -> list[Turn]:
@@ -102,10 +104,12 @@ class Order:
 
     def arrived(self, parcel: Parcel, waited_s: float) -> None:
         """A parcel has come back after a wait: the links were busy until now. Of a step the wait
-        with most before it counts; after little, what is measured is mostly the forward between."""
-        ahead = self._left.pop(parcel, 0)
-        if waited_s > 0 and ahead > self._most[0]:
-            self._most = ahead, (time.perf_counter() - self._end_s) / ahead
+        with most before it counts; after little, what is measured is mostly the forward between.
+        The thread of a sharded step says so too."""
+        with self._arriving:
+            ahead = self._left.pop(parcel, 0)
+            if waited_s > 0 and ahead > self._most[0]:
+                self._most = ahead, (time.perf_counter() - self._end_s) / ahead
 
 
 def _planned_ready(plan: Plan, parcels: Sequence[Parcel]) -> list[float]:

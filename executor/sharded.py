@@ -1,17 +1,17 @@
 """Sharded exchange: each peer averages, updates and keeps the optimizer's state of its own chunk of
 a parameter (what ZeRO does, Rajbhandari et al., arXiv 1910.02054), in slices and in priority order.
 
-A slice of gradients goes to the peers that own its elements; ``step()`` updates them and sends them
-to all peers, before the next forward needs them. The bytes are those of an all-reduce. gloo's own
-reduce-scatter is an all-reduce inside (torch 2.13: 16.8 MB sent of 16.8 MB among two ranks), so
-that the parts travel by an all-to-all (8.4 MB) and are added up where they arrive, in the order of
-ranks.
+A slice of gradients goes to the peers that own its elements; after ``step()`` these are updated and
+sent to all peers (``trip``), before the next forward needs them. The bytes are those of an
+all-reduce. gloo's own reduce-scatter is an all-reduce inside (torch 2.13: 16.8 MB sent of 16.8 MB
+among two ranks), so that the parts travel by an all-to-all (8.4 MB) and are added up where they
+arrive, in the order of ranks.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,6 +25,7 @@ from .gradients import Members
 from .groups import World
 from .sharing import AllMembers, Channels, Sharing, as_bytes, flat
 from .slices import Parcel, Slice
+from .trip import Trip
 from .watch import Watch
 
 
@@ -181,10 +182,10 @@ class ShardedSlice(Slice):
         self._settled, self._wire, self._held, self.work = True, None, None, None
         return waited
 
-    def gather(self) -> None:
-        """Sends this rank's elements of the parameters to all peers. Collective, in the order of
-        forward."""
-        self._wholes = [flat(s.entry.parameter.detach()) for s in self.strips]
+    def gather(self, wholes: Mapping[Entry, Tensor]) -> None:
+        """Sends this rank's elements of the parameters, whose memory is in ``wholes``, to all
+        peers. Collective, in the order of forward."""
+        self._wholes = [wholes[s.entry] for s in self.strips]
         self._wire = self._rows(self._wholes)
         self._settled = False
         if self._wire.numel():
@@ -221,8 +222,11 @@ class ShardedParcel(Parcel):
         self.sharings = {entry: sharing_of(entry) for entry in entries}
         self.changed = False
         """Whether some rank has had gradients of it since parameters were last gathered."""
+        self.trip: Trip | None = None
+        """After a step: what updates and gathers its parameters."""
         self._parts: dict[Entry, Tensor] = {}
-        self._gathering = False
+        self._wholes: dict[Entry, Tensor] = {}
+        self._reducing = False
 
     def part(self, entry: Entry) -> Tensor:
         """Where the averages of this rank's elements will stand once they have settled."""
@@ -232,27 +236,55 @@ class ShardedParcel(Parcel):
         return self._parts[entry]
 
     def awaits(self, part: Tensor) -> bool:
-        """Whether the averages that will stand in ``part`` are still to be waited for."""
-        return any(other is part for other in self._parts.values())
+        """Whether the averages in ``part`` are to be waited for, or a step still uses them."""
+        return self.trip is not None or any(other is part for other in self._parts.values())
+
+    @property
+    def there(self) -> bool:
+        """Whether every slice has come back, after a step the parameters'."""
+        return (self.trip is None or self.trip.past(self)) and super().there
+
+    @property
+    def arrived(self) -> bool:
+        """Whether every gradient that is waited for has come."""
+        return all(s.there for s in self.slices)
+
+    def depart(self, trip: Trip) -> None:
+        """Hands it to the trip of a step, after which nothing of it touches the parameters as such:
+        these make whoever touches them wait for it."""
+        self._reducing = self.travelling
+        if self._reducing:
+            self._parts = {entry: self.part(entry) for entry in self.entries}
+        self._wholes = {entry: flat(entry.parameter.detach()) for entry in self.entries}
+        self.changed, self.sent, self.trip = False, len(self.slices), trip
 
     def settle(self, watch: Watch) -> float:
         """Waits for all slices, on either way. Returns the seconds waited."""
-        if self._gathering:
-            doing = f"the gathering of the updated {self.listed}"
-            waited = sum(s.land(watch, doing) for s in self.sharded)
-            self._gathering = False
-            return waited
-        parts = {entry: self.part(entry) for entry in self.entries}
+        if self.trip is None:
+            self._parts = {entry: self.part(entry) for entry in self.entries}
+            return self._average(watch)
+        waited = self.trip.wait_for(self)
+        doing = f"the gathering of the updated {self.listed}"
+        waited += sum(s.land(watch, doing) for s in self.sharded)
+        self.trip = None
+        return waited
+
+    def reduce(self, watch: Watch) -> float:
+        """Waits for the averages, unless that has been done before the step. Returns the seconds
+        waited."""
+        return self._average(watch) if self._reducing else 0.0
+
+    def _average(self, watch: Watch) -> float:
         doing = f"the exchange of the gradients of {self.listed}"
-        waited = sum(s.reduce(parts, watch, doing) for s in self.sharded)
+        waited = sum(s.reduce(self._parts, watch, doing) for s in self.sharded)
         self._parts, self.gradients = {}, {}  # who shows a gradient holds its part
         return waited
 
-    def gather(self, number: int) -> None:
-        """Sends this rank's elements of a slice to all peers; the parcel travels again then."""
-        self._gathering, self.changed = True, False
-        self.sent = len(self.slices)
-        self.sharded[number].gather()
+    def gather(self) -> None:
+        """Sends this rank's elements of all slices to all peers."""
+        for one in self.sharded:
+            one.gather(self._wholes)
+        self._wholes = {}
 
     @property
     def sharded(self) -> tuple[ShardedSlice, ...]:

@@ -53,6 +53,12 @@ class ShardedGradient(WaitingGradient):
         self._settle()
         return self._part
 
+    def taken_over(self) -> Tensor:
+        """This rank's elements for a step, once they have come. Whatever is done to the gradient
+        from now on waits until the step has used them, or does not change them."""
+        self.taken = True
+        return self._part if self._gradient is None else self._sharing.part(self._gradient).clone()
+
     def complete(self) -> Tensor:
         """The whole gradient. Collective over the peers the first time."""
         if self._gradient is None:

@@ -3,9 +3,8 @@
 The optimizer's ``step`` runs on a view of it whose parameters are the chunks, where they lie in the
 parameters' memory; their state stands in ``optimizer.state`` under the real parameters.
 
-All of it happens inside ``step()``, which waits for the last gradients: collectives must be issued
-in one order by the thread that trains, and a rank must be able to read its parameters afterwards
-without any other rank's help.
+``step()`` settles what is to be done, with which hyperparameters and gradients, and returns; see
+``trip`` for what does it.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from .priority import PriorityExchange
 from .sharded import ShardedParcel
 from .sharded_gradient import ShardedGradient
 from .sharing import Sharing
+from .trip import Trip
 
 Groups = list[dict[str, Any]]
 Sharings = Mapping[nn.Parameter, Sharing]
@@ -49,52 +49,48 @@ def step_parcels(
     groups: Groups,
     state: dict[Any, Any],
     step_on: StepOn,
+    *,
+    aside: bool,
 ) -> None:
-    """Updates this rank's chunks as gradients arrive, and issues the gathering of the parameters
-    in forward order. ``groups`` and ``state`` are the optimizer's. Collective."""
-    updated: set[ShardedParcel] = set()
-
-    def update(parcel: ShardedParcel) -> None:
-        exchange.finish(parcel)
-        updated.add(parcel)
-        _update(parcel, groups, state, step_on)
-
-    for parcel in parcels:
-        concerned = parcel.changed or any(e.parameter.grad is not None for e in parcel.entries)
-        for other in parcels:  # must be updated anyway, while this one comes
-            if parcel in updated or parcel.there:
-                break
-            if other not in updated and other.there and other is not parcel:
-                update(other)
-        if parcel not in updated:
-            update(parcel)
-        if concerned:
-            _gather(exchange, parcel)
+    """Updates this rank's chunks as gradients arrive, and gathers the parameters in forward order;
+    ``aside`` while the caller goes on. ``groups`` and ``state`` are the optimizer's. Collective."""
+    concerned = [
+        p for p in parcels if p.changed or any(e.parameter.grad is not None for e in p.entries)
+    ]
+    trip = exchange.trip({p: _updating(p, groups, state, step_on) for p in concerned})
+    for parcel in concerned:
+        _postpone(exchange, parcel, trip)
+    trip.start() if aside else trip.run()
 
 
-def _update(parcel: ShardedParcel, groups: Groups, state: dict[Any, Any], step_on: StepOn) -> None:
-    """The optimizer's step on this rank's chunks of a parcel's parameters."""
+def _updating(
+    parcel: ShardedParcel, groups: Groups, state: dict[Any, Any], step_on: StepOn
+) -> Callable[[], None]:
+    """The optimizer's step on this rank's chunks of a parcel's parameters, to be done later with
+    the gradients that there are now."""
     chunks: dict[nn.Parameter, nn.Parameter] = {}
     for entry, sharing in parcel.sharings.items():
         parameter, gradient = entry.parameter, entry.parameter.grad
         if gradient is None:
             continue
-        chunk = nn.Parameter(sharing.part(parameter))
+        chunks[parameter] = chunk = nn.Parameter(sharing.part(parameter))
         if isinstance(gradient, ShardedGradient):
-            gradient.taken = True
-            chunk.grad = gradient.part()
+            chunk.grad = gradient.taken_over()
         else:
-            chunk.grad = sharing.part(gradient)
-        chunks[parameter] = chunk
+            chunk.grad = sharing.part(gradient).clone()  # it may be zeroed before it is used
     mine = [{**g, "params": [chunks[p] for p in g["params"] if p in chunks]} for g in groups]
-    states: dict[Any, Any] = defaultdict(dict)
-    states.update({c: state[p] for p, c in chunks.items() if p in state})
-    step_on(mine, states)
-    state.update({p: states[c] for p, c in chunks.items() if c in states})
+
+    def update() -> None:
+        states: dict[Any, Any] = defaultdict(dict)
+        states.update({c: state[p] for p, c in chunks.items() if p in state})
+        step_on(mine, states)
+        state.update({p: states[c] for p, c in chunks.items() if c in states})
+
+    return update
 
 
-def _gather(exchange: PriorityExchange, parcel: ShardedParcel) -> None:
-    """Sends the chunks to all peers; parameters wait for those of the others when touched."""
+def _postpone(exchange: PriorityExchange, parcel: ShardedParcel, trip: Trip) -> None:
+    """Makes parameters wait, when touched, for their update and the chunks of the others."""
     parameters = [entry.parameter for entry in parcel.entries]
 
     def land() -> None:
@@ -102,9 +98,11 @@ def _gather(exchange: PriorityExchange, parcel: ShardedParcel) -> None:
             resume(parameter)
             torch.autograd.graph.increment_version(parameter)
 
-    exchange.gather(parcel)
+    parcel.depart(trip)
     parcel.update = land
     for parameter in parameters:
+        # What autograd has saved of it is not what it saved any more, from now on.
+        torch.autograd.graph.increment_version(parameter)
         suspend(parameter, lambda: exchange.finish(parcel))
 
 

@@ -95,6 +95,10 @@ class Sharing:
         gather(list(rows), padded, self.channels.reads, self.channels.watch, self.name)
         return rows.view(-1)[: self.numel].as_strided(self.shape, self.stride)
 
+    def zeros(self, like: Tensor) -> Tensor:
+        """Zeros in the parameter's shape and memory format, of the type of ``like``."""
+        return like.new_empty_strided(self.shape, self.stride).zero_()
+
     def shown(self, part: Tensor) -> ShardGradient:
         """The part as a gradient that knows the norm of the whole."""
         return ShardGradient.of(part, self.channels.members)

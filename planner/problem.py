@@ -31,7 +31,7 @@ class Problem:
     """What to plan. ``capability`` bounds the search; ``executor`` is what can be run, where the
     search is allowed more (then the plan is hypothetical). Without ``placement`` one is chosen.
     With ``either`` the better schedule is chosen, else ``schedule`` is given. ``sparing`` shards
-    the exchange only where nothing fits without.
+    the exchange only where nothing fits without, or that is clearly quicker.
     Among plans whose objective is within ``near`` of the best (a share) the simpler is taken."""
 
     profile: ModelProfile

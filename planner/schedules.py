@@ -6,12 +6,16 @@ parallelism, would be clearly quicker by priority is it planned for that too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
 
-from .evaluate import evaluate
+from .capability import Capability
+from .choices import with_policies
+from .cost import CostModel
+from .evaluate import evaluation
+from .options import Decisions, Option
 from .plan import Plan, Prediction
 from .problem import Problem, Result
 
@@ -21,7 +25,8 @@ TCP (0.2 ms) is a twentieth of a slice's time on 1 Gbit/s."""
 
 
 WORTHWHILE = 0.05
-"""By so much priority must be quicker to be taken: predictions are not much nearer than that."""
+"""By so much priority, or sharded exchange, must be quicker to be taken: predictions are not much
+nearer than that."""
 
 
 def by_either(problem: Problem, search: Callable[[Problem], Result]) -> Result:
@@ -33,10 +38,9 @@ def by_either(problem: Problem, search: Callable[[Problem], Result]) -> Result:
     sliced = replace(problem, goal=goal, schedule="priority", either=False)
     if plain.plan is None:
         return search(sliced) if _saves_memory(problem) else plain
-    sliced = without_shards(sliced)
     if not (problem.goal.allow_lossy or _promising(sliced, plain, plain.plan)):
         return plain
-    other = search(sliced)
+    other = sharding_sparingly(sliced, search)
     if other.plan is None:
         return plain
     better = _worth(problem, other.plan.prediction) < _enough(problem, plain.plan)
@@ -44,13 +48,32 @@ def by_either(problem: Problem, search: Callable[[Problem], Result]) -> Result:
 
 
 def sharding_sparingly(problem: Problem, search: Callable[[Problem], Result]) -> Result:
-    """``search``'s answer without sharded exchange, or with it where nothing else fits: it is there
-    for memory, and the executor waits at each step where the cost model overlaps all of it."""
+    """``search``'s answer without sharded exchange; with it where nothing else fits, or where it is
+    clearly quicker (each rank updates its part only). Else the simpler one."""
     plain = without_shards(problem)
     if plain is problem:
         return search(problem)
     found = search(plain)
-    return found if found.plan is not None else search(problem)
+    if found.plan is None:
+        return search(problem)
+    if not _quicker_in_shards(problem, found, found.plan):
+        return found
+    other = search(problem)
+    if other.plan is None or _worth(problem, other.plan.prediction) >= _enough(problem, found.plan):
+        return found
+    return _said(other, "sharded exchange", found, "without and with sharded exchange")
+
+
+def in_shards(model: CostModel, decisions: Decisions, capability: Capability) -> Decisions:
+    """The decisions with every exchange sharded that may be."""
+
+    def of(k: int, option: Option) -> Option:
+        sharded = option._replace(exchange="sharded", early_release=False)
+        plain = option.exchange == "dense" and not option.early_release
+        known = with_policies(model, k, Option(option.layout, option.style), capability)
+        return sharded if plain and sharded in known else option
+
+    return tuple(of(k, option) for k, option in enumerate(decisions))
 
 
 def without_shards(problem: Problem) -> Problem:
@@ -69,17 +92,42 @@ def _saves_memory(problem: Problem) -> bool:
 
 
 def _promising(problem: Problem, plain: Result, plan: Plan) -> bool:
-    """Whether what was decided for the barrier, or data parallelism, is quicker by priority."""
+    """Whether what was decided for the barrier, or data parallelism, is quicker by priority, as it
+    is or with its exchange sharded."""
     tried = (plain.decisions, None)
-    found = (
-        evaluate(
-            problem.profile, problem.cluster, problem.goal, decisions, plan.micro_batches,
-            plan.placement, schedule="priority", bucket_bytes=size,
-        )
+    return any(
+        _worth(problem, prediction) < _enough(problem, plan)
         for decisions in tried
         for size in problem.slice_bytes
+        for prediction in _by_priority(problem, plan, decisions, size)
+    )
+
+
+def _quicker_in_shards(problem: Problem, found: Result, plan: Plan) -> bool:
+    """Whether what was found is clearly quicker if its exchange is sharded. Not on devices whose
+    streams the executor makes wait for the last gradient first: the cost model overlaps that."""
+    if problem.profile.device_type != "cpu":
+        return False
+    tried = _by_priority(problem, plan, found.decisions, plan.bucket_bytes)
+    return any(_worth(problem, one) < _enough(problem, plan) for one in tried)
+
+
+def _by_priority(
+    problem: Problem, plan: Plan, decisions: Decisions | None, slice_bytes: int
+) -> Iterator[Prediction]:
+    """Decisions (data parallelism where None) by priority; and with their exchange sharded where
+    the problem allows that, and updates take long enough for their parts to be clearly quicker."""
+    model = CostModel(
+        problem.profile, problem.cluster, problem.goal, plan.micro_batches, plan.placement,
+        slice_bytes, sliced=True,
     )  # fmt: skip
-    return any(_worth(problem, one) < _enough(problem, plan) for one in found)
+    chosen = model.baseline if decisions is None else decisions
+    whole = evaluation(model, chosen, schedule="priority").prediction
+    yield whole
+    if whole.update_s > WORTHWHILE * whole.step_s:
+        sharded = in_shards(model, chosen, problem.capability)
+        if sharded != chosen:
+            yield evaluation(model, sharded, schedule="priority").prediction
 
 
 def _worth(problem: Problem, prediction: Prediction) -> float:
@@ -92,11 +140,13 @@ def _enough(problem: Problem, plan: Plan) -> float:
     return _worth(problem, plan.prediction) * (1 - WORTHWHILE)
 
 
-def _said(result: Result, schedule: str, other: Result) -> Result:
+def _said(
+    result: Result, taken: str, other: Result, planned: str = "by barrier and by priority"
+) -> Result:
     assert result.plan is not None
     assert other.plan is not None
     words = (
-        f"planned by barrier and by priority, took {schedule} "
+        f"planned {planned}, took {taken} "
         f"({result.plan.prediction.step_s:.3g} s against {other.plan.prediction.step_s:.3g} s)"
     )
     both = result.seconds + other.seconds

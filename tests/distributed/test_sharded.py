@@ -18,7 +18,9 @@ from meshwright.executor.parallel import (
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,
+    run_of,
 )
+from meshwright.executor.sharded import ShardedParcel
 from meshwright.executor.sharded_gradient import ShardedGradient
 from meshwright.planner.errors import InputError
 from meshwright.planner.plan import Plan
@@ -204,6 +206,7 @@ def divides_state(rank: int, world: int, optimizer: str) -> None:
     pair = Pair(rank, shards(world), optimizer)
     pair.backward()
     pair.step()
+    pair.optimizer.state_dict()  # waits until the step has been applied
     copies = {"sgd": 1, "adamw": 2}[optimizer]
     mine = [v for state in pair.optimizer.state.values() for v in state.values() if v.ndim]
     elements = [p.numel() for p in pair.model.parameters()]
@@ -513,6 +516,145 @@ def test_gradients_read_in_another_order_are_not_mixed_up(ranks):
     for outcome in ranks(2).outcomes(read_in_another_order):
         assert outcome.kind == "RunError"
         assert "ranks ask for different tensors at once" in outcome.error
+
+
+SLOW_S = 0.4
+
+
+def slow_averages(parcel: ShardedParcel) -> None:
+    """Its gradients stay away for a while."""
+    soon = parcel.reduce
+
+    def reduce(watch: Any) -> float:
+        time.sleep(SLOW_S)
+        return soon(watch)
+
+    parcel.reduce = reduce  # type: ignore[method-assign]
+
+
+def first_parcel(model: nn.Module) -> ShardedParcel:
+    return next(p for p in run_of(model).priority.parcels if isinstance(p, ShardedParcel))
+
+
+def steps_without_waiting(rank: int) -> None:
+    """A step returns while gradients are on their way; whatever is changed after it counts no
+    more, and parameters wait."""
+    for optimizer in ("sgd", "adamw"):
+        pair = Pair(rank, shards(2), optimizer)
+        slow_averages(first_parcel(pair.model))
+        for seed in range(2):
+            pair.backward(seed)
+            if seed:  # gradients that have been put together, and one of the user's own
+                for model in (pair.model, pair.alone):
+                    model.first.weight.grad.clamp_(max=0.1)
+                    model.wide.weight.grad = model.wide.weight.grad * 2
+            began_s = time.monotonic()
+            pair.step(set_to_none=False)
+            for group in pair.optimizer.param_groups:
+                group["lr"] *= 1.0
+            assert time.monotonic() - began_s < SLOW_S / 2
+            pair.check()
+            assert time.monotonic() - began_s > SLOW_S
+
+
+def changes_gradients_after_a_step(rank: int) -> None:
+    pair = Pair(rank, shards(2))
+    slow_averages(first_parcel(pair.model))
+    pair.backward()
+    pair.optimizer.step()
+    pair.other.step()
+    for model in (pair.model, pair.alone):
+        for p in model.parameters():
+            p.grad.mul_(100.0)
+    pair.check()
+    for p, q in zip(pair.model.parameters(), pair.alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad * 1, q.grad, rtol=1e-9, atol=1e-10)
+
+
+def reads_while_the_other_is_elsewhere(rank: int) -> None:
+    """One rank saves its parameters while the other waits for it in something else."""
+    pair = Pair(rank, shards(2))
+    if rank == 1:
+        slow_averages(first_parcel(pair.model))
+    pair.backward()
+    pair.step()
+    if rank == 0:
+        close(dict(pair.model.state_dict()), dict(pair.alone.state_dict()))
+    dist.barrier()
+    pair.check()
+
+
+def ends_while_the_other_reads(rank: int) -> None:
+    """A rank that has left the process group still sends what the last step owes the others."""
+    pair = Pair(rank, shards(2))
+    if rank == 1:
+        slow_averages(first_parcel(pair.model))
+    pair.backward()
+    pair.step()
+    if rank == 0:
+        close(dict(pair.model.state_dict()), dict(pair.alone.state_dict()))
+    dist.destroy_process_group()
+
+
+def keeps_old_graphs_from_new_weights(rank: int) -> None:
+    """What autograd has saved of a parameter is known to be old as soon as ``step`` returns."""
+    pair = Pair(rank, shards(2))
+    slow_averages(first_parcel(pair.model))
+    loss = loss_of(pair.model, part(rank, [3, 1]))
+    loss.backward(retain_graph=True)
+    pair.optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        steps_without_waiting,
+        changes_gradients_after_a_step,
+        reads_while_the_other_is_elsewhere,
+        ends_while_the_other_reads,
+        keeps_old_graphs_from_new_weights,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_a_step_does_not_wait(ranks, check):
+    ranks(2)(check)
+
+
+def steps_on_one_rank(rank: int) -> None:
+    pair = Pair(rank, shards(2))
+    run_of(pair.model).watch.timeout_s = 2
+    pair.backward()
+    if rank == 0:
+        pair.optimizer.step()
+        pair.model.state_dict()
+    else:
+        time.sleep(3)
+
+
+def test_a_step_on_one_rank_ends_in_a_sentence(ranks):
+    first, _ = ranks(2).outcomes(steps_on_one_rank)
+    assert first.kind == "RunError"
+    assert "rank 0 waits in the gathering of the updated" in first.error
+
+
+def fails_in_its_step(rank: int) -> None:
+    pair = Pair(rank, shards(2))
+    parcel = first_parcel(pair.model)
+
+    def reduce(watch: Any) -> float:
+        raise ValueError("this one is lost")
+
+    parcel.reduce = reduce  # type: ignore[method-assign]
+    pair.backward()
+    pair.optimizer.step()
+    pair.model.last.weight.sum()
+
+
+def test_what_fails_after_a_step_is_said_where_parameters_are_touched(ranks):
+    for outcome in ranks(2).outcomes(fails_in_its_step):
+        assert (outcome.kind, outcome.error) == ("ValueError", "this one is lost")
 
 
 def says_what_is_wrong(rank: int) -> None:
