@@ -68,8 +68,8 @@ CASES = [
 
 
 def equals_one_process(rank: int, case: test_equality.Case, schedule: str) -> None:
-    with debugging(), scheduled("priority" if schedule == "priority" else "barrier"):
-        test_equality.equals_one_process(rank, case, "sgd", "float64")
+    with debugging():
+        test_equality.equals_one_process(rank, case, "sgd", "float64", (schedule,))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

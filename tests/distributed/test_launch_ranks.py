@@ -168,13 +168,17 @@ def test_the_time_limit_ends_every_rank(plan_file):
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)]
 )
 def test_a_signal_ends_every_rank(plan_file, number, code):
-    begun = plan_file.parent / "begun"
+    begun = [plan_file.parent / f"begun{rank}" for rank in range(2)]
+    start = str(plan_file.parent / "begun")
     with subprocess.Popen(
-        command(plan_file, f"import time\nopen({str(begun)!r}, 'w')\ntime.sleep(90)\n"),
+        command(
+            plan_file,
+            f"import os, time\nopen({start!r} + os.environ['RANK'], 'w')\ntime.sleep(90)\n",
+        ),
         stderr=subprocess.PIPE,
         text=True,
     ) as launcher:
-        assert wait_until(begun.exists)
+        assert wait_until(lambda: all(path.exists() for path in begun))
         launcher.send_signal(number)
         _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == code
