@@ -23,9 +23,9 @@ from typing import Any
 
 from meshwright.testbed import Bed
 
-BATCHES = {"vgg19-32": 32, "resnet50-32": 4, "seq2seq": 16, "gpt-mini": 8}
+BATCHES = {"vgg19-32": 32, "resnet50-32": 4, "seq2seq": 12, "gpt-mini": 8}
 """Samples of a rank in a step."""
-LIMIT_S = 900.0
+LIMIT_S = 1800.0
 START_MBIT_S = 1000.0
 TOO_GOOD = 1.02
 WATCH_S = 0.02

@@ -6,8 +6,10 @@ import ctypes
 import os
 import sys
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 _NEVER = -1
+_THRESHOLDS_BYTES = (1 << 30, 32 << 20)
+"""Up to which size an allocation comes from the heap; some versions allow 32 MiB at most."""
 
 
 def keep_freed_memory() -> bool:
@@ -24,6 +26,6 @@ def keep_freed_memory() -> bool:
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None:
         return False
-    # The threshold from which on it maps can be raised to 32 MiB only in some versions: no mappings
-    # at all, so that the gradient of a large layer comes from the heap as well.
-    return bool(set_option(_MMAP_MAX, 0) and set_option(_TRIM_THRESHOLD, _NEVER))
+    if not any(set_option(_MMAP_THRESHOLD, size) for size in _THRESHOLDS_BYTES):
+        return False
+    return bool(set_option(_TRIM_THRESHOLD, _NEVER))

@@ -21,12 +21,15 @@ from ..planner.plan import Plan
 from .control import Control, Gathered
 from .slices import Parcel
 
-FIRST = (3, 9)
+FIRST = (2, 4, 8, 16)
 EVERY = 50
 """The backwards after which ranks agree on new times: soon, and then now and then."""
-KEPT = 8
-"""So many backwards are remembered; a median over them is a unit's time."""
-LATE = 1.05
+KEPT = 5
+"""So many backwards are remembered: a median over them is the time of a unit."""
+MANY = 4
+"""So many slices must be under way for the link's rate to be read off their time: of the first ones
+some has been carried before."""
+LATE = 1.1
 """Gradients are taken to be ready by so much later than measured. One that is later than its turn
 leaves the link idle, for good; one that is earlier waits for a slice or two."""
 
@@ -85,7 +88,8 @@ class Order:
         self._ready = [*self._ready[1 - KEPT :], [p.ready_s for p in parcels]]
         self._count_left()
         if self._orders.measured and (self._number in FIRST or self._number % EVERY == 0):
-            rate_s = median(self._rates) if self._rates else 0.0
+            # A link that was idle in between seems slower than it is, never quicker.
+            rate_s = min(self._rates, default=0.0)
             times = [median(row) for row in zip(*self._ready, strict=True)]
             vector = torch.tensor([rate_s, *times], dtype=torch.float64, device="cpu")
             self._coming = self._control.most(vector, "the agreement on the order of slices")
@@ -95,12 +99,14 @@ class Order:
         if self._most[0]:
             self._rates = [*self._rates[1 - KEPT :], self._most[1]]
         self._end_s, self._left, self._most = time.perf_counter(), {}, (0, 0.0)
-        ahead = 0
+        ahead, number = 0, 0
         for turn in self.turns:
             parcel = self._parcels[turn.load]
             one = parcel.slices[turn.number]
-            ahead += 0 if one.there else one.bytes
-            self._left[parcel] = ahead
+            if not one.there:
+                ahead, number = ahead + one.bytes, number + 1
+            if number >= MANY:
+                self._left[parcel] = ahead
 
     def arrived(self, parcel: Parcel, waited_s: float) -> None:
         """A parcel has come back after a wait: the links were busy until now. Of a step the wait

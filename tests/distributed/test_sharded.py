@@ -553,6 +553,7 @@ def steps_without_waiting(rank: int) -> None:
             for group in pair.optimizer.param_groups:
                 group["lr"] *= 1.0
             assert time.monotonic() - began_s < SLOW_S / 2
+            assert run_of(pair.model).busy
             pair.check()
             assert time.monotonic() - began_s > SLOW_S
 

@@ -1,16 +1,18 @@
-"""The order in which slices leave before anything is measured."""
+"""The order in which slices leave, from the plan and from what is measured."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from meshwright.executor import schedule
 from meshwright.executor.control import Control
 from meshwright.executor.exchange import Entry
 from meshwright.executor.groups import Group, World
-from meshwright.executor.schedule import Orders
-from meshwright.executor.slices import make_parcels
+from meshwright.executor.schedule import Order, Orders
+from meshwright.executor.slices import Parcel, make_parcels
 from meshwright.executor.watch import Watch
 from torch import nn
 
@@ -18,8 +20,8 @@ ALONE = Group((0,), 0, None, "exchange")
 LARGE = 200_000  # elements: no two units share a parcel
 
 
-def names_in_order(backward_s: float, exchange_s: float) -> list[str]:
-    """Whose slices leave, for three units of two slices each whose times the plan says."""
+def order_of(backward_s: float, exchange_s: float) -> tuple[Order, list[Parcel]]:
+    """That of three units of two slices each whose times the plan says."""
     unit = SimpleNamespace(backward_s=backward_s, exchange_s=exchange_s)
     plan: Any = SimpleNamespace(units=[unit] * 3)
     entries = [
@@ -28,7 +30,12 @@ def names_in_order(backward_s: float, exchange_s: float) -> list[str]:
     ]
     parcels = make_parcels(entries, 2 * LARGE)
     world = World(0, 1, 0, (0,), ALONE, {}, {1: ALONE}, {1: ALONE})
-    order = Orders(plan).start(parcels, Control(world, Watch(0, 1, 10.0)))
+    return Orders(plan).start(parcels, Control(world, Watch(0, 1, 10.0))), parcels
+
+
+def names_in_order(backward_s: float, exchange_s: float) -> list[str]:
+    """Whose slices leave."""
+    order, parcels = order_of(backward_s, exchange_s)
     return [parcels[turn.load].entries[0].name for turn in order.turns]
 
 
@@ -38,3 +45,42 @@ def test_without_times_slices_leave_in_the_order_of_backward() -> None:
 
 def test_with_times_the_more_urgent_overtakes_what_has_not_left() -> None:
     assert names_in_order(1.0, 3.0) == ["c", "b", "a", "a", "b", "c"]
+
+
+class Underway:
+    """A collective that has not come back."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_the_rate_of_a_step_is_that_of_the_wait_with_most_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order, parcels = order_of(1.0, 3.0)
+    for parcel in parcels:
+        for one in parcel.slices:
+            one.work = Underway()  # type: ignore[assignment]
+    # c, b, a, a, b, c: behind both of a's lie four slices, behind b's last five, behind c's six.
+    a, b, c = parcels
+    for _ in range(2):
+        clock = iter([10.0, 14.0, 16.0])
+        monkeypatch.setattr(schedule.time, "perf_counter", lambda clock=clock: next(clock))
+        order.end(parcels)
+        order.arrived(a, 1.0)
+        order.arrived(c, 1.0)  # after 6 s
+        order.arrived(b, 1.0)  # nothing new: fewer bytes were before it
+    assert order._rates == [pytest.approx(6.0 / (6 * 2 * LARGE))]
+    order.begin()  # agreed after the second backward
+    assert order._seconds[0] == [pytest.approx(1.0)] * 2
+
+
+def test_a_rate_is_not_read_off_a_few_slices() -> None:
+    order, parcels = order_of(1.0, 3.0)
+    for one in parcels[0].slices:
+        one.work = Underway()  # type: ignore[assignment]
+    order.end(parcels)
+    for parcel in parcels:
+        order.arrived(parcel, 1.0)
+    order.end(parcels)
+    assert order._rates == []
