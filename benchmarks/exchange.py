@@ -23,7 +23,7 @@ from typing import Any
 
 from meshwright.testbed import Bed
 
-BATCHES = {"vgg19-32": 32, "resnet50-32": 4, "seq2seq": 12, "gpt-mini": 8}
+BATCHES = {"vgg19-32": 32, "resnet50-32": 8, "seq2seq": 12, "gpt-mini": 8}
 """Samples of a rank in a step."""
 LIMIT_S = 1800.0
 START_MBIT_S = 1000.0

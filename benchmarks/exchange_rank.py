@@ -303,6 +303,7 @@ def compared(found: Found, batch: Batch, asked: dict[str, Any]) -> dict[str, Any
         "priority_s": seconds[keys[1]], "plan_s": seconds["plan_s"],
         "ddp_bucket_mb": best_ddp, "slice_mib": best_slice // MIB,
         "plan_schedule": plan.schedule, "plan_divided": len(divided),
+        "plan_slice_mib": plan.bucket_bytes / MIB,
         "ddp_jitter_s": shaken[keys[0]], "priority_jitter_s": shaken[keys[1]],
     }  # fmt: skip
 
