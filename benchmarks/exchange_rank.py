@@ -28,7 +28,6 @@ from meshwright.executor.parallel import run_of
 from meshwright.executor.schedule import Orders
 from meshwright.executor.start import start_process_group
 from meshwright.models import build
-from meshwright.planner.cluster import Cluster, Device, Level, Node
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import data_parallel
 from meshwright.planner.plan import Plan, Prediction, Provenance, UnitPlan
@@ -40,6 +39,7 @@ from meshwright.planner.slices import cut
 from meshwright.planner.solver import solve
 from meshwright.planner.step import LINKS, Chain, empty_chain, priority_bound
 from meshwright.profiler.model import profile
+from meshwright.profiler.probe import probe
 from meshwright.units.discover import discover
 from meshwright.units.workload import Batch, Workload
 from torch import nn
@@ -54,8 +54,7 @@ BUCKETS_MB = (5, 25, 100)
 SLICES = (4 * MIB,)
 WHOLE = 2**40
 """A slice size that leaves every parameter whole."""
-LATENCY_S = 3e-4
-"""Of a small all-reduce between two hosts of the bed; goodput is measured in every row."""
+PROBE_S = 4.0
 PROFILE_S = 15.0
 PLAN_S = 10.0
 JITTER = 0.1
@@ -207,16 +206,10 @@ def by_plan(found: Found, plan: Plan, *, urgent: bool = True) -> System:
 
 
 def chosen_plan(found: Found, batch: int) -> Plan:
-    """The planner's own lossless choice for links of the goodput. Collective."""
+    """The planner's own lossless choice for the links as ``probe`` measures them. Collective."""
     world = dist.get_world_size()
     assert found.profile is not None
-    device = Device(name=found.profile.device, memory_bytes=8 * 2**30)
-    level = Level(name="intra", latency_s=LATENCY_S, bytes_per_s=found.bytes_per_s)
-    cluster = Cluster(
-        name="bed",
-        nodes=tuple(Node(name=f"host{i}", devices=(device,)) for i in range(world)),
-        levels=(level, Level(name="inter", latency_s=LATENCY_S, bytes_per_s=found.bytes_per_s)),
-    )
+    cluster = probe(budget_s=PROBE_S)
     goal = Goal(batch=batch * world, optimizer="momentum")
     problem = Problem(found.profile, cluster, goal, CAPABILITY, either=True)
     return rank_zero_decides(lambda: solve(problem, "auto", PLAN_S).checked())
