@@ -20,6 +20,7 @@ from meshwright.testbed import Bed, Host, missing
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
     pytest.mark.timeout(150),
+    pytest.mark.slow,  # each case takes 20 s
 ]
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
@@ -28,10 +29,7 @@ FEW_S = 10
 """From the limit until torchrun has ended too: asking who lives (2 s), letting others ask (3 s),
 gloo's own limit on what it still carries (5 s)."""
 
-
-SLOW = pytest.mark.slow
-SCHEDULES = [pytest.param("barrier", marks=SLOW), "priority"]
-"""Each case takes 20 s: the quick tests have one of each fault."""
+SCHEDULES = ["barrier", "priority"]
 
 
 @pytest.fixture
@@ -110,7 +108,7 @@ def test_a_slow_host_is_slower_and_right(schedule: str, tmp_path: Path) -> None:
         assert all(torch.equal(mine[name], right[name]) for name in right)
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, pytest.param("headers", marks=SLOW)])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "headers"])
 def test_a_stalled_rank_is_named_on_every_other(bed: Bed, schedule: str, tmp_path: Path) -> None:
     training = Training(bed, schedule, 0, tmp_path / "run")
     training.reach(3)
@@ -146,7 +144,6 @@ def test_a_cut_link_is_named_on_both_sides(bed: Bed, schedule: str, tmp_path: Pa
     assert all(nothing_left(host) for host in bed.hosts)
 
 
-@SLOW
 def test_the_host_of_the_store_is_cut_off(bed: Bed, tmp_path: Path) -> None:
     training = Training(bed, "priority", 0, tmp_path / "run")
     training.reach(3)
@@ -160,7 +157,6 @@ def test_the_host_of_the_store_is_cut_off(bed: Bed, tmp_path: Path) -> None:
     assert all(nothing_left(host) for host in bed.hosts)
 
 
-@SLOW
 def test_launch_says_the_sentence_and_ends(tmp_path: Path) -> None:
     """``meshwright launch``'s own engine, whose workers leave word instead of a traceback."""
     start = (
