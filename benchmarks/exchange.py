@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,29 +47,35 @@ def serve_rates(bed: Bed, folder: Path, over: threading.Event) -> None:
             (folder / "done").touch()
 
 
-def measure(model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """A model's rows, on a bed of its own. Exits where the ranks failed."""
-    with (
-        tempfile.TemporaryDirectory(prefix="exchange-") as name,
-        Bed(asked.hosts, START_MBIT_S) as bed,
-    ):
+def on_a_bed(
+    script: Sequence[str], told: dict[str, Any], hosts: int
+) -> tuple[list[dict[str, Any]], int]:
+    """The rows that ``script``, told so and where, writes on a bed of its own, and the bed's bursts
+    in bytes. Exits where the ranks failed."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, Bed(hosts, START_MBIT_S) as bed:
         folder, over = Path(name), threading.Event()
         watcher = threading.Thread(target=serve_rates, args=(bed, folder, over), daemon=True)
         watcher.start()
-        told = {
-            "folder": name, "model": model, "batch": BATCHES[model], "ratios": asked.ratios,
-            "steps": asked.steps, "rounds": asked.rounds, "ablation": asked.ablation,
-        }  # fmt: skip
-        script = str(Path(__file__).with_name("exchange_rank.py"))
         try:
-            done = bed.launch([script, json.dumps(told)], timeout_s=LIMIT_S)
+            done = bed.launch([*script, json.dumps({**told, "folder": name})], timeout_s=LIMIT_S)
         finally:
             over.set()
             watcher.join()
         if any(d.returncode for d in done):
             sys.exit("\n".join(d.stderr[-3000:] for d in done))
         lines = (folder / "rows").read_text().splitlines()
-        return [{**json.loads(line), "burst_bytes": bed.burst_bytes} for line in lines]
+        return [json.loads(line) for line in lines], bed.burst_bytes
+
+
+def measure(model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """A model's rows."""
+    told = {
+        "model": model, "batch": BATCHES[model], "ratios": asked.ratios,
+        "steps": asked.steps, "rounds": asked.rounds, "ablation": asked.ablation,
+    }  # fmt: skip
+    script = str(Path(__file__).with_name("exchange_rank.py"))
+    rows, burst_bytes = on_a_bed([script], told, asked.hosts)
+    return [{**row, "burst_bytes": burst_bytes} for row in rows]
 
 
 def shown(value: object) -> str:

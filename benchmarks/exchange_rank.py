@@ -11,7 +11,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -51,7 +51,7 @@ WARM_UP = 8
 MIB = 2**20
 BUCKETS_MB = (5, 25, 100)
 """DDP's bucket sizes; 25 is its default."""
-SLICES = (4 * MIB,)
+SLICE_BYTES = 4 * MIB
 WHOLE = 2**40
 """A slice size that leaves every parameter whole."""
 PROBE_S = 4.0
@@ -83,14 +83,24 @@ class Jitter:
             time.sleep(self._draw.random() * self._each_s)
 
 
+Optimizing = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """What systems train with unless told."""
+    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
+
+
 class System:
     """A live model that is trained one way. ``finish`` ends what a step has left pending."""
 
-    def __init__(self, workload: Workload, compute_s: float) -> None:
+    def __init__(
+        self, workload: Workload, compute_s: float, optimizing: Optimizing = momentum
+    ) -> None:
         self.workload, self.model = workload, workload.model
         self.jitter = Jitter(self.model, compute_s)
         self.finish: Callable[[], None] = lambda: None
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+        self.optimizer = optimizing(self.model.parameters())
 
     def step(self, batch: Batch) -> float:
         """One step; when it ended."""
@@ -142,7 +152,7 @@ def by_ddp(found: Found, bucket_mb: int) -> System:
     return system
 
 
-def by_fsdp(found: Found) -> System:
+def by_fsdp(found: Found, optimizing: Optimizing = momentum) -> System:
     """FSDP2: a group for every unit with parameters of its own, the root's for the rest.
     Collective."""
     workload = fresh(found.name)
@@ -156,7 +166,7 @@ def by_fsdp(found: Found) -> System:
             if mine and all(uses[parameter] == 1 for parameter in mine):
                 fully_shard(module, mesh=mesh)
     fully_shard(workload.model, mesh=mesh)
-    return System(workload, found.times.step_s)
+    return System(workload, found.times.step_s, optimizing)
 
 
 def timed_fsdp(found: Found, batch: Batch, steps: int) -> tuple[float | None, str]:
@@ -193,9 +203,11 @@ def _plan_of(found: Found, slice_bytes: int) -> Plan:
     )  # fmt: skip
 
 
-def by_plan(found: Found, plan: Plan, *, urgent: bool = True) -> System:
+def by_plan(
+    found: Found, plan: Plan, optimizing: Optimizing = momentum, *, urgent: bool = True
+) -> System:
     """Whatever ``plan`` says; without ``urgent`` slices go first come, first served. Collective."""
-    system = System(fresh(found.name), found.times.step_s)
+    system = System(fresh(found.name), found.times.step_s, optimizing)
     apply(system.model, system.optimizer, plan)
     run = run_of(system.model)
     if not urgent:
@@ -217,10 +229,14 @@ def chosen_plan(found: Found, batch: int) -> Plan:
 
 def predicted(found: Found, *, sliced: bool, urgent: bool) -> float:
     """A step as the planner simulates it: slices or whole gradients, by urgency or in order."""
-    chain, messages = found.chain, []
-    for k in reversed(range(len(found.parts.sizes))):
-        limit = 4 * MIB if sliced else WHOLE
-        for piece in cut([found.parts.sizes[k]], limit):
+    return simulated(found.chain, found.parts.sizes, SLICE_BYTES if sliced else WHOLE, urgent)
+
+
+def simulated(chain: Chain, sizes: Sequence[int], limit_bytes: int, urgent: bool = True) -> float:
+    """Seconds of a step whose gradients of those sizes travel in slices under the limit."""
+    messages = []
+    for k in reversed(range(len(sizes))):
+        for piece in cut([sizes[k]], limit_bytes):
             seconds = float(chain.exchange_s[1][k]) / piece.parts
             messages.append(Message((k,), LINKS[1], seconds, k if urgent else 0))
     return simulate(Step(work_of(chain, 1, "priority"), tuple(messages), "priority")).step_s
@@ -279,22 +295,21 @@ class Turns:
 def compared(found: Found, batch: Batch, asked: dict[str, Any]) -> dict[str, Any]:
     """DDP, FSDP2, priority, the planner's choice: one row."""
     systems = {f"ddp_{mb}": by_ddp(found, mb) for mb in BUCKETS_MB}
-    systems |= {f"priority_{size // MIB}": by_plan(found, plan_of(found, size)) for size in SLICES}
+    systems["priority_s"] = by_plan(found, plan_of(found, SLICE_BYTES))
     plan = chosen_plan(found, batch.size)
     systems["plan_s"] = by_plan(found, plan)
     turns = Turns(found, batch, asked["steps"], asked["rounds"])
     seconds = turns.measure(systems)
     fsdp_s, failed = timed_fsdp(found, batch, asked["steps"])
     best_ddp = min(BUCKETS_MB, key=lambda mb: seconds[f"ddp_{mb}"])
-    best_slice = min(SLICES, key=lambda size: seconds[f"priority_{size // MIB}"])
-    keys = f"ddp_{best_ddp}", f"priority_{best_slice // MIB}"
+    keys = f"ddp_{best_ddp}", "priority_s"
     shaken = replace(turns, rounds=1).measure({key: systems[key] for key in keys}, jitter=True)
     divided = [u.name for u in plan.units if u.layout.degree > 1]
     return {
         "ddp_best_s": seconds[keys[0]], "ddp_default_s": seconds["ddp_25"],
         "fsdp_s": fsdp_s, "fsdp_failed": failed,
         "priority_s": seconds[keys[1]], "plan_s": seconds["plan_s"],
-        "ddp_bucket_mb": best_ddp, "slice_mib": best_slice // MIB,
+        "ddp_bucket_mb": best_ddp, "slice_mib": SLICE_BYTES // MIB,
         "plan_schedule": plan.schedule, "plan_divided": len(divided),
         "plan_slice_mib": plan.bucket_bytes / MIB,
         "ddp_jitter_s": shaken[keys[0]], "priority_jitter_s": shaken[keys[1]],
@@ -309,7 +324,7 @@ def ablated(found: Found, batch: Batch, asked: dict[str, Any]) -> dict[str, Any]
         for sliced in (False, True)
     }
     systems = {
-        key: by_plan(found, plan_of(found, 4 * MIB if sliced else WHOLE), urgent=urgent)
+        key: by_plan(found, plan_of(found, SLICE_BYTES if sliced else WHOLE), urgent=urgent)
         for key, (sliced, urgent) in ways.items()
     }
     seconds = Turns(found, batch, asked["steps"], asked["rounds"]).measure(systems)

@@ -13,60 +13,46 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
-import threading
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from exchange import BATCHES, LIMIT_S, START_MBIT_S, serve_rates, shown
+from exchange import BATCHES, on_a_bed, shown
 from exchange_parts import Parts, Times
 from exchange_rank import (
-    MIB,
+    SLICE_BYTES,
     Found,
+    Optimizing,
     System,
     Turns,
     by_fsdp,
+    by_plan,
     fresh,
     goodput,
+    momentum,
     plan_of,
     set_rate,
+    simulated,
     slowest,
 )
-from meshwright.executor.apply import apply
 from meshwright.executor.parallel import run_of
 from meshwright.executor.sharded import ShardedParcel
 from meshwright.executor.start import start_process_group
 from meshwright.planner.plan import Plan
-from meshwright.planner.schedule import Message, Step, work_of
-from meshwright.planner.simulate import simulate
-from meshwright.planner.slices import cut
-from meshwright.planner.step import LINKS
 from meshwright.planner.variants import with_exchange
-from meshwright.testbed import Bed
 from meshwright.units.discover import discover
 
-SLICE_BYTES = 4 * MIB
-OPTIMIZERS = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9),
+OPTIMIZERS: dict[str, Optimizing] = {
+    "momentum": momentum,
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-5, foreach=True),
 }
 
 
-def planned(found: Found, plan: Plan, optimizer: str) -> System:
-    """A model under ``plan``. Collective."""
-    system = System(fresh(found.name), found.times.step_s)
-    system.optimizer = OPTIMIZERS[optimizer](system.model.parameters())
-    apply(system.model, system.optimizer, plan)
-    system.finish = run_of(system.model).finish_steps
-    return system
-
-
-def waiting(found: Found, plan: Plan, optimizer: str) -> System:
-    """The same, whose steps wait until the last gather has been issued. Collective."""
-    system = planned(found, plan, optimizer)
+def waiting(found: Found, plan: Plan, optimizing: Optimizing) -> System:
+    """A model under ``plan`` whose steps wait until the last gather has been issued. Collective."""
+    system = by_plan(found, plan, optimizing)
     exchange, step = run_of(system.model).priority, system.optimizer.step
     assert exchange is not None
 
@@ -90,28 +76,24 @@ def state_bytes(system: System) -> int:
 
 def predicted(found: Found, *, sharded: bool) -> float:
     """A step as the planner simulates it."""
-    world, chain, messages = dist.get_world_size(), found.chain, []
+    chain = found.chain
     if sharded:
-        chain.update_s[:] /= world
-    for k in reversed(range(len(found.parts.sizes))):
-        for piece in cut([found.parts.sizes[k]], SLICE_BYTES):
-            seconds = float(chain.exchange_s[1][k]) / piece.parts
-            messages.append(Message((k,), LINKS[1], seconds, k))
-    return simulate(Step(work_of(chain, 1, "priority"), tuple(messages), "priority")).step_s
+        chain.update_s[:] /= dist.get_world_size()
+    return simulated(chain, found.parts.sizes, SLICE_BYTES)
 
 
 def row_of(found: Found, batch: Any, asked: dict[str, Any], optimizer: str) -> dict[str, Any]:
     """All systems in turns. Collective."""
     dense = plan_of(found, SLICE_BYTES)
     sharded = with_exchange(dense, "sharded")
+    optimizing = OPTIMIZERS[optimizer]
     systems = {
-        "dense": planned(found, dense, optimizer),
-        "sharded": planned(found, sharded, optimizer),
-        "waiting": waiting(found, sharded, optimizer),
+        "dense": by_plan(found, dense, optimizing),
+        "sharded": by_plan(found, sharded, optimizing),
+        "waiting": waiting(found, sharded, optimizing),
     }
     if asked["fsdp"]:
-        systems["fsdp"] = by_fsdp(found)
-        systems["fsdp"].optimizer = OPTIMIZERS[optimizer](systems["fsdp"].model.parameters())
+        systems["fsdp"] = by_fsdp(found, optimizing)
     seconds = Turns(found, batch, asked["steps"], asked["rounds"]).measure(systems)
     return {
         **{f"{key}_s": value for key, value in seconds.items()},
@@ -123,9 +105,7 @@ def row_of(found: Found, batch: Any, asked: dict[str, Any], optimizer: str) -> d
 
 def alone(name: str, batch: Any, units: Any, optimizer: str) -> tuple[Parts, Times]:
     """Compute alone, with that optimizer. Collective."""
-    system = System(fresh(name), 0.0)
-    system.optimizer = OPTIMIZERS[optimizer](system.model.parameters())
-    parts = Parts(system, units)
+    parts = Parts(System(fresh(name), 0.0, OPTIMIZERS[optimizer]), units)
     return parts, parts.times(batch, slowest)
 
 
@@ -157,18 +137,10 @@ def rank(asked: dict[str, Any]) -> None:
 
 
 def measure(model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """A model's rows, on a bed of its own. Exits where the ranks failed."""
-    with tempfile.TemporaryDirectory(prefix="sharded-") as name, Bed(2, START_MBIT_S) as bed:
-        folder, over = Path(name), threading.Event()
-        threading.Thread(target=serve_rates, args=(bed, folder, over), daemon=True).start()
-        told = {**vars(asked), "folder": name, "model": model, "batch": BATCHES[model] // 2}
-        try:
-            done = bed.launch([__file__, "--rank", json.dumps(told)], timeout_s=LIMIT_S)
-        finally:
-            over.set()
-        if any(d.returncode for d in done):
-            sys.exit("\n".join(d.stderr[-3000:] for d in done))
-        return [json.loads(line) for line in (folder / "rows").read_text().splitlines()]
+    """A model's rows."""
+    told = {**vars(asked), "model": model, "batch": BATCHES[model] // 2}
+    rows, _ = on_a_bed([__file__, "--rank"], told, 2)
+    return rows
 
 
 def main() -> None:

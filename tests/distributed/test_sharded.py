@@ -572,8 +572,8 @@ def changes_gradients_after_a_step(rank: int) -> None:
         torch.testing.assert_close(p.grad * 1, q.grad, rtol=1e-9, atol=1e-10)
 
 
-def reads_while_the_other_is_elsewhere(rank: int) -> None:
-    """One rank saves its parameters while the other waits for it in something else."""
+def one_reads_after_a_step(rank: int) -> Pair:
+    """Rank 0 reads what it needs rank 1 for, whose averages are late."""
     pair = Pair(rank, shards(2))
     if rank == 1:
         slow_averages(first_parcel(pair.model))
@@ -581,19 +581,19 @@ def reads_while_the_other_is_elsewhere(rank: int) -> None:
     pair.step()
     if rank == 0:
         close(dict(pair.model.state_dict()), dict(pair.alone.state_dict()))
+    return pair
+
+
+def reads_while_the_other_is_elsewhere(rank: int) -> None:
+    """One rank saves its parameters while the other waits for it in something else."""
+    pair = one_reads_after_a_step(rank)
     dist.barrier()
     pair.check()
 
 
 def ends_while_the_other_reads(rank: int) -> None:
     """A rank that has left the process group still sends what the last step owes the others."""
-    pair = Pair(rank, shards(2))
-    if rank == 1:
-        slow_averages(first_parcel(pair.model))
-    pair.backward()
-    pair.step()
-    if rank == 0:
-        close(dict(pair.model.state_dict()), dict(pair.alone.state_dict()))
+    one_reads_after_a_step(rank)
     dist.destroy_process_group()
 
 
