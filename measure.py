@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from .executor.agreement import rank_zero_decides, together
 from .executor.overhead import measure_overhead
+from .executor.ranks.agreement import rank_zero_decides, together
 from .planner.cluster import Cluster, Device, Node
 from .planner.goal import Goal
 from .planner.profile import ModelProfile

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import targets
-from .executor.agreement import rank_zero_decides, together
 from .executor.apply import apply
+from .executor.ranks.agreement import rank_zero_decides, together
+from .executor.ranks.watch import time_limit
 from .executor.report import PLAN_VARIABLE, record_run
 from .executor.start import start_process_group
-from .executor.watch import time_limit
 from .goals import make_goal
 from .measure import batches_for, cluster_of_ranks, profile_on_ranks
 from .planner.errors import InputError

@@ -71,8 +71,8 @@ def run_task(
 
 def do(folder: Path) -> None:
     """Does the folder's task on this rank."""
+    from .executor.ranks.watch import time_limit
     from .executor.start import start_process_group
-    from .executor.watch import time_limit
 
     task = load(Task, folder / TASK)
     work: dict[TaskName, Callable[[Task, Path, torch.device], Noun]] = {

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from exchange_parts import Parts, Times
-from meshwright.executor.agreement import rank_zero_decides
 from meshwright.executor.apply import apply
 from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.exchange.schedule import Orders
 from meshwright.executor.parallel import run_of
-from meshwright.executor.schedule import Orders
+from meshwright.executor.ranks.agreement import rank_zero_decides
 from meshwright.executor.start import start_process_group
 from meshwright.models import build
 from meshwright.planner.goal import Goal

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
+from meshwright.executor.exchange.residual import Lossy
 from meshwright.executor.parallel import run_of
-from meshwright.executor.residual import Lossy
 from meshwright.executor.start import start_process_group
 from meshwright.executor.train import share_of
 from meshwright.models import build

@@ -37,8 +37,8 @@ from exchange_rank import (
     simulated,
     slowest,
 )
+from meshwright.executor.exchange.sharded import ShardedParcel
 from meshwright.executor.parallel import run_of
-from meshwright.executor.sharded import ShardedParcel
 from meshwright.executor.start import start_process_group
 from meshwright.planner.plan import Plan
 from meshwright.planner.variants import with_exchange

@@ -12,24 +12,24 @@ from torch.optim import Optimizer
 from ..planner.errors import InputError
 from ..planner.noun import fingerprint
 from ..planner.plan import Plan
-from . import optimizer as optimizers
-from . import sharded_steps
-from .broadcast import broadcast, changing_buffers
 from .capability import CAPABILITY
-from .control import digest
 from .division import Division, check_ties, divide, divided, split_of, tensor_named
-from .exchange import Entry
-from .gradients import Members
-from .groups import Group, make_world
-from .momentum import check_momentum
+from .exchange import optimizer as optimizers
+from .exchange import sharded_steps
+from .exchange.buckets import Entry
+from .exchange.momentum import check_momentum
+from .exchange.residual import Lossy
+from .exchange.sharded import shard
+from .exchange.topk import MOST_ELEMENTS
+from .layout.gradients import Members
+from .layout.state import install
+from .layout.statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
 from .parallel import ModelT, adopt, is_parallel
-from .residual import Lossy
+from .ranks.broadcast import broadcast, changing_buffers
+from .ranks.control import digest
+from .ranks.groups import Group, make_world
+from .ranks.watch import Watch, time_limit
 from .run import Run
-from .sharded import shard
-from .state import install
-from .statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
-from .topk import MOST_ELEMENTS
-from .watch import Watch, time_limit
 
 _runs = count()
 

@@ -15,10 +15,10 @@ from ..planner.ownership import feature_bounds
 from ..planner.plan import Plan, UnitPlan
 from ..units.spec import SplitSpec
 from ..units.splits import apply_split, find_splits
-from .boundary import Boundary, keeps_features
-from .redistribute import Mover
+from .layout.boundary import Boundary, keeps_features
+from .layout.redistribute import Mover
+from .layout.shards import Shard, aliases, by_name
 from .run import Run
-from .shards import Shard, aliases, by_name
 
 
 @dataclass

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from ..planner.errors import InputError
-from .lossy import LossyParcel
+from .exchange.lossy import LossyParcel
+from .exchange.priority import PriorityExchange
 from .parallel import run_of
-from .priority import PriorityExchange
 
 
 def exchange_state_dict(model: nn.Module) -> dict[str, Any]:

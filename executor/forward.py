@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..planner.errors import InputError
-from .control import Gathered, Header
+from .ranks.control import Gathered, Header
 
 
 class Weight:

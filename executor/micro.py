@@ -10,9 +10,9 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..planner.errors import InputError
 from ..units.workload import Batch
-from .control import Gathered
 from .forward import Weight
 from .parallel import run_of
+from .ranks.control import Gathered
 from .run import Run
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..planner.errors import InputError
-from .optimizer import gather_optimizer_state, scatter_optimizer_state
+from .exchange.optimizer import gather_optimizer_state, scatter_optimizer_state
+from .layout.state import gather_state
+from .layout.statistics import norms_of
 from .run import Run
-from .state import gather_state
-from .statistics import norms_of
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -14,25 +14,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..planner.plan import Plan
-from .broadcast import broadcast
-from .control import Control, Header, Row, digest
-from .exchange import BucketExchange, Entry, Exchange, make_buckets
+from .exchange.buckets import BucketExchange, Entry, Exchange, make_buckets
+from .exchange.lazy import LazySteps
+from .exchange.momentum import Momentum, has_momentum
+from .exchange.policies import picking_of
+from .exchange.priority import PriorityExchange
+from .exchange.residual import Lossy
+from .exchange.schedule import Orders
+from .exchange.sharded import sharing_of
+from .exchange.sharing import Sharing
 from .forward import Forward, Weight, samples_of, shapes_of
-from .groups import Group, World
-from .held import bring_home
-from .lazy import LazySteps
-from .momentum import Momentum, has_momentum
-from .policies import picking_of
-from .priority import PriorityExchange
-from .redistribute import Meter
-from .residual import Lossy
+from .layout.held import bring_home
+from .layout.redistribute import Meter
+from .layout.shards import Shard
+from .ranks.broadcast import broadcast
+from .ranks.control import Control, Header, Row, digest
+from .ranks.groups import Group, World
+from .ranks.watch import Watch
 from .scaling import scale_output
-from .schedule import Orders
-from .sharded import sharing_of
-from .shards import Shard
-from .sharing import Sharing
 from .synchronise import GradientSynchroniser
-from .watch import Watch
 
 LEAVE_S = 3.0
 """So long a process that ends waits for what it has started."""

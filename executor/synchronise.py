@@ -18,10 +18,10 @@ from torch import nn
 from torch.autograd import Variable
 
 from ..planner.errors import RunError
-from .control import Control, Gathered
-from .exchange import Entry, Exchange
+from .exchange.buckets import Entry, Exchange
 from .forward import Forward
-from .watch import Watch
+from .ranks.control import Control, Gathered
+from .ranks.watch import Watch
 
 
 class GradientSynchroniser:

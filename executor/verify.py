@@ -23,10 +23,10 @@ from ..planner.errors import InputError
 from ..planner.noun import Count, Noun
 from ..planner.plan import Plan
 from ..units.workload import Batch, Workload
-from .agreement import rank_zero_decides, together
 from .apply import apply
 from .equality import LOSS, STATE, Deviation, DtypeName, deviations
 from .parallel import full_state_dict
+from .ranks.agreement import rank_zero_decides, together
 from .train import train_step
 
 STEPS = 3

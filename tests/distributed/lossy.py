@@ -9,8 +9,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
+from meshwright.executor.exchange.residual import Lossy
 from meshwright.executor.parallel import run_of
-from meshwright.executor.residual import Lossy
 from meshwright.planner.plan import ExchangePolicy, Plan
 from plans import plan, scheduled, unit
 from torch import Tensor, nn

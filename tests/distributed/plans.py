@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from meshwright.executor.shards import aliases
+from meshwright.executor.layout.shards import aliases
 from meshwright.planner.goal import BatchStatistics, Goal
 from meshwright.planner.layout import Layout, Style
 from meshwright.planner.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.executor.agreement import rank_zero_decides, together
+from meshwright.executor.ranks.agreement import rank_zero_decides, together
 from meshwright.planner.layout import Layout
 from meshwright.planner.noun import decode, encode, fingerprint, save
 from plans import plan as plan_by_hand

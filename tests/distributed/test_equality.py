@@ -10,8 +10,8 @@ import pytest
 import torch
 from meshwright import models
 from meshwright.executor.apply import apply
+from meshwright.executor.exchange.pending import Pending
 from meshwright.executor.parallel import run_of
-from meshwright.executor.pending import Pending
 from meshwright.planner.plan import Plan
 from meshwright.planner.variants import with_exchange
 from meshwright.units.discover import Discovery, discover

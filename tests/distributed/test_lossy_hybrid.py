@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.apply import apply
+from meshwright.executor.exchange.residual import Lossy
 from meshwright.executor.exchange_state import exchange_state_dict
 from meshwright.executor.parallel import full_state_dict
-from meshwright.executor.residual import Lossy
 from meshwright.planner.plan import ExchangePolicy, Plan
 from plans import plan, scheduled, unit
 from torch import Tensor, nn

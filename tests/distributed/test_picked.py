@@ -6,7 +6,7 @@ import pytest
 import torch
 from lossy import Training, assert_equal_on_all_ranks, lossy_plan, net, share
 from meshwright.executor.apply import apply
-from meshwright.executor.residual import Lossy
+from meshwright.executor.exchange.residual import Lossy
 from meshwright.planner.errors import InputError, RunError
 from test_dropped import resumes, unused_on_some_ranks
 from torch.nn import functional as F

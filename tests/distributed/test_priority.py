@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from meshwright import models
 from meshwright.executor.apply import apply
+from meshwright.executor.exchange.pending import Pending
+from meshwright.executor.exchange.waiting import WaitingGradient
 from meshwright.executor.parallel import run_of
-from meshwright.executor.pending import Pending
-from meshwright.executor.waiting import WaitingGradient
 from meshwright.planner.slices import cut
 from meshwright.profiler.device import memory_bytes
 from meshwright.units.discover import discover

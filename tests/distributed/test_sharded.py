@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
+from meshwright.executor.exchange.sharded import ShardedParcel
+from meshwright.executor.exchange.sharded_gradient import ShardedGradient
 from meshwright.executor.parallel import (
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,
     run_of,
 )
-from meshwright.executor.sharded import ShardedParcel
-from meshwright.executor.sharded_gradient import ShardedGradient
 from meshwright.planner.errors import InputError
 from meshwright.planner.plan import Plan
 from meshwright.planner.variants import with_exchange

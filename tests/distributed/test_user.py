@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
+from meshwright.executor.layout.shards import LocalShard
 from meshwright.executor.micro import join, micro_batches
 from meshwright.executor.parallel import (
     full_optimizer_state_dict,
@@ -21,7 +22,6 @@ from meshwright.executor.parallel import (
     load_full_optimizer_state_dict,
     loss_weight,
 )
-from meshwright.executor.shards import LocalShard
 from meshwright.models.gpt import Attention
 from meshwright.planner.errors import InputError
 from meshwright.units.workload import Batch

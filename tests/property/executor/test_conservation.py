@@ -7,8 +7,8 @@ import math
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.executor.dropping import Piece, choose
-from meshwright.executor.residual import Residual, flat_of
+from meshwright.executor.exchange.dropping import Piece, choose
+from meshwright.executor.exchange.residual import Residual, flat_of
 from torch import Tensor
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)

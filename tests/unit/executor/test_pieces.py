@@ -7,14 +7,14 @@ from collections import namedtuple
 
 import pytest
 import torch
-from meshwright.executor.control import Row, check_rows
 from meshwright.executor.forward import Forward, Weight, samples_of
-from meshwright.executor.gradients import ShardGradient
-from meshwright.executor.held import HeldTensor, bring_home
+from meshwright.executor.layout.gradients import ShardGradient
+from meshwright.executor.layout.held import HeldTensor, bring_home
 from meshwright.executor.memory import peak_bytes
 from meshwright.executor.micro import _emptied
+from meshwright.executor.ranks.control import Row, check_rows
+from meshwright.executor.ranks.watch import DEFAULT_TIMEOUT_S, time_limit
 from meshwright.executor.scaling import scale_output
-from meshwright.executor.watch import DEFAULT_TIMEOUT_S, time_limit
 from meshwright.planner.errors import InputError, RunError
 from meshwright.units.workload import Batch
 

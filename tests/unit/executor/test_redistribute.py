@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.executor.redistribute import _part, route
+from meshwright.executor.layout.redistribute import _part, route
 from meshwright.planner.layout import Layout, data_parallel
 from meshwright.planner.ownership import Box, Held, box
 

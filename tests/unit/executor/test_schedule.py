@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.executor import schedule
-from meshwright.executor.control import Control
-from meshwright.executor.exchange import Entry
-from meshwright.executor.groups import Group, World
-from meshwright.executor.schedule import Order, Orders
-from meshwright.executor.slices import Parcel, make_parcels
-from meshwright.executor.watch import Watch
+from meshwright.executor.exchange import schedule
+from meshwright.executor.exchange.buckets import Entry
+from meshwright.executor.exchange.schedule import Order, Orders
+from meshwright.executor.exchange.slices import Parcel, make_parcels
+from meshwright.executor.ranks.control import Control
+from meshwright.executor.ranks.groups import Group, World
+from meshwright.executor.ranks.watch import Watch
 from torch import nn
 
 ALONE = Group((0,), 0, None, "exchange")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright.executor.exchange import Entry
-from meshwright.executor.groups import Group
-from meshwright.executor.momentum import Momentum, check_momentum
-from meshwright.executor.residual import Lossy, Residual
-from meshwright.executor.topk import Picking, TopkParcel, _unpacked, largest, ratio_at
+from meshwright.executor.exchange.buckets import Entry
+from meshwright.executor.exchange.momentum import Momentum, check_momentum
+from meshwright.executor.exchange.residual import Lossy, Residual
+from meshwright.executor.exchange.topk import Picking, TopkParcel, _unpacked, largest, ratio_at
+from meshwright.executor.ranks.groups import Group
 from meshwright.planner.errors import InputError, RunError
 from torch import nn
 

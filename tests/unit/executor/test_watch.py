@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
-from meshwright.executor.ledger import _ordinal
-from meshwright.executor.pulse import Heard, within
-from meshwright.executor.watch import Watch
+from meshwright.executor.ranks.ledger import _ordinal
+from meshwright.executor.ranks.pulse import Heard, within
+from meshwright.executor.ranks.watch import Watch
 
 
 class Hosts:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..planner.plan import ExchangePolicy
-from ..planner.slices import Cut, cut, fits_together
-from .exchange import Entry
-from .watch import Watch
+from ...planner.plan import ExchangePolicy
+from ...planner.slices import Cut, cut, fits_together
+from ..ranks.watch import Watch
+from .buckets import Entry
 
 
 class Slice:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..ranks.watch import Watch
 from .shards import LocalShard, Shard
-from .watch import Watch
 
 
 def install(model: nn.Module, shards: dict[str, Shard]) -> None:

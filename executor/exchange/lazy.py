@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..planner.errors import InputError
-from .exchange import Entry
+from ...planner.errors import InputError
+from .buckets import Entry
 from .momentum import Momentum
 from .optimizer import ELEMENTWISE
 from .pending import resume, suspend

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..planner.errors import InputError
-from .shards import Shard
+from ...planner.errors import InputError
+from ..layout.shards import Shard
+from ..ranks.watch import Watch
 from .sharing import Sharing, whole_state
-from .watch import Watch
 
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop",

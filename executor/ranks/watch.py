@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..planner.errors import InputError, RunError
+from ...planner.errors import InputError, RunError
 from .groups import Group
 from .ledger import Ledger, debugging
 from .pulse import Heard, in_a_file, pulse_of

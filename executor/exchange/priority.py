@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..planner.errors import RunError
-from .control import Control
-from .exchange import Entry, Votes
-from .groups import Group
+from ...planner.errors import RunError
+from ..ranks.control import Control
+from ..ranks.groups import Group
+from ..ranks.watch import Watch
+from .buckets import Entry, Votes
 from .lossy import hand_over
 from .policies import PARCELS, picking_of, start_policies
 from .residual import Lossy
@@ -30,7 +31,6 @@ from .sharded_gradient import ShardedGradient
 from .slices import Parcel, as_sent, make_parcels
 from .trip import Stage, Trip
 from .waiting import WaitingGradient
-from .watch import Watch
 
 
 class PriorityExchange:

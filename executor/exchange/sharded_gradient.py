@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from .gradients import ShardGradient
+from ..layout.gradients import ShardGradient
 from .sharing import Sharing
 from .waiting import WaitingGradient
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..planner.plan import ExchangePolicy
-from .gradients import Members, ShardGradient
-from .groups import Group
+from ...planner.plan import ExchangePolicy
+from ..layout.gradients import Members, ShardGradient
+from ..ranks.groups import Group
+from ..ranks.watch import Watch
 from .sharing import Channels
-from .watch import Watch
 
 
 @dataclass(frozen=True, eq=False)

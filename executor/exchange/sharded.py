@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..planner.slices import Cut
-from .exchange import Entry
-from .gradients import Members
-from .groups import World
+from ...planner.slices import Cut
+from ..layout.gradients import Members
+from ..ranks.groups import World
+from ..ranks.watch import Watch
+from .buckets import Entry
 from .sharing import AllMembers, Channels, Sharing, as_bytes, flat
 from .slices import Parcel, Slice
 from .trip import Trip
-from .watch import Watch
 
 
 def sharing_of(entry: Entry) -> Sharing:

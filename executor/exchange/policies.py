@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ..planner.plan import ExchangePolicy
-from .control import Control
+from ...planner.plan import ExchangePolicy
+from ..ranks.control import Control
 from .dropping import DroppedParcel, Dropping
 from .residual import Lossy
 from .sharded import ShardedParcel

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .groups import Group
-from .watch import Watch
+from ..ranks.groups import Group
+from ..ranks.watch import Watch
 
 
 class Members:

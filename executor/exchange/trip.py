@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .watch import Watch
+from ..ranks.watch import Watch
 
 
 class Traveller(Protocol):

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .groups import Group
+from ..ranks.groups import Group
+from ..ranks.watch import Watch
 from .redistribute import Meter
-from .watch import Watch
 
 
 class Statistics:

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as DTensorShard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ..planner.errors import InputError
-from ..units.spec import ParameterCut
-from ..units.splits import join_parameter, slice_parameter
-from .groups import Group
-from .watch import Watch
+from ...planner.errors import InputError
+from ...units.spec import ParameterCut
+from ...units.splits import join_parameter, slice_parameter
+from ..ranks.groups import Group
+from ..ranks.watch import Watch
 
 
 class LocalShard(Tensor):

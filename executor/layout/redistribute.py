@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..planner.errors import RunError
-from ..planner.layout import Layout, data_parallel
-from ..planner.ownership import Box, Form, Held, box, transfers
-from .groups import Group
-from .watch import Watch
+from ...planner.errors import RunError
+from ...planner.layout import Layout, data_parallel
+from ...planner.ownership import Box, Form, Held, box, transfers
+from ..ranks.groups import Group
+from ..ranks.watch import Watch
 
 
 class Piece(NamedTuple):

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..planner.slices import Cut, cut
-from .exchange import Entry
+from ...planner.slices import Cut, cut
+from ..ranks.watch import Watch
+from .buckets import Entry
 from .lossy import LossyParcel, like
 from .momentum import Momentum
 from .residual import Lossy, flat_of
 from .slices import Slice
-from .watch import Watch
 
 MOST_ELEMENTS = 2**31 - 1
 """Elements are numbered in int32."""

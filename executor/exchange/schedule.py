@@ -16,9 +16,9 @@ from statistics import median
 
 import torch
 
-from ..planner.order import Load, Turn, send_order
-from ..planner.plan import Plan
-from .control import Control, Gathered
+from ...planner.order import Load, Turn, send_order
+from ...planner.plan import Plan
+from ..ranks.control import Control, Gathered
 from .slices import Parcel
 
 FIRST = (2, 4, 8, 16)

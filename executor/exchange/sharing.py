@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..planner.errors import RunError
-from .control import digest
-from .gradients import Members, ShardGradient
-from .groups import Group
-from .watch import Watch
+from ...planner.errors import RunError
+from ..layout.gradients import Members, ShardGradient
+from ..ranks.control import digest
+from ..ranks.groups import Group
+from ..ranks.watch import Watch
 
 
 @dataclass(frozen=True, eq=False)

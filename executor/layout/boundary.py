@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ..planner.ownership import Form
-from ..planner.plan import UnitPlan
-from ..units.spec import SplitSpec
+from ...planner.ownership import Form
+from ...planner.plan import UnitPlan
+from ...units.spec import SplitSpec
 from .held import HeldTensor
 from .redistribute import Mover, route
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .control import Control, Gathered
-from .exchange import Entry
+from ..ranks.control import Control, Gathered
+from .buckets import Entry
 from .lossy import LossyParcel
 from .residual import l1
 from .slices import Slice

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from ..planner.errors import RunError
+from ...planner.errors import RunError
 
 BEAT_S = 0.5
 SILENT_S = 2.0

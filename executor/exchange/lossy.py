@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..planner.errors import InputError
-from ..planner.slices import cut
-from .exchange import Entry
+from ...planner.errors import InputError
+from ...planner.slices import cut
+from .buckets import Entry
 from .residual import Feedback, Residual
 from .slices import Parcel, Slice, empty_like
 
