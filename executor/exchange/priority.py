@@ -191,14 +191,13 @@ class PriorityExchange:
                 exchange.finish(parcel)
             return gradient
 
-        def vacate() -> Tensor:
+        def vacate(waiting: WaitingGradient) -> Tensor:
             zeros, parameter = torch.zeros_like(gradient), its()
             if parameter is not None and parameter.grad is waiting:
                 parameter.grad = zeros
             return zeros
 
-        waiting = WaitingGradient.of(gradient, arrive, vacate)
-        parameter.grad = waiting
+        parameter.grad = WaitingGradient.of(gradient, arrive, vacate)
 
     def _show_part(self, parcel: ShardedParcel, entry: Entry) -> None:
         part, sharing, parcel.changed = parcel.part(entry), parcel.sharings[entry], True
@@ -209,14 +208,13 @@ class PriorityExchange:
             if exchange is not None and parcel is not None and parcel.awaits(part):
                 exchange.finish(parcel)
 
-        def vacate() -> Tensor:
+        def vacate(waiting: WaitingGradient) -> Tensor:
             parameter, zeros = its(), sharing.zeros(part)
             if parameter is not None and parameter.grad is waiting:
                 parameter.grad = zeros
             return zeros
 
-        waiting = ShardedGradient.standing(sharing, part, settle, vacate)
-        entry.parameter.grad = waiting
+        entry.parameter.grad = ShardedGradient.standing(sharing, part, settle, vacate)
 
     def complete(self) -> None:
         """Puts gradients together that ranks still have in chunks, as more will be added to them.

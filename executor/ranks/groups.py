@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...planner.layout import Layout
+from .threads import computing_first
 
 CONTROL_BACKEND = "gloo"
 """Control vectors live on the host, whatever carries the tensors."""
@@ -159,7 +160,8 @@ class _Maker:
         known = _handles.setdefault(default, {})
         key = (label, *ranks, backend, self.timeout)
         if key not in known:
-            known[key] = dist.new_group(ranks, timeout=self.timeout, backend=backend)
+            with computing_first():
+                known[key] = dist.new_group(ranks, timeout=self.timeout, backend=backend)
         return known[key]
 
     def _on_stream(self, handle: dist.ProcessGroup) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import os
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -417,7 +420,38 @@ def agrees_on_a_new_order(rank: int) -> None:
     assert sorted(before) == sorted(order.turns)
 
 
+def leaves_nothing_to_collect(rank: int) -> None:
+    """Gradients are freed when they have been applied: none is in a cycle of references."""
+    model, alone, ours, theirs = prepared()
+    step_both(rank, model, alone, ours, theirs)
+    gc.collect()
+    gc.disable()
+    try:
+        for seed in range(3):
+            step_both(rank, model, alone, ours, theirs, seed)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert not [one for one in gc.garbage if isinstance(one, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    equal(model, alone)
+
+
+def threads_of_groups_do_not_interrupt(rank: int) -> None:
+    """Those of the exchange's groups are batch threads; this one is not."""
+    prepared()
+    threads = Path("/proc/self/task").iterdir()
+    gloo = [t.name for t in threads if "gloo" in (t / "comm").read_text()]
+    kinds = {os.sched_getscheduler(int(t)) for t in gloo}
+    assert kinds == {os.SCHED_BATCH, os.SCHED_OTHER}, "the default group is the user's own"
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
 CHECKS = [
+    leaves_nothing_to_collect,
+    threads_of_groups_do_not_interrupt,
     reads_wait,
     takes_over_what_was_said,
     zeros_are_zeros,
