@@ -22,7 +22,9 @@ class Capability(Noun, frozen=True, kw_only=True):
     micro_batches: bool
     priority: bool = False
     branches: bool = False
-    in_buckets: tuple[ExchangePolicy, ...] = ("dense", "sharded", "dropped", "topk")
+    in_buckets: tuple[ExchangePolicy, ...] = (
+        "dense", "sharded", "fully_sharded", "dropped", "topk",
+    )  # fmt: skip
 
     def exchanges(self, *, sliced: bool) -> tuple[ExchangePolicy, ...]:
         """The exchange policies, with gradients in slices or in buckets."""
@@ -70,7 +72,7 @@ class Capability(Noun, frozen=True, kw_only=True):
 EVERYTHING = Capability(
     styles=("none", "column", "row", "pair"),
     memory=("keep", "recompute", "offload"),
-    exchange=("dense", "sharded", "dropped", "topk"),
+    exchange=("dense", "sharded", "fully_sharded", "dropped", "topk"),
     idle_positions=True,
     early_release=True,
     micro_batches=True,

@@ -22,6 +22,8 @@ from ..ranks.control import Control
 from ..ranks.groups import Group
 from ..ranks.watch import Watch
 from .buckets import Entry, Votes
+from .fetching import Fetcher, bound_gradients
+from .fully_sharded import FullyShardedParcel
 from .lossy import hand_over
 from .policies import PARCELS, picking_of, start_policies
 from .residual import Lossy
@@ -64,6 +66,8 @@ class PriorityExchange:
         self._start_s = 0.0
         self._votes: Votes | None = None
         self._unused: set[Entry] = set()
+        fully = [p for p in self.parcels if isinstance(p, FullyShardedParcel)]
+        self.uses = Fetcher(fully, watch, issued, self.finish) if fully else None
 
     @property
     def busy(self) -> bool:
@@ -108,6 +112,8 @@ class PriorityExchange:
         self._take(entry)
         if self._eager and self.home[entry].full:
             self._advance()
+            if self.uses is not None:
+                self.waited_s += bound_gradients(self.uses.parcels, self._watch)
 
     def _take(self, entry: Entry) -> None:
         parcel = self.home[entry]

@@ -1,0 +1,79 @@
+"""A parameter whose elements are shared among the peers and whose memory is free (or may be soon).
+
+Whatever touches it puts it together, on every rank in one order. Saving and loading do not: what is
+saved is this rank's chunk (``LocalChunk``), and a whole that is copied into it goes to the chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .pending import OUTSIDE, Pending
+
+USE = "_meshwright_use"
+"""Where a parameter keeps its fetcher, its parcel (weak references) and its entry."""
+SAVING = "_meshwright_saving"
+"""Where it keeps what stands for it in a ``state_dict``, while one is made."""
+
+
+class Freed(Pending):
+    """Mixed into the class of such a parameter."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in OUTSIDE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.copy_ and isinstance(args[0], Freed) and not torch.is_grad_enabled():
+            if _copied(*args[:2]):
+                return args[0]
+        if func is Tensor.detach and SAVING in args[0].__dict__:
+            return args[0].__dict__[SAVING]
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _finish_beside(self, leaves: list[Any]) -> None:
+        """All of them together: one must not be freed for another."""
+        used = use_of(self)
+        if used is not None:
+            tensors = [t for t in leaves if isinstance(t, Tensor)]
+            mine = [use_of(t) for t in tensors if isinstance(t, Freed)]
+            fetcher = used.fetcher
+            fetcher.touch([u.parcel for u in mine if u and u.fetcher is fetcher], tensors)
+
+
+class Use(NamedTuple):
+    """Who looks after a parameter."""
+
+    fetcher: Any
+    parcel: Any
+    entry: Any
+
+
+def use_of(parameter: Tensor) -> Use | None:
+    """Who looks after a parameter that is fully sharded; None where it is not."""
+    told = parameter.__dict__.get(USE)
+    if told is None:
+        return None
+    fetcher, parcel, entry = told[0](), told[1](), told[2]
+    return None if fetcher is None or parcel is None else Use(fetcher, parcel, entry)
+
+
+def _copied(target: Any, source: Any) -> bool:
+    """Copies a whole tensor into the chunk of ``target``; False where that is not what it is."""
+    if source is target:
+        return True
+    used = use_of(target)
+    if used is None or not isinstance(source, Tensor) or isinstance(source, Pending):
+        return False
+    if source.shape != target.shape or source.is_meta:
+        return False
+    chunk = used.fetcher.chunk(used.parcel, used.entry)
+    sharing = used.parcel.sharings[used.entry]
+    chunk.copy_(sharing.part(source.to(chunk.device, chunk.dtype)))
+    torch.autograd.graph.increment_version(target)
+    return True
