@@ -48,6 +48,8 @@ class Capability(Noun, frozen=True, kw_only=True):
         ):
             if value not in known:
                 return f"unit {unit.name!r} asks for {what} {value!r}"
+        if unit.exchange == "fully_sharded" and unit.memory == "offload":
+            return f"unit {unit.name!r} asks for offload and for exchange 'fully_sharded' at once"
         if unit.early_release and not self.early_release:
             return f"unit {unit.name!r} asks for early release of its gradients"
         return None

@@ -2,7 +2,8 @@
 
 Policies that cannot help a unit are left out: nothing is recomputed or offloaded where nothing is
 saved, no exchange is chosen where there is none, and an exchange is sharded only where there is
-optimizer state or an update to divide.
+optimizer state or an update to divide. Units whose parameters are gathered for each use are not
+offloaded: to the hooks that offload, these are like any other tensor that is saved.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def with_policies(
     for memory in _memory(model, k, base, capability):
         for exchange in _exchange(model, k, memory, capability):
             yield exchange
-            if exchange.exchange != "sharded" and _releases(model, k, capability):
+            if not exchange.shards and _releases(model, k, capability):
                 yield exchange._replace(early_release=True)
 
 
@@ -73,6 +74,8 @@ def _exchange(model: CostModel, k: int, base: Option, capability: Capability) ->
     divides = goal.state_copies or model.profile.update_seconds_per_byte(goal.optimizer)
     if "sharded" in capability.exchange and model.sliced and divides:
         yield base._replace(exchange="sharded")
+    if "fully_sharded" in capability.exchange and model.sliced and base.memory != "offload":
+        yield base._replace(exchange="fully_sharded")
     for curve in unit.fidelity if goal.allow_lossy else ():
         known = curve.exchange in capability.exchanges(sliced=model.sliced)
         for ratio in curve.ratios if known else ():

@@ -32,6 +32,11 @@ class LocalChunk(LocalPart):
         marked.held_shape = tuple(sharing.shape)
         return marked
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalChunk:
+        copied = self.as_subclass(Tensor).clone().as_subclass(LocalChunk)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
     def fits(self, sharing: Sharing) -> bool:
         """Whether it is the same chunk of the same whole."""
         place = self.peers, self.slot, self.held_shape

@@ -29,7 +29,8 @@ from ..ranks.groups import Group
 from ..ranks.watch import Watch
 from .freed import USE, Freed
 from .fully_sharded import FullyShardedParcel
-from .pending import Pending, bare, resume, suspend
+from .pending import Pending, resume, suspend
+from .slices import Parcel
 
 Saved = tuple[Tensor, int, FullyShardedParcel | None]
 """What autograd saves of a tensor: itself, its version, and the parcel that holds its memory."""
@@ -327,20 +328,22 @@ def storage_of(tensor: Tensor) -> int:
     """What tensors that share memory have in common; 0 where one has none of its own."""
     try:
         with torch._C.DisableTorchFunctionSubclass():
-            return tensor.untyped_storage()._cdata
+            return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return 0
 
 
-def bound_gradients(parcels: Sequence[FullyShardedParcel], watch: Watch) -> float:
-    """Waits until no more gradients are held whole than the largest parcel has, so that a backward
-    takes no more memory where the network is slow. Returns the seconds waited."""
-    limit = max((p.whole_bytes for p in parcels), default=0)
+def make_room(parcel: Parcel, parcels: Sequence[FullyShardedParcel], watch: Watch) -> float:
+    """Before a parcel's gradients leave: waits until those on their way are no more with them than
+    the largest parcel has, so that a backward takes no more memory where the network is slow.
+    Returns the seconds waited."""
+    if not isinstance(parcel, FullyShardedParcel):
+        return 0.0
+    limit = max(p.whole_bytes for p in parcels)
     away = [p for p in reversed(parcels) if p.outstanding_bytes]
-    held, waited = sum(p.outstanding_bytes for p in away), 0.0
-    for parcel in away:
-        if held <= limit and not parcel.arrived:
-            continue
-        held -= parcel.outstanding_bytes
-        waited += parcel.release(watch)
+    held, waited = parcel.whole_bytes + sum(p.outstanding_bytes for p in away), 0.0
+    for other in away:
+        if held > limit or other.arrived:
+            held -= other.outstanding_bytes
+            waited += other.release(watch)
     return waited

@@ -29,16 +29,17 @@ class Freed(Pending):
         if func in OUTSIDE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func is Tensor.copy_ and isinstance(args[0], Freed) and not torch.is_grad_enabled():
-            if _copied(*args[:2]):
-                return args[0]
+        plain_copy = func is Tensor.copy_ and not torch.is_grad_enabled()
+        if plain_copy and isinstance(args[0], Freed) and _copied(*args[:2]):
+            return args[0]
         if func is Tensor.detach and SAVING in args[0].__dict__:
             return args[0].__dict__[SAVING]
         return super().__torch_function__(func, types, args, kwargs)
 
     def _finish_beside(self, leaves: list[Any]) -> None:
         """All of them together: one must not be freed for another."""
-        used = use_of(self)
+        myself: Any = self
+        used = use_of(myself)
         if used is not None:
             tensors = [t for t in leaves if isinstance(t, Tensor)]
             mine = [use_of(t) for t in tensors if isinstance(t, Freed)]

@@ -10,16 +10,38 @@ autograd has saved (views too) keeps the storage and not the parameter.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..ranks.watch import Watch
 from .buckets import Entry
 from .pending import bare
-from .sharded import ShardedParcel, ShardedSlice
-from .sharing import flat
+from .sharded import ShardedParcel, ShardedSlice, sharing_of
+from .sharing import as_bytes, flat
+
+
+class FetchedSlice(ShardedSlice):
+    """A part of a unit's parameters on its way to all peers, for a use."""
+
+    def fetch(self, wholes: Mapping[Entry, Tensor], chunks: Mapping[Entry, Tensor]) -> None:
+        """Sends this rank's elements, from its ``chunks``, to all peers, into ``wholes`` where
+        peers have equal chunks there. Collective, in the order of uses."""
+        (first, *more), sharing = self.strips, self.strips[0].sharing
+        if more or sharing.numel != sharing.chunk * sharing.peers:
+            for entry in self.entries:
+                start, stop = sharing_of(entry).bounds
+                wholes[entry][start:stop].copy_(chunks[entry])
+            self.gather(wholes)
+            return
+        self._wire, _ = first.rows(wholes[first.entry])
+        self._exact, self._settled = True, False
+        own, rows = chunks[first.entry][first.mine], [as_bytes(row) for row in self._wire]
+        if own.numel():
+            group = self.gathers.handle
+            self.work = dist.all_gather(rows, as_bytes(own), group=group, async_op=True)
 
 
 class FullyShardedParcel(ShardedParcel):
@@ -32,7 +54,7 @@ class FullyShardedParcel(ShardedParcel):
 
     def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
         super().__init__(unit, entries, limit_bytes)
-        self.fetches = tuple(ShardedSlice(s.entries, s.cut) for s in self.slices)
+        self.fetches = tuple(FetchedSlice(s.entries, s.cut) for s in self.slices)
         for one in self.fetches:
             channels = one.entries[0].channels
             assert channels is not None
@@ -79,18 +101,17 @@ class FullyShardedParcel(ShardedParcel):
 
     @property
     def outstanding_bytes(self) -> int:
-        """Of gradients that have been sent and are held whole until they have arrived."""
+        """Of gradients that have been sent and are held until they have arrived."""
         if self._released or self.trip is not None or self.sent < len(self.slices):
             return 0
-        return sum(g.numel() * g.element_size() for g in self.gradients.values())
+        return self.whole_bytes
 
     def release(self, watch: Watch) -> float:
-        """Waits for the averages of this rank's elements and lets go of the whole gradients; the
-        backward goes on meanwhile. Returns the seconds waited."""
-        parts = {entry: self.part(entry) for entry in self.entries}
-        self._parts = parts
+        """Waits for the averages of this rank's elements and lets go of what has been sent, in the
+        midst of backward. Returns the seconds waited."""
+        self._parts = parts = {entry: self.part(entry) for entry in self.entries}
         waited = self._average(watch)
-        # What is there of each entry now; that it has been computed must not be forgotten.
+        # That they have been computed must not be forgotten.
         self.gradients, self._released = parts, True
         return waited
 
@@ -121,10 +142,8 @@ class FullyShardedParcel(ShardedParcel):
             if self.trip is not None:
                 self.trip.wait_for(self)
             wholes = {e: flat(bare(e.parameter)) for e in self.entries}
-            for entry, chunk in self.chunks.items():
-                self._mine(entry, wholes[entry]).copy_(chunk)
             for one in self.fetches:
-                one.gather(wholes)
+                one.fetch(wholes, self.chunks)
         except BaseException as error:  # raised where somebody waits for its outcome
             self._error = error
         finally:
@@ -162,17 +181,11 @@ class FullyShardedParcel(ShardedParcel):
                 resize(bare(entry.parameter), 0)
         self.resident = self.opened = self.exposed = False
 
-    def _mine(self, entry: Entry, whole: Tensor) -> Tensor:
-        start, stop = self.sharings[entry].bounds
-        return whole[start:stop]
-
 
 def _replace(parameter: nn.Parameter) -> None:
     """Gives a parameter a storage of its own without memory."""
     data = bare(parameter)
-    empty = torch.empty_strided(
-        data.shape, data.stride(), dtype=data.dtype, device=data.device
-    )
+    empty = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=data.device)
     resize(empty, 0)
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = empty

@@ -55,14 +55,14 @@ def suspend(
     """Makes ``parameter`` wait: the first touch calls ``apply()``, which must ``resume`` it.
     ``kind`` is what is mixed into its class meanwhile."""
     parameter.__dict__[_FINISH] = apply
-    parameter.__class__ = _pending_class(type(parameter), kind)
+    parameter.__class__ = _pending_class(type(parameter), kind)  # type: ignore[arg-type]
 
 
 def resume(parameter: nn.Parameter) -> None:
     """The parameter is as any other again."""
     if isinstance(parameter, Pending):
         del parameter.__dict__[_FINISH]
-        classes = type(parameter).__mro__  # ours and the mixins, then its own
+        classes: Any = type(parameter).__mro__  # ours and the mixins, then its own
         parameter.__class__ = next(c for c in classes if not issubclass(c, Pending))
 
 

@@ -22,7 +22,7 @@ from ..ranks.control import Control
 from ..ranks.groups import Group
 from ..ranks.watch import Watch
 from .buckets import Entry, Votes
-from .fetching import Fetcher, bound_gradients
+from .fetching import Fetcher, make_room
 from .fully_sharded import FullyShardedParcel
 from .lossy import hand_over
 from .policies import PARCELS, picking_of, start_policies
@@ -111,9 +111,10 @@ class PriorityExchange:
         """The entry's gradient is complete: its slices leave if it is their turn."""
         self._take(entry)
         if self._eager and self.home[entry].full:
-            self._advance()
             if self.uses is not None:
-                self.waited_s += bound_gradients(self.uses.parcels, self._watch)
+                parcels = self.uses.parcels
+                self.waited_s += make_room(self.home[entry], parcels, self._watch)
+            self._advance()
 
     def _take(self, entry: Entry) -> None:
         parcel = self.home[entry]

@@ -231,6 +231,13 @@ class ShardedParcel(Parcel):
         self._wholes: dict[Entry, Tensor] = {}
         self._reducing = False
 
+    def send(self, number: int) -> None:
+        """Sends its next slice. What slices send they hold, be it a part of a gradient or a copy:
+        behind the last one nothing needs the whole gradients any more."""
+        super().send(number)
+        if self.sent == len(self.slices):
+            self.gradients = {entry: self.part(entry) for entry in self.entries}
+
     def part(self, entry: Entry) -> Tensor:
         """Where the averages of this rank's elements will stand once they have settled."""
         if entry not in self._parts:
