@@ -6,10 +6,9 @@ are on their way too, as sent and as received; the executor waits before there a
 than the largest unit has.
 
 The neighbours count whatever their own exchange is, so that a unit's bytes depend on its own
-decision alone: an upper bound. Forward is taken to hold the smaller neighbour; backward, which holds
-what it does, never holds less than forward at the same unit. Tied parameters count as whole
-throughout: in backward they are, from their first use to their last. With micro-batches gradients
-are added up whole.
+decision alone: an upper bound. Forward is taken to hold the smaller neighbour, as the backward of
+the same unit holds more anyway. Tied parameters count as whole throughout: in backward they are,
+from their first use to their last. With micro-batches gradients are added up whole.
 """
 
 from __future__ import annotations
