@@ -4,7 +4,7 @@
 
 Needs root. Two hosts with a core each, all systems in the same processes, in turns. ``waiting`` is
 sharded exchange whose ``step()`` returns when the last gather has been issued, as it must on NCCL;
-``fully`` shards the parameters too, as FSDP2 does: ``weight_bytes`` are those of a rank between steps.
+``fully`` shards the parameters too, as FSDP2 does; ``weight_bytes`` are a rank's between steps.
 ``predicted`` are the planner's simulations with the times measured here. The last line is one JSON
 object: rows.
 """

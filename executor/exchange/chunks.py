@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...planner.errors import InputError
@@ -41,6 +42,9 @@ class LocalChunk(LocalPart):
         """Whether it is the same chunk of the same whole."""
         place = self.peers, self.slot, self.held_shape
         return place == (sharing.peers, sharing.slot, tuple(sharing.shape))
+
+
+torch.serialization.add_safe_globals([LocalChunk])  # so that torch.load reads it back by default
 
 
 def install_chunks(model: nn.Module, sharings: Mapping[nn.Parameter, Sharing]) -> None:

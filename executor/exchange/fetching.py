@@ -27,7 +27,7 @@ from torch.autograd import Variable
 
 from ..ranks.groups import Group
 from ..ranks.watch import Watch
-from .freed import USE, Freed
+from .freed import USE, Freed, Keeper
 from .fully_sharded import FullyShardedParcel
 from .pending import Pending, resume, suspend
 from .slices import Parcel
@@ -235,7 +235,7 @@ class Fetcher:
         for entry in parcel.entries:
             if not isinstance(entry.parameter, Pending):
                 suspend(entry.parameter, touched, Freed)
-                entry.parameter.__dict__[USE] = (myself, mine, entry)
+                entry.parameter.__dict__[USE] = Keeper(self, parcel, entry)
 
     def _evict(self, kept: set[Any]) -> None:
         """Frees all but those."""

@@ -6,6 +6,7 @@ saved is this rank's chunk (``LocalChunk``), and a whole that is copied into it 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from .pending import OUTSIDE, Pending
 
 USE = "_meshwright_use"
-"""Where a parameter keeps its fetcher, its parcel (weak references) and its entry."""
+"""Where a parameter keeps who looks after it."""
 SAVING = "_meshwright_saving"
 """Where it keeps what stands for it in a ``state_dict``, while one is made."""
 
@@ -55,13 +56,26 @@ class Use(NamedTuple):
     entry: Any
 
 
+class Keeper:
+    """The same, as the parameter knows it. It is not saved with the parameter."""
+
+    def __init__(self, fetcher: Any, parcel: Any, entry: Any) -> None:
+        # Weak: the parameter may outlive them.
+        self._fetcher, self._parcel, self._entry = weakref.ref(fetcher), weakref.ref(parcel), entry
+
+    def use(self) -> Use | None:
+        """Who they are, if they are still there."""
+        fetcher, parcel = self._fetcher(), self._parcel()
+        return None if fetcher is None or parcel is None else Use(fetcher, parcel, self._entry)
+
+    def __reduce__(self) -> Any:
+        return bool, ()
+
+
 def use_of(parameter: Tensor) -> Use | None:
     """Who looks after a parameter that is fully sharded; None where it is not."""
-    told = parameter.__dict__.get(USE)
-    if told is None:
-        return None
-    fetcher, parcel, entry = told[0](), told[1](), told[2]
-    return None if fetcher is None or parcel is None else Use(fetcher, parcel, entry)
+    keeper = parameter.__dict__.get(USE)
+    return keeper.use() if isinstance(keeper, Keeper) else None
 
 
 def _copied(target: Any, source: Any) -> bool:
