@@ -65,9 +65,9 @@ def auto_parallelize(
     travel: ``barrier``, ``priority``, or ``auto`` for what is predicted quicker. ``time_limit_s``
     bounds the search, ``timeout_s`` every later wait for another rank. ``lossy`` allows part of the
     gradients to wait for later steps where communication would be waited for, as long as
-    ``min_fidelity`` (0.9, say) of their energy is sent at once, as measured; its settings instead of
-    True say how, also for a ready ``plan``. The other arguments are ``Goal``'s; the optimizer's kind
-    is read off ``optimizer``.
+    ``min_fidelity`` (0.9, say) of their energy is sent at once, as measured. ``Lossy`` settings in
+    place of True say how, for a ready ``plan`` too. The other arguments are ``Goal``'s; the
+    optimizer's kind is read off ``optimizer``.
 
     Returns the same model object, the same optimizer object and the plan. Raises ``InputError`` or
     ``InfeasibleError``, the same on every rank.
