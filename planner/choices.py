@@ -2,8 +2,7 @@
 
 Policies that cannot help a unit are left out: nothing is recomputed or offloaded where nothing is
 saved, no exchange is chosen where there is none, and an exchange is sharded only where there is
-optimizer state or an update to divide. Units whose parameters are gathered for each use are not
-offloaded: to the hooks that offload, these are like any other tensor that is saved.
+optimizer state or an update to divide.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def _exchange(model: CostModel, k: int, base: Option, capability: Capability) ->
     divides = goal.state_copies or model.profile.update_seconds_per_byte(goal.optimizer)
     if "sharded" in capability.exchange and model.sliced and divides:
         yield base._replace(exchange="sharded")
-    if "fully_sharded" in capability.exchange and model.sliced and base.memory != "offload":
+    if may_gather(model, capability):
         yield base._replace(exchange="fully_sharded")
     for curve in unit.fidelity if goal.allow_lossy else ():
         known = curve.exchange in capability.exchanges(sliced=model.sliced)
@@ -82,6 +81,14 @@ def _exchange(model: CostModel, k: int, base: Option, capability: Capability) ->
             lossy = base._replace(exchange=curve.exchange, ratio=ratio)
             if lost_energy(model, k, lossy) <= energy_budget(model):
                 yield lossy
+
+
+def may_gather(model: CostModel, capability: Capability) -> bool:
+    """Whether parameters may be gathered for each use. Not where units may be offloaded: to the
+    hooks that offload, parameters are like any other tensor that is saved, and the two choices of a
+    unit do not see each other."""
+    offloads = "offload" in capability.memory and model.cluster.host_bytes_per_s is not None
+    return "fully_sharded" in capability.exchange and model.sliced and not offloads
 
 
 def _releases(model: CostModel, k: int, capability: Capability) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..budget import energy_budget
-from ..capability import Capability
+from ..choices import may_gather
 from ..cost import CostModel
 from ..gathering import neighbours
 from ..options import Option
@@ -110,7 +110,7 @@ def _exchange(source: Figures, k: int, lossy: Sequence[tuple[str, float]]) -> Bl
     names: list[tuple[str, float]] = [("dense", 1.0)]
     if trained and _shards(source.model, source.space.capability.exchange):
         names.append(("sharded", 1.0))
-    if trained and _gathers(source.model, source.space.capability):
+    if trained and may_gather(source.model, source.space.capability):
         names.append(("fully_sharded", 1.0))
     names += lossy if trained else ()
     early = (
@@ -134,13 +134,6 @@ def _exchange(source: Figures, k: int, lossy: Sequence[tuple[str, float]]) -> Bl
         (("exchange", x), ("ratio", r), ("early_release", e)) for x, r, e in fields
     )
     return Block(policies, figures, open_, np.zeros(len(policies)))
-
-
-def _gathers(model: CostModel, capability: Capability) -> bool:
-    """Whether parameters may be sharded too: not where units may be offloaded, as one block does
-    not see what the other has chosen."""
-    offloads = "offload" in capability.memory and model.cluster.host_bytes_per_s is not None
-    return "fully_sharded" in capability.exchange and model.sliced and not offloads
 
 
 def _shards(model: CostModel, exchanges: Sequence[str]) -> bool:
