@@ -50,7 +50,7 @@ torch.serialization.add_safe_globals([LocalChunk])  # so that torch.load reads i
 def install_chunks(model: nn.Module, sharings: Mapping[nn.Parameter, Sharing]) -> None:
     """Makes the modules whose parameters are fully sharded save and load this rank's chunks."""
     for module in model.modules():
-        if any(p is not None and use_of(p) for p in module._parameters.values()):
+        if any(p in sharings for p in module._parameters.values() if p is not None):
             module.register_state_dict_pre_hook(_before_saving)  # type: ignore[no-untyped-call]
             module.register_state_dict_post_hook(_after_saving)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]

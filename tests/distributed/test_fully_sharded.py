@@ -21,6 +21,7 @@ from meshwright.planner.errors import InputError
 from meshwright.planner.variants import with_exchange
 from plans import plan, unit
 from reference import twin
+from test_equality import BLOCKS, Case, equals_one_process
 from test_sharded import (
     Pair,
     shards,
@@ -42,6 +43,39 @@ def under(rank: int, check: str, *args: Any) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_equals_one_process(ranks, world, optimizer):
     ranks(world)(under, "equals_one_process", world, optimizer, 5)
+
+
+MODELS = [
+    Case("gpt-tiny", 2, counts=(1, 2)),  # tied
+    Case("seq2seq-tiny", 2, 2, ("linear", "embedding"), counts=(2, 1)),
+    Case("cnn-digits", 2),
+    pytest.param(Case("gpt-tiny", 4, 2, BLOCKS, (3, 0, 2, 1)), marks=pytest.mark.slow),
+    pytest.param(Case("bert-tiny", 4, 2, BLOCKS), marks=pytest.mark.slow),
+    pytest.param(Case("resnet50-32", 2, steps=1), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("case", MODELS, ids=str)
+def test_models_equal_one_process(ranks, case):
+    asked = case, "adamw", "float64", ["fully_sharded"]
+    ranks(case.world)(equals_one_process, *asked, limit_s=100)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "steps_without_waiting",
+        "changes_gradients_after_a_step",
+        "keeps_old_graphs_from_new_weights",
+    ],
+)
+def test_a_step_does_not_wait(ranks, check):
+    ranks(2)(under, check)
+
+
+def test_what_fails_after_a_step_is_said_where_parameters_are_touched(ranks):
+    for outcome in ranks(2).outcomes(under, "fails_in_its_step"):
+        assert (outcome.kind, outcome.error) == ("ValueError", "this one is lost")
 
 
 @pytest.mark.parametrize(
