@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...planner.errors import InputError
 from ..layout.shards import LocalPart
 from .freed import SAVING, use_of
+from .pending import bare
 from .sharing import Sharing
 
 
@@ -91,6 +92,17 @@ def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
             )
         used.fetcher.chunk(used.parcel, used.entry).copy_(value.as_subclass(Tensor))
         state[prefix + leaf] = parameter
+
+
+def held_parameters(model: nn.Module) -> list[Tensor]:
+    """What this rank has in memory of a model's parameters now: chunks, and what is whole."""
+    held = []
+    for parameter in model.parameters():
+        used = use_of(parameter)
+        held.append(bare(parameter))
+        if used is not None:
+            held.append(used.fetcher.peek(used.parcel, used.entry))
+    return held
 
 
 def whole_chunks(

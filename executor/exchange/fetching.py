@@ -198,7 +198,7 @@ class Fetcher:
             return
         for number, one in enumerate(parcel.fetches):
             text = f"gathering {number} of {one.entries[0].name!r} for a use"
-            self._announce(text, one.sent_bytes // 2, one.gathers)
+            self._announce(text, one.sent_bytes, one.gathers)
         parcel.allocate()
         aside = not parcel.updated and not any(e.group.on_stream for e in parcel.entries)
         self._issuer.submit(parcel.issue, aside=aside)
