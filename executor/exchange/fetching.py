@@ -103,11 +103,26 @@ class Fetcher:
                 yield
         finally:
             self._inside = False
+            self._rest_all()
         with _out_of_graph():  # the last unit's are the first that backward needs
             self._evict({self._current} if torch.is_grad_enabled() else set())
-            for parcel in self.parcels:
-                if parcel.resident:
-                    self._rest(parcel)
+
+    @contextmanager
+    def around_touch(self) -> Iterator[None]:
+        """One function outside the model's forward: parameters are touched by it, and no more."""
+        if self._inside or _task() >= 0:
+            yield
+            return
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._rest_all()
+
+    def _rest_all(self) -> None:
+        for parcel in self.parcels:
+            if parcel.resident:
+                self._rest(parcel)
 
     def touch(self, parcels: Iterable[FullyShardedParcel], beside: Iterable[Tensor]) -> None:
         """Something uses the parameters of ``parcels``, and perhaps those ``beside``."""
@@ -182,7 +197,8 @@ class Fetcher:
                 f"inplace operation: a tensor of shape {list(tensor.shape)} is at version "
                 f"{tensor._version}, expected version {version}"
             )
-        if parcel is not None and (parcel is not self._current or not parcel.resident):
+        known = parcel is self._current and self._task == _task()
+        if parcel is not None and not (known and parcel.resident):
             with _out_of_graph():
                 self._use(parcel)
         return tensor

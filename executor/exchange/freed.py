@@ -7,10 +7,12 @@ saved is this rank's chunk (``LocalChunk``), and a whole that is copied into it 
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from .pending import OUTSIDE, Pending
 
@@ -35,7 +37,17 @@ class Freed(Pending):
             return args[0]
         if func is Tensor.detach and SAVING in args[0].__dict__:
             return args[0].__dict__[SAVING]
-        return super().__torch_function__(func, types, args, kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        with _touching(next((t for t in leaves if isinstance(t, Freed)), None)):
+            return super().__torch_function__(func, types, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _touching(self):
+            return super().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _touching(self):
+            return super().__reduce_ex__(protocol)
 
     def _finish_beside(self, leaves: list[Any]) -> None:
         """All of them together: one must not be freed for another."""
@@ -76,6 +88,13 @@ def use_of(parameter: Tensor) -> Use | None:
     """Who looks after a parameter that is fully sharded; None where it is not."""
     keeper = parameter.__dict__.get(USE)
     return keeper.use() if isinstance(keeper, Keeper) else None
+
+
+def _touching(parameter: Any) -> AbstractContextManager[None]:
+    """Something touches that parameter, and perhaps others: for so long only."""
+    used = use_of(parameter) if parameter is not None else None
+    around: AbstractContextManager[None] = used.fetcher.around_touch() if used else nullcontext()
+    return around
 
 
 def _copied(target: Any, source: Any) -> bool:

@@ -293,6 +293,28 @@ def evaluates_and_reads(rank: int) -> None:
     torch.save(list(model.parameters()), io.BytesIO())
 
 
+def regularises(rank: int) -> None:
+    """The loss reads parameters outside the model's forward, some twice, views among them; and
+    backward comes long after they were freed."""
+    training = Training(rank, 2)
+    for seed in range(3):
+        losses = []
+        inputs = [input_of(seed + rank), torch.cat([input_of(seed), input_of(seed + 1)])]
+        for model, x in zip((training.model, training.alone), inputs, strict=True):
+            loss = model(x).square().sum(1).mean()
+            for p in model.parameters():
+                loss = loss + 1e-2 * (p**2).sum() + 1e-3 * (p.t() @ p[:2].t()).abs().sum()
+            loss = loss + 1e-2 * model.layers[1](x).square().mean()
+            sum(q.norm() for q in model.parameters())
+            losses.append(loss)
+        for loss in losses:
+            loss.backward()
+        for optimizer in (training.optimizer, training.other):
+            optimizer.step()
+            optimizer.zero_grad()
+    training.check()
+
+
 def freezes_and_thaws(rank: int) -> None:
     training = Training(rank, 2)
     for seed in range(4):
@@ -353,6 +375,7 @@ def is_freed_with_its_model(rank: int) -> None:
     [
         other_ways_of_use,
         evaluates_and_reads,
+        regularises,
         freezes_and_thaws,
         saves_and_loads,
         is_freed_with_its_model,
