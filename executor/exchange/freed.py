@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from ...planner.errors import RunError
 from .pending import OUTSIDE, Pending
 
 USE = "_meshwright_use"
@@ -53,11 +54,15 @@ class Freed(Pending):
         """All of them together: one must not be freed for another."""
         myself: Any = self
         used = use_of(myself)
-        if used is not None:
-            tensors = [t for t in leaves if isinstance(t, Tensor)]
-            mine = [use_of(t) for t in tensors if isinstance(t, Freed)]
-            fetcher = used.fetcher
-            fetcher.touch([u.parcel for u in mine if u and u.fetcher is fetcher], tensors)
+        if used is None:
+            raise RunError(
+                f"a parameter of shape {list(myself.shape)} is read whose model is gone, and with "
+                "it what other ranks have of it: keep the model as long as its parameters"
+            )
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        mine = [use_of(t) for t in tensors if isinstance(t, Freed)]
+        fetcher = used.fetcher
+        fetcher.touch([u.parcel for u in mine if u and u.fetcher is fetcher], tensors)
 
 
 class Use(NamedTuple):

@@ -17,7 +17,7 @@ from meshwright.executor.exchange.chunks import LocalChunk
 from meshwright.executor.exchange.fully_sharded import FullyShardedParcel
 from meshwright.executor.memory import peak_bytes
 from meshwright.executor.parallel import full_state_dict, run_of
-from meshwright.planner.errors import InputError
+from meshwright.planner.errors import InputError, RunError
 from meshwright.planner.variants import with_exchange
 from plans import plan, unit
 from reference import twin
@@ -364,10 +364,12 @@ def is_freed_with_its_model(rank: int) -> None:
     training = Training(rank, 2)
     training.step(0)
     training.model(input_of(1)).sum().backward()
-    run = weakref.ref(training.model._meshwright_run)
+    run, weight = weakref.ref(training.model._meshwright_run), training.model.layers[0].weight
     del training
     gc.collect()
     assert run() is None
+    with pytest.raises(RunError, match="whose model is gone"):
+        weight.sum()
 
 
 @pytest.mark.parametrize(
