@@ -241,17 +241,11 @@ class Fetcher:
 
     def _rest(self, parcel: FullyShardedParcel) -> None:
         """Whoever touches its parameters is noticed."""
-        myself, mine = weakref.ref(self), weakref.ref(parcel)
-
-        def touched() -> None:
-            fetcher, parcel = myself(), mine()
-            if fetcher is not None and parcel is not None:
-                fetcher.touch([parcel], ())
-
         for entry in parcel.entries:
             if not isinstance(entry.parameter, Pending):
-                suspend(entry.parameter, touched, Freed)
-                entry.parameter.__dict__[USE] = Keeper(self, parcel, entry)
+                keeper = Keeper(self, parcel, entry)
+                suspend(entry.parameter, keeper, Freed)
+                entry.parameter.__dict__[USE] = keeper
 
     def _evict(self, kept: set[Any]) -> None:
         """Frees all but those."""

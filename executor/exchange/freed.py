@@ -85,6 +85,12 @@ class Keeper:
         fetcher, parcel = self._fetcher(), self._parcel()
         return None if fetcher is None or parcel is None else Use(fetcher, parcel, self._entry)
 
+    def __call__(self) -> None:
+        """Makes the parameter whole."""
+        used = self.use()
+        if used is not None:
+            used.fetcher.touch([used.parcel], ())
+
     def __reduce__(self) -> Any:
         return bool, ()
 
