@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         verify,
     )
     from .demonstration import demo
+    from .executor.exchange.residual import Lossy
     from .executor.exchange_state import exchange_state_dict, load_exchange_state_dict
     from .executor.micro import join, micro_batches
     from .executor.parallel import (
@@ -55,6 +56,7 @@ _HOMES = {
         "verify",
     ),
     ".demonstration": ("demo",),
+    ".executor.exchange.residual": ("Lossy",),
     ".executor.exchange_state": ("exchange_state_dict", "load_exchange_state_dict"),
     ".executor.micro": ("join", "micro_batches"),
     ".executor.parallel": (
@@ -80,6 +82,7 @@ __all__ = [
     "Goal",
     "InfeasibleError",
     "InputError",
+    "Lossy",
     "MeshwrightError",
     "ModelProfile",
     "Plan",

@@ -72,7 +72,7 @@ def _fidelity(least: float | None, allow_lossy: bool) -> float:
         if least is not None:
             raise InputError(
                 f"a least fidelity of {least:g} bounds a lossy exchange, which is not allowed: "
-                "add --allow-lossy (allow_lossy=True)"
+                "add --allow-lossy (allow_lossy=True, lossy=True of auto_parallelize)"
             )
         return 1.0
     if least is None or least == 1:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import targets
 from .executor.apply import apply
+from .executor.exchange.residual import Lossy
 from .executor.ranks.agreement import rank_zero_decides, together
 from .executor.ranks.watch import time_limit
 from .executor.report import PLAN_VARIABLE, record_run
@@ -44,6 +45,8 @@ def auto_parallelize(
     micro_batches: Sequence[int] = (1,),
     batch_statistics: BatchStatistics = "local",
     schedule: Schedules = "auto",
+    lossy: bool | Lossy = False,
+    min_fidelity: float | None = None,
     solver: str = "auto",
     time_limit_s: float | None = None,
     timeout_s: float | None = None,
@@ -60,8 +63,11 @@ def auto_parallelize(
     ``dummy_inputs``. ``global_batch_size`` in samples (default: the example's on each rank).
     ``loss(output, target)`` is measured with the model where given. ``schedule`` says how gradients
     travel: ``barrier``, ``priority``, or ``auto`` for what is predicted quicker. ``time_limit_s``
-    bounds the search, ``timeout_s`` every later wait for another rank. The other arguments are
-    ``Goal``'s; the optimizer's kind is read off ``optimizer``.
+    bounds the search, ``timeout_s`` every later wait for another rank. ``lossy`` allows part of the
+    gradients to wait for later steps where communication would be waited for, as long as
+    ``min_fidelity`` (0.9, say) of their energy is sent at once, as measured. ``Lossy`` settings in
+    place of True say how, for a ready ``plan`` too. The other arguments are ``Goal``'s; the
+    optimizer's kind is read off ``optimizer``.
 
     Returns the same model object, the same optimizer object and the plan. Raises ``InputError`` or
     ``InfeasibleError``, the same on every rank.
@@ -81,11 +87,14 @@ def auto_parallelize(
                 optimizer=optimizer_name(optimizer),
                 micro_batches=micro_batches,
                 batch_statistics=batch_statistics,
+                allow_lossy=lossy is not False,
+                min_fidelity=min_fidelity,
             )
         )
         with torch.random.fork_rng():  # measuring draws random batches; the user's draws go on
             chosen = _make_plan(workload, goal, device, schedule, solver, time_limit_s)
-    model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s)
+    settings = lossy if isinstance(lossy, Lossy) else None
+    model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
     record_run(model_, chosen)
     return model_, optimizer_, chosen
 

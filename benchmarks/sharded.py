@@ -3,7 +3,8 @@
     python benchmarks/sharded.py --models gpt-mini --optimizers momentum adamw
 
 Needs root. Two hosts with a core each, all systems in the same processes, in turns. ``waiting`` is
-sharded exchange whose ``step()`` returns when the last gather has been issued, as it must on NCCL.
+sharded exchange whose ``step()`` returns when the last gather has been issued, as it must on NCCL;
+``fully`` shards the parameters too, as FSDP2 does; ``weight_bytes`` are a rank's between steps.
 ``predicted`` are the planner's simulations with the times measured here. The last line is one JSON
 object: rows.
 """
@@ -37,10 +38,12 @@ from exchange_rank import (
     simulated,
     slowest,
 )
+from meshwright.executor.exchange.fully_sharded import FullyShardedParcel
+from meshwright.executor.exchange.pending import bare
 from meshwright.executor.exchange.sharded import ShardedParcel
-from meshwright.executor.parallel import run_of
+from meshwright.executor.parallel import is_parallel, run_of
 from meshwright.executor.start import start_process_group
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import SHARDING, ExchangePolicy, Plan
 from meshwright.planner.variants import with_exchange
 from meshwright.units.discover import discover
 
@@ -74,23 +77,36 @@ def state_bytes(system: System) -> int:
     return sum(v.numel() * v.element_size() for v in values if v.ndim)
 
 
-def predicted(found: Found, *, sharded: bool) -> float:
+def weight_bytes(system: System) -> int:
+    """Of parameters on this rank between steps."""
+    local = [bare(getattr(p, "_local_tensor", p)) for p in system.model.parameters()]
+    held = sum(p.untyped_storage().nbytes() for p in local)
+    exchange = run_of(system.model).priority if is_parallel(system.model) else None
+    parcels = exchange.parcels if exchange is not None else ()
+    fully = [p for p in parcels if isinstance(p, FullyShardedParcel)]
+    return held + sum(c.untyped_storage().nbytes() for p in fully for c in p.chunks.values())
+
+
+def predicted(found: Found, policy: ExchangePolicy = "dense") -> float:
     """A step as the planner simulates it."""
     chain = found.chain
-    if sharded:
+    if policy in SHARDING:
         chain.update_s[:] /= dist.get_world_size()
+    if policy == "fully_sharded":
+        chain.exchange_s[:] *= 1.5  # a gather more, of what is a reduce-scatter and a gather
     return simulated(chain, found.parts.sizes, SLICE_BYTES)
 
 
 def row_of(found: Found, batch: Any, asked: dict[str, Any], optimizer: str) -> dict[str, Any]:
     """All systems in turns. Collective."""
     dense = plan_of(found, SLICE_BYTES)
-    sharded = with_exchange(dense, "sharded")
+    sharded, fully = (with_exchange(dense, policy) for policy in SHARDING)
     optimizing = OPTIMIZERS[optimizer]
     systems = {
         "dense": by_plan(found, dense, optimizing),
         "sharded": by_plan(found, sharded, optimizing),
         "waiting": waiting(found, sharded, optimizing),
+        "fully": by_plan(found, fully, optimizing),
     }
     if asked["fsdp"]:
         systems["fsdp"] = by_fsdp(found, optimizing)
@@ -98,8 +114,10 @@ def row_of(found: Found, batch: Any, asked: dict[str, Any], optimizer: str) -> d
     return {
         **{f"{key}_s": value for key, value in seconds.items()},
         **{f"{key}_state_bytes": state_bytes(system) for key, system in systems.items()},
-        "dense_predicted_s": slowest(predicted(found, sharded=False)),
-        "sharded_predicted_s": slowest(predicted(found, sharded=True)),
+        **{f"{key}_weight_bytes": weight_bytes(system) for key, system in systems.items()},
+        "dense_predicted_s": slowest(predicted(found)),
+        "sharded_predicted_s": slowest(predicted(found, "sharded")),
+        "fully_predicted_s": slowest(predicted(found, "fully_sharded")),
     }
 
 

@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 
 from ..planner.errors import InputError
 from ..planner.noun import fingerprint
-from ..planner.plan import Plan
+from ..planner.plan import SHARDING, Plan
 from .capability import CAPABILITY
 from .division import Division, check_ties, divide, divided, split_of, tensor_named
 from .exchange import optimizer as optimizers
 from .exchange import sharded_steps
 from .exchange.buckets import Entry
+from .exchange.chunks import install_chunks
 from .exchange.momentum import check_momentum
 from .exchange.residual import Lossy
 from .exchange.sharded import shard
@@ -65,6 +66,7 @@ def apply(
     install(model, division.by_name)
     entries = shard(entries_of(model, run, division), optimizer, run.world, run.watch)
     run.start(entries, _buffers(model, plan, division))
+    install_chunks(model, run.sharings)
     adopt(model, run)
     if optimizer is not None:
         run.make_lazy(optimizer)
@@ -74,8 +76,9 @@ def apply(
 def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -> Run:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     degrees = {unit.layout.degree for unit in plan.units}
-    sharded = {unit.layout.degree for unit in plan.units if unit.exchange == "sharded"}
-    world = make_world(plan.placement, degrees, device, limit, sharded)
+    sharded = {unit.layout.degree for unit in plan.units if unit.exchange in SHARDING}
+    fetched = {unit.layout.degree for unit in plan.units if unit.exchange == "fully_sharded"}
+    world = make_world(plan.placement, degrees, device, limit, sharded, fetched)
     return Run(plan, world, Watch(world.rank, world.size, limit, run=next(_runs)), lossy)
 
 
@@ -120,7 +123,7 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
         cuts = [c.name for u, _ in divided(plan) for c in split_of(model, u).cuts]
         tensors = [tensor_named(model, name) for name in cuts]
         optimizers.check(optimizer, {t for t in tensors if isinstance(t, nn.Parameter)})
-        if any(unit.exchange == "sharded" for unit in plan.units):
+        if any(unit.exchange in SHARDING for unit in plan.units):
             sharded_steps.check(optimizer)
 
 

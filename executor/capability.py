@@ -7,7 +7,7 @@ from ..planner.capability import Capability
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),
     memory=("keep",),
-    exchange=("dense", "sharded", "dropped", "topk"),
+    exchange=("dense", "sharded", "fully_sharded", "dropped", "topk"),
     idle_positions=False,
     early_release=False,
     micro_batches=True,

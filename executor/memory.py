@@ -42,6 +42,9 @@ class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is torch.ops.inductor.resize_storage_bytes_.default:
+            self._forget(args[0].untyped_storage()._cdata)
+            self.add(args[:1])
         self.add(t for t in pytree.tree_leaves(result) if isinstance(t, Tensor))
         return result
 
@@ -57,7 +60,7 @@ class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = max(self.peak, self.now)
 
     def _freed(self, key: int) -> Callable[[Any], None]:
-        def forget(_: Any) -> None:
-            self.now -= self._known.pop(key)[1]
+        return lambda _: self._forget(key)
 
-        return forget
+    def _forget(self, key: int) -> None:
+        self.now -= self._known.pop(key, (None, 0))[1]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..planner.errors import InputError
+from .exchange.chunks import whole_chunks
 from .exchange.optimizer import gather_optimizer_state, scatter_optimizer_state
 from .layout.state import gather_state
 from .layout.statistics import norms_of
@@ -125,7 +126,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     """
     run = run_of(model)
     return gather_state(
-        model,
+        whole_chunks(model, run.sharings),
         run.shards,
         run.watch,
         rank=run.world.rank,

@@ -6,14 +6,14 @@ import atexit
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..planner.plan import Plan
+from ..planner.plan import SHARDING, Plan
 from .exchange.buckets import BucketExchange, Entry, Exchange, make_buckets
 from .exchange.lazy import LazySteps
 from .exchange.momentum import Momentum, has_momentum
@@ -47,7 +47,9 @@ class Run:
     def __init__(self, plan: Plan, world: World, watch: Watch, lossy: Lossy | None = None) -> None:
         self.plan = plan
         self.lossy = lossy or Lossy()
-        self.orders = Orders(plan)
+        # What takes memory until it has left goes in the order in which it gets ready.
+        urgent = not any(unit.exchange == "fully_sharded" for unit in plan.units)
+        self.orders = Orders(plan, urgent=urgent)
         self.world = world
         self.watch = watch
         self.control = Control(world, watch)
@@ -74,7 +76,7 @@ class Run:
         that follow rank 0's.
         """
         self._all_entries = list(entries)
-        sharded = [e for e in entries if e.exchange == "sharded"]
+        sharded = [e for e in entries if e.exchange in SHARDING]
         self.sharings = {e.parameter: sharing_of(e) for e in sharded}
         self._buffers = buffers
         self._watch_gradients()
@@ -107,6 +109,8 @@ class Run:
         self.finish_steps()
         if self._priority is not None:
             self._priority.complete()
+            if self._priority.uses is not None:
+                self._priority.uses.end()
         if self._gradients is not None:
             self._gradients.detach()
         self._trainable = [e.parameter.requires_grad for e in self._all_entries]
@@ -161,7 +165,9 @@ class Run:
         self.inside = True
         try:
             forward = self._begin(model, args, kwargs)
-            yield forward
+            uses = self._priority.uses if self._priority is not None else None
+            with uses.around_forward() if uses is not None else nullcontext():
+                yield forward
         finally:
             self.inside = False
 

@@ -15,6 +15,7 @@ from ..planner.noun import Bytes, Count, Noun, Seconds
 from ..planner.plan import Plan
 from ..units.workload import Batch, Workload
 from .apply import apply
+from .exchange.chunks import held_parameters
 from .memory import peak_bytes
 from .micro import micro_batches
 from .parallel import is_parallel, run_of
@@ -165,7 +166,7 @@ def _drawing(workload: Workload, plan: Plan) -> Callable[[int], Batch]:
 def _standing(workload: Workload, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What lives from step to step."""
     states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-    tensors = [*workload.model.parameters(), *workload.model.buffers(), *states]
+    tensors = [*held_parameters(workload.model), *workload.model.buffers(), *states]
     return [t.detach() for t in tensors]
 
 

@@ -22,7 +22,9 @@ class Capability(Noun, frozen=True, kw_only=True):
     micro_batches: bool
     priority: bool = False
     branches: bool = False
-    in_buckets: tuple[ExchangePolicy, ...] = ("dense", "sharded", "dropped", "topk")
+    in_buckets: tuple[ExchangePolicy, ...] = (
+        "dense", "sharded", "fully_sharded", "dropped", "topk",
+    )  # fmt: skip
 
     def exchanges(self, *, sliced: bool) -> tuple[ExchangePolicy, ...]:
         """The exchange policies, with gradients in slices or in buckets."""
@@ -46,6 +48,8 @@ class Capability(Noun, frozen=True, kw_only=True):
         ):
             if value not in known:
                 return f"unit {unit.name!r} asks for {what} {value!r}"
+        if unit.exchange == "fully_sharded" and unit.memory == "offload":
+            return f"unit {unit.name!r} asks for offload and for exchange 'fully_sharded' at once"
         if unit.early_release and not self.early_release:
             return f"unit {unit.name!r} asks for early release of its gradients"
         return None
@@ -70,7 +74,7 @@ class Capability(Noun, frozen=True, kw_only=True):
 EVERYTHING = Capability(
     styles=("none", "column", "row", "pair"),
     memory=("keep", "recompute", "offload"),
-    exchange=("dense", "sharded", "dropped", "topk"),
+    exchange=("dense", "sharded", "fully_sharded", "dropped", "topk"),
     idle_positions=True,
     early_release=True,
     micro_batches=True,

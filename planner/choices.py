@@ -49,7 +49,7 @@ def with_policies(
     for memory in _memory(model, k, base, capability):
         for exchange in _exchange(model, k, memory, capability):
             yield exchange
-            if exchange.exchange != "sharded" and _releases(model, k, capability):
+            if not exchange.shards and _releases(model, k, capability):
                 yield exchange._replace(early_release=True)
 
 
@@ -73,12 +73,22 @@ def _exchange(model: CostModel, k: int, base: Option, capability: Capability) ->
     divides = goal.state_copies or model.profile.update_seconds_per_byte(goal.optimizer)
     if "sharded" in capability.exchange and model.sliced and divides:
         yield base._replace(exchange="sharded")
+    if may_gather(model, capability):
+        yield base._replace(exchange="fully_sharded")
     for curve in unit.fidelity if goal.allow_lossy else ():
         known = curve.exchange in capability.exchanges(sliced=model.sliced)
         for ratio in curve.ratios if known else ():
             lossy = base._replace(exchange=curve.exchange, ratio=ratio)
             if lost_energy(model, k, lossy) <= energy_budget(model):
                 yield lossy
+
+
+def may_gather(model: CostModel, capability: Capability) -> bool:
+    """Whether parameters may be gathered for each use. Not where units may be offloaded: to the
+    hooks that offload, parameters are like any other tensor that is saved, and the two choices of a
+    unit do not see each other."""
+    offloads = "offload" in capability.memory and model.cluster.host_bytes_per_s is not None
+    return "fully_sharded" in capability.exchange and model.sliced and not offloads
 
 
 def _releases(model: CostModel, k: int, capability: Capability) -> bool:

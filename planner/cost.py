@@ -137,7 +137,7 @@ class CostModel(Exchanges):
         """The update of a member's shard, of its part of it where the exchange is sharded; and for
         a lossy exchange the choice of what is sent."""
         part = trained_bytes * self.profile.update_seconds_per_byte(self.goal.optimizer)
-        if option.exchange == "sharded":
+        if option.shards:
             part /= option.layout.groups
         rate = self.profile.compression_seconds_per_byte(option.exchange)
         return part + (trained_bytes * rate if option.lossy else 0.0)
@@ -255,8 +255,10 @@ def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:
         reason = "asks for offload: state host_bytes_per_s of every device in the cluster"
     elif option.lossy and unit.kept(option.exchange, option.ratio) is None:
         reason = f"asks for {option.exchange!r} at ratio {option.ratio}: measure its fidelity there"
-    elif option.exchange == "sharded" and not model.sliced:
+    elif option.shards and not model.sliced:
         reason = "asks for a sharded exchange: plan it with the priority schedule"
+    elif option.gathers and option.memory == "offload":
+        reason = "asks for offload and fully_sharded exchange: choose one of them"
     elif option.early_release and not model.sliced:
         reason = "asks for early release: plan it with the priority schedule"
     elif option.early_release and model.micro_batches > 1:

@@ -29,7 +29,10 @@ NUMBER_BYTES = 4
 
 class Exchanges(Structure):
     """The gradient exchange of a profile's units over a fabric. Gradients travel in buckets of
-    ``bucket_bytes``, or with ``sliced`` unit by unit in slices of at most that."""
+    ``bucket_bytes``, or with ``sliced`` unit by unit in slices of at most that. Parameters that are
+    whole only while they are used are gathered twice in each of ``micro_batches``."""
+
+    micro_batches = 1
 
     def __init__(
         self, profile: ModelProfile, fabric: Fabric, bucket_bytes: int, sliced: bool
@@ -67,7 +70,8 @@ class Exchanges(Structure):
 
     def exchange(self, option: Option, payload_bytes: float) -> OnLink:
         """The exchange of a payload over the groups, all members' at the same time: an all-reduce;
-        a reduce-scatter and an all-gather where it is sharded; an all-gather of what was picked."""
+        a reduce-scatter and an all-gather where it is sharded, and where parameters are too an
+        all-gather before each forward and each backward; an all-gather of what was picked."""
         key = (option.layout, option.exchange, payload_bytes)
         if key not in self._exchanges:
             self._exchanges[key] = self._exchange(option, payload_bytes)
@@ -79,11 +83,12 @@ class Exchanges(Structure):
         if option.exchange == "topk":
             seconds = all_gather_s(self.fabric, ring, payload_bytes)
             return OnLink(seconds, link, part * payload_bytes)
-        if option.exchange == "sharded":
+        if option.shards:
+            gathers = 2 * self.micro_batches if option.gathers else 1
             seconds = reduce_scatter_s(self.fabric, ring, payload_bytes)
-            seconds += all_gather_s(self.fabric, ring, payload_bytes)
-        else:
-            seconds = all_reduce_s(self.fabric, ring, payload_bytes)
+            seconds += gathers * all_gather_s(self.fabric, ring, payload_bytes)
+            return OnLink(seconds, link, (1 + gathers) * part * payload_bytes)
+        seconds = all_reduce_s(self.fabric, ring, payload_bytes)
         return OnLink(seconds, link, 2 * part * payload_bytes)
 
     def exchanged(self, option: Option, payload_bytes: int) -> tuple[OnLink, float]:

@@ -3,7 +3,8 @@
 The points are each unit's forward in order, each unit's backward in reverse, and the update. Alive
 are, in bytes:
 
-    weights        shards and buffers, always
+    weights        shards and buffers, always; divided over the groups where the parameters are
+                   sharded too (``gathering`` says what is whole while units work)
     optimizer      its state, always, divided over the groups where the exchange is sharded; and the
                    residual of a lossy exchange (what was not sent, as large as the gradient)
     gradients      from a unit's backward to the end of the step (the barrier); with micro-batches
@@ -33,6 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost import CostModel
+from .gathering import gathered
 from .layout import Layout
 from .options import Option
 from .ownership import group_bounds
@@ -142,13 +144,16 @@ class MemoryModel:
         if option.early_release:
             maps, gradient, exchanged = maps + gradient + exchanged, 0, 0
         state = self._state_bytes(option, cost.trained_bytes)
-        weights = cost.shard_bytes + unit.state_bytes
+        part = gathered(self.model, k, option)
+        weights = cost.shard_bytes + unit.state_bytes - part.saved
+        maps, workspace = maps + part.behind, workspace + part.at_work
+        gradient -= part.saved if self.model.micro_batches == 1 else 0
         return weights, state, gradient, resident, maps, workspace + saved - resident, exchanged
 
     def _state_bytes(self, option: Option, trained_bytes: int) -> float:
         """Optimizer state of a member's shard, and the residual of a lossy exchange."""
         state = trained_bytes * self.model.goal.state_copies
-        if option.exchange == "sharded":
+        if option.shards:
             state = ceil(state / option.layout.groups)
         return state + (trained_bytes if option.lossy else 0)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .capability import Capability, degrees
 from .goal import Goal
 from .layout import Layout, Style, data_parallel
-from .plan import ExchangePolicy, MemoryPolicy
+from .plan import SHARDING, ExchangePolicy, MemoryPolicy
 from .profile import ModelProfile, UnitProfile
 
 
@@ -26,6 +26,16 @@ class Option(NamedTuple):
     def lossy(self) -> bool:
         """Whether part of the gradient waits for a later step."""
         return self.exchange in ("dropped", "topk")
+
+    @property
+    def shards(self) -> bool:
+        """Whether each rank updates its chunk of the parameters."""
+        return self.exchange in SHARDING
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are whole only while they are used."""
+        return self.exchange == "fully_sharded"
 
 
 Decisions = tuple[Option, ...]

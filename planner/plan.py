@@ -10,7 +10,9 @@ from .noun import Bytes, Count, Document, Index, Noun, Seconds
 from .profile import UnitKind
 
 MemoryPolicy = Literal["keep", "recompute", "offload"]
-ExchangePolicy = Literal["dense", "sharded", "dropped", "topk"]
+ExchangePolicy = Literal["dense", "sharded", "fully_sharded", "dropped", "topk"]
+SHARDING: tuple[ExchangePolicy, ...] = ("sharded", "fully_sharded")
+"""Each rank updates its chunk of a parameter; the second keeps nothing but that between uses."""
 Status = Literal["optimal", "feasible", "heuristic", "manual"]
 ScheduleName = Literal["barrier", "priority"]
 """How gradients travel: in buckets, first in, first out, all waited for (``barrier``); in slices,

@@ -6,7 +6,7 @@ parallelism, would be clearly quicker by priority is it planned for that too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -16,7 +16,7 @@ from .choices import with_policies
 from .cost import CostModel
 from .evaluate import evaluation
 from .options import Decisions, Option
-from .plan import Plan, Prediction
+from .plan import SHARDING, ExchangePolicy, Plan, Prediction
 from .problem import Problem, Result
 
 SLICE_BYTES = (2**20, 2**22, 2**24)
@@ -49,16 +49,18 @@ def by_either(problem: Problem, search: Callable[[Problem], Result]) -> Result:
 
 def sharding_sparingly(problem: Problem, search: Callable[[Problem], Result]) -> Result:
     """``search``'s answer without sharded exchange; with it where nothing else fits, or where it is
-    clearly quicker (each rank updates its part only). Else the simpler one."""
-    plain = without_shards(problem)
+    clearly quicker (each rank updates its part only). Else the simpler one. Parameters are sharded
+    too only where nothing fits without that: it sends more and is never quicker."""
+    plain, first = without_shards(problem), without_shards(problem, SHARDING[1:])
     if plain is problem:
         return search(problem)
     found = search(plain)
     if found.plan is None:
-        return search(problem)
+        other = search(first)
+        return other if other.plan is not None or first is problem else search(problem)
     if not _quicker_in_shards(problem, found, found.plan):
         return found
-    other = search(problem)
+    other = search(first)
     if other.plan is None or _worth(problem, other.plan.prediction) >= _enough(problem, found.plan):
         return found
     return _said(other, "sharded exchange", found, "without and with sharded exchange")
@@ -76,19 +78,21 @@ def in_shards(model: CostModel, decisions: Decisions, capability: Capability) ->
     return tuple(of(k, option) for k, option in enumerate(decisions))
 
 
-def without_shards(problem: Problem) -> Problem:
-    """The problem with no exchange sharded, the same one where that is not allowed anyway."""
+def without_shards(problem: Problem, policies: Collection[ExchangePolicy] = SHARDING) -> Problem:
+    """The problem with no exchange sharded (by those policies), the same one where that is not
+    allowed anyway."""
     known = problem.capability.exchange
-    if "sharded" not in known:
+    kept = tuple(policy for policy in known if policy not in policies)
+    if kept == known:
         return problem
-    kept = tuple(policy for policy in known if policy != "sharded")
     capability = msgspec.structs.replace(problem.capability, exchange=kept)
     return replace(problem, capability=capability)
 
 
 def _saves_memory(problem: Problem) -> bool:
     """Whether slices allow policies that hold less; by themselves they hold as much or more."""
-    return "sharded" in problem.capability.exchange or problem.capability.early_release
+    sharded = any(policy in problem.capability.exchange for policy in SHARDING)
+    return sharded or problem.capability.early_release
 
 
 def _promising(problem: Problem, plain: Result, plan: Plan) -> bool:

@@ -181,8 +181,9 @@ def make_buckets(entries: Iterable[Entry], limit_bytes: int) -> list[Bucket]:
 class Exchange(Protocol):
     """A way to exchange gradients, driven by the synchroniser in each backward."""
 
-    waited_s: float
-    """Seconds that this rank has waited for gradients."""
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for gradients."""
 
     def reset(self) -> None:
         """Begins a backward."""

@@ -27,13 +27,18 @@ class Pending:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _OUTSIDE:
+        if func in OUTSIDE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves((args, kwargs)):
+        leaves = pytree.tree_leaves((args, kwargs))
+        for leaf in leaves:
             if isinstance(leaf, Pending):
-                finish(leaf)
+                leaf._finish_beside(leaves)
         return func(*args, **(kwargs or {}))
+
+    def _finish_beside(self, leaves: list[Any]) -> None:
+        """Waits, as one of the arguments of a function."""
+        finish(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         finish(self)
@@ -44,17 +49,21 @@ class Pending:
         return self.__reduce_ex__(protocol)
 
 
-def suspend(parameter: nn.Parameter, apply: Callable[[], None]) -> None:
-    """Makes ``parameter`` wait: the first touch calls ``apply()``, which must ``resume`` it."""
+def suspend(
+    parameter: nn.Parameter, apply: Callable[[], None], kind: type[Pending] = Pending
+) -> None:
+    """Makes ``parameter`` wait: the first touch calls ``apply()``, which must ``resume`` it.
+    ``kind`` is what is mixed into its class meanwhile."""
     parameter.__dict__[_FINISH] = apply
-    parameter.__class__ = _pending_class(type(parameter))
+    parameter.__class__ = _pending_class(type(parameter), kind)  # type: ignore[arg-type]
 
 
 def resume(parameter: nn.Parameter) -> None:
     """The parameter is as any other again."""
     if isinstance(parameter, Pending):
         del parameter.__dict__[_FINISH]
-        parameter.__class__ = type(parameter).__mro__[2]  # after ours and the mixin
+        classes: Any = type(parameter).__mro__  # ours and the mixins, then its own
+        parameter.__class__ = next(c for c in classes if not issubclass(c, Pending))
 
 
 def finish(parameter: Any) -> None:
@@ -62,13 +71,19 @@ def finish(parameter: Any) -> None:
     parameter.__dict__[_FINISH]()
 
 
+def bare(parameter: nn.Parameter) -> Tensor:
+    """The parameter's memory as it is now, which autograd does not follow; waits for nothing."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.data
+
+
 @cache
-def _pending_class(own: type) -> type:
-    return type(own.__name__, (Pending, own), {"__module__": own.__module__})
+def _pending_class(own: type, kind: type[Pending]) -> type:
+    return type(own.__name__, (kind, own), {"__module__": own.__module__})
 
 
 _GRAD: Any = Tensor.grad
-_OUTSIDE = METADATA | {
+OUTSIDE = METADATA | {
     _GRAD.__get__,
     _GRAD.__set__,
     _GRAD.__delete__,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from ...planner.plan import ExchangePolicy
 from ..ranks.control import Control
 from .dropping import DroppedParcel, Dropping
+from .fully_sharded import FullyShardedParcel
 from .residual import Lossy
 from .sharded import ShardedParcel
 from .slices import Parcel
@@ -16,6 +17,7 @@ from .topk import Picking, TopkParcel
 PARCELS: Mapping[ExchangePolicy, type[Parcel]] = {
     "dense": Parcel,
     "sharded": ShardedParcel,
+    "fully_sharded": FullyShardedParcel,
     "dropped": DroppedParcel,
     "topk": TopkParcel,
 }

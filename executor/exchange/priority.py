@@ -22,6 +22,8 @@ from ..ranks.control import Control
 from ..ranks.groups import Group
 from ..ranks.watch import Watch
 from .buckets import Entry, Votes
+from .fetching import Fetcher, make_room
+from .fully_sharded import FullyShardedParcel
 from .lossy import hand_over
 from .policies import PARCELS, picking_of, start_policies
 from .residual import Lossy
@@ -57,13 +59,20 @@ class PriorityExchange:
         self.parcels = make_parcels(entries, limit_bytes, PARCELS)
         self.policies = start_policies(self.parcels, control, lossy or Lossy())
         self.home = {entry: parcel for parcel in self.parcels for entry in parcel.entries}
-        self.waited_s = 0.0
+        self._waited_s = 0.0
         self._orders = orders.start(self.parcels, control)
         self._watch, self._issued = watch, issued
         self._next = 0
         self._start_s = 0.0
         self._votes: Votes | None = None
         self._unused: set[Entry] = set()
+        fully = [p for p in self.parcels if isinstance(p, FullyShardedParcel)]
+        self.uses = Fetcher(fully, watch, issued, self.finish) if fully else None
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for gradients, and for parameters put together."""
+        return self._waited_s + (self.uses.waited_s if self.uses is not None else 0.0)
 
     @property
     def busy(self) -> bool:
@@ -107,6 +116,9 @@ class PriorityExchange:
         """The entry's gradient is complete: its slices leave if it is their turn."""
         self._take(entry)
         if self._eager and self.home[entry].full:
+            if self.uses is not None:
+                parcels = self.uses.parcels
+                self._waited_s += make_room(self.home[entry], parcels, self._watch)
             self._advance()
 
     def _take(self, entry: Entry) -> None:
@@ -266,7 +278,7 @@ class PriorityExchange:
             )
         self._check_votes()
         waited_s = parcel.settle(self._watch)
-        self.waited_s += waited_s
+        self._waited_s += waited_s
         self._orders.arrived(parcel, waited_s)
         update, gradients = parcel.update, parcel.gradients
         parcel.clear()

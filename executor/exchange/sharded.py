@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...planner.plan import SHARDING
 from ...planner.slices import Cut
 from ..layout.gradients import Members
 from ..ranks.groups import World
 from ..ranks.watch import Watch
 from .buckets import Entry
+from .pending import bare
 from .sharing import AllMembers, Channels, Sharing, as_bytes, flat
 from .slices import Parcel, Slice
 from .trip import Trip
@@ -55,7 +57,7 @@ def shard(
     held = set[nn.Parameter]()
     if optimizer is not None:
         held = {p for group in optimizer.param_groups for p in group["params"]}
-    loose = [e.name for e in entries if e.exchange == "sharded" and e.parameter not in held]
+    loose = [e.name for e in entries if e.exchange in SHARDING and e.parameter not in held]
     if loose:
         warnings.warn(
             f"the plan shards the exchange of {loose[0]!r} and no optimizer that updates it was "
@@ -69,17 +71,18 @@ def shard(
 def _channelled(entry: Entry, world: World, watch: Watch) -> Entry:
     parameter, degree = entry.parameter.detach(), entry.degree
     whole = bool(torch.ops.aten.is_non_overlapping_and_dense(parameter))
-    if entry.exchange != "sharded" or entry.group.handle is None or not whole:
+    if entry.exchange not in SHARDING or entry.group.handle is None or not whole:
         return _dense(entry)
     reads = world.reads[degree]
     members = Members(reads, watch)
     if degree > 1:
         members = AllMembers(reads, world.neighbours[degree], watch)
-    return replace(entry, channels=Channels(world.gathers[degree], reads, members, watch))
+    fetches = world.fetches.get(degree)
+    return replace(entry, channels=Channels(world.gathers[degree], reads, members, watch, fetches))
 
 
 def _dense(entry: Entry) -> Entry:
-    return replace(entry, exchange="dense") if entry.exchange == "sharded" else entry
+    return replace(entry, exchange="dense") if entry.exchange in SHARDING else entry
 
 
 class Strip:
@@ -228,12 +231,23 @@ class ShardedParcel(Parcel):
         self._wholes: dict[Entry, Tensor] = {}
         self._reducing = False
 
+    def send(self, number: int) -> None:
+        """Sends its next slice. What slices send they hold, be it a part of a gradient or a copy:
+        behind the last one nothing needs the whole gradients any more."""
+        super().send(number)
+        if self.sent == len(self.slices):
+            self.gradients = {entry: self.part(entry) for entry in self.entries}
+
     def part(self, entry: Entry) -> Tensor:
         """Where the averages of this rank's elements will stand once they have settled."""
         if entry not in self._parts:
             owned = self.sharings[entry].owned
-            self._parts[entry] = entry.parameter.detach().new_empty(owned)
+            self._parts[entry] = bare(entry.parameter).new_empty(owned)
         return self._parts[entry]
+
+    def own(self, entry: Entry) -> Tensor:
+        """This rank's elements of the parameter, where they lie."""
+        return self.sharings[entry].part(entry.parameter)
 
     def awaits(self, part: Tensor) -> bool:
         """Whether the averages in ``part`` are to be waited for, or a step still uses them."""
@@ -255,8 +269,12 @@ class ShardedParcel(Parcel):
         self._reducing = self.travelling
         if self._reducing:
             self._parts = {entry: self.part(entry) for entry in self.entries}
-        self._wholes = {entry: flat(entry.parameter.detach()) for entry in self.entries}
+        self._wholes = self._gathered()
         self.changed, self.sent, self.trip = False, len(self.slices), trip
+
+    def _gathered(self) -> dict[Entry, Tensor]:
+        """The memory of the parameters that are put together after a step."""
+        return {entry: flat(entry.parameter.detach()) for entry in self.entries}
 
     def settle(self, watch: Watch) -> float:
         """Waits for all slices, on either way. Returns the seconds waited."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...planner.errors import InputError
+from .fully_sharded import FullyShardedParcel
 from .optimizer import ELEMENTWISE
 from .pending import resume, suspend
 from .priority import PriorityExchange
@@ -73,7 +74,7 @@ def _updating(
         parameter, gradient = entry.parameter, entry.parameter.grad
         if gradient is None:
             continue
-        chunks[parameter] = chunk = nn.Parameter(sharing.part(parameter))
+        chunks[parameter] = chunk = nn.Parameter(parcel.own(entry))
         if isinstance(gradient, ShardedGradient):
             chunk.grad = gradient.taken_over()
         else:
@@ -98,12 +99,29 @@ def _postpone(exchange: PriorityExchange, parcel: ShardedParcel, trip: Trip) -> 
             resume(parameter)
             torch.autograd.graph.increment_version(parameter)
 
+    if isinstance(parcel, FullyShardedParcel):
+        _postpone_alone(exchange, parcel, trip)
+        return
     parcel.depart(trip)
     parcel.update = land
     for parameter in parameters:
         # What autograd has saved of it is not what it saved any more, from now on.
         torch.autograd.graph.increment_version(parameter)
         suspend(parameter, lambda: exchange.finish(parcel))
+
+
+def _postpone_alone(exchange: PriorityExchange, parcel: FullyShardedParcel, trip: Trip) -> None:
+    """The same where parameters wait for their next use anyway."""
+    assert exchange.uses is not None
+    exchange.uses.depart(parcel)
+    parcel.depart(trip)
+    parcel.update = _nothing
+    for entry in parcel.entries:
+        torch.autograd.graph.increment_version(entry.parameter)
+
+
+def _nothing() -> None:
+    """What is left to do once the chunks are updated."""
 
 
 def cut_state(optimizer: Optimizer, sharings: Sharings) -> None:

@@ -34,6 +34,8 @@ class Channels:
     reads: Group
     members: Members
     watch: Watch
+    fetches: Group | None = None
+    """For parameters that are put together for each use."""
 
 
 class AllMembers(Members):

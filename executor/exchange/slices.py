@@ -12,6 +12,7 @@ from ...planner.plan import ExchangePolicy
 from ...planner.slices import Cut, cut, fits_together
 from ..ranks.watch import Watch
 from .buckets import Entry
+from .pending import bare
 
 
 class Slice:
@@ -211,14 +212,14 @@ def as_sent(entry: Entry) -> Tensor:
 
 def empty_like(entry: Entry) -> Tensor:
     """A new tensor in that memory format."""
-    parameter = entry.parameter.detach()
+    parameter = entry.parameter
     return torch.empty_strided(
         parameter.shape, _stride(entry), dtype=parameter.dtype, device=parameter.device
     )
 
 
 def _stride(entry: Entry) -> tuple[int, ...]:
-    parameter = entry.parameter.detach()
+    parameter = bare(entry.parameter)
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()

@@ -38,6 +38,10 @@ class LocalShard(Tensor):
         return self.dim_cut, self.blocks, self.degree, self.member, self.full_shape
 
 
+class LocalPart(Tensor):
+    """A part of this rank's slice, in a ``state_dict``, which others than members share."""
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """One member's slice of a parameter or buffer. ``names`` are all its names in the model."""

@@ -6,6 +6,7 @@ members, made from what this rank holds. Saving them on one rank cannot hang.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..ranks.watch import Watch
-from .shards import LocalShard, Shard
+from .shards import LocalPart, LocalShard, Shard
 
 
 def install(model: nn.Module, shards: dict[str, Shard]) -> None:
@@ -31,13 +32,13 @@ def _install_on(module: nn.Module, entries: dict[str, Shard]) -> None:
         for leaf, shard in entries.items():
             value = state.get(prefix + leaf)
             # ``keep_vars`` asks for the parameters themselves.
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter | LocalPart):
                 state[prefix + leaf] = shard.describe(value)
 
     def accept(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for leaf, shard in entries.items():
             value = state.get(prefix + leaf)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not isinstance(value, LocalPart):
                 state[prefix + leaf] = shard.accept(value)
 
     module.register_state_dict_post_hook(describe)  # type: ignore[no-untyped-call]
@@ -45,16 +46,21 @@ def _install_on(module: nn.Module, entries: dict[str, Shard]) -> None:
 
 
 def gather_state(
-    model: nn.Module, shards: dict[str, Shard], watch: Watch, *, rank: int, only: int | None
+    state: Iterable[tuple[str, Any]],
+    shards: dict[str, Shard],
+    watch: Watch,
+    *,
+    rank: int,
+    only: int | None,
 ) -> dict[str, Any]:
-    """The state with every divided entry whole: plain tensors, new ones where they were divided.
+    """A state with every divided entry whole: plain tensors, new ones where they were divided.
 
     With ``only`` that rank alone gets it, and groups without it need not gather.
     """
     whole: dict[str, Any] = {}
     done: dict[int, Tensor] = {}
     wanted = only is None or only == rank
-    for name, value in model.state_dict().items():
+    for name, value in state:
         shard = shards.get(name)
         if shard is None:
             whole[name] = value

@@ -69,7 +69,7 @@ class World:
     ``peers[m]`` hold the same shard of a unit of degree m: they exchange its gradient (degree 1:
     all ranks). ``likes[m]`` are the same ranks as ``peers[m]`` in a process group of their own, for
     batch statistics and buffers; ``gathers[m]`` and ``reads[m]`` again, where a plan shards units
-    of degree m.
+    of degree m, and ``fetches[m]`` where it shards their parameters.
     """
 
     rank: int
@@ -82,6 +82,7 @@ class World:
     likes: dict[int, Group]
     gathers: dict[int, Group] = field(default_factory=dict)
     reads: dict[int, Group] = field(default_factory=dict)
+    fetches: dict[int, Group] = field(default_factory=dict)
 
     def by_position(self, by_rank: Sequence[int]) -> tuple[int, ...]:
         """Reorders what is listed by rank."""
@@ -99,9 +100,11 @@ def make_world(
     device: torch.device,
     timeout_s: float,
     sharded: Iterable[int] = (),
+    fetched: Iterable[int] = (),
 ) -> World:
     """Creates the groups that layouts of ``degrees`` need for tensors on ``device``, those of
-    ``sharded`` also for shards among peers. Collective over all ranks.
+    ``sharded`` also for shards among peers, of ``fetched`` for parameters that are put together for
+    each use. Collective over all ranks.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     limit = timedelta(seconds=timeout_s + GRACE_S)
@@ -119,16 +122,20 @@ def make_world(
         )
         peers[degree] = maker.make(f"exchange {degree}", same)
         likes[degree] = maker.make(f"statistics {degree}", same)
-    gathers, reads = {}, {}
+    gathers, reads, fetches = {}, {}, {}
+    for_uses = set(fetched)
     for degree in sorted(set(sharded)):
         layout = Layout(groups=size // degree, degree=degree)
         same = [layout.peers(member) for member in range(degree)]
         gathers[degree] = maker.make(f"parameters {degree}", same)
         reads[degree] = maker.make(f"reads {degree}", same)
+        if degree in for_uses:
+            fetches[degree] = maker.make(f"uses {degree}", same)
     position = maker.placement.index(rank)
     return World(
-        rank, size, position, maker.placement, control, neighbours, peers, likes, gathers, reads
-    )
+        rank, size, position, maker.placement, control, neighbours, peers, likes, gathers, reads,
+        fetches,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..budget import energy_budget
+from ..choices import may_gather
 from ..cost import CostModel
+from ..gathering import neighbours
 from ..options import Option
+from ..plan import SHARDING
 from ..rows import AT, FIGURES
 from ..shares import saved_bytes
 from ..step import LINKS
@@ -81,7 +84,7 @@ def exchange_block(source: Figures, k: int) -> Block:
     lossy = tuple(
         (c.exchange, r) for c in unit.fidelity for r in _affordable(source, k, c.exchange, c.ratios)
     )
-    key = source.states_of(k), source.shape(k), lossy
+    key = source.states_of(k), source.shape(k), neighbours(source.model, k), lossy
     if key not in source.exchanges:
         source.exchanges[key] = _exchange(source, k, lossy)
     shared = source.exchanges[key]
@@ -107,6 +110,8 @@ def _exchange(source: Figures, k: int, lossy: Sequence[tuple[str, float]]) -> Bl
     names: list[tuple[str, float]] = [("dense", 1.0)]
     if trained and _shards(source.model, source.space.capability.exchange):
         names.append(("sharded", 1.0))
+    if trained and may_gather(source.model, source.space.capability):
+        names.append(("fully_sharded", 1.0))
     names += lossy if trained else ()
     early = (
         trained
@@ -115,7 +120,7 @@ def _exchange(source: Figures, k: int, lossy: Sequence[tuple[str, float]]) -> Bl
         and source.model.micro_batches == 1
     )
     fields = [(x, r, e) for x, r in names for e in (False, True)
-              if not e or (early and x != "sharded")]  # fmt: skip
+              if not e or (early and x not in SHARDING)]  # fmt: skip
     figures = np.zeros((len(states), len(fields), len(FIGURES)))
     open_ = np.zeros(figures.shape[:2], dtype=bool)
     for i, state in enumerate(states):

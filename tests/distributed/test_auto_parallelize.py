@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from meshwright.executor.parallel import run_of
 from meshwright.executor.ranks.agreement import rank_zero_decides, together
 from meshwright.planner.layout import Layout
 from meshwright.planner.noun import decode, encode, fingerprint, save
@@ -152,6 +153,28 @@ def divide_with_a_graph_alive(rank: int) -> None:
 
 def test_a_graph_that_is_still_alive_is_no_hindrance(ranks):
     ranks(2)(divide_with_a_graph_alive)
+
+
+def allow_lossy_exchange(rank: int, cache: str) -> None:
+    os.environ["MESHWRIGHT_CACHE"] = cache
+    model, x = network(), samples(10)[0]
+    _, _, plan = mw.auto_parallelize(
+        model, sgd(model), example_inputs=(x[:4],), lossy=True, min_fidelity=0.5
+    )
+    assert plan.goal.allow_lossy
+    assert plan.goal.min_fidelity == 0.5
+    model = network()
+    _, _, given = mw.auto_parallelize(model, sgd(model), plan=plan, lossy=mw.Lossy(patience=3))
+    assert given == plan
+    assert run_of(model).lossy == mw.Lossy(patience=3)
+    with pytest.raises(mw.InputError, match=r"min_fidelity=0\.9"):
+        mw.auto_parallelize(network(), example_inputs=(x[:4],), lossy=True)
+    with pytest.raises(mw.InputError, match="allow_lossy=True"):
+        mw.auto_parallelize(network(), example_inputs=(x[:4],), min_fidelity=0.5)
+
+
+def test_lossy_exchange_is_allowed_or_not(ranks, tmp_path):
+    ranks(2)(allow_lossy_exchange, str(tmp_path), limit_s=LIMIT_S)
 
 
 def train_one_layer(rank: int) -> tuple[torch.Tensor, torch.Tensor]:

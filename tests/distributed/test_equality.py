@@ -12,7 +12,7 @@ from meshwright import models
 from meshwright.executor.apply import apply
 from meshwright.executor.exchange.pending import Pending
 from meshwright.executor.parallel import run_of
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import SHARDING, ExchangePolicy, Plan
 from meshwright.planner.variants import with_exchange
 from meshwright.units.discover import Discovery, discover
 from meshwright.units.spec import UnitSpec
@@ -86,7 +86,8 @@ def _plan(found: Discovery, model: nn.Module, case: Case, exchange: str) -> Plan
     limit = min(largest // SLICES, LARGEST_SLICE_BYTES)
     with scheduled("priority"):
         plan = plan_for(found, case.world, _choose(model, case), bucket_bytes=limit)
-    return plan if exchange == "priority" else with_exchange(plan, "sharded")
+    policies: dict[str, ExchangePolicy] = {policy: policy for policy in SHARDING}
+    return with_exchange(plan, policies[exchange]) if exchange in policies else plan
 
 
 def equals_one_process(
@@ -119,7 +120,9 @@ def _state_check(rank, case, optimizer, workload, exact, data) -> Callable[[nn.M
     def equals(model: nn.Module, plan: Plan) -> None:
         waits = _waits(model)
         found = train_together(rank, model, optimizer, data, workload.loss, plan, case.counts)
-        assert (sum(waits) > 0) == (plan.schedule == "priority" and case.steps > 1), waits
+        gathers = any(unit.exchange == "fully_sharded" for unit in plan.units)
+        later = plan.schedule == "priority" and (case.steps > 1 or gathers)
+        assert (sum(waits) > 0) == later, waits
         if double:
             assert_equal(found, expected)
         elif smooth:

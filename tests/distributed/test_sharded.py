@@ -7,6 +7,8 @@ import gc
 import math
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -23,7 +25,7 @@ from meshwright.executor.parallel import (
     run_of,
 )
 from meshwright.planner.errors import InputError
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import ExchangePolicy, Plan
 from meshwright.planner.variants import with_exchange
 from plans import plan, unit
 from reference import twin
@@ -76,6 +78,19 @@ class Net(nn.Module):
         return self.last(self.scale(x.unsqueeze(-1)).squeeze(-1))
 
 
+_policies: list[ExchangePolicy] = ["sharded"]
+
+
+@contextmanager
+def sharing(policy: ExchangePolicy) -> Iterator[None]:
+    """Plans made inside shard by that policy."""
+    _policies.append(policy)
+    try:
+        yield
+    finally:
+        _policies.pop()
+
+
 NAMES = ("conv", "first", "wide", "back", "tied", "again", "scale", "last")
 
 
@@ -89,7 +104,7 @@ def shards(world: int, *, hybrid: bool = False, bucket_bytes: int = 300, **optio
     for name in NAMES:
         style = {"wide": "column", "back": "row"}.get(name, "none") if hybrid else "none"
         units.append(unit(name, 1 if style == "none" else 2, style, world))
-    return with_exchange(plan(world, units, bucket_bytes=bucket_bytes, **options), "sharded")
+    return with_exchange(plan(world, units, bucket_bytes=bucket_bytes, **options), _policies[-1])
 
 
 def layouts(world: int) -> list[Plan]:

@@ -15,6 +15,7 @@ from statistics import median
 
 import pytest
 import torch
+from meshwright.planner.plan import SHARDING
 from meshwright.testbed import Bed, Host, missing
 
 pytestmark = [
@@ -128,7 +129,7 @@ def test_a_stalled_rank_is_named_on_every_other(bed: Bed, schedule: str, tmp_pat
     assert nothing_left(bed.hosts[1])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *SHARDING])
 def test_a_cut_link_is_named_on_both_sides(bed: Bed, schedule: str, tmp_path: Path) -> None:
     training = Training(bed, schedule, 0, tmp_path / "run")
     training.reach(3)

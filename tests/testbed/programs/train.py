@@ -2,7 +2,8 @@
 
 ``train.py SCHEDULE STEPS FOLDER``: each rank leaves its process's number in FOLDER/pid-RANK, the
 seconds of each step in FOLDER/steps-RANK, and at the end its parameters in FOLDER/result-RANK.
-With ``headers`` for a schedule it only calls the model and never waits for anything.
+With ``headers`` for a schedule it only calls the model and never waits for anything; ``sharded``
+and ``fully_sharded`` are exchanges by priority.
 """
 
 import itertools
@@ -14,6 +15,8 @@ from pathlib import Path
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.start import start_process_group
+from meshwright.planner.plan import SHARDING
+from meshwright.planner.variants import with_exchange
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
@@ -27,6 +30,8 @@ model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.Li
 units = [unit(str(i), 1, "none", size) for i in range(4)]
 with scheduled("priority" if schedule == "priority" else "barrier"):
     chosen = plan(size, units, bucket_bytes=2**18)
+if schedule in SHARDING:
+    chosen = with_exchange(chosen, schedule)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 apply(model, optimizer, chosen)
 (folder / f"pid-{rank}").write_text(str(os.getpid()))

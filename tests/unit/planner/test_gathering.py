@@ -1,0 +1,118 @@
+"""Parameters that are whole only while used: what that saves and costs, when it is chosen."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from meshwright.planner.cost import CostModel
+from meshwright.planner.errors import InputError
+from meshwright.planner.evaluate import decisions_of, evaluate, rank_memory
+from meshwright.planner.gathering import gathered
+from meshwright.planner.goal import Goal
+from meshwright.planner.layout import data_parallel
+from meshwright.planner.options import Option
+from meshwright.planner.schedules import without_shards
+from meshwright.planner.solver import solve
+
+from tests.strategies import chain_profile, cluster, linear
+from tests.unit.planner.test_schedules import SHARDS, exchanges, problem_of
+
+MIB = 2**20
+FULLY = msgspec.structs.replace(SHARDS, exchange=("dense", "sharded", "fully_sharded"))
+
+
+def model_of(widths=(512, 512, 1024, 512), micro_batches=1):
+    """Linear units of 1, 1, 2 and 1 MiB between an input and an output unit, on four ranks."""
+    units = [linear(f"fc{i}", 512, width, 1e-4) for i, width in enumerate(widths)]
+    goal = Goal(batch=64, optimizer="adam")
+    return CostModel(
+        chain_profile(units), cluster(4), goal, micro_batches, bucket_bytes=MIB, sliced=True
+    )
+
+
+def all_with(model, exchange):
+    return tuple(
+        Option(data_parallel(4), exchange=exchange if owned else "dense") for owned in model.owned
+    )
+
+
+def test_a_rank_holds_its_chunks_and_the_units_at_work():
+    model = model_of()
+    sharded, fully = (
+        rank_memory(model, all_with(model, exchange))[0].points
+        for exchange in ("sharded", "fully_sharded")
+    )
+    assert {p.weights for p in sharded} == {5 * MIB}
+    assert {p.weights for p in fully} == {5 * MIB / 4}
+    assert [p.optimizer for p in fully] == [p.optimizer for p in sharded]
+    more = [(a.unit, a.phase, (a.workspace - b.workspace) / MIB)
+            for a, b in zip(fully, sharded, strict=True)]  # fmt: skip
+    whole = {0: 0, 1: 1, 2: 2, 3: 3, 4: 1, 5: 0}  # its own, and the smaller neighbour's
+    assert more[:-1] == [
+        *((k, "forward", whole[k]) for k in range(6)),
+        *((k, "backward", whole[k]) for k in reversed(range(6))),
+    ]
+    assert fully[-1].gradients == 5 * MIB / 4
+    backward = {p.unit: p for p in fully if p.phase == "backward"}
+    less = {p.unit: p for p in sharded if p.phase == "backward"}
+    behind = [(backward[k].map_gradients - less[k].map_gradients) / MIB for k in range(6)]
+    assert behind == [0, 2, 4, 2, 2, 0]  # the rest of the one before, and what travels
+
+
+def test_micro_batches_add_up_whole_gradients():
+    model = model_of(micro_batches=2)
+    points = rank_memory(model, all_with(model, "fully_sharded"))[0].points
+    assert {p.gradients for p in points} == {5 * MIB}
+
+
+def test_nothing_is_gathered_where_nothing_is_divided():
+    model = model_of()
+    alone = Option(msgspec.structs.replace(data_parallel(4), groups=1), exchange="fully_sharded")
+    assert gathered(model, 1, alone) == gathered(model, 1, Option(data_parallel(4))) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_parameters_are_sent_once_more_for_each_use(micro_batches):
+    """An all-gather takes half of what a reduce-scatter and an all-gather take here."""
+    model = model_of(micro_batches=micro_batches)
+    home = Option(data_parallel(4))
+    dense, sharded, fully = (
+        model.unit(2, home._replace(exchange=exchange))
+        for exchange in ("dense", "sharded", "fully_sharded")
+    )
+    parts = 1 + 2 * micro_batches
+    assert fully.exchange.sent_bytes == pytest.approx(sharded.exchange.sent_bytes * parts / 2)
+    assert fully.exchange.seconds == pytest.approx(sharded.exchange.seconds * parts / 2)
+    assert fully.update_s == sharded.update_s == dense.update_s / 4
+
+
+def limited(problem, bytes_):
+    goal = msgspec.structs.replace(problem.goal, memory_limit_bytes=bytes_)
+    return replace(problem, goal=goal)
+
+
+@pytest.mark.parametrize("solver", ["heuristic", "integer", "multipliers"])
+def test_it_is_chosen_where_nothing_else_fits(solver):
+    problem = replace(problem_of(1e-11), capability=FULLY)
+    free = solve(problem, solver)
+    assert exchanges(free) == {"dense"}
+    asked = problem.profile, problem.cluster, problem.goal
+    chosen = tuple(
+        option._replace(exchange="sharded") if owned else option
+        for option, owned in zip(decisions_of(free.plan), CostModel(*asked).owned, strict=True)
+    )
+    sharded = evaluate(*asked, chosen, schedule="priority", bucket_bytes=2**19)
+    roomy = limited(problem, max(sharded.peak_bytes) + 1)
+    assert exchanges(solve(roomy, solver)) <= {"dense", "sharded"}
+    tight = limited(problem, max(sharded.peak_bytes) - MIB // 4)
+    found = solve(tight, solver)
+    assert "fully_sharded" in exchanges(found)
+    assert max(found.plan.prediction.peak_bytes) <= tight.goal.memory_limit_bytes
+    assert solve(without_shards(tight, ("fully_sharded",)), solver).plan is None
+
+
+def test_offload_is_refused():
+    model = model_of()
+    option = Option(data_parallel(4), memory="offload", exchange="fully_sharded")
+    with pytest.raises(InputError, match="offload"):
+        model.unit(1, option)
