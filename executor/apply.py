@@ -24,6 +24,7 @@ from .exchange.topk import MOST_ELEMENTS
 from .layout.gradients import Members
 from .layout.state import install
 from .layout.statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
+from .memory.install import check_memory, install_memory
 from .parallel import ModelT, adopt, is_parallel
 from .ranks.broadcast import broadcast, changing_buffers
 from .ranks.control import digest
@@ -62,6 +63,7 @@ def apply(
     if optimizer is not None:
         optimizers.slice_state(optimizer, division.parameters)
     _prepare_norms(model, run, division)
+    run.regions = install_memory(model, plan, _device(model), lambda: run.forward, run.as_now)
     install(model, division.by_name)
     entries = shard(entries_of(model, run, division), optimizer, run.world, run.watch)
     run.start(entries, _buffers(model, plan, division))
@@ -72,11 +74,15 @@ def apply(
 
 
 def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -> Run:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = _device(model)
     degrees = {unit.layout.degree for unit in plan.units}
     sharded = {unit.layout.degree for unit in plan.units if unit.exchange == "sharded"}
     world = make_world(plan.placement, degrees, device, limit, sharded)
     return Run(plan, world, Watch(world.rank, world.size, limit, run=next(_runs)), lossy)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _agree(run: Run, model: nn.Module) -> None:
@@ -111,6 +117,7 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     if refusals:
         raise InputError(f"this plan cannot be run: {refusals[0]}; plan without hypothetical")
     _check_modules(model, plan)
+    check_memory(model, plan, _device(model))
     _check_tensors(model)
     check_ties(model, plan)
     _check_norms(model, plan)

@@ -6,7 +6,7 @@ from ..planner.capability import Capability
 
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),
-    memory=("keep",),
+    memory=("keep", "recompute", "offload"),
     exchange=("dense", "sharded", "dropped", "topk"),
     idle_positions=False,
     early_release=False,

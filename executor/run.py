@@ -6,7 +6,7 @@ import atexit
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from .forward import Forward, Weight, samples_of, shapes_of
 from .layout.held import bring_home
 from .layout.redistribute import Meter
 from .layout.shards import Shard
+from .memory.regions import Regions
 from .ranks.broadcast import broadcast
 from .ranks.control import Control, Header, Row, digest
 from .ranks.groups import Group, World
@@ -60,6 +61,7 @@ class Run:
         self.shards: dict[str, Shard] = {}
         self.divided_parameters: dict[nn.Parameter, Shard] = {}
         self.sharings: dict[nn.Parameter, Sharing] = {}
+        self.regions = Regions()
         self.weigh_next: Callable[[Forward], Weight] | None = None
         self._number = 0
         self._buffers: list[Tensor] = []
@@ -164,6 +166,22 @@ class Run:
             yield forward
         finally:
             self.inside = False
+            self.regions.abandon()
+
+    def as_now(self) -> Callable[[], AbstractContextManager[None]]:
+        """What makes the forward that runs now the current one later, when parts of it run again
+        in backward: how many samples ranks have in it, say."""
+        forward = self.forward
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            before, self.forward = self.forward, forward
+            try:
+                yield
+            finally:
+                self.forward = before
+
+        return again
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> Forward | None:
         grad = torch.is_grad_enabled()
