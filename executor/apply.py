@@ -17,6 +17,7 @@ from .division import Division, check_ties, divide, divided, split_of, tensor_na
 from .exchange import optimizer as optimizers
 from .exchange import sharded_steps
 from .exchange.buckets import Entry
+from .exchange.lazy import releases_not
 from .exchange.momentum import check_momentum
 from .exchange.residual import Lossy
 from .exchange.sharded import shard
@@ -121,6 +122,7 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     _check_tensors(model)
     check_ties(model, plan)
     _check_norms(model, plan)
+    _check_release(optimizer, plan)
     if optimizer is not None and any(unit.exchange == "topk" for unit in plan.units):
         check_momentum(optimizer)
     if optimizer is not None:
@@ -129,6 +131,24 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
         optimizers.check(optimizer, {t for t in tensors if isinstance(t, nn.Parameter)})
         if any(unit.exchange == "sharded" for unit in plan.units):
             sharded_steps.check(optimizer)
+
+
+def _check_release(optimizer: Optimizer | None, plan: Plan) -> None:
+    """Early release needs gradients that travel one by one, and an optimizer that takes them so."""
+    early = [unit for unit in plan.units if unit.early_release]
+    if not early:
+        return
+    whole = next((unit for unit in early if unit.exchange == "sharded"), None)
+    if whole is not None or plan.schedule != "priority":
+        name = (whole or early[0]).name
+        what = "a sharded exchange" if whole else f"the schedule {plan.schedule!r}"
+        raise InputError(
+            f"unit {name!r} is planned with early release and {what}, which do not go together: "
+            "plan with --forbid early-release"
+        )
+    reason = releases_not(optimizer)
+    if reason is not None:
+        raise InputError(reason)
 
 
 def _check_modules(model: nn.Module, plan: Plan) -> None:
@@ -214,7 +234,10 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
         policy = (unit.exchange, unit.exchange_ratio) if unit else ("dense", 1.0)
         known = members.get(degree)
         whole = parameter.ndim <= 1 or parameter in kept or size > MOST_ELEMENTS
-        entries.append(Entry(name, parameter, group, degree, size, known, at, *policy, whole))
+        released = unit is not None and unit.early_release
+        entries.append(
+            Entry(name, parameter, group, degree, size, known, at, *policy, whole, None, released)
+        )
     order = sorted(range(len(entries)), key=lambda i: (place[entries[i].parameter], i))
     return [entries[i] for i in reversed(order)]
 

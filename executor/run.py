@@ -141,6 +141,7 @@ class Run:
                 picking.momentum = Momentum(optimizer, picking.parameters)
             momentum = picking.momentum if picking is not None else None
             self._lazy = LazySteps(optimizer, self._priority_exchange, self.sharings, momentum)
+            self._priority.release.updater = self._lazy.early
 
     def _priority_exchange(self) -> PriorityExchange:
         assert self._priority is not None

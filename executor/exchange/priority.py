@@ -24,6 +24,7 @@ from ..ranks.watch import Watch
 from .buckets import Entry, Votes
 from .lossy import hand_over
 from .policies import PARCELS, picking_of, start_policies
+from .release import Release
 from .residual import Lossy
 from .schedule import Orders
 from .sharded import ShardedParcel
@@ -57,6 +58,7 @@ class PriorityExchange:
         self.parcels = make_parcels(entries, limit_bytes, PARCELS)
         self.policies = start_policies(self.parcels, control, lossy or Lossy())
         self.home = {entry: parcel for parcel in self.parcels for entry in parcel.entries}
+        self.release = Release(self.parcels)
         self.waited_s = 0.0
         self._orders = orders.start(self.parcels, control)
         self._watch, self._issued = watch, issued
@@ -75,6 +77,7 @@ class PriorityExchange:
     def follow(self, before: PriorityExchange) -> None:
         """Goes on with what another exchange, of other parameters of the same model, has held."""
         hand_over(before.parcels, self.parcels)
+        self.release.updater = before.release.updater
         old, new = picking_of(before.policies), picking_of(self.policies)
         if old is not None and new is not None:
             new.load(old.state())
@@ -86,6 +89,7 @@ class PriorityExchange:
 
     def reset(self) -> None:
         """Begins a backward."""
+        self.release.begin()
         self.finish_all()
         self.complete()
         self._check_votes()
@@ -108,6 +112,7 @@ class PriorityExchange:
         self._take(entry)
         if self._eager and self.home[entry].full:
             self._advance()
+            self._release()
 
     def _take(self, entry: Entry) -> None:
         parcel = self.home[entry]
@@ -156,8 +161,17 @@ class PriorityExchange:
                 self._show(entry)
             for entry in self._unused - somewhere:
                 self.home[entry].forget(entry)
+        self._release()
         for policy in self.policies:
             policy.end()
+
+    def _release(self) -> None:
+        """Waits for the gradients that are released early and have left, and applies them."""
+        for parcel in self.release.due():
+            shown = [e for e in parcel.entries if isinstance(e.parameter.grad, WaitingGradient)]
+            self.finish(parcel)
+            if self.release.updater is not None:
+                self.release.updater.update(shown)
 
     def _take_unused(self, entry: Entry) -> None:
         """What is sent of a gradient that may stay as it is: a copy."""

@@ -1,1 +1,1 @@
-"""What a unit's feature maps cost in memory: kept, recomputed or offloaded, and how it is measured."""
+"""What becomes of feature maps: kept, recomputed or offloaded; and the measure of peak memory."""

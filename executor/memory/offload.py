@@ -1,4 +1,4 @@
-"""Offload: what a region saves goes to the host while the forward goes on, and comes back before its
+"""Offload: what a region saves goes to the host while forward goes on, and comes back before its
 backward.
 
 Whole storages travel: several saved views of one (queries, keys and values cut from one tensor)

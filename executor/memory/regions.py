@@ -1,4 +1,4 @@
-"""Where a policy looks after what a forward saves: from the entry of a module to the exit of another.
+"""Where a policy looks after what forward saves: from the entry of a module to the exit of another.
 
 A region is a unit, or a segment of several, as modules that are called one after another. What
 autograd saves in between goes to the policy, which gives it back when backward asks for it. Inside

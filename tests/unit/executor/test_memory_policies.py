@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -203,7 +204,7 @@ def test_memory_falls_with_what_is_recomputed():
         install(model, [unit((str(i),)) for i in range(number)])
         found.append(peak(model, x))
     assert found == sorted(found, reverse=True)
-    steps = [a - b for a, b in zip(found, found[1:], strict=False)]
+    steps = [a - b for a, b in itertools.pairwise(found)]
     assert steps[0] == pytest.approx(steps[1], rel=0.05)
 
 
@@ -243,7 +244,7 @@ def test_two_forwards_before_their_backwards():
         outs = [one(torch.randn(4, 3, 8, 8)) for _ in range(2)]
         for out in outs:
             out.square().mean().backward()
-        results.append({n: t for n, t in [*one.named_buffers()]})
+        results.append(dict(one.named_buffers()))
         results[-1].update({n: p.grad for n, p in one.named_parameters()})
     same(*results)
 
@@ -299,7 +300,7 @@ def test_changes_in_place_are_refused_by_name():
     out = model(torch.randn(2, 4)).sum()
     with torch.no_grad():
         model[1].bias.add_(1)
-    with pytest.raises(RunError, match="unit '1'.*its parameters were changed"):
+    with pytest.raises(RunError, match=r"unit '1'.*its parameters were changed"):
         out.backward()
 
 
