@@ -101,7 +101,8 @@ class PriorityExchange:
 
     def sent(self, entry: Entry) -> bool:
         """Whether the entry's gradient has left in this backward."""
-        return self.home[entry].travelling
+        parcel = self.home[entry]
+        return parcel.travelling or self.release.over(parcel)
 
     def holds(self, entry: Entry) -> bool:
         """Whether this rank holds back some of what it has computed for the entry."""
@@ -148,7 +149,7 @@ class PriorityExchange:
         gradient that it has not."""
         for parcel in self.parcels:
             for entry in parcel.entries:
-                if entry not in parcel.gradients:
+                if entry not in parcel.gradients and not self.release.over(parcel):
                     self._unused.add(entry)
                     self._take_unused(entry)
         self._advance()

@@ -44,6 +44,10 @@ class Release:
         if self._parcels and self.updater is not None:
             self.updater.begin_backward()
 
+    def over(self, parcel: Parcel) -> bool:
+        """Whether a parcel's gradients have been applied in this backward."""
+        return parcel.released and parcel not in self._left
+
     def due(self) -> Iterator[Parcel]:
         """Those that have left and not been applied in this backward."""
         for parcel in [p for p in self._left if p.sent == len(p.slices)]:

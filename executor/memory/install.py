@@ -64,7 +64,8 @@ def _inside(module: str, segment: tuple[str, ...]) -> bool:
 
 def _segments(plan: Plan) -> Iterator[tuple[tuple[str, ...], list[UnitPlan]]]:
     """The segments, each with its units that follow one another."""
-    for segment, units in groupby(plan.units, lambda unit: unit.segment):
+    with_modules = (unit for unit in plan.units if unit.modules)  # glue in between runs again too
+    for segment, units in groupby(with_modules, lambda unit: unit.segment):
         if segment:
             yield segment, list(units)
 
