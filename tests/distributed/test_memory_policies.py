@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import meshwright as mw
 import msgspec
 import pytest
 import torch
@@ -19,6 +20,7 @@ from meshwright.executor.exchange.release import ReleasedGradient
 from meshwright.executor.memory import host as hosts
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import run_of
+from meshwright.models.gpt import GPT, Shape
 from meshwright.planner.errors import InputError
 from meshwright.planner.plan import Plan, UnitPlan
 from meshwright.units.discover import discover
@@ -483,37 +485,42 @@ def test_lossy_exchanges_release_early(ranks, exchange):
     ranks(2)(lossy_and_early, exchange)
 
 
-def segments(rank: int) -> tuple[int, int]:
-    """Blocks recomputed as one: the numbers of keep, in less than units by themselves take."""
-    peaks, results = [], []
-    for segmented in (False, True):
-        torch.manual_seed(5)
-        workload = models.build("gpt-tiny")
-        model = with_dropout(workload.model).train()
-        ours = optimizer_of("sgd", model.parameters())
-        found = discover(model, workload.make_batch(8))
-        with scheduled("priority"):
-            made = decided(plan_for(found, 2, statistics="local"), memory="recompute")
-        if segmented:
-            units = [msgspec.structs.replace(u, segment=block_of(u)) for u in made.units]
-            made = msgspec.structs.replace(made, units=tuple(units))
-            assert len({u.segment for u in units}) > 2
-        apply(model, ours, made, timeout_s=20)
+def in_blocks(made: Plan) -> Plan:
+    units = [msgspec.structs.replace(u, segment=block_of(u)) for u in made.units]
+    return msgspec.structs.replace(made, units=tuple(units))
 
-        def step(model: nn.Module = model, ours: Any = ours, workload: Any = workload) -> None:
-            torch.manual_seed(3 + rank)
-            batch = workload.make_batch(8)
-            workload.loss(model(*batch.args, **batch.kwargs), batch.target).backward()
+
+def segments(rank: int) -> list[int]:
+    """The peaks of keeping, of units and of whole blocks recomputed; the numbers are the same."""
+    peaks, results = [], []
+    ways: list[Callable[[Plan], Plan]] = [
+        lambda made: made,
+        lambda made: decided(made, memory="recompute"),
+        lambda made: in_blocks(decided(made, memory="recompute")),
+    ]
+    for way in ways:
+        torch.manual_seed(5)
+        model = GPT(Shape(64, length=32, width=32, layers=8, heads=4))
+        ours = optimizer_of("sgd", model.parameters())
+        symbols = torch.randint(64, (8, 32))
+        with scheduled("priority"):
+            made = plan_for(discover(model, Batch((symbols[:2],), None)), 2)
+        apply(model, ours, way(made), timeout_s=20)
+
+        def step(model: nn.Module = model, ours: Any = ours, symbols: Tensor = symbols) -> None:
+            model(symbols).square().mean().backward()
             ours.step()
             ours.zero_grad()
             run_of(model).finish_steps()
 
         step()
         step()
-        peaks.append(peak_bytes(step, [*model.parameters()], torch.device("cpu")))
+        states = [s["momentum_buffer"] for s in ours.state.values()]
+        peaks.append(peak_bytes(step, [*model.parameters(), *states], torch.device("cpu")))
         results.append({n: p.detach().clone() for n, p in model.named_parameters()})
-    same(*results)
-    return peaks[0], peaks[1]
+    same(results[1], results[0])
+    same(results[2], results[0])
+    return peaks
 
 
 def block_of(unit: UnitPlan) -> tuple[str, ...]:
@@ -523,5 +530,65 @@ def block_of(unit: UnitPlan) -> tuple[str, ...]:
 
 
 def test_segments(ranks):
-    for units, blocks in ranks(2)(segments):
-        assert blocks < units
+    for kept, units, blocks in ranks(2)(segments):
+        assert blocks < units < kept
+
+
+class Broad(nn.Module):
+    """Feature maps that weigh more than parameters, most of them inside units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 16))
+                for _ in range(6)
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def under_pressure(rank: int, cache: str) -> tuple[list[str], float, tuple[int, int]]:
+    """A plan that needs recompute to fit is made, run, and trains as one that keeps all does."""
+    os.environ["MESHWRIGHT_CACHE"] = cache
+    x = torch.randn(512, 16)
+    results, plans, peaks = [], [], []
+    for limit in (None, 0.6, 0.0):
+        torch.manual_seed(1)
+        model = Broad()
+        ours = torch.optim.SGD(model.parameters(), lr=0.1)
+        if limit == 0.0:  # what was planned, with everything kept
+            chosen = decided(plans[1], memory="keep", early_release=False)
+            mw.auto_parallelize(model, ours, plan=chosen)
+        else:
+            most = limit and int(limit * max(plans[0].prediction.peak_bytes))
+            made = mw.auto_parallelize(
+                model, ours, example_inputs=x, memory_limit_bytes=most, solver="integer"
+            )
+            plans.append(made[2])
+        torch.manual_seed(rank)
+
+        def step(model: nn.Module = model, ours: torch.optim.Optimizer = ours) -> None:
+            model(torch.randn(512, 16)).square().mean().backward()
+            ours.step()
+            ours.zero_grad()
+            run_of(model).finish_steps()
+
+        step()
+        peaks.append(peak_bytes(step, list(model.parameters()), torch.device("cpu")))
+        results.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    same(results[2], results[1])
+    assert plans[1].goal.memory_limit_bytes == int(0.6 * max(plans[0].prediction.peak_bytes))
+    return [u.memory for u in plans[1].units], plans[1].goal.memory_limit_bytes, peaks[1:]
+
+
+@pytest.mark.timeout(240)
+def test_a_plan_that_needs_recompute_is_made_and_run(ranks, tmp_path):
+    for memory, limit, (lean, kept) in ranks(2)(under_pressure, str(tmp_path), limit_s=100):
+        assert "recompute" in memory
+        assert "offload" not in memory
+        assert lean < 0.8 * kept
+        assert lean < 1.2 * limit < kept
