@@ -126,9 +126,7 @@ def test_device_seconds_within_a_step_limit(meshwright, profile_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plan_uses_what_memory_asks_for(
-    meshwright, profile_file, cluster_file, tmp_path
-):
+def test_a_plan_uses_what_memory_asks_for(meshwright, profile_file, cluster_file, tmp_path):
     path = tmp_path / "p.json"
     base = ("plan", profile_file, "-c", cluster_file, "--batch", 256, "--memory-limit", "2300MB")
     base = (*base, "--schedule", "priority", "--slices", "4MiB", "--solver", "multipliers")
