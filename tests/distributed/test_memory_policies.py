@@ -25,7 +25,7 @@ from meshwright.planner.errors import InputError
 from meshwright.planner.plan import Plan, UnitPlan
 from meshwright.units.discover import discover
 from meshwright.units.workload import Batch
-from plans import by_columns_and_rows, plan_for, scheduled
+from plans import by_columns_and_rows, plan, plan_for, scheduled, unit
 from reference import optimizer_of
 from torch import Tensor, nn
 
@@ -164,6 +164,28 @@ def test_recompute_is_keep(ranks, cases):
 )
 def test_recompute_of_divided_units(ranks, cases):
     ranks(2)(recompute_is_keep, cases, 2, "global")
+
+
+def two_forwards_first(rank: int) -> None:
+    """Units that are recomputed redistribute as in their own forward, not as in the latest."""
+    results = []
+    for memory in ("keep", "recompute"):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh())
+        units = [unit(("0", "1"), 2, "column", 2), unit(("2", "3"), 2, "row", 2)]
+        made = decided(plan(2, units), memory=memory)
+        apply(model, torch.optim.SGD(model.parameters(), lr=0.1), made, timeout_s=10)
+        torch.manual_seed(rank)
+        outs = [model(torch.randn(size, 6)) for size in (3 - rank, 5 + 2 * rank)]
+        for out in outs:
+            out.square().mean().backward()
+        gradients = {n: p.grad.detach().as_subclass(Tensor) for n, p in model.named_parameters()}
+        results.append(gradients)
+    same(*results)
+
+
+def test_forwards_of_different_sizes_before_their_backwards(ranks):
+    ranks(2)(two_forwards_first)
 
 
 @pytest.mark.slow
