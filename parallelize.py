@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import targets
 from .executor.apply import apply
+from .executor.exchange.lazy import releases_not
 from .executor.exchange.residual import Lossy
 from .executor.ranks.agreement import rank_zero_decides, together
 from .executor.ranks.watch import time_limit
@@ -23,6 +24,7 @@ from .measure import batches_for, cluster_of_ranks, profile_on_ranks
 from .planner.errors import InputError
 from .planner.goal import BatchStatistics, Goal
 from .planner.noun import load
+from .planner.pins import EARLY_RELEASE
 from .planner.plan import Plan
 from .planner.solver import solve
 from .planning import Schedules, check_schedule, problem_for
@@ -92,7 +94,8 @@ def auto_parallelize(
             )
         )
         with torch.random.fork_rng():  # measuring draws random batches; the user's draws go on
-            chosen = _make_plan(workload, goal, device, schedule, solver, time_limit_s)
+            forbidden = (EARLY_RELEASE,) if releases_not(optimizer) else ()
+            chosen = _make_plan(workload, goal, device, schedule, solver, time_limit_s, forbidden)
     settings = lossy if isinstance(lossy, Lossy) else None
     model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
     record_run(model_, chosen)
@@ -113,10 +116,11 @@ def _make_plan(
     schedule: Schedules,
     solver: str,
     time_limit_s: float | None,
+    forbidden: Sequence[str],
 ) -> Plan:
     profile = profile_on_ranks(workload, batches_for(goal, dist.get_world_size()), device)
     cluster = cluster_of_ranks(device)
-    problem = problem_for(profile, cluster, goal, schedule=schedule)
+    problem = problem_for(profile, cluster, goal, schedule=schedule, forbidden=forbidden)
     return rank_zero_decides(lambda: solve(problem, solver, time_limit_s).checked())
 
 

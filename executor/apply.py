@@ -18,6 +18,7 @@ from .exchange import optimizer as optimizers
 from .exchange import sharded_steps
 from .exchange.buckets import Entry
 from .exchange.chunks import install_chunks
+from .exchange.lazy import releases_not
 from .exchange.momentum import check_momentum
 from .exchange.residual import Lossy
 from .exchange.sharded import shard
@@ -25,6 +26,7 @@ from .exchange.topk import MOST_ELEMENTS
 from .layout.gradients import Members
 from .layout.state import install
 from .layout.statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
+from .memory.install import check_memory, install_memory
 from .parallel import ModelT, adopt, is_parallel
 from .ranks.broadcast import broadcast, changing_buffers
 from .ranks.control import digest
@@ -63,6 +65,7 @@ def apply(
     if optimizer is not None:
         optimizers.slice_state(optimizer, division.parameters)
     _prepare_norms(model, run, division)
+    run.regions = install_memory(model, plan, _device(model), lambda: run.forward, run.as_now)
     install(model, division.by_name)
     entries = shard(entries_of(model, run, division), optimizer, run.world, run.watch)
     run.start(entries, _buffers(model, plan, division))
@@ -74,12 +77,16 @@ def apply(
 
 
 def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -> Run:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = _device(model)
     degrees = {unit.layout.degree for unit in plan.units}
     sharded = {unit.layout.degree for unit in plan.units if unit.exchange in SHARDING}
     fetched = {unit.layout.degree for unit in plan.units if unit.exchange == "fully_sharded"}
     world = make_world(plan.placement, degrees, device, limit, sharded, fetched)
     return Run(plan, world, Watch(world.rank, world.size, limit, run=next(_runs)), lossy)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _agree(run: Run, model: nn.Module) -> None:
@@ -114,9 +121,11 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     if refusals:
         raise InputError(f"this plan cannot be run: {refusals[0]}; plan without hypothetical")
     _check_modules(model, plan)
+    check_memory(model, plan, _device(model))
     _check_tensors(model)
     check_ties(model, plan)
     _check_norms(model, plan)
+    _check_release(optimizer, plan)
     if optimizer is not None and any(unit.exchange == "topk" for unit in plan.units):
         check_momentum(optimizer)
     if optimizer is not None:
@@ -125,6 +134,24 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
         optimizers.check(optimizer, {t for t in tensors if isinstance(t, nn.Parameter)})
         if any(unit.exchange in SHARDING for unit in plan.units):
             sharded_steps.check(optimizer)
+
+
+def _check_release(optimizer: Optimizer | None, plan: Plan) -> None:
+    """Early release needs gradients that travel one by one, and an optimizer that takes them so."""
+    early = [unit for unit in plan.units if unit.early_release]
+    if not early:
+        return
+    whole = next((unit for unit in early if unit.exchange == "sharded"), None)
+    if whole is not None or plan.schedule != "priority":
+        name = (whole or early[0]).name
+        what = "a sharded exchange" if whole else f"the schedule {plan.schedule!r}"
+        raise InputError(
+            f"unit {name!r} is planned with early release and {what}, which do not go together: "
+            "plan with --forbid early-release"
+        )
+    reason = releases_not(optimizer)
+    if reason is not None:
+        raise InputError(reason)
 
 
 def _check_modules(model: nn.Module, plan: Plan) -> None:
@@ -210,7 +237,10 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
         policy = (unit.exchange, unit.exchange_ratio) if unit else ("dense", 1.0)
         known = members.get(degree)
         whole = parameter.ndim <= 1 or parameter in kept or size > MOST_ELEMENTS
-        entries.append(Entry(name, parameter, group, degree, size, known, at, *policy, whole))
+        released = unit is not None and unit.early_release
+        entries.append(
+            Entry(name, parameter, group, degree, size, known, at, *policy, whole, None, released)
+        )
     order = sorted(range(len(entries)), key=lambda i: (place[entries[i].parameter], i))
     return [entries[i] for i in reversed(order)]
 

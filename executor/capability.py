@@ -6,14 +6,15 @@ from ..planner.capability import Capability
 
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),
-    memory=("keep",),
+    memory=("keep", "recompute", "offload"),
     exchange=("dense", "sharded", "fully_sharded", "dropped", "topk"),
     idle_positions=False,
-    early_release=False,
+    early_release=True,
     micro_batches=True,
     priority=True,
     in_buckets=("dense",),
 )
-"""Every unit takes all ranks (groups x degree = world size), keeps its feature maps, and exchanges
-its gradients in buckets, or in slices by priority; by priority it can also shard them among ranks
-or leave some of them for later."""
+"""Every unit takes all ranks (groups x degree = world size), keeps, recomputes or offloads its
+feature maps (offload where the device has memory of its own), and exchanges its gradients in
+buckets, or in slices by priority; by priority it can also shard them among ranks, leave some of
+them for later, or apply and free them in backward."""

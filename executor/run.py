@@ -6,7 +6,7 @@ import atexit
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from .forward import Forward, Weight, samples_of, shapes_of
 from .layout.held import bring_home
 from .layout.redistribute import Meter
 from .layout.shards import Shard
+from .memory.regions import Regions
 from .ranks.broadcast import broadcast
 from .ranks.control import Control, Header, Row, digest
 from .ranks.groups import Group, World
@@ -62,6 +63,7 @@ class Run:
         self.shards: dict[str, Shard] = {}
         self.divided_parameters: dict[nn.Parameter, Shard] = {}
         self.sharings: dict[nn.Parameter, Sharing] = {}
+        self.regions = Regions()
         self.weigh_next: Callable[[Forward], Weight] | None = None
         self._number = 0
         self._buffers: list[Tensor] = []
@@ -143,6 +145,7 @@ class Run:
                 picking.momentum = Momentum(optimizer, picking.parameters)
             momentum = picking.momentum if picking is not None else None
             self._lazy = LazySteps(optimizer, self._priority_exchange, self.sharings, momentum)
+            self._priority.release.updater = self._lazy.early
 
     def _priority_exchange(self) -> PriorityExchange:
         assert self._priority is not None
@@ -170,6 +173,22 @@ class Run:
                 yield forward
         finally:
             self.inside = False
+            self.regions.abandon()
+
+    def as_now(self) -> Callable[[], AbstractContextManager[None]]:
+        """What makes the forward that runs now the current one later, when parts of it run again
+        in backward: how many samples ranks have in it, say."""
+        forward = self.forward
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            before, self.forward = self.forward, forward
+            try:
+                yield
+            finally:
+                self.forward = before
+
+        return again
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> Forward | None:
         grad = torch.is_grad_enabled()

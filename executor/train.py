@@ -16,7 +16,7 @@ from ..planner.plan import Plan
 from ..units.workload import Batch, Workload
 from .apply import apply
 from .exchange.chunks import held_parameters
-from .memory import peak_bytes
+from .memory.peak import peak_bytes
 from .micro import micro_batches
 from .parallel import is_parallel, run_of
 from .run import Run

@@ -24,7 +24,9 @@ class UnitPlan(Noun, frozen=True, kw_only=True):
 
     Seconds are of one micro-batch; ``exchange_s`` is of one step. ``blocking_s`` is what the unit
     waits for: redistribution at its input and the collectives inside it, both ways.
-    ``batched_inputs`` as in ``UnitProfile``: what is redistributed at entry.
+    ``batched_inputs`` as in ``UnitProfile``: what is redistributed at entry. ``segment``, where it
+    is not empty, names modules called one after another that contain this unit and its neighbours
+    with the same ``segment``: these are recomputed together, from the segment's input.
     """
 
     name: str
@@ -34,6 +36,7 @@ class UnitPlan(Noun, frozen=True, kw_only=True):
     layout: Layout
     style: Style = "none"
     memory: MemoryPolicy = "keep"
+    segment: tuple[str, ...] = ()
     early_release: bool = False
     exchange: ExchangePolicy = "dense"
     exchange_ratio: float = 1.0

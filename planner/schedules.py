@@ -37,10 +37,10 @@ def by_either(problem: Problem, search: Callable[[Problem], Result]) -> Result:
     goal = msgspec.structs.replace(problem.goal, slice_bytes=sizes)
     sliced = replace(problem, goal=goal, schedule="priority", either=False)
     if plain.plan is None:
-        return search(sliced) if _saves_memory(problem) else plain
+        return releasing_last(sliced, search) if _saves_memory(problem) else plain
     if not (problem.goal.allow_lossy or _promising(sliced, plain, plain.plan)):
         return plain
-    other = sharding_sparingly(sliced, search)
+    other = sharding_sparingly(_without_release(sliced), search)
     if other.plan is None:
         return plain
     better = _worth(problem, other.plan.prediction) < _enough(problem, plain.plan)
@@ -50,7 +50,27 @@ def by_either(problem: Problem, search: Callable[[Problem], Result]) -> Result:
 def sharding_sparingly(problem: Problem, search: Callable[[Problem], Result]) -> Result:
     """``search``'s answer without sharded exchange; with it where nothing else fits, or where it is
     clearly quicker (each rank updates its part only). Else the simpler one. Parameters are sharded
-    too only where nothing fits without that: it sends more and is never quicker."""
+    too only where nothing fits without that: it sends more and is never quicker. Nothing is
+    released early that fits without."""
+    return releasing_last(problem, lambda one: _sharding_sparingly(one, search))
+
+
+def releasing_last(problem: Problem, search: Callable[[Problem], Result]) -> Result:
+    """``search``'s answer without early release; with it where nothing else fits. It may be a
+    little quicker too, but takes from the user what can be done between backward and step."""
+    late = _without_release(problem)
+    found = search(late)
+    return search(problem) if found.plan is None and late is not problem else found
+
+
+def _without_release(problem: Problem) -> Problem:
+    if not problem.capability.early_release:
+        return problem
+    capability = msgspec.structs.replace(problem.capability, early_release=False)
+    return replace(problem, capability=capability)
+
+
+def _sharding_sparingly(problem: Problem, search: Callable[[Problem], Result]) -> Result:
     plain, first = without_shards(problem), without_shards(problem, SHARDING[1:])
     if plain is problem:
         return search(problem)

@@ -43,12 +43,14 @@ class Entry:
     whole: bool = False
     channels: Channels | None = None
     """Where its elements are shared among the peers."""
+    released: bool = False
+    """Whether it is applied and freed in backward, when it has been exchanged."""
 
     @property
-    def kind(self) -> tuple[int, torch.dtype, torch.device, ExchangePolicy, float]:
+    def kind(self) -> tuple[int, torch.dtype, torch.device, ExchangePolicy, float, bool]:
         """Entries of one kind can travel together."""
-        parameter = self.parameter
-        return self.degree, parameter.dtype, parameter.device, self.exchange, self.ratio
+        tensor, policy = self.parameter, (self.exchange, self.ratio, self.released)
+        return self.degree, tensor.dtype, tensor.device, *policy
 
     @property
     def shared_bytes(self) -> int:

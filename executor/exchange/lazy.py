@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ...planner.errors import InputError
 from .buckets import Entry
+from .early import EarlyUpdates
 from .momentum import Momentum
 from .optimizer import ELEMENTWISE
 from .pending import resume, suspend
@@ -47,6 +48,7 @@ class LazySteps:
         self._exchange = exchange
         self._momentum = momentum
         self._told = False
+        self.early = EarlyUpdates(optimizer, self._release)
         before = optimizer.step
         self._own: Any = type(optimizer).step
 
@@ -69,17 +71,27 @@ class LazySteps:
 
     def _step(self, closure: Any) -> Any:
         exchange = self._exchange()
+        if any(parcel.released for parcel in exchange.parcels):
+            self.early.end(closure=closure is not None, scaled=_scaled(self._optimizer))
         for parcel in exchange.parcels:
             if parcel.update is not None:  # of a step before, which no forward has needed
                 exchange.finish(parcel)
         sharded = [p for p in exchange.parcels if isinstance(p, ShardedParcel)]
         if sharded:
             return self._step_sharded(exchange, sharded, closure)
-        scaled = hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf")
-        if closure is not None or scaled or not self._able():
+        if closure is not None or _scaled(self._optimizer) or not self._able():
             return self._at_once(closure)
         self._take_over(exchange, _snapshot(self._groups()), set())
         return None
+
+    def _release(self, parameters: list[nn.Parameter]) -> None:
+        """Applies gradients in backward, with the hyperparameters of this moment."""
+        reason = releases_not(self._optimizer)
+        if reason is not None:
+            raise InputError(reason)
+        groups = self._optimizer.param_groups
+        parted = groups if self._momentum is None else self._momentum.without(groups)
+        self._apply(_only(parted, parameters))
 
     def _take_over(
         self, exchange: PriorityExchange, settled: Groups, sharded: set[nn.Parameter]
@@ -110,7 +122,7 @@ class LazySteps:
         settled = _snapshot(self._groups())
         mine = {entry.parameter for parcel in parcels for entry in parcel.entries}
         self._take_over(exchange, settled, mine)
-        scaled = hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf")
+        scaled = _scaled(self._optimizer)
         if scaled:
             exchange.finish_all()  # the scaler takes these away after the step
         on_stream = any(e.group.on_stream for parcel in parcels for e in parcel.entries)
@@ -198,6 +210,29 @@ class LazySteps:
                 f"optimizer {name} {reason}: each step waits for all gradients", stacklevel=4
             )
         return False
+
+
+def releases_not(optimizer: Optimizer | None) -> str | None:
+    """Why gradients cannot be released early with an optimizer, in a sentence with the remedy."""
+    if optimizer is None:
+        return (
+            "the plan releases gradients early, that is applies them in backward, and no optimizer "
+            "was given: pass it with the model, or plan with --forbid early-release"
+        )
+    own: Any = type(optimizer).step
+    reason = _reason(optimizer, own)
+    if reason is None:
+        return None
+    return (
+        f"optimizer {type(optimizer).__name__} {reason}, so its gradients cannot be released "
+        "early: use one of torch's that works element by element, such as AdamW, without step "
+        "hooks, or plan with --forbid early-release"
+    )
+
+
+def _scaled(optimizer: Optimizer) -> bool:
+    """Whether a gradient scaler has handed its scale to the optimizer."""
+    return hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
 
 
 def _reason(optimizer: Optimizer, own: Any) -> str | None:

@@ -26,6 +26,7 @@ from .fetching import Fetcher, make_room
 from .fully_sharded import FullyShardedParcel
 from .lossy import hand_over
 from .policies import PARCELS, picking_of, start_policies
+from .release import Release
 from .residual import Lossy
 from .schedule import Orders
 from .sharded import ShardedParcel
@@ -59,6 +60,7 @@ class PriorityExchange:
         self.parcels = make_parcels(entries, limit_bytes, PARCELS)
         self.policies = start_policies(self.parcels, control, lossy or Lossy())
         self.home = {entry: parcel for parcel in self.parcels for entry in parcel.entries}
+        self.release = Release(self.parcels)
         self._waited_s = 0.0
         self._orders = orders.start(self.parcels, control)
         self._watch, self._issued = watch, issued
@@ -84,6 +86,7 @@ class PriorityExchange:
     def follow(self, before: PriorityExchange) -> None:
         """Goes on with what another exchange, of other parameters of the same model, has held."""
         hand_over(before.parcels, self.parcels)
+        self.release.updater = before.release.updater
         old, new = picking_of(before.policies), picking_of(self.policies)
         if old is not None and new is not None:
             new.load(old.state())
@@ -95,6 +98,7 @@ class PriorityExchange:
 
     def reset(self) -> None:
         """Begins a backward."""
+        self.release.begin()
         self.finish_all()
         self.complete()
         self._check_votes()
@@ -106,7 +110,8 @@ class PriorityExchange:
 
     def sent(self, entry: Entry) -> bool:
         """Whether the entry's gradient has left in this backward."""
-        return self.home[entry].travelling
+        parcel = self.home[entry]
+        return parcel.travelling or self.release.over(parcel)
 
     def holds(self, entry: Entry) -> bool:
         """Whether this rank holds back some of what it has computed for the entry."""
@@ -120,6 +125,7 @@ class PriorityExchange:
                 parcels = self.uses.parcels
                 self._waited_s += make_room(self.home[entry], parcels, self._watch)
             self._advance()
+            self._release()
 
     def _take(self, entry: Entry) -> None:
         parcel = self.home[entry]
@@ -155,7 +161,7 @@ class PriorityExchange:
         gradient that it has not."""
         for parcel in self.parcels:
             for entry in parcel.entries:
-                if entry not in parcel.gradients:
+                if entry not in parcel.gradients and not self.release.over(parcel):
                     self._unused.add(entry)
                     self._take_unused(entry)
         self._advance()
@@ -168,8 +174,17 @@ class PriorityExchange:
                 self._show(entry)
             for entry in self._unused - somewhere:
                 self.home[entry].forget(entry)
+        self._release()
         for policy in self.policies:
             policy.end()
+
+    def _release(self) -> None:
+        """Waits for the gradients that are released early and have left, and applies them."""
+        for parcel in self.release.due():
+            shown = [e for e in parcel.entries if isinstance(e.parameter.grad, WaitingGradient)]
+            self.finish(parcel)
+            if self.release.updater is not None:
+                self.release.updater.update(shown)
 
     def _take_unused(self, entry: Entry) -> None:
         """What is sent of a gradient that may stay as it is: a copy."""

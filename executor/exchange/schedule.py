@@ -19,6 +19,7 @@ import torch
 from ...planner.order import Load, Turn, send_order
 from ...planner.plan import Plan
 from ..ranks.control import Control, Gathered
+from .release import placed
 from .slices import Parcel
 
 FIRST = (2, 4, 8, 16)
@@ -66,10 +67,10 @@ class Order:
 
     def _find(self, ready_s: Sequence[float]) -> list[Turn]:
         loads = [
-            Load(at * LATE, parcel.unit, tuple(seconds))
+            Load(at * LATE, parcel.unit, () if parcel.released else tuple(seconds))
             for at, parcel, seconds in zip(ready_s, self._parcels, self._seconds, strict=True)
         ]
-        return send_order(loads, urgent=self._orders.urgent)
+        return placed(send_order(loads, urgent=self._orders.urgent), self._parcels)
 
     def begin(self) -> None:
         """Before a backward: changes to the order that ranks have agreed on, if there is one."""

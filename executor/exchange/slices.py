@@ -104,6 +104,11 @@ class Parcel:
         return sum(s.bytes for s in self.slices)
 
     @property
+    def released(self) -> bool:
+        """Whether its gradients are applied and freed in backward."""
+        return self.entries[0].released
+
+    @property
     def full(self) -> bool:
         """Whether all of its gradients are computed."""
         return len(self.gradients) == len(self.entries)

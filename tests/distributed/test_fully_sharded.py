@@ -15,7 +15,7 @@ import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.exchange.chunks import LocalChunk
 from meshwright.executor.exchange.fully_sharded import FullyShardedParcel
-from meshwright.executor.memory import peak_bytes
+from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import full_state_dict, run_of
 from meshwright.planner.errors import InputError, RunError
 from meshwright.planner.variants import with_exchange

@@ -17,8 +17,13 @@ ALLOWED = {
     "executor": {"planner", "units"},
 }
 """Which other rooms the modules of a room may import; modules at the top may import all."""
-INSIDE_EXECUTOR = {"ranks": set(), "layout": {"ranks"}, "exchange": {"ranks", "layout"}}
-"""The same inside the executor, whose own modules may import all three."""
+INSIDE_EXECUTOR = {
+    "ranks": set(),
+    "layout": {"ranks"},
+    "exchange": {"ranks", "layout"},
+    "memory": {"ranks", "layout"},
+}
+"""The same inside the executor, whose own modules may import all four."""
 
 
 def modules(room):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from meshwright.planner.layout import Layout
 from meshwright.planner.noun import save
 
 from tests.strategies import chain_profile, linear
@@ -265,11 +266,11 @@ def test_script_that_is_not_there(meshwright, plan_file):
 
 def test_what_the_executor_cannot_run_is_refused_by_name(meshwright, plan_file, plan):
     conv = next(i for i, u in enumerate(plan.units) if u.kind == "conv")
-    unit = msgspec.structs.replace(plan.units[conv], memory="recompute")
+    unit = msgspec.structs.replace(plan.units[conv], layout=Layout(groups=1, degree=1))
     units = (*plan.units[:conv], unit, *plan.units[conv + 1 :])
     save(msgspec.structs.replace(plan, units=units), plan_file)
     for verb in ("launch", "verify"):
-        refused(meshwright(verb, plan_file), 2, repr(unit.name), "'recompute'")
+        refused(meshwright(verb, plan_file), 2, repr(unit.name), "leaves ranks idle")
 
 
 # -- memory -----------------------------------------------------------------------------------

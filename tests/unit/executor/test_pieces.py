@@ -10,7 +10,7 @@ import torch
 from meshwright.executor.forward import Forward, Weight, samples_of
 from meshwright.executor.layout.gradients import ShardGradient
 from meshwright.executor.layout.held import HeldTensor, bring_home
-from meshwright.executor.memory import peak_bytes
+from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.micro import _emptied
 from meshwright.executor.ranks.control import Row, check_rows
 from meshwright.executor.ranks.watch import DEFAULT_TIMEOUT_S, time_limit

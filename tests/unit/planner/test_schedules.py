@@ -70,6 +70,23 @@ def test_what_does_not_fit_otherwise_is_sharded():
     assert "sharded" in exchanges(found)
 
 
+@pytest.mark.parametrize("either", [False, True])
+def test_gradients_are_released_early_where_nothing_else_fits(either):
+    """Even where that is quicker: what was applied in backward cannot be clipped."""
+    capability = msgspec.structs.replace(
+        SHARDS, exchange=("dense",), memory=("keep", "recompute"), early_release=True
+    )
+    ample = problem_of(1e-11, capability=capability, either=either, sparing=not either)
+    decisions = decisions_of(solve(ample, "heuristic").plan)
+    assert not any(option.early_release for option in decisions)
+    asked = ample.profile, ample.cluster, ample.goal, decisions
+    whole = evaluate(*asked, schedule="priority", bucket_bytes=2**19)
+    goal = msgspec.structs.replace(ample.goal, memory_limit_bytes=max(whole.peak_bytes) - 2**20)
+    found = solve(replace(ample, goal=goal), "integer")
+    assert any(unit.early_release for unit in found.plan.units)
+    assert found.plan.schedule == "priority"
+
+
 def test_only_what_exchanges_something_is_sharded():
     problem = problem_of(5e-9)
     model = CostModel(

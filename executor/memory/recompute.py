@@ -1,0 +1,193 @@
+"""Recompute (activation checkpointing, Chen et al., arXiv 1604.06174): a region keeps what enters
+it; its forward runs again when backward asks for the first tensor that it would have saved.
+
+torch's own ``checkpoint`` wraps one call of a function, and a unit is several calls in the user's
+forward; and it lets the second forward change running statistics again. So the second forward runs
+here with the random state, autocast, training modes and buffers that the first one began with, and
+with the forward that its collectives belong to; it leaves all of these as they were. Its values
+and, where units are divided, its collectives are the first one's in the same order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # torch has no public name for it
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from ...planner.errors import InputError, RunError
+from .regions import Body, Hooks
+
+AsNow = Callable[[], AbstractContextManager[None]]
+"""Makes a forward the current one again, for a while."""
+
+
+class Slot:
+    """Stands for one saved tensor; lives as long as backward may ask for it."""
+
+    def __init__(self, saver: Recomputed) -> None:
+        self.saver = saver
+        self.value: Tensor | None = None
+
+
+class Recomputed:
+    """One forward through a region whose saved tensors are not kept."""
+
+    def __init__(
+        self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any], as_now: AsNow
+    ) -> None:
+        self._body, self._args, self._kwargs = body, args, kwargs
+        self._tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        self._versions = _versions(self._tensors)
+        self._parameters = [p for module in body.modules for p in module.parameters()]
+        self._parameter_versions: list[int] = []
+        self._slots: list[weakref.ref[Slot]] = []
+        self._kinds: list[tuple[Any, ...]] = []
+        self._state = _State(body.inner(), [*self._tensors, *self._parameters], as_now)
+
+    def pack(self, tensor: Tensor) -> Slot:
+        """Remembers that there was a tensor, and nothing of it."""
+        slot = Slot(self)
+        self._slots.append(weakref.ref(slot))
+        self._kinds.append(_kind(tensor))
+        return slot
+
+    def leave(self) -> None:
+        """Notes what must not change until the forward runs again."""
+        self._parameter_versions = _versions(self._parameters)
+        if _versions(self._tensors) != self._versions:
+            raise InputError(
+                f"unit {self._body.name!r} changes its input in place, so it cannot be recomputed "
+                "from it: plan it with memory 'keep' (--forbid recompute), or build it without"
+            )
+
+    def unpack(self, slot: Slot) -> Tensor:
+        """The tensor, by running the forward again unless that has happened."""
+        if slot.value is None:
+            self._rerun()
+        if slot.value is None:
+            raise self._other("fewer tensors")
+        return slot.value
+
+    def _rerun(self) -> None:
+        self._check_unchanged()
+        args, kwargs = pytree.tree_map_only(Tensor, _leaf, (self._args, self._kwargs))
+        number = 0
+
+        def keep(tensor: Tensor) -> None:
+            nonlocal number
+            if number == len(self._slots) or _kind(tensor) != self._kinds[number]:
+                raise self._other("other tensors")
+            slot = self._slots[number]()
+            if slot is not None and slot.value is None:
+                slot.value = tensor.detach()
+            number += 1
+
+        with self._state.restored(), torch.enable_grad(), Hooks(keep, _no_backward):
+            self._body.run(args, kwargs)
+        if number < len(self._slots):
+            raise self._other("fewer tensors")
+
+    def _check_unchanged(self) -> None:
+        inputs = _versions(self._tensors) == self._versions
+        if inputs and _versions(self._parameters) == self._parameter_versions:
+            return
+        what = "its parameters were" if inputs else "what enters it was"
+        raise RunError(
+            f"unit {self._body.name!r} is to be recomputed in backward, and {what} changed in "
+            "place since its forward: change them after backward, or plan it with memory 'keep'"
+        )
+
+    def _other(self, what: str) -> RunError:
+        return RunError(
+            f"unit {self._body.name!r} saves {what} when its forward runs again in backward: its "
+            "path must not depend on anything but its inputs; plan it with memory 'keep'"
+        )
+
+
+class _State:
+    """What a forward depends on beside its inputs and parameters."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], tensors: Sequence[Tensor], as_now: AsNow
+    ) -> None:
+        self._as_now = as_now
+        self._training = [(module, module.training) for module in modules]
+        self._buffers = [
+            (module, name, buffer.detach().clone())
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
+        self._random = torch.get_rng_state()
+        self._devices, self._device_states = get_device_states(*tensors)
+        self._types = dict.fromkeys(["cpu", *(t.device.type for t in tensors)])
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in self._types
+        ]
+        self._cached = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """All of it as it was, while the forward runs again; afterwards as it is now."""
+        with ExitStack() as stack:
+            stack.enter_context(self._as_now())
+            stack.enter_context(_random_kept(self._devices, self._types))
+            torch.set_rng_state(self._random)
+            for kind in self._types if self._devices else ():
+                if kind != "cpu":
+                    set_device_states(self._devices, self._device_states, device_type=kind)
+            for kind, enabled, dtype in self._autocast:
+                cache = self._cached
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
+                )
+            stack.enter_context(self._modules())
+            yield
+
+    @contextmanager
+    def _modules(self) -> Iterator[None]:
+        """Buffers are exchanged for copies, as those that the model has may have been saved."""
+        training = [(module, module.training) for module, _ in self._training]
+        buffers = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
+        try:
+            for module, mode in self._training:
+                module.training = mode
+            for module, name, value in self._buffers:
+                module._buffers[name] = value.clone()
+            yield
+        finally:
+            for module, mode in training:
+                module.training = mode
+            for module, name, own in buffers:
+                module._buffers[name] = own
+
+
+@contextmanager
+def _random_kept(devices: Sequence[int], types: Sequence[str] | dict[str, None]) -> Iterator[None]:
+    kind = next((t for t in types if t != "cpu"), "cuda")
+    with torch.random.fork_rng(devices=devices, device_type=kind):
+        yield
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """The same values without the graph that made them."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _no_backward(_: Any) -> Tensor:
+    raise RunError("a forward that only recomputes has no backward")

@@ -1,0 +1,115 @@
+"""Where a policy looks after what forward saves: from the entry of a module to the exit of another.
+
+A region is a unit, or a segment of several, as modules that are called one after another. What
+autograd saves in between goes to the policy, which gives it back when backward asks for it. Inside
+the ends of a divided unit: what enters a region is in the form that the unit needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..layout.held import bring_home
+
+
+class Saver(Protocol):
+    """What becomes of the tensors that one forward through a region saves."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Takes a tensor that backward will need; what is returned stands for it."""
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor again."""
+
+    def leave(self) -> None:
+        """The forward has left the region."""
+
+
+class Body:
+    """The modules of a region, each called with what the one before returned. ``name`` is that of
+    its unit."""
+
+    def __init__(self, name: str, modules: Sequence[nn.Module]) -> None:
+        self.name = name
+        self.modules = tuple(modules)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Their forward once more, without the hooks at its ends."""
+        first, *rest = self.modules
+        output = first.forward(*args, **kwargs)
+        for number, module in enumerate(rest, 1):
+            last = number == len(rest)
+            output = module.forward(output) if last else module(output)
+        return output
+
+    def inner(self) -> list[nn.Module]:
+        """All modules in it, each once."""
+        return list(dict.fromkeys(m for module in self.modules for m in module.modules()))
+
+
+Start = Callable[[Body, tuple[Any, ...], dict[str, Any]], Saver]
+"""Begins a forward through a region, with what enters it."""
+
+Hooks = torch.autograd.graph.saved_tensors_hooks
+
+
+class Regions:
+    """The regions of one model, and which of them a forward is in."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Body, Saver, Hooks]] = []
+
+    def add(self, body: Body, start: Start) -> None:
+        """Lets ``start``'s savers look after every forward through ``body`` that may have a
+        backward. Its hooks come after those at its entry and before those at its exit."""
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            args, kwargs = bring_home((args, kwargs))
+            if torch.is_grad_enabled():
+                self._enter(body, start(body, args, kwargs))
+            return args, kwargs
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._leave(body)
+
+        alone = len(body.modules) == 1
+        first, last = body.modules[0], body.modules[-1]
+        first.register_forward_pre_hook(OfThisModel(enter), with_kwargs=True)
+        last.register_forward_hook(OfThisModel(leave), prepend=True, always_call=alone)
+
+    def _enter(self, body: Body, saver: Saver) -> None:
+        hooks = Hooks(saver.pack, saver.unpack)
+        hooks.__enter__()
+        self._open.append((body, saver, hooks))
+
+    def _leave(self, body: Body) -> None:
+        if self._open and self._open[-1][0] is body:
+            _, saver, hooks = self._open.pop()
+            hooks.__exit__()
+            saver.leave()
+
+    def abandon(self) -> None:
+        """Leaves the regions that a forward has entered and, as it failed, not left."""
+        while self._open:
+            self._open.pop()[2].__exit__()
+
+
+class OfThisModel:
+    """A module's hook that copies of the module do not have: it looks after the original."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        return self._hook(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*args: Any) -> None:
+    """A hook that changes nothing."""

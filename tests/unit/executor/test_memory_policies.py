@@ -1,0 +1,350 @@
+"""Recompute and offload of one model's regions: the same numbers from fewer bytes."""
+
+import copy
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from meshwright.executor.memory.peak import offload
+from meshwright.executor.memory.install import check_memory, install_memory
+from meshwright.executor.memory.peak import peak_bytes
+from meshwright.planner.errors import InputError, RunError
+from meshwright.planner.layout import Layout
+from meshwright.planner.plan import UnitPlan
+from torch import nn
+
+CPU = torch.device("cpu")
+
+
+class Copies:
+    """A host whose copies are plain ones; it counts them and what is out."""
+
+    def __init__(self):
+        self.device = CPU
+        self.sent_bytes = 0
+        self.told = []
+
+    def send(self, flat):
+        self.sent_bytes += flat.numel()
+        return Copy(flat.clone(), self)
+
+
+class Copy:
+    def __init__(self, there, host):
+        self.there, self.here, self.host = there, None, host
+
+    def call_back(self):
+        if self.here is None:
+            self.host.told.append(self.there.numel())
+            self.here, self.there = self.there.clone(), None
+
+    def home(self):
+        self.call_back()
+        return self.here
+
+
+class Plan:
+    def __init__(self, units):
+        self.units = units
+
+
+def unit(modules, memory="recompute", segment=()):
+    return UnitPlan(
+        name=modules[0],
+        kind="other",
+        modules=modules,
+        layout=Layout(groups=1, degree=1),
+        memory=memory,
+        segment=segment,
+    )
+
+
+def network():
+    """Two units of a convolution with what follows it, one of a linear layer."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.5),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.BatchNorm2d(16, momentum=None),
+        nn.Dropout(0.3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * 64, 10),
+        nn.LogSoftmax(1),
+    )
+
+
+UNITS = (("0", "1", "2", "3"), ("4", "5", "6", "7"), ("9", "10"))
+
+
+def nothing():
+    class As:
+        def __enter__(self):
+            return None
+
+        def __exit__(self, *_):
+            return None
+
+    return As
+
+
+def install(model, units):
+    plan = Plan(units)
+    check_memory(model, plan, CPU)
+    return install_memory(model, plan, CPU, lambda: 0, nothing)
+
+
+@pytest.fixture
+def host(monkeypatch):
+    host = Copies()
+    monkeypatch.setattr("meshwright.executor.memory.host.host_of", lambda device: host)
+    return host
+
+
+def trained(model, steps=3, samples=4, autocast=False):
+    """Everything that training leaves: parameters, their last gradients, buffers, random state."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            out = model(torch.randn(samples, 3, 8, 8))
+        out.float().square().mean().backward()
+        optimizer.step()
+    return {
+        **{n: p.detach().clone() for n, p in model.named_parameters()},
+        **{f"grad {n}": p.grad for n, p in model.named_parameters()},
+        **dict(model.named_buffers()),
+        "random": torch.get_rng_state(),
+    }
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_numbers_are_those_of_keep(policy, autocast, host):
+    kept = network()
+    model = copy.deepcopy(kept)
+    install(model, [unit(m, policy) for m in UNITS])
+    same(trained(model, autocast=autocast), trained(kept, autocast=autocast))
+    assert bool(host.sent_bytes) == (policy == "offload")
+
+
+def test_a_segment_is_run_again_as_one():
+    kept = network()
+    model = copy.deepcopy(kept)
+    whole = tuple(str(i) for i in range(11))
+    calls = []
+    install(model, [unit(m, segment=whole) for m in UNITS])
+    model[5].register_forward_hook(lambda *_: calls.append(5))
+    same(trained(model, steps=2), trained(kept, steps=2))
+    assert len(calls) == 4  # forward and again, in two steps
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 4, dropout=0.1, batch_first=True)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.drop(self.down(torch.relu(self.up(x))))
+
+
+def peak(model, x):
+    def work():
+        model(x).square().mean().backward()
+
+    work()  # gradients are there
+    return peak_bytes(work, [x, *model.parameters(), *(p.grad for p in model.parameters())], CPU)
+
+
+def blocks(number=6, width=32):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(number)))
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_peak_falls(policy, host):
+    kept, x = blocks(), torch.randn(8, 32, 32)
+    lean = copy.deepcopy(kept)
+    leaves = ("norm", "attention", "up", "down")
+    if policy == "offload":
+        names = [f"{i}.{leaf}" for i in range(6) for leaf in leaves]
+        install(lean, [unit((name,), policy) for name in names])
+    else:
+        segmented = [(f"{i}.{leaf}", (str(i),)) for i in range(6) for leaf in leaves]
+        install(lean, [unit((name,), policy, segment) for name, segment in segmented])
+    before, after = peak(kept, x), peak(lean, x)
+    if policy == "offload":  # what this host holds counts as memory too
+        assert host.sent_bytes > 0.4 * before
+    else:
+        assert after < 0.5 * before
+
+
+def test_memory_falls_with_what_is_recomputed():
+    """Each block less that is kept saves what a block saves, less its input."""
+    kept, x = blocks(), torch.randn(8, 32, 32)
+    found = [peak(kept, x)]
+    for number in (2, 4, 6):
+        model = copy.deepcopy(kept)
+        install(model, [unit((str(i),)) for i in range(number)])
+        found.append(peak(model, x))
+    assert found == sorted(found, reverse=True)
+    steps = [a - b for a, b in itertools.pairwise(found)]
+    assert steps[0] == pytest.approx(steps[1], rel=0.05)
+
+
+def test_offload_calls_the_unit_before_back_early(host):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    install(model, [unit((f"{i}.0", f"{i}.1"), "offload") for i in range(3)])
+    out = model(torch.randn(256, 64))
+    assert host.told == []
+    seen = []
+    model[2][0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(len(host.told)))
+    model[1][0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(len(host.told)))
+    out.sum().backward()
+    assert seen == [4, 6]  # its own two and those of the unit before, then the next
+
+
+def test_views_of_one_storage_travel_once_and_keep_their_strides(host):
+    saver = offload.Offloaded([], [], host, None)
+    packed = torch.randn(32, 3, 64)
+    q, k, v = packed.unbind(1)
+    views = [saver.pack(t) for t in (q, k, v)]
+    saver.leave()
+    assert host.sent_bytes == packed.numel() * 4
+    for view, tensor in zip(views, (q, k, v), strict=True):
+        back = saver.unpack(view)
+        assert torch.equal(back, tensor)
+        assert back.stride() == tensor.stride()
+        assert back.data_ptr() != tensor.data_ptr()
+
+
+def test_two_forwards_before_their_backwards():
+    kept = network()
+    model = copy.deepcopy(kept)
+    install(model, [unit(m) for m in UNITS])
+    results = []
+    for one in (kept, model):
+        torch.manual_seed(3)
+        outs = [one(torch.randn(4, 3, 8, 8)) for _ in range(2)]
+        for out in outs:
+            out.square().mean().backward()
+        results.append(dict(one.named_buffers()))
+        results[-1].update({n: p.grad for n, p in one.named_parameters()})
+    same(*results)
+
+
+def test_a_second_backward_and_evaluation():
+    kept = network()
+    model = copy.deepcopy(kept)
+    install(model, [unit(m) for m in UNITS])
+    x, grads = torch.randn(4, 3, 8, 8), []
+    for one in (kept, model):
+        torch.manual_seed(3)
+        out = one(x).square().mean()
+        one.eval()
+        with torch.no_grad():
+            one(x)
+        out.backward(retain_graph=True)
+        out.backward()
+        grads.append({n: p.grad for n, p in one.named_parameters()})
+    same(*grads)
+
+
+def test_nothing_of_a_forward_is_left():
+    model = network()
+    install(model, [unit(m) for m in UNITS])
+    x = torch.randn(4, 3, 8, 8, requires_grad=True)
+    inside = weakref.ref(x)
+    model(x).sum().backward()
+    del x
+    gc.collect()
+    assert inside() is None
+
+
+def test_a_failed_forward_leaves_no_hooks():
+    model = network()
+    regions = install(model, [unit(m) for m in UNITS])
+    with pytest.raises(RuntimeError, match="expected"):
+        model[0](torch.randn(4, 5, 8, 8))
+    regions.abandon()
+    a = torch.randn(3, requires_grad=True)
+    b = a.exp()
+    assert b.grad_fn._raw_saved_result is not None
+    b.sum().backward()
+    assert torch.equal(a.grad, b.detach())
+
+
+def test_changes_in_place_are_refused_by_name():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    install(model, [unit(("1", "2"))])
+    with pytest.raises(InputError, match="unit '1' changes its input in place"):
+        model(torch.randn(2, 4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    install(model, [unit(("1",))])
+    out = model(torch.randn(2, 4)).sum()
+    with torch.no_grad():
+        model[1].bias.add_(1)
+    with pytest.raises(RunError, match=r"unit '1'.*its parameters were changed"):
+        out.backward()
+
+
+class Wandering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x).tanh() if self.calls % 2 else self.inner(x)
+
+
+def test_another_path_is_refused_by_name():
+    model = nn.Sequential(Wandering())
+    install(model, [unit(("0",))])
+    with pytest.raises(RunError, match="unit '0' saves fewer tensors"):
+        model(torch.randn(2, 4)).sum().backward()
+
+
+def test_a_copy_is_plain():
+    model = network()
+    install(model, [unit(m) for m in UNITS])
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    out = trained(twin, steps=1)
+    assert all(v.isfinite().all() for n, v in out.items() if n != "random")
+
+
+@pytest.mark.parametrize(
+    ("units", "told"),
+    [
+        ([unit(("0",), "offload")], "unit '0' is planned with memory 'offload'.*--forbid offload"),
+        ([unit(("0",), "keep", ("0", "1"))], "has memory 'keep'"),
+        ([unit(("0",), segment=("1",))], "does not contain its module '0'"),
+        ([unit(("0",), segment=("0", "x"))], "no module 'x'"),
+        (
+            [unit(("0",), segment=("0", "1")), unit(("4",)), unit(("1",), segment=("0", "1"))],
+            "do not follow each other",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(units, told):
+    with pytest.raises(InputError, match=told):
+        check_memory(network(), Plan(units), CPU)

@@ -1,0 +1,130 @@
+"""Early release: where its slices stand in the order, and what stands in place of a gradient."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from meshwright.executor.exchange.early import EarlyUpdates
+from meshwright.executor.exchange.release import Release, ReleasedGradient, placed
+from meshwright.planner.errors import InputError
+from meshwright.planner.order import Turn
+from torch import nn
+
+
+@dataclass(eq=False)
+class Parcel:
+    unit: int
+    slices: tuple
+    released: bool = False
+    sent: int = 0
+
+
+def parcels(*released, units=4, slices=2):
+    return [Parcel(k, tuple(range(slices)), k in released) for k in range(units)]
+
+
+def test_without_release_the_order_stays():
+    turns = [Turn(3, 0), Turn(2, 0), Turn(3, 1), Turn(2, 1), Turn(1, 0), Turn(0, 0)]
+    assert placed(turns, parcels()) == turns
+
+
+def test_a_released_unit_leaves_before_what_is_ready_later():
+    """Unit 2's slices: after those of unit 3 that leave early, before those of 1 and 0."""
+    turns = [Turn(3, 0), Turn(1, 0), Turn(0, 0), Turn(0, 1), Turn(1, 1), Turn(3, 1)]
+    found = placed(turns, parcels(2))
+    assert found == [Turn(3, 0), Turn(2, 0), Turn(2, 1), *turns[1:]]
+
+
+def test_all_released_leave_as_backward_comes_to_them():
+    found = placed([], parcels(0, 1, 2, 3, slices=1))
+    assert found == [Turn(3, 0), Turn(2, 0), Turn(1, 0), Turn(0, 0)]
+
+
+@pytest.mark.parametrize("released", [(0,), (1,), (3,), (0, 2), (1, 2, 3), (0, 1, 3)])
+def test_nothing_before_a_released_unit_is_ready_later(released):
+    """Else the ranks that wait for it would wait for what they have yet to compute."""
+    mine = parcels(*released)
+    urgent = [Turn(k, n) for n in range(2) for k in (1, 3, 0, 2) if k not in released]
+    found = placed(urgent, mine)
+    assert sorted(found) == sorted(Turn(k, n) for k in range(4) for n in range(2))
+    assert [t for t in found if t.load not in released] == urgent
+    for i, turn in enumerate(found):
+        if turn.load in released:
+            assert all(before.load >= turn.load for before in found[:i])
+
+
+def test_each_parcel_is_due_once_in_a_backward():
+    mine = parcels(1, 2)
+    release = Release(mine)
+    for _ in range(2):
+        release.begin()
+        assert list(release.due()) == []
+        assert not any(release.over(p) for p in mine)
+        mine[2].sent = 2
+        assert list(release.due()) == [mine[2]]
+        assert list(release.due()) == []
+        assert release.over(mine[2])
+        assert not release.over(mine[1])
+        mine[2].sent = 0
+
+
+def released():
+    layer = nn.Linear(2, 2)
+    layer.weight.grad = ReleasedGradient.of(layer.weight, "layer.weight")
+    return layer
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda layer: torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0),
+        lambda layer: torch.nn.utils.clip_grad_value_(layer.parameters(), 1.0),
+        lambda layer: layer.weight.grad.norm(),
+        lambda layer: layer.weight.grad.mul_(2),
+        lambda layer: float(layer.weight.grad.sum()),
+        lambda layer: torch.optim.SGD(layer.parameters(), lr=1.0).step(),
+        lambda layer: layer(torch.ones(1, 2)).sum().backward(),
+    ],
+)
+def test_what_reads_it_is_told(touch):
+    with pytest.raises(InputError, match=r"'layer.weight' was applied and freed in backward"):
+        touch(released())
+
+
+def test_it_can_be_looked_at_and_cleared():
+    layer = released()
+    gradient = layer.weight.grad
+    assert gradient.shape == (2, 2)
+    assert repr(gradient) == "ReleasedGradient('layer.weight')"
+    layer.zero_grad(set_to_none=False)
+    layer.zero_grad()
+    assert layer.weight.grad is None
+
+
+@dataclass(eq=False)
+class Entry:
+    name: str
+    parameter: nn.Parameter
+
+
+def test_a_step_must_be_as_gradients_were_applied():
+    layer = nn.Linear(2, 2)
+    others = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([layer.weight, layer.bias], lr=0.5)
+    seen = []
+    early = EarlyUpdates(optimizer, seen.append)
+    others.grad = torch.ones(2)
+    early.update([Entry("weight", layer.weight), Entry("others", others)])
+    assert seen == [[layer.weight]]
+    assert torch.equal(others.grad, torch.ones(2)), "another optimizer's"
+    with pytest.raises(InputError, match="no step"):
+        early.begin_backward()
+    optimizer.param_groups[0]["lr"] = 0.25
+    with pytest.raises(InputError, match=r"lr was 0.5 in backward.*is 0.25"):
+        early.end(closure=False, scaled=False)
+    optimizer.param_groups[0]["lr"] = 0.5
+    early.end(closure=False, scaled=False)
+    assert layer.weight.grad is None
+    early.begin_backward()
+    with pytest.raises(InputError, match="gradient scaler"):
+        early.end(closure=False, scaled=True)
