@@ -17,6 +17,7 @@ from .division import Division, check_ties, divide, divided, split_of, tensor_na
 from .exchange import optimizer as optimizers
 from .exchange import sharded_steps
 from .exchange.buckets import Entry
+from .exchange.feedback import check_feedback, settle_feedback
 from .exchange.momentum import check_momentum
 from .exchange.residual import Lossy
 from .exchange.sharded import shard
@@ -63,7 +64,8 @@ def apply(
         optimizers.slice_state(optimizer, division.parameters)
     _prepare_norms(model, run, division)
     install(model, division.by_name)
-    entries = shard(entries_of(model, run, division), optimizer, run.world, run.watch)
+    entries = settle_feedback(entries_of(model, run, division), optimizer)
+    entries = shard(entries, optimizer, run.world, run.watch)
     run.start(entries, _buffers(model, plan, division))
     adopt(model, run)
     if optimizer is not None:
@@ -114,6 +116,7 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     _check_tensors(model)
     check_ties(model, plan)
     _check_norms(model, plan)
+    check_feedback(optimizer, plan)
     if optimizer is not None and any(unit.exchange == "topk" for unit in plan.units):
         check_momentum(optimizer)
     if optimizer is not None:
@@ -205,9 +208,12 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
         group, at = run.world.peers[degree], place[parameter]
         unit = run.plan.units[at] if run.plan.units else None
         policy = (unit.exchange, unit.exchange_ratio) if unit else ("dense", 1.0)
+        feedback = unit.feedback if unit else "residual"
         known = members.get(degree)
         whole = parameter.ndim <= 1 or parameter in kept or size > MOST_ELEMENTS
-        entries.append(Entry(name, parameter, group, degree, size, known, at, *policy, whole))
+        entries.append(
+            Entry(name, parameter, group, degree, size, known, at, *policy, whole, feedback)
+        )
     order = sorted(range(len(entries)), key=lambda i: (place[entries[i].parameter], i))
     return [entries[i] for i in reversed(order)]
 

@@ -13,6 +13,7 @@ CAPABILITY = Capability(
     micro_batches=True,
     priority=True,
     in_buckets=("dense",),
+    feedback=("residual", "in_place", "mirror", "host_mirror"),
 )
 """Every unit takes all ranks (groups x degree = world size), keeps its feature maps, and exchanges
 its gradients in buckets, or in slices by priority; by priority it can also shard them among ranks

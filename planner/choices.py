@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from .budget import energy_budget, lost_energy, within_unit_limit
 from .capability import Capability
 from .cost import CostModel
+from .feedback import feedbacks
 from .layout import Layout, Style, lattice
 from .options import Option, allowed
 from .shares import saved_bytes
@@ -78,7 +79,8 @@ def _exchange(model: CostModel, k: int, base: Option, capability: Capability) ->
         for ratio in curve.ratios if known else ():
             lossy = base._replace(exchange=curve.exchange, ratio=ratio)
             if lost_energy(model, k, lossy) <= energy_budget(model):
-                yield lossy
+                for way in feedbacks(curve.exchange, goal.optimizer, capability, model.cluster):
+                    yield lossy._replace(feedback=way)
 
 
 def _releases(model: CostModel, k: int, capability: Capability) -> bool:

@@ -82,6 +82,8 @@ class Policies(Protocol):
     def exchange_ratio(self) -> float: ...
     @property
     def early_release(self) -> bool: ...
+    @property
+    def feedback(self) -> FeedbackPolicy: ...
 
 
 def policy_words(one: Policies) -> list[str]:
@@ -91,6 +93,7 @@ def policy_words(one: Policies) -> list[str]:
     lossy = one.exchange in ("dropped", "topk")
     if one.exchange != "dense":
         words.append(f"{one.exchange} {one.exchange_ratio:g}" if lossy else one.exchange)
+    words += [one.feedback] if one.feedback != "residual" else []
     return words
 
 

@@ -11,6 +11,8 @@ from .profile import UnitKind
 
 MemoryPolicy = Literal["keep", "recompute", "offload"]
 ExchangePolicy = Literal["dense", "sharded", "dropped", "topk"]
+FeedbackPolicy = Literal["residual", "in_place", "mirror", "host_mirror"]
+"""Where top-k keeps what it has not sent. See ``feedback``."""
 Status = Literal["optimal", "feasible", "heuristic", "manual"]
 ScheduleName = Literal["barrier", "priority"]
 """How gradients travel: in buckets, first in, first out, all waited for (``barrier``); in slices,
@@ -35,6 +37,7 @@ class UnitPlan(Noun, frozen=True, kw_only=True):
     early_release: bool = False
     exchange: ExchangePolicy = "dense"
     exchange_ratio: float = 1.0
+    feedback: FeedbackPolicy = "residual"
     parameter_bytes: Bytes = 0
     forward_s: Seconds = 0.0
     backward_s: Seconds = 0.0

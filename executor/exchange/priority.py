@@ -29,6 +29,7 @@ from .schedule import Orders
 from .sharded import ShardedParcel
 from .sharded_gradient import ShardedGradient
 from .slices import Parcel, as_sent, make_parcels
+from .sparse import SparseGradient, completed, stand_for
 from .trip import Stage, Trip
 from .waiting import WaitingGradient
 
@@ -80,7 +81,7 @@ class PriorityExchange:
             new.load(old.state())
             new.momentum = old.momentum
             if new.momentum is not None:
-                new.momentum.include(new.parameters)
+                new.momentum.include(new.parameters, new.mirrored)
 
     # -- backward ------------------------------------------------------------------------------
 
@@ -105,15 +106,28 @@ class PriorityExchange:
 
     def ready(self, entry: Entry) -> None:
         """The entry's gradient is complete: its slices leave if it is their turn."""
-        self._take(entry)
-        if self._eager and self.home[entry].full:
-            self._advance()
-
-    def _take(self, entry: Entry) -> None:
         parcel = self.home[entry]
-        parcel.gradients[entry] = as_sent(entry)
+        self._take(entry, as_sent(entry))
+        if isinstance(parcel.gradients[entry], SparseGradient):
+            self._show(entry)  # its memory is free from here on
         if parcel.full:
             parcel.ready_s = time.perf_counter() - self._start_s
+        if self._eager and parcel.full:
+            self._advance()
+
+    def _take(self, entry: Entry, gradient: Tensor) -> None:
+        parcel = self.home[entry]
+        average = parcel.fold(entry, gradient)
+        if average is not None:
+            myself, mine = weakref.ref(self), weakref.ref(parcel)
+
+            def finish() -> None:
+                exchange, parcel = myself(), mine()
+                if exchange is not None and parcel is not None:
+                    exchange.finish(parcel)
+
+            gradient = stand_for(average, entry, gradient, finish)
+        parcel.gradients[entry] = gradient
 
     def _advance(self) -> None:
         turns = self._orders.turns
@@ -162,9 +176,8 @@ class PriorityExchange:
     def _take_unused(self, entry: Entry) -> None:
         """What is sent of a gradient that may stay as it is: a copy."""
         held = as_sent(entry)
-        parcel = self.home[entry]
-        parcel.gradients[entry] = held.clone() if held is entry.parameter.grad else held
-        parcel.idle.add(entry)
+        self.home[entry].idle.add(entry)
+        self._take(entry, held.clone() if held is entry.parameter.grad else held)
 
     def _check_votes(self) -> set[Entry]:
         votes, self._votes = self._votes, None
@@ -182,6 +195,9 @@ class PriorityExchange:
             parcel.hold(entry)
             parameter.grad = None
             return
+        if isinstance(parcel.gradients[entry], SparseGradient):
+            parameter.grad = parcel.gradients[entry]
+            return
         myself, mine, its = weakref.ref(self), weakref.ref(parcel), weakref.ref(parameter)
         gradient = entry.show(parcel.gradients[entry])
 
@@ -191,14 +207,13 @@ class PriorityExchange:
                 exchange.finish(parcel)
             return gradient
 
-        def vacate() -> Tensor:
+        def vacate(waiting: WaitingGradient) -> Tensor:
             zeros, parameter = torch.zeros_like(gradient), its()
             if parameter is not None and parameter.grad is waiting:
                 parameter.grad = zeros
             return zeros
 
-        waiting = WaitingGradient.of(gradient, arrive, vacate)
-        parameter.grad = waiting
+        parameter.grad = WaitingGradient.of(gradient, arrive, vacate)
 
     def _show_part(self, parcel: ShardedParcel, entry: Entry) -> None:
         part, sharing, parcel.changed = parcel.part(entry), parcel.sharings[entry], True
@@ -209,19 +224,19 @@ class PriorityExchange:
             if exchange is not None and parcel is not None and parcel.awaits(part):
                 exchange.finish(parcel)
 
-        def vacate() -> Tensor:
+        def vacate(waiting: WaitingGradient) -> Tensor:
             parameter, zeros = its(), sharing.zeros(part)
             if parameter is not None and parameter.grad is waiting:
                 parameter.grad = zeros
             return zeros
 
-        waiting = ShardedGradient.standing(sharing, part, settle, vacate)
-        entry.parameter.grad = waiting
+        entry.parameter.grad = ShardedGradient.standing(sharing, part, settle, vacate)
 
     def complete(self) -> None:
-        """Puts gradients together that ranks still have in chunks, as more will be added to them.
-        Collective; nothing to do where a step or ``zero_grad`` has come between."""
+        """Puts gradients together that ranks still have in chunks or in parts, as more will be
+        added to them. Collective; nothing to do where ``zero_grad`` has come between."""
         for entry, parcel in self.home.items():
+            completed(entry.parameter)
             gradient = entry.parameter.grad
             if isinstance(parcel, ShardedParcel) and isinstance(gradient, ShardedGradient):
                 entry.parameter.grad = gradient.complete()
@@ -273,7 +288,8 @@ class PriorityExchange:
         update, gradients = parcel.update, parcel.gradients
         parcel.clear()
         for entry, gradient in gradients.items():
-            if isinstance(entry.parameter.grad, WaitingGradient):
+            shown = entry.parameter.grad
+            if isinstance(shown, WaitingGradient) and not isinstance(shown, SparseGradient):
                 entry.parameter.grad = entry.show(gradient)
         if update is not None:
             update()

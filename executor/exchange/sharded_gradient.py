@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..layout.gradients import ShardGradient
 from .sharing import Sharing
-from .waiting import WaitingGradient
+from .waiting import Vacate, WaitingGradient
 
 
 class ShardedGradient(WaitingGradient):
@@ -29,10 +29,10 @@ class ShardedGradient(WaitingGradient):
 
     @staticmethod
     def standing(
-        sharing: Sharing, part: Tensor, settle: Callable[[], None], vacate: Callable[[], Tensor]
+        sharing: Sharing, part: Tensor, settle: Callable[[], None], vacate: Vacate
     ) -> ShardedGradient:
         """A stand-in for the gradient whose chunk is in ``part`` once ``settle()`` has waited.
-        ``vacate()`` gives zeros that stand in its place."""
+        ``vacate`` gives zeros that stand in its place."""
         waiting = Tensor._make_wrapper_subclass(
             ShardedGradient,
             sharing.shape,
@@ -70,7 +70,7 @@ class ShardedGradient(WaitingGradient):
     def clear(self) -> None:
         """Zeros from now on; nothing is waited for."""
         if self._gradient is None:
-            self._gradient = self._vacate()
+            self._gradient = self._vacate(self)
         else:
             self._gradient.zero_()
 

@@ -12,6 +12,7 @@ from ...planner.plan import ExchangePolicy
 from ...planner.slices import Cut, cut, fits_together
 from ..ranks.watch import Watch
 from .buckets import Entry
+from .sparse import SparseAverage
 
 
 class Slice:
@@ -128,6 +129,11 @@ class Parcel:
         sent = self.slices[number]
         if not sent.skipped:
             sent.send(self.gradients)
+
+    def fold(self, entry: Entry, gradient: Tensor) -> SparseAverage | None:
+        """Takes a gradient in at once, where its memory is not needed any more, and returns what
+        will come of it; None where it travels as it is."""
+        return None
 
     def sends(self, entry: Entry) -> bool:
         """Whether anything of the entry is sent in this backward; if not, it is held."""

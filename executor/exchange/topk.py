@@ -19,10 +19,12 @@ from torch import Tensor
 from ...planner.slices import Cut, cut
 from ..ranks.watch import Watch
 from .buckets import Entry
+from .feedback import folds, mirrors
 from .lossy import LossyParcel, like
 from .momentum import Momentum
 from .residual import Lossy, flat_of
 from .slices import Slice
+from .sparse import SparseAverage, SparseGradient
 
 MOST_ELEMENTS = 2**31 - 1
 """Elements are numbered in int32."""
@@ -50,6 +52,7 @@ class Picking:
         self._backwards = 0
         self.momentum: Momentum | None = None
         self.parameters = [e.parameter for p in parcels for e in p.feedback]
+        self.mirrored = [e.parameter for p in parcels for e in p.feedback if mirrors(e)]
         for parcel in parcels:
             parcel.picking = self
 
@@ -57,6 +60,11 @@ class Picking:
         """How many elements of an entry each rank sends in this backward."""
         numel = entry.parameter.numel()
         return min(numel, ceil(ratio_at(entry.ratio, self._backwards, self._lossy) * numel))
+
+    def rate(self, entry: Entry) -> float:
+        """The learning rate that is in force for a mirror."""
+        assert self.momentum is not None, "checked when the plan was applied"
+        return self.momentum.rate(entry.parameter, entry.name)
 
     def begin(self) -> None:
         """Before a backward."""
@@ -118,11 +126,15 @@ class PickedSlice(Slice):
             return 0.0
         (entry,) = self.entries
         waited = watch.wait(self.work, entry.group, doing)
-        average = flat_of(gradients[entry]).zero_()
-        for part in self._parts:
-            values, index = _unpacked(part, average.dtype)
-            average.index_add_(0, index, values)
-        average.div_(entry.group.size)
+        gradient = gradients[entry]
+        parts = [_unpacked(part, gradient.dtype) for part in self._parts]
+        if isinstance(gradient, SparseGradient):
+            gradient.average.fill(parts)
+        else:
+            average = flat_of(gradient).zero_()
+            for values, index in parts:
+                average.index_add_(0, index, values)
+            average.div_(entry.group.size)
         self._settled, self._wire, self._parts, self.work = True, None, [], None
         return waited
 
@@ -160,6 +172,7 @@ class TopkParcel(LossyParcel):
     def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
         super().__init__(unit, entries, limit_bytes)
         self.velocities: dict[Entry, Tensor] = {}
+        self._picks: dict[Entry, tuple[Tensor, Tensor]] = {}
 
     def _cut(self, limit_bytes: int) -> list[Slice]:
         whole = [e for e in self.entries if e.whole]
@@ -186,28 +199,44 @@ class TopkParcel(LossyParcel):
             return
         assert number == self.sent, "slices of a parcel leave in their order"
         self.sent += 1
-        one.send_picked(*self._pick(one.entries[0]))
+        (entry,) = one.entries
+        picks = self._picks.pop(entry, None)
+        one.send_picked(*(picks or self._pick(entry, self.gradients[entry].clone(), 1.0)))
 
-    def _pick(self, entry: Entry) -> tuple[Tensor, Tensor]:
-        """The values and the numbers of what is sent of an entry."""
-        new, velocity = self._new(entry)
-        held = flat_of(self.feedback[entry].add(new.clone()))
-        index = largest(held, self.picking.count(entry))
+    def fold(self, entry: Entry, gradient: Tensor) -> SparseAverage | None:
+        """Takes a gradient in as soon as it is computed, where its memory is not needed for the
+        average: the choice is made, and what will come of it is returned."""
+        if not folds(entry):
+            return None
+        gradient = gradient.as_subclass(Tensor)  # of a divided parameter it may know its members
+        rate = self.picking.rate(entry) if mirrors(entry) else 1.0
+        average = SparseAverage(entry, rate, gradient)
+        self._picks[entry] = self._pick(entry, gradient, rate)
+        return average
+
+    def _pick(self, entry: Entry, gradient: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        """The values and the numbers of what is sent of an entry. Takes ``gradient`` over."""
+        new, velocity = self._new(entry, gradient)
+        held = self.feedback[entry].add(new, rate)
+        index = largest(flat_of(held), self.picking.count(entry))
         values = self.feedback[entry].take(index)
-        if velocity is not None:
-            delayed = values != flat_of(new)[index]
+        if velocity is not None and held is not new:  # where it is, nothing was held before
+            delayed = values != flat_of(new)[index].mul_(rate)
             flat_of(velocity).index_fill_(0, index[delayed], 0)
         return values, index
 
-    def _new(self, entry: Entry) -> tuple[Tensor, Tensor | None]:
-        """(what is to be applied of this backward, the velocity behind it if there is one)."""
-        gradient, momentum = self.gradients[entry], self.picking.momentum
+    def _new(self, entry: Entry, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(what is to be applied of this backward, in the gradient's memory; the velocity behind it
+        if there is one)."""
+        momentum = self.picking.momentum
         # What this rank has not used leaves its velocity alone, as torch's SGD does without a grad.
         if momentum is None or entry in self.idle or not momentum.corrects(entry.parameter):
             return gradient, None
         known = self.velocities.get(entry)
-        self.velocities[entry], new = momentum.advance(entry.parameter, known, gradient)
-        return new, self.velocities[entry]
+        velocity, new = momentum.advance(entry.parameter, known, gradient)
+        if velocity is not None:
+            self.velocities[entry] = velocity
+        return new, velocity
 
     def forget(self, entry: Entry) -> None:
         """No rank has anything of the entry: what was sent of it does not count."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,17 +21,16 @@ class WaitingGradient(Tensor):
 
     taken: bool
     _arrive: Callable[[], Tensor] | None
-    _vacate: Callable[[], Tensor]
+    _vacate: Vacate
     _gradient: Tensor | None
 
-    @staticmethod
-    def of(
-        like: Tensor, arrive: Callable[[], Tensor], vacate: Callable[[], Tensor]
-    ) -> WaitingGradient:
-        """A stand-in with the shape of ``like``. ``arrive()`` waits for the gradient, ``vacate()``
-        gives zeros that stand in its place."""
+    @classmethod
+    def of(cls, like: Tensor, arrive: Callable[[], Tensor], vacate: Vacate) -> Self:
+        """A stand-in with the shape of ``like``. ``arrive()`` waits for the gradient, ``vacate``
+        gives zeros that stand in its place. Neither may hold the stand-in: it would live, and the
+        gradient with it, until the garbage collector comes."""
         waiting = Tensor._make_wrapper_subclass(
-            WaitingGradient,
+            cls,
             like.shape,
             strides=like.stride(),
             dtype=like.dtype,
@@ -57,7 +56,7 @@ class WaitingGradient(Tensor):
     def clear(self) -> None:
         """Zeros from now on."""
         if self._gradient is None and self.taken:
-            self._gradient, self._arrive = self._vacate(), None
+            self._gradient, self._arrive = self._vacate(self), None
         else:
             self.complete().zero_()
 
@@ -97,5 +96,7 @@ def _clear_all(self: list[Tensor]) -> None:
         torch._foreach_zero_(rest)
 
 
+Vacate = Callable[[WaitingGradient], Tensor]
+"""Gives the zeros that take the place of a stand-in."""
 _OUTSIDE = METADATA | {Tensor.requires_grad_}
 """What does not touch the values."""

@@ -34,8 +34,7 @@ def parcel_of(*shapes: tuple[int, ...], ratio: float = 0.25) -> tuple[TopkParcel
 
 def picked(parcel: TopkParcel, gradient: list[list[float]]) -> dict[int, float]:
     entry = parcel.entries[0]
-    parcel.gradients[entry] = torch.tensor(gradient)
-    values, index = parcel._pick(entry)
+    values, index = parcel._pick(entry, torch.tensor(gradient), 1.0)
     return dict(zip(index.tolist(), values.tolist(), strict=True))
 
 
