@@ -12,8 +12,8 @@ class Capability(Noun, frozen=True, kw_only=True):
     """The executor's statement. ``idle_positions`` allows layouts smaller than the world,
     ``branches`` such layouts at other positions than the first, so that branches run side by side,
     ``priority`` gradients that travel in slices in the order in which forward needs them.
-    ``in_buckets`` are the exchange policies that it has without priority as well, ``feedback`` where
-    top-k can keep what it has not sent."""
+    ``in_buckets`` are the exchange policies that it has without priority as well, ``feedback`` says
+    where top-k can keep what it has not sent."""
 
     styles: tuple[Style, ...]
     memory: tuple[MemoryPolicy, ...]

@@ -15,6 +15,7 @@ from .cost import CostModel
 from .feedback import feedbacks
 from .layout import Layout, Style, lattice
 from .options import Option, allowed
+from .plan import ExchangePolicy, FeedbackPolicy
 from .shares import saved_bytes
 
 STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")
@@ -79,8 +80,16 @@ def _exchange(model: CostModel, k: int, base: Option, capability: Capability) ->
         for ratio in curve.ratios if known else ():
             lossy = base._replace(exchange=curve.exchange, ratio=ratio)
             if lost_energy(model, k, lossy) <= energy_budget(model):
-                for way in feedbacks(curve.exchange, goal.optimizer, capability, model.cluster):
+                for way in _feedbacks(model, curve.exchange, capability):
                     yield lossy._replace(feedback=way)
+
+
+def _feedbacks(
+    model: CostModel, exchange: ExchangePolicy, capability: Capability
+) -> tuple[FeedbackPolicy, ...]:
+    """Where a lossy exchange may keep what it has not sent."""
+    host_bytes_per_s = model.cluster.host_bytes_per_s
+    return feedbacks(exchange, model.goal.optimizer, capability.feedback, host_bytes_per_s)
 
 
 def _releases(model: CostModel, k: int, capability: Capability) -> bool:

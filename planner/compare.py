@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from .noun import Noun
-from .plan import ExchangePolicy, MemoryPolicy, Plan, Prediction, UnitPlan
+from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, Prediction, UnitPlan
 
 _FIGURES = (
     "step_s",

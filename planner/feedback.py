@@ -1,57 +1,81 @@
-"""What it takes to keep what a lossy exchange has not sent, and which way a plan keeps it.
+"""What it takes to keep what a lossy exchange has not sent, and which ways are worth planning.
 
 For P bytes of a unit's trained parameters (a member's), in each of top-k's ways:
 
     residual      P always, beside gradients that live as those of a dense exchange do
-    in_place      P always, which is the gradients' own memory; and P when the average is applied
-    mirror        P always, and nothing else: the parameter moves by what was sent, as it came
-    host_mirror   P on the host; P on the device while the unit's backward takes its gradient in
+    in_place      P always, which is the gradients' own memory; another P while the unit's backward
+                  or its update is at work
+    mirror        P always, and another P while the unit's backward is at work: the parameter moves
+                  by what was sent, as it came
+    host_mirror   P on the host, which is copied to the device and back in the unit's backward: two
+                  P while that is at work
 
-Gradients of ``dropped`` are held in their own memory as well: what is held of a parameter is added
-to its gradient when that is sent, so that there is one of the two at any time.
+So in place never holds more than a residual, and a mirror never more than in place, in the same
+time: of those that the executor has, and the optimizer allows, one is planned. A mirror takes the
+update of SGD; Adam's is not linear in the gradient. With the host it is a choice, as copies take
+time.
+
+Gradients of ``dropped`` are held in their own memory: what is held of a parameter is added to its
+gradient when that is sent, so that there is one of the two at any time.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from .goal import Goal
 from .plan import ExchangePolicy, FeedbackPolicy
 
 AT_ONCE: tuple[FeedbackPolicy, ...] = ("in_place", "mirror", "host_mirror")
 """Those in which a gradient is taken in as soon as it is computed, and its memory is free."""
 MIRRORS: tuple[FeedbackPolicy, ...] = ("mirror", "host_mirror")
 """Those that hold back updates, of torch's SGD."""
+LINEAR = ("sgd", "momentum")
+"""Optimizers whose update is linear in the gradient."""
 
 
 class Held(NamedTuple):
-    """Bytes of a unit on a device: ``always``, of ``gradients`` that live from its backward to the
-    end of the step, and for a ``moment`` in its backward or at its update."""
+    """Bytes of a unit on a device: ``always``; ``gradients`` that live from its backward to the end
+    of the step; and while its backward is at work (``moment``)."""
 
     always: float
     gradients: float
     moment: float
 
 
-def held_bytes(exchange: ExchangePolicy, feedback: FeedbackPolicy, trained_bytes: float) -> Held:
-    """What gradients and feedback of a unit take under an exchange."""
+def held_bytes(
+    exchange: ExchangePolicy, feedback: FeedbackPolicy, trained_bytes: float, micro_batches: int
+) -> Held:
+    """What gradients and feedback of a unit take under an exchange. With micro-batches gradients
+    add up before any is taken in."""
     if exchange == "dropped":
         return Held(trained_bytes, 0.0, trained_bytes)
     if exchange != "topk":
         return Held(0.0, trained_bytes, 0.0)
     if feedback == "residual":
         return Held(trained_bytes, trained_bytes, 0.0)
-    return Held(0.0 if feedback == "host_mirror" else trained_bytes, 0.0, trained_bytes)
+    gradients = trained_bytes if micro_batches > 1 else 0.0
+    if feedback == "host_mirror":
+        return Held(0.0, gradients, 2 * trained_bytes - gradients)
+    return Held(trained_bytes, gradients, trained_bytes - gradients)
 
 
-def choose_feedback(
-    exchange: ExchangePolicy, goal: Goal, known: tuple[FeedbackPolicy, ...]
-) -> FeedbackPolicy:
-    """The way that holds least on the device without copies to the host: a mirror where the
-    optimizer's update is linear in the gradient, else in place."""
+def copied_bytes(feedback: FeedbackPolicy, trained_bytes: float) -> float:
+    """What travels between device and host in a step, both ways, while backward waits."""
+    return 2.0 * trained_bytes if feedback == "host_mirror" else 0.0
+
+
+def feedbacks(
+    exchange: str,
+    optimizer: str,
+    known: tuple[FeedbackPolicy, ...],
+    host_bytes_per_s: float | None,
+) -> tuple[FeedbackPolicy, ...]:
+    """The ways that are worth planning of those known, the one without copies first."""
     if exchange != "topk":
-        return "residual"
-    linear = goal.optimizer in ("sgd", "momentum")
-    if linear and "mirror" in known:
-        return "mirror"
-    return "in_place" if "in_place" in known else "residual"
+        return ("residual",)
+    able = [f for f in known if f not in MIRRORS or optimizer in LINEAR]
+    order: tuple[FeedbackPolicy, ...] = ("mirror", "in_place", "residual")
+    best: FeedbackPolicy = next((f for f in order if f in able), "residual")
+    if "host_mirror" in able and host_bytes_per_s is not None:
+        return best, "host_mirror"
+    return (best,)

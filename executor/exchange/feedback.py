@@ -119,10 +119,13 @@ def check_feedback(optimizer: Optimizer | None, plan: Plan) -> None:
                 f"{unit.exchange!r}: only 'topk' keeps it so, use 'residual'"
             )
         if unit.feedback in MIRRORS and (optimizer is None or not has_momentum(optimizer)):
-            what = "no optimizer was passed" if optimizer is None else type(optimizer).__name__
+            what = "no optimizer was passed"
+            if optimizer is not None:
+                what = f"the optimizer is {type(optimizer).__name__}"
             raise InputError(
                 f"unit {unit.name!r} has feedback {unit.feedback!r}, which takes the update of "
-                f"torch's SGD at once, and there is {what}: pass that, or plan with 'in_place'"
+                f"torch's SGD at once, and {what}: pass SGD, or plan for the optimizer that you "
+                "have, which keeps gradients 'in_place'"
             )
 
 

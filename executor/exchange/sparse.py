@@ -34,8 +34,7 @@ class SparseAverage:
         self.name, self.rate, self.updates = entry.name, rate, mirrors(entry)
         # The entry holds the parameter, whose grad will hold this: no collector sees through that.
         self._peers, self._members = entry.group.size, entry.members
-        self._form = (like.shape, like.stride())
-        self._kind = {"dtype": like.dtype, "device": like.device}
+        self._form = like.shape, like.stride(), like.dtype, like.device
         self._parts: list[Part] | None = None
 
     @property
@@ -49,12 +48,12 @@ class SparseAverage:
 
     def zeros(self) -> Tensor:
         """A dense gradient of nothing, as the user sees it."""
-        return self._shown(torch.empty_strided(*self._form, **self._kind).zero_())
+        return self._shown(self._empty().zero_())
 
     def dense(self) -> Tensor:
         """The gradient as the user sees it: the average before it was multiplied with the rate."""
         assert self._parts is not None
-        gradient = torch.empty_strided(*self._form, **self._kind).zero_()
+        gradient = self._empty().zero_()
         flat = flat_of(gradient)
         for values, index in self._parts:
             flat.index_add_(0, index, values)
@@ -62,6 +61,10 @@ class SparseAverage:
         if self.rate:  # a rate of zero has sent zeros
             flat.div_(self.rate)
         return self._shown(gradient)
+
+    def _empty(self) -> Tensor:
+        shape, stride, dtype, device = self._form
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def _shown(self, gradient: Tensor) -> Tensor:
         return gradient if self._members is None else ShardGradient.of(gradient, self._members)

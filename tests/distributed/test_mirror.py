@@ -16,7 +16,7 @@ from meshwright.executor.exchange.residual import Lossy
 from meshwright.executor.exchange_state import exchange_state_dict, load_exchange_state_dict
 from meshwright.executor.memory import peak_bytes
 from meshwright.executor.parallel import run_of
-from meshwright.planner.errors import InputError, RunError
+from meshwright.planner.errors import InputError
 from meshwright.planner.plan import FeedbackPolicy
 from test_dropped import resumes, unused_on_some_ranks
 from test_picked import OPTIMIZERS
@@ -275,3 +275,147 @@ def test_parameters_unused_on_some_ranks_or_on_all(ranks, feedback):
 
 def test_a_mirror_on_the_host_is_the_same(ranks):
     ranks(2)(on_the_host, equals_error_feedback, "host_mirror", 0.9)
+
+
+# -- what a user does between backward and step -----------------------------------------------
+
+
+def as_with_residuals(rank: int, feedback: FeedbackPolicy, what: str) -> None:
+    """Reading, clipping and zeroing gradients, and changing parameters, do the same."""
+    runs = started("residual", 0.9), started(feedback, 0.9)
+    for number in range(12):
+        for training in runs:
+            HABITS[what](training, rank, number)
+        expected, found = (training.parameters() for training in runs)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+        assert_equal_on_all_ranks(found)
+
+
+def backward(training: Training, rank: int, number: int) -> Tensor:
+    inputs, target = share(rank, number, torch.float64)
+    loss = F.cross_entropy(training.model(inputs), target)
+    loss.backward()
+    return loss
+
+
+def clips(training: Training, rank: int, number: int) -> None:
+    backward(training, rank, number)
+    nn.utils.clip_grad_norm_(training.model.parameters(), 0.05)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+
+
+def reads_one(training: Training, rank: int, number: int) -> None:
+    backward(training, rank, number)
+    weight = training.model[3].weight
+    weight.grad.mul_(0.5)
+    training.optimizer.step()
+    assert weight.grad.abs().sum() > 0  # after the step as well
+    training.optimizer.zero_grad(set_to_none=number % 2 == 0)
+    assert weight.grad is None or not weight.grad.any()
+
+
+def never_zeroes(training: Training, rank: int, number: int) -> None:
+    """What was averaged is added to, as in torch."""
+    for parameter in training.model.parameters() if number % 3 == 0 else ():
+        parameter.grad = None
+    with training.model.no_sync():
+        backward(training, rank, 100 + number)
+    backward(training, rank, number)
+    training.optimizer.step()
+    if number % 3:
+        training.optimizer.zero_grad()
+
+
+def skips(training: Training, rank: int, number: int) -> None:
+    backward(training, rank, number)
+    if number % 4:
+        training.optimizer.step()
+    training.optimizer.zero_grad()
+
+
+def changes_parameters(training: Training, rank: int, number: int) -> None:
+    """As moving averages, clamps and loading do."""
+    backward(training, rank, number)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.mul_(0.9)
+    if number == 6:
+        training.model.load_state_dict(net(torch.float64).state_dict())
+
+
+def closes(training: Training, rank: int, number: int) -> None:
+    def closure() -> Tensor:
+        training.optimizer.zero_grad()
+        return backward(training, rank, number)
+
+    training.optimizer.step(closure)
+
+
+def other_rate(training: Training, rank: int, number: int) -> None:
+    """The rate of the step counts for what is sent in it, however late it is set."""
+    (group,) = training.optimizer.param_groups
+    backward(training, rank, number)
+    before, group["lr"] = group["lr"], 0.02
+    training.optimizer.step()
+    group["lr"] = before
+    training.optimizer.zero_grad()
+
+
+HABITS = {
+    f.__name__: f
+    for f in (clips, reads_one, never_zeroes, skips, changes_parameters, closes, other_rate)
+}
+
+
+@pytest.mark.parametrize("what", list(HABITS))
+def test_whatever_is_done_to_gradients_and_parameters(ranks, what):
+    for feedback in ("in_place", "mirror"):
+        ranks(2)(as_with_residuals, feedback, what)
+
+
+def refuses(rank: int) -> None:
+    chosen = lossy_plan("topk", RATIO, feedback="mirror")
+    model = net()
+    with pytest.raises(InputError, match="'mirror', which takes the update of torch's SGD at once"):
+        apply(model, torch.optim.AdamW(model.parameters()), chosen)
+    with pytest.raises(InputError, match="no optimizer was passed: pass SGD"):
+        apply(model, None, chosen)
+    with pytest.raises(InputError, match="feedback 'in_place' with exchange 'dropped'"):
+        apply(model, None, lossy_plan("dropped", RATIO, feedback="in_place"))
+    training = started("mirror")
+    training.steps(range(2))
+    state = exchange_state_dict(training.model)
+    with pytest.raises(InputError, match=r"has a mirror of '.*' and the plan keeps a residual"):
+        load_exchange_state_dict(started("in_place").model, state)
+
+
+def test_what_a_mirror_cannot_be_is_refused(ranks):
+    ranks(2)(refuses)
+
+
+def part_of_the_optimizer(rank: int) -> None:
+    """What the optimizer does not hold is held back as gradients."""
+    model = net(torch.float64)
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.05)
+    with pytest.warns(UserWarning, match="the plan mirrors '5.weight'.*of 2 parameters gradients"):
+        apply(model, optimizer, lossy_plan("topk", RATIO, feedback="mirror"), lossy=AT_ONCE)
+    before = [p.detach().clone() for p in model.parameters()]
+    for number in range(4):
+        inputs, target = share(rank, number, torch.float64)
+        F.cross_entropy(model(inputs), target).backward()
+        assert model[0].weight.grad.count_nonzero() <= 2 * ceil(RATIO * model[0].weight.numel())
+        optimizer.step()
+        model.zero_grad()
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert moved == [False] * 4 + [True] * 2 + [False] * 2
+    held = exchange_state_dict(model)["held"]
+    assert {n: list(s) for n, s in held.items()} == {
+        "0.weight": ["residual"], "3.weight": ["mirror"], "5.weight": ["residual"]
+    }  # fmt: skip
+
+
+def test_parameters_of_no_optimizer(ranks):
+    ranks(2)(part_of_the_optimizer)
