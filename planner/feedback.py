@@ -42,21 +42,18 @@ class Held(NamedTuple):
     moment: float
 
 
-def held_bytes(
-    exchange: ExchangePolicy, feedback: FeedbackPolicy, trained_bytes: float, micro_batches: int
-) -> Held:
-    """What gradients and feedback of a unit take under an exchange. With micro-batches gradients
-    add up before any is taken in."""
+def held_bytes(exchange: ExchangePolicy, feedback: FeedbackPolicy, trained_bytes: float) -> Held:
+    """What gradients and feedback of a unit take under an exchange. Those of micro-batches add up
+    in what is held, or in the velocity."""
     if exchange == "dropped":
         return Held(trained_bytes, 0.0, trained_bytes)
     if exchange != "topk":
         return Held(0.0, trained_bytes, 0.0)
     if feedback == "residual":
         return Held(trained_bytes, trained_bytes, 0.0)
-    gradients = trained_bytes if micro_batches > 1 else 0.0
     if feedback == "host_mirror":
-        return Held(0.0, gradients, 2 * trained_bytes - gradients)
-    return Held(trained_bytes, gradients, trained_bytes - gradients)
+        return Held(0.0, 0.0, 2 * trained_bytes)
+    return Held(trained_bytes, 0.0, trained_bytes)
 
 
 def copied_bytes(feedback: FeedbackPolicy, trained_bytes: float) -> float:

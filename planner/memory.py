@@ -140,9 +140,7 @@ class MemoryModel:
             share_of(unit, style, degree, q, samples, divides=False) for q in _QUANTITIES
         )
         resident = self._resident(k, option, samples, saved)
-        held = held_bytes(
-            option.exchange, option.feedback, cost.trained_bytes, self.model.micro_batches
-        )
+        held = held_bytes(option.exchange, option.feedback, cost.trained_bytes)
         gradient, exchanged, maps = held.gradients, cost.gradient_bytes, maps + held.moment
         if option.early_release:
             maps, gradient, exchanged = maps + gradient + exchanged, 0, 0

@@ -198,6 +198,9 @@ class Exchange(Protocol):
     def ready(self, entry: Entry) -> None:
         """The entry's gradient is complete."""
 
+    def gather(self, entry: Entry) -> None:
+        """The entry's gradient is complete, in a backward after which nothing is exchanged."""
+
     def end(self, votes: Votes) -> None:
         """Backward is over: sends the rest."""
 
@@ -240,6 +243,9 @@ class BucketExchange:
         entry.parameter.grad = bucket.result(entry)
         if self._eager and not bucket.missing:
             self._advance(all_of_them=False)
+
+    def gather(self, entry: Entry) -> None:
+        """Nothing to do: gradients add up where they are."""
 
     def sent(self, entry: Entry) -> bool:
         """Whether the entry's bucket has left."""

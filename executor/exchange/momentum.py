@@ -86,11 +86,33 @@ class Momentum:
             )
         return float(self._groups[parameter]["lr"])
 
+    def gathers(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has a velocity here, to which gradients are added."""
+        return parameter in self._groups and bool(self._groups[parameter]["momentum"])
+
+    def gather(
+        self, parameter: nn.Parameter, velocity: Tensor | None, gradient: Tensor, *, fresh: bool
+    ) -> Tensor | None:
+        """The velocity with a gradient that others of the same step will be added to; ``fresh`` for
+        the first. None where their sum is needed by itself."""
+        group = self._groups[parameter]
+        if group["nesterov"]:
+            return None
+        if velocity is None:
+            velocity = self._buffer(parameter, group, gradient)
+        return velocity.mul_(group["momentum"] if fresh else 1).add_(gradient)
+
     def advance(
-        self, parameter: nn.Parameter, velocity: Tensor | None, gradient: Tensor
+        self,
+        parameter: nn.Parameter,
+        velocity: Tensor | None,
+        gradient: Tensor,
+        *,
+        fresh: bool = True,
     ) -> tuple[Tensor | None, Tensor]:
         """(the new velocity u, None without momentum; what is to be applied) after one more
-        gradient; all of a shape. Takes ``gradient`` over."""
+        gradient; all of a shape. Takes ``gradient`` over. ``fresh`` unless others of this step were
+        gathered."""
         group = self._groups[parameter]
         if group["weight_decay"]:
             # The optimizer turns the sign of what it gets where it maximises.
@@ -100,7 +122,7 @@ class Momentum:
             return None, gradient
         if velocity is None:
             velocity = self._buffer(parameter, group, gradient)
-        velocity.mul_(group["momentum"]).add_(gradient)
+        velocity.mul_(group["momentum"] if fresh else 1).add_(gradient)
         if group["nesterov"]:
             return velocity, gradient.add_(velocity, alpha=group["momentum"])
         return velocity, gradient.copy_(velocity)

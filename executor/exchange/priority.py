@@ -115,6 +115,12 @@ class PriorityExchange:
         if self._eager and parcel.full:
             self._advance()
 
+    def gather(self, entry: Entry) -> None:
+        """The gradient of a backward after which nothing is exchanged: its memory is free where it
+        can be added to what is held."""
+        if self.home[entry].gather(entry, as_sent(entry)):
+            entry.parameter.grad = None
+
     def _take(self, entry: Entry, gradient: Tensor) -> None:
         parcel = self.home[entry]
         average = parcel.fold(entry, gradient)

@@ -130,6 +130,11 @@ class Parcel:
         if not sent.skipped:
             sent.send(self.gradients)
 
+    def gather(self, entry: Entry, gradient: Tensor) -> bool:
+        """Takes in the gradient of a backward after which nothing is sent. False where it stays,
+        for later ones to be added to it."""
+        return False
+
     def fold(self, entry: Entry, gradient: Tensor) -> SparseAverage | None:
         """Takes a gradient in at once, where its memory is not needed any more, and returns what
         will come of it; None where it travels as it is."""

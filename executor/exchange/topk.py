@@ -173,6 +173,8 @@ class TopkParcel(LossyParcel):
         super().__init__(unit, entries, limit_bytes)
         self.velocities: dict[Entry, Tensor] = {}
         self._picks: dict[Entry, tuple[Tensor, Tensor]] = {}
+        self._gathered: set[Entry] = set()
+        """The entries that backwards before this one have added to without an exchange."""
 
     def _cut(self, limit_bytes: int) -> list[Slice]:
         whole = [e for e in self.entries if e.whole]
@@ -203,6 +205,30 @@ class TopkParcel(LossyParcel):
         picks = self._picks.pop(entry, None)
         one.send_picked(*(picks or self._pick(entry, self.gradients[entry].clone(), 1.0)))
 
+    def gather(self, entry: Entry, gradient: Tensor) -> bool:
+        """Takes in the gradient of a backward after which nothing is sent, where that is the same
+        as to take it in with the last. False where it stays."""
+        momentum, feedback = self.picking.momentum, self.feedback.get(entry)
+        if feedback is None or not folds(entry):
+            return False
+        gradient = gradient.as_subclass(Tensor)
+        if momentum is not None and momentum.gathers(entry.parameter):
+            known = self.velocities.get(entry)
+            fresh = entry not in self._gathered
+            velocity = momentum.gather(entry.parameter, known, gradient, fresh=fresh)
+            if velocity is None:
+                return False
+            self.velocities[entry] = velocity
+            self._gathered.add(entry)
+            return True
+        feedback.add(gradient, self.picking.rate(entry) if mirrors(entry) else 1.0)
+        feedback.take(torch.empty(0, dtype=torch.int64, device=gradient.device))  # none is sent
+        return True
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether something of the entry waits to be sent."""
+        return entry in self._gathered or super().holds(entry)
+
     def fold(self, entry: Entry, gradient: Tensor) -> SparseAverage | None:
         """Takes a gradient in as soon as it is computed, where its memory is not needed for the
         average: the choice is made, and what will come of it is returned."""
@@ -230,10 +256,13 @@ class TopkParcel(LossyParcel):
         if there is one)."""
         momentum = self.picking.momentum
         # What this rank has not used leaves its velocity alone, as torch's SGD does without a grad.
-        if momentum is None or entry in self.idle or not momentum.corrects(entry.parameter):
+        fresh = entry not in self._gathered
+        self._gathered.discard(entry)
+        unused = entry in self.idle and fresh
+        if momentum is None or unused or not momentum.corrects(entry.parameter):
             return gradient, None
         known = self.velocities.get(entry)
-        velocity, new = momentum.advance(entry.parameter, known, gradient)
+        velocity, new = momentum.advance(entry.parameter, known, gradient, fresh=fresh)
         if velocity is not None:
             self.velocities[entry] = velocity
         return new, velocity

@@ -376,6 +376,29 @@ def test_whatever_is_done_to_gradients_and_parameters(ranks, what):
         ranks(2)(as_with_residuals, feedback, what)
 
 
+def micro_batches_hold_no_gradient(rank: int, momentum: float) -> None:
+    """Gradients of backwards that are not exchanged add up in what is held already."""
+    runs = [started(f, momentum) for f in ("residual", "in_place", "mirror")]
+    for number in range(8):
+        for training in runs:
+            with training.model.no_sync():
+                for part in range(2):
+                    backward(training, rank, 100 * (part + 1) + number)
+                    gone = training.model[3].weight.grad is None
+                    assert gone == (training is not runs[0])
+            backward(training, rank, number)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        expected, *others = (training.parameters() for training in runs)
+        for found in others:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_gradients_of_micro_batches_are_gone_at_once(ranks, momentum):
+    ranks(2)(micro_batches_hold_no_gradient, momentum)
+
+
 def refuses(rank: int) -> None:
     chosen = lossy_plan("topk", RATIO, feedback="mirror")
     model = net()
