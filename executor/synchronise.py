@@ -108,7 +108,7 @@ class GradientSynchroniser:
         if not self._synchronise:
             self._touched.add(entry)
             with torch.no_grad():
-                self._exchange.gather(entry)
+                self._exchange.absorb(entry)
             return
         if entry in self._touched and self._exchange.sent(entry):
             raise RunError(

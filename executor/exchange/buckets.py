@@ -198,7 +198,7 @@ class Exchange(Protocol):
     def ready(self, entry: Entry) -> None:
         """The entry's gradient is complete."""
 
-    def gather(self, entry: Entry) -> None:
+    def absorb(self, entry: Entry) -> None:
         """The entry's gradient is complete, in a backward after which nothing is exchanged."""
 
     def end(self, votes: Votes) -> None:
@@ -244,7 +244,7 @@ class BucketExchange:
         if self._eager and not bucket.missing:
             self._advance(all_of_them=False)
 
-    def gather(self, entry: Entry) -> None:
+    def absorb(self, entry: Entry) -> None:
         """Nothing to do: gradients add up where they are."""
 
     def sent(self, entry: Entry) -> bool:

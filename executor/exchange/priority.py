@@ -115,10 +115,10 @@ class PriorityExchange:
         if self._eager and parcel.full:
             self._advance()
 
-    def gather(self, entry: Entry) -> None:
+    def absorb(self, entry: Entry) -> None:
         """The gradient of a backward after which nothing is exchanged: its memory is free where it
         can be added to what is held."""
-        if self.home[entry].gather(entry, as_sent(entry)):
+        if self.home[entry].absorb(entry, as_sent(entry)):
             entry.parameter.grad = None
 
     def _take(self, entry: Entry, gradient: Tensor) -> None:

@@ -130,7 +130,7 @@ class Parcel:
         if not sent.skipped:
             sent.send(self.gradients)
 
-    def gather(self, entry: Entry, gradient: Tensor) -> bool:
+    def absorb(self, entry: Entry, gradient: Tensor) -> bool:
         """Takes in the gradient of a backward after which nothing is sent. False where it stays,
         for later ones to be added to it."""
         return False

@@ -173,7 +173,7 @@ class TopkParcel(LossyParcel):
         super().__init__(unit, entries, limit_bytes)
         self.velocities: dict[Entry, Tensor] = {}
         self._picks: dict[Entry, tuple[Tensor, Tensor]] = {}
-        self._gathered: set[Entry] = set()
+        self._absorbed: set[Entry] = set()
         """The entries that backwards before this one have added to without an exchange."""
 
     def _cut(self, limit_bytes: int) -> list[Slice]:
@@ -205,7 +205,7 @@ class TopkParcel(LossyParcel):
         picks = self._picks.pop(entry, None)
         one.send_picked(*(picks or self._pick(entry, self.gradients[entry].clone(), 1.0)))
 
-    def gather(self, entry: Entry, gradient: Tensor) -> bool:
+    def absorb(self, entry: Entry, gradient: Tensor) -> bool:
         """Takes in the gradient of a backward after which nothing is sent, where that is the same
         as to take it in with the last. False where it stays."""
         momentum, feedback = self.picking.momentum, self.feedback.get(entry)
@@ -214,12 +214,12 @@ class TopkParcel(LossyParcel):
         gradient = gradient.as_subclass(Tensor)
         if momentum is not None and momentum.gathers(entry.parameter):
             known = self.velocities.get(entry)
-            fresh = entry not in self._gathered
+            fresh = entry not in self._absorbed
             velocity = momentum.gather(entry.parameter, known, gradient, fresh=fresh)
             if velocity is None:
                 return False
             self.velocities[entry] = velocity
-            self._gathered.add(entry)
+            self._absorbed.add(entry)
             return True
         feedback.add(gradient, self.picking.rate(entry) if mirrors(entry) else 1.0)
         feedback.take(torch.empty(0, dtype=torch.int64, device=gradient.device))  # none is sent
@@ -227,7 +227,7 @@ class TopkParcel(LossyParcel):
 
     def holds(self, entry: Entry) -> bool:
         """Whether something of the entry waits to be sent."""
-        return entry in self._gathered or super().holds(entry)
+        return entry in self._absorbed or super().holds(entry)
 
     def fold(self, entry: Entry, gradient: Tensor) -> SparseAverage | None:
         """Takes a gradient in as soon as it is computed, where its memory is not needed for the
@@ -256,8 +256,8 @@ class TopkParcel(LossyParcel):
         if there is one)."""
         momentum = self.picking.momentum
         # What this rank has not used leaves its velocity alone, as torch's SGD does without a grad.
-        fresh = entry not in self._gathered
-        self._gathered.discard(entry)
+        fresh = entry not in self._absorbed
+        self._absorbed.discard(entry)
         unused = entry in self.idle and fresh
         if momentum is None or unused or not momentum.corrects(entry.parameter):
             return gradient, None
