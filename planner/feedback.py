@@ -3,12 +3,14 @@
 For P bytes of a unit's trained parameters (a member's), in each of top-k's ways:
 
     residual      P always, beside gradients that live as those of a dense exchange do
-    in_place      P always, which is the gradients' own memory; another P while the unit's backward
-                  or its update is at work
-    mirror        P always, and another P while the unit's backward is at work: the parameter moves
-                  by what was sent, as it came
-    host_mirror   P on the host, which is copied to the device and back in the unit's backward: two
-                  P while that is at work
+    in_place      P always, which is the gradients' own memory; and while the unit's update is at
+                  work P of the dense average
+    mirror        P always: the parameter moves by what was sent, as it came
+    host_mirror   P on the host, which is copied to the device and back in the unit's backward: P
+                  while that is at work
+
+In each, the choice takes two P for a moment in the unit's backward: the gradient (a copy of it, for
+residuals), and the magnitudes of what is held.
 
 So in place never holds more than a residual, and a mirror never more than in place, in the same
 time: of those that the executor has, and the optimizer allows, one is planned. A mirror takes the
@@ -50,10 +52,10 @@ def held_bytes(exchange: ExchangePolicy, feedback: FeedbackPolicy, trained_bytes
     if exchange != "topk":
         return Held(0.0, trained_bytes, 0.0)
     if feedback == "residual":
-        return Held(trained_bytes, trained_bytes, 0.0)
+        return Held(trained_bytes, trained_bytes, 2 * trained_bytes)
     if feedback == "host_mirror":
-        return Held(0.0, 0.0, 2 * trained_bytes)
-    return Held(trained_bytes, 0.0, trained_bytes)
+        return Held(0.0, 0.0, 3 * trained_bytes)
+    return Held(trained_bytes, 0.0, 2 * trained_bytes)
 
 
 def copied_bytes(feedback: FeedbackPolicy, trained_bytes: float) -> float:

@@ -40,12 +40,14 @@ class HostMirror:
     def __init__(self) -> None:
         self._host: Tensor | None = None
         self._here: Tensor | None = None
+        self._source: torch.device | None = None
+        """The device that it is copied from."""
 
     @property
     def held(self) -> Tensor | None:
         """What has not been sent, on the host."""
-        if self._host is not None and self._host.is_pinned():
-            torch.cuda.current_stream().synchronize()  # it may still be on its way
+        if self._source is not None and self._source.type == "cuda":
+            torch.cuda.synchronize(self._source)  # it may still be on its way
         return self._host
 
     def add(self, computed: Tensor, rate: float = 1.0) -> Tensor:
@@ -66,13 +68,13 @@ class HostMirror:
         taken = flat[index]
         flat[index] = 0
         self._host.copy_(self._here, non_blocking=True)
-        self._here = None
+        self._here, self._source = None, flat.device
         return taken
 
     def take_all(self, gradient: Tensor) -> None:
         """Takes everything out and adds it to ``gradient``."""
-        if self._host is not None:
-            gradient.add_(self._host.to(gradient.device))
+        if (held := self.held) is not None:
+            gradient.add_(held.to(gradient.device))
         self._host = None
 
     def restore(self, held: Tensor | None) -> None:
