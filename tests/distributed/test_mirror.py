@@ -246,7 +246,8 @@ def test_mirrors_and_gradients_in_place_hold_less(ranks):
     for found in ranks(2)(peaks):
         print(found)
         # The parameters, velocities and what is held; beside them gradients, or one at a time.
-        assert found["residual"] > 4, found
+        # A stand-in that held itself would keep the gradient of the step before: 5.4.
+        assert 4 < found["residual"] < 4.8, found
         assert max(found["in_place"], found["mirror"], found["host_mirror"]) < 3.6, found
 
 
