@@ -210,23 +210,23 @@ def test_in_place_equals_residual_bit_for_bit(ranks, optimizer):
     ranks(2)(in_place_is_residual, optimizer)
 
 
-def wide() -> nn.Module:
+def layers(number: int, width: int) -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(number)))
 
 
-def peaks(rank: int) -> dict[str, float]:
+def peaks(rank: int, number: int, width: int) -> dict[str, float]:
     """The most bytes in two steps, as multiples of the parameters'."""
     found = {}
     for feedback in FEEDBACKS:
-        model = wide()
+        model = layers(number, width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        chosen = lossy_plan("topk", 0.01, feedback=feedback, units=[str(i) for i in range(6)])
+        chosen = lossy_plan("topk", 0.01, feedback=feedback, units=[str(i) for i in range(number)])
         apply(model, optimizer, chosen, timeout_s=20, lossy=AT_ONCE)
 
-        def steps(number: int, model: nn.Module = model, optimizer=optimizer) -> None:
-            for _ in range(number):
-                model(torch.randn(2, 256)).square().mean().backward()
+        def steps(count: int, model: nn.Module = model, optimizer=optimizer) -> None:
+            for _ in range(count):
+                model(torch.randn(2, width)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
             model.state_dict()  # applies what is pending
@@ -242,13 +242,17 @@ def peaks(rank: int) -> dict[str, float]:
     return found
 
 
-def test_mirrors_and_gradients_in_place_hold_less(ranks):
-    for found in ranks(2)(peaks):
+@pytest.mark.parametrize(("number", "width"), [(6, 256), (12, 32)], ids=["each", "together"])
+def test_mirrors_and_gradients_in_place_hold_less(ranks, number, width):
+    """Layers that travel each by itself, and small ones that wait for each other."""
+    for found in ranks(2)(peaks, number, width):
         print(found)
         # The parameters, velocities and what is held; beside them gradients, or one at a time.
         # A stand-in that held itself would keep the gradient of the step before: 5.4.
         assert 4 < found["residual"] < 4.8, found
-        assert max(found["in_place"], found["mirror"], found["host_mirror"]) < 3.6, found
+        assert max(found["mirror"], found["host_mirror"]) < 3.6, found
+        # In place the optimizer gets dense averages, of all that travelled together at once.
+        assert found["in_place"] < (3.6 if width == 256 else found["residual"]), found
 
 
 def on_the_host(rank: int, work: Callable[..., None], *args: object, **options: object) -> None:
