@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -18,6 +19,7 @@ from .exchange import optimizer as optimizers
 from .exchange import sharded_steps
 from .exchange.buckets import Entry
 from .exchange.chunks import install_chunks
+from .exchange.feedback import check_feedback, settle_feedback
 from .exchange.lazy import releases_not
 from .exchange.momentum import check_momentum
 from .exchange.residual import Lossy
@@ -67,7 +69,8 @@ def apply(
     _prepare_norms(model, run, division)
     run.regions = install_memory(model, plan, _device(model), lambda: run.forward, run.as_now)
     install(model, division.by_name)
-    entries = shard(entries_of(model, run, division), optimizer, run.world, run.watch)
+    entries = settle_feedback(entries_of(model, run, division), optimizer)
+    entries = shard(entries, optimizer, run.world, run.watch)
     run.start(entries, _buffers(model, plan, division))
     install_chunks(model, run.sharings)
     adopt(model, run)
@@ -126,6 +129,7 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     check_ties(model, plan)
     _check_norms(model, plan)
     _check_release(optimizer, plan)
+    check_feedback(optimizer, plan)
     if optimizer is not None and any(unit.exchange == "topk" for unit in plan.units):
         check_momentum(optimizer)
     if optimizer is not None:
@@ -235,12 +239,12 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
         group, at = run.world.peers[degree], place[parameter]
         unit = run.plan.units[at] if run.plan.units else None
         policy = (unit.exchange, unit.exchange_ratio) if unit else ("dense", 1.0)
+        feedback = unit.feedback if unit else "residual"
         known = members.get(degree)
         whole = parameter.ndim <= 1 or parameter in kept or size > MOST_ELEMENTS
         released = unit is not None and unit.early_release
-        entries.append(
-            Entry(name, parameter, group, degree, size, known, at, *policy, whole, None, released)
-        )
+        of = Entry(name, parameter, group, degree, size, known, at, *policy, whole, feedback)
+        entries.append(replace(of, released=released))
     order = sorted(range(len(entries)), key=lambda i: (place[entries[i].parameter], i))
     return [entries[i] for i in reversed(order)]
 

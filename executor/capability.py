@@ -13,6 +13,7 @@ CAPABILITY = Capability(
     micro_batches=True,
     priority=True,
     in_buckets=("dense",),
+    feedback=("residual", "in_place", "mirror", "host_mirror"),
 )
 """Every unit takes all ranks (groups x degree = world size), keeps, recomputes or offloads its
 feature maps (offload where the device has memory of its own), and exchanges its gradients in

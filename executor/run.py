@@ -142,7 +142,7 @@ class Run:
         if self._priority is not None:
             picking = picking_of(self._priority.policies)
             if picking is not None and has_momentum(optimizer):
-                picking.momentum = Momentum(optimizer, picking.parameters)
+                picking.momentum = Momentum(optimizer, picking.parameters, picking.mirrored)
             momentum = picking.momentum if picking is not None else None
             self._lazy = LazySteps(optimizer, self._priority_exchange, self.sharings, momentum)
             self._priority.release.updater = self._lazy.early

@@ -107,6 +107,8 @@ class GradientSynchroniser:
         self._dirty.add(entry)
         if not self._synchronise:
             self._touched.add(entry)
+            with torch.no_grad():
+                self._exchange.absorb(entry)
             return
         if entry in self._touched and self._exchange.sent(entry):
             raise RunError(

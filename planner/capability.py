@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .layout import Layout, Style
 from .noun import Noun
-from .plan import ExchangePolicy, MemoryPolicy, Plan, UnitPlan
+from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, UnitPlan
 from .profile import UnitProfile
 
 
@@ -12,7 +12,8 @@ class Capability(Noun, frozen=True, kw_only=True):
     """The executor's statement. ``idle_positions`` allows layouts smaller than the world,
     ``branches`` such layouts at other positions than the first, so that branches run side by side,
     ``priority`` gradients that travel in slices in the order in which forward needs them.
-    ``in_buckets`` are the exchange policies that it has without priority as well."""
+    ``in_buckets`` are the exchange policies that it has without priority as well, ``feedback`` says
+    where top-k can keep what it has not sent."""
 
     styles: tuple[Style, ...]
     memory: tuple[MemoryPolicy, ...]
@@ -25,6 +26,7 @@ class Capability(Noun, frozen=True, kw_only=True):
     in_buckets: tuple[ExchangePolicy, ...] = (
         "dense", "sharded", "fully_sharded", "dropped", "topk",
     )  # fmt: skip
+    feedback: tuple[FeedbackPolicy, ...] = ("residual",)
 
     def exchanges(self, *, sliced: bool) -> tuple[ExchangePolicy, ...]:
         """The exchange policies, with gradients in slices or in buckets."""
@@ -45,6 +47,7 @@ class Capability(Noun, frozen=True, kw_only=True):
             ("split style", unit.style, self.styles),
             ("memory policy", unit.memory, self.memory),
             ("exchange policy", unit.exchange, self.exchange),
+            ("feedback", unit.feedback, self.feedback),
         ):
             if value not in known:
                 return f"unit {unit.name!r} asks for {what} {value!r}"
@@ -80,6 +83,7 @@ EVERYTHING = Capability(
     micro_batches=True,
     priority=True,
     branches=True,
+    feedback=("residual", "in_place", "mirror", "host_mirror"),
 )
 """All that a decision can say: the bounds of a hypothetical plan. The cost model refuses by name
 what it does not know yet."""

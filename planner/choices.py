@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from .budget import energy_budget, lost_energy, within_unit_limit
 from .capability import Capability
 from .cost import CostModel
+from .feedback import feedbacks
 from .layout import Layout, Style, lattice
 from .options import Option, allowed
+from .plan import ExchangePolicy, FeedbackPolicy
 from .shares import saved_bytes
 
 STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")
@@ -80,7 +82,16 @@ def _exchange(model: CostModel, k: int, base: Option, capability: Capability) ->
         for ratio in curve.ratios if known else ():
             lossy = base._replace(exchange=curve.exchange, ratio=ratio)
             if lost_energy(model, k, lossy) <= energy_budget(model):
-                yield lossy
+                for way in _feedbacks(model, curve.exchange, capability):
+                    yield lossy._replace(feedback=way)
+
+
+def _feedbacks(
+    model: CostModel, exchange: ExchangePolicy, capability: Capability
+) -> tuple[FeedbackPolicy, ...]:
+    """Where a lossy exchange may keep what it has not sent."""
+    host_bytes_per_s = model.cluster.host_bytes_per_s
+    return feedbacks(exchange, model.goal.optimizer, capability.feedback, host_bytes_per_s)
 
 
 def may_gather(model: CostModel, capability: Capability) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from .noun import Noun
-from .plan import ExchangePolicy, MemoryPolicy, Plan, Prediction, UnitPlan
+from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, Prediction, UnitPlan
 
 _FIGURES = (
     "step_s",
@@ -82,6 +82,8 @@ class Policies(Protocol):
     def exchange_ratio(self) -> float: ...
     @property
     def early_release(self) -> bool: ...
+    @property
+    def feedback(self) -> FeedbackPolicy: ...
 
 
 def policy_words(one: Policies) -> list[str]:
@@ -91,6 +93,7 @@ def policy_words(one: Policies) -> list[str]:
     lossy = one.exchange in ("dropped", "topk")
     if one.exchange != "dense":
         words.append(f"{one.exchange} {one.exchange_ratio:g}" if lossy else one.exchange)
+    words += [one.feedback] if one.feedback != "residual" else []
     return words
 
 

@@ -26,6 +26,7 @@ from .collectives import (
 )
 from .errors import InputError
 from .exchange import Exchanges
+from .feedback import LINEAR, MIRRORS, copied_bytes
 from .goal import Goal
 from .layout import data_parallel
 from .movement import Moved, moved, moved_s
@@ -101,7 +102,9 @@ class CostModel(Exchanges):
         own_s = self._overhead_s(k, trained if layout.groups > 1 else 0)
         cost = UnitCost(
             forward_s=forward_s(unit, style, layout.degree, samples),
-            backward_s=backward_s(unit, style, layout.degree, samples) + own_s,
+            backward_s=backward_s(unit, style, layout.degree, samples)
+            + own_s
+            + self._copies_s(option, trained),
             update_s=self._update_s(option, trained),
             inner_forward=inner_forward,
             inner_backward=inner_backward,
@@ -132,6 +135,11 @@ class CostModel(Exchanges):
         own = overhead.parameter_s * sum(p.trainable for p in self.owned[k])
         own += overhead.byte_s * gradient_bytes
         return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)
+
+    def _copies_s(self, option: Option, trained_bytes: int) -> float:
+        """What a mirror on the host adds to backward, which waits for its copies."""
+        copied = copied_bytes(option.feedback, trained_bytes)
+        return copied / (self.cluster.host_bytes_per_s or 1.0) if copied else 0.0
 
     def _update_s(self, option: Option, trained_bytes: int) -> float:
         """The update of a member's shard, of its part of it where the exchange is sharded; and for
@@ -253,6 +261,13 @@ def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:
     reason = ""
     if option.memory == "offload" and model.cluster.host_bytes_per_s is None:
         reason = "asks for offload: state host_bytes_per_s of every device in the cluster"
+    elif option.feedback == "host_mirror" and model.cluster.host_bytes_per_s is None:
+        reason = "asks for 'host_mirror': state host_bytes_per_s of every device in the cluster"
+    elif option.feedback in MIRRORS and model.goal.optimizer not in LINEAR:
+        reason = (
+            f"asks for {option.feedback!r} with optimizer {model.goal.optimizer!r}: only the "
+            "update of SGD is linear in the gradient, so use 'in_place'"
+        )
     elif option.lossy and unit.kept(option.exchange, option.ratio) is None:
         reason = f"asks for {option.exchange!r} at ratio {option.ratio}: measure its fidelity there"
     elif option.shards and not model.sliced:

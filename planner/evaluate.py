@@ -294,6 +294,7 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
         early_release=option.early_release,
         exchange=option.exchange,
         exchange_ratio=option.ratio,
+        feedback=option.feedback,
         parameter_bytes=sum(p.bytes for p in done.model.owned[k]),
         forward_s=float(chain.forward_s[k]),
         backward_s=float(chain.backward_s[k]),
@@ -305,7 +306,9 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
 def decisions_of(plan: Plan) -> Decisions:
     """The options that a plan chose, as ``evaluate`` takes them."""
     return tuple(
-        Option(u.layout, u.style, u.memory, u.exchange, u.exchange_ratio, u.early_release)
+        Option(
+            u.layout, u.style, u.memory, u.exchange, u.exchange_ratio, u.early_release, u.feedback
+        )
         for u in plan.units
     )
 

@@ -23,7 +23,7 @@ from .layout import Layout, Style
 from .memory import MemoryModel
 from .noun import Bytes, Index, Noun, Seconds
 from .options import Decisions, Option
-from .plan import ExchangePolicy, MemoryPolicy, Plan
+from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan
 from .profile import ModelProfile
 from .schedule import ScheduleName
 from .search import Point, Space
@@ -40,6 +40,7 @@ class Alternative(Noun, frozen=True, kw_only=True):
     exchange: ExchangePolicy = "dense"
     exchange_ratio: float = 1.0
     early_release: bool = False
+    feedback: FeedbackPolicy = "residual"
     step_s: Seconds
     gpu_seconds: Seconds
     peak_bytes: Bytes
@@ -62,6 +63,7 @@ class UnitExplanation(Noun, frozen=True, kw_only=True):
     exchange: ExchangePolicy = "dense"
     exchange_ratio: float = 1.0
     early_release: bool = False
+    feedback: FeedbackPolicy = "residual"
     forward_s: Seconds
     backward_s: Seconds
     redistribute_s: Seconds
@@ -211,6 +213,7 @@ def _alternative(
         exchange=option.exchange,
         exchange_ratio=option.ratio,
         early_release=option.early_release,
+        feedback=option.feedback,
         step_s=done.prediction.step_s,
         gpu_seconds=done.prediction.gpu_seconds,
         peak_bytes=max(done.prediction.peak_bytes),
@@ -228,6 +231,7 @@ def _unit(done: Evaluation, k: int, alternatives: tuple[Alternative, ...]) -> Un
         exchange=option.exchange,
         exchange_ratio=option.ratio,
         early_release=option.early_release,
+        feedback=option.feedback,
         forward_s=float(chain.forward_s[k]),
         backward_s=float(chain.backward_s[k]),
         redistribute_s=float((chain.entry_forward_s + chain.entry_backward_s)[:, k].sum()),

@@ -5,14 +5,15 @@ are, in bytes:
 
     weights        shards and buffers, always; divided over the groups where the parameters are
                    sharded too (``gathering`` says what is whole while units work)
-    optimizer      its state, always, divided over the groups where the exchange is sharded; and the
-                   residual of a lossy exchange (what was not sent, as large as the gradient)
+    optimizer      its state, always, divided over the groups where the exchange is sharded; and
+                   what a lossy exchange has not sent (see ``feedback``)
     gradients      from a unit's backward to the end of the step (the barrier); with micro-batches
                    always, since the last micro-batch adds to those of the others
     feature_maps   what units behind have saved for backward, until their own backward is over: all
                    of it (keep), their input (recompute), nothing (offload)
-    map_gradients  gradients of feature maps inside the unit at work; with early release its weight
-                   gradients too, which are gone when it has finished
+    map_gradients  gradients of feature maps inside the unit at work; with early release, and with
+                   feedback in place or in mirrors, its weight gradients too, which are gone when it
+                   has finished
     workspace      temporaries of the unit at work, and those of its feature maps that are only
                    there meanwhile (recompute, offload)
     buffers        what a redistribution receives, the part of open buckets that is not filled
@@ -34,6 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost import CostModel
+from .feedback import held_bytes
 from .gathering import gathered
 from .layout import Layout
 from .options import Option
@@ -140,10 +142,11 @@ class MemoryModel:
             share_of(unit, style, degree, q, samples, divides=False) for q in _QUANTITIES
         )
         resident = self._resident(k, option, samples, saved)
-        gradient, exchanged = cost.trained_bytes, cost.gradient_bytes
+        held = held_bytes(option.exchange, option.feedback, cost.trained_bytes)
+        gradient, exchanged, maps = held.gradients, cost.gradient_bytes, maps + held.moment
         if option.early_release:
             maps, gradient, exchanged = maps + gradient + exchanged, 0, 0
-        state = self._state_bytes(option, cost.trained_bytes)
+        state = self._state_bytes(option, cost.trained_bytes) + held.always
         part = gathered(self.model, k, option)
         weights = cost.shard_bytes + unit.state_bytes - part.saved
         maps, workspace = maps + part.behind, workspace + part.at_work
@@ -151,11 +154,11 @@ class MemoryModel:
         return weights, state, gradient, resident, maps, workspace + saved - resident, exchanged
 
     def _state_bytes(self, option: Option, trained_bytes: int) -> float:
-        """Optimizer state of a member's shard, and the residual of a lossy exchange."""
+        """Optimizer state of a member's shard."""
         state = trained_bytes * self.model.goal.state_copies
         if option.shards:
             state = ceil(state / option.layout.groups)
-        return state + (trained_bytes if option.lossy else 0)
+        return state
 
     def _resident(self, k: int, option: Option, samples: int, saved: float) -> float:
         """Bytes of feature maps that stay from forward to backward."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .capability import Capability, degrees
 from .goal import Goal
 from .layout import Layout, Style, data_parallel
-from .plan import SHARDING, ExchangePolicy, MemoryPolicy
+from .plan import SHARDING, ExchangePolicy, FeedbackPolicy, MemoryPolicy
 from .profile import ModelProfile, UnitProfile
 
 
@@ -21,6 +21,7 @@ class Option(NamedTuple):
     exchange: ExchangePolicy = "dense"
     ratio: float = 1.0
     early_release: bool = False
+    feedback: FeedbackPolicy = "residual"
 
     @property
     def lossy(self) -> bool:

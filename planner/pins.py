@@ -25,13 +25,18 @@ from .errors import InputError
 from .goal import Goal, Pin
 from .layout import Layout, Style, lattice
 from .options import Option, allowed, tied_units, ties_agree
-from .plan import ExchangePolicy, MemoryPolicy
+from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy
 from .profile import ModelProfile
 
 STYLES: tuple[Style, ...] = get_args(Style)
 EARLY_RELEASE = "early-release"
-POLICIES: tuple[str, ...] = (*get_args(MemoryPolicy), *get_args(ExchangePolicy), EARLY_RELEASE)
-ALWAYS = ("keep", "dense")
+POLICIES: tuple[str, ...] = (
+    *get_args(MemoryPolicy),
+    *get_args(ExchangePolicy),
+    *get_args(FeedbackPolicy),
+    EARLY_RELEASE,
+)
+ALWAYS = ("keep", "dense", "residual")
 """Policies that a unit falls back on."""
 
 
@@ -107,6 +112,7 @@ def without(capability: Capability, policies: Sequence[str]) -> Capability:
         memory=tuple(m for m in capability.memory if m not in policies),
         exchange=tuple(e for e in capability.exchange if e not in policies),
         early_release=capability.early_release and EARLY_RELEASE not in policies,
+        feedback=tuple(f for f in capability.feedback if f not in policies),
     )
 
 

@@ -13,6 +13,8 @@ MemoryPolicy = Literal["keep", "recompute", "offload"]
 ExchangePolicy = Literal["dense", "sharded", "fully_sharded", "dropped", "topk"]
 SHARDING: tuple[ExchangePolicy, ...] = ("sharded", "fully_sharded")
 """Each rank updates its chunk of a parameter; the second keeps nothing but that between uses."""
+FeedbackPolicy = Literal["residual", "in_place", "mirror", "host_mirror"]
+"""Where top-k keeps what it has not sent. See ``feedback``."""
 Status = Literal["optimal", "feasible", "heuristic", "manual"]
 ScheduleName = Literal["barrier", "priority"]
 """How gradients travel: in buckets, first in, first out, all waited for (``barrier``); in slices,
@@ -40,6 +42,7 @@ class UnitPlan(Noun, frozen=True, kw_only=True):
     early_release: bool = False
     exchange: ExchangePolicy = "dense"
     exchange_ratio: float = 1.0
+    feedback: FeedbackPolicy = "residual"
     parameter_bytes: Bytes = 0
     forward_s: Seconds = 0.0
     backward_s: Seconds = 0.0

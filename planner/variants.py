@@ -10,5 +10,7 @@ from .plan import ExchangePolicy, Plan
 def with_exchange(plan: Plan, policy: ExchangePolicy) -> Plan:
     """The plan by priority with every unit's exchange under ``policy``. Its prediction stays that
     of the plan that it was made from."""
-    units = tuple(msgspec.structs.replace(u, exchange=policy) for u in plan.units)
+    units = tuple(
+        msgspec.structs.replace(u, exchange=policy, feedback="residual") for u in plan.units
+    )
     return msgspec.structs.replace(plan, schedule="priority", units=units)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 from meshwright.planner.budget import single_device_s
-from meshwright.planner.capability import Capability
+from meshwright.planner.capability import EVERYTHING, Capability
 from meshwright.planner.cost import CostModel
 from meshwright.planner.curve import Curve, proportional
 from meshwright.planner.evaluate import rank_memory
@@ -86,6 +86,7 @@ def _draw(rng):
         idle_positions=bool(rng.random() < 0.5),
         early_release=bool(rng.random() < 0.3),
         micro_batches=True,
+        feedback=EVERYTHING.feedback if len(units) % 2 else ("residual",),
     )
     goal = Goal(
         batch=world * int(rng.choice([2, 4, 8])) + int(rng.choice([0, 0, 0, 1])),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...planner.plan import ExchangePolicy
+from ...planner.plan import ExchangePolicy, FeedbackPolicy
 from ..layout.gradients import Members, ShardGradient
 from ..ranks.groups import Group
 from ..ranks.watch import Watch
@@ -27,8 +27,9 @@ class Entry:
     """One parameter and who else holds the same values. ``full_numel`` is its undivided size.
 
     ``degree`` members hold the slices of a divided parameter; ``members`` is then their group.
-    ``unit`` is the place of its first user in forward order; ``exchange`` and ``ratio`` are that
-    unit's policy. ``whole`` says that it is sent whole in every backward, whatever the policy.
+    ``unit`` is the place of its first user in forward order; ``exchange``, ``ratio`` and
+    ``feedback`` are that unit's policy. ``whole`` says that it is sent whole in every backward,
+    whatever the policy.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Entry:
     exchange: ExchangePolicy = "dense"
     ratio: float = 1.0
     whole: bool = False
+    feedback: FeedbackPolicy = "residual"
     channels: Channels | None = None
     """Where its elements are shared among the peers."""
     released: bool = False
@@ -199,6 +201,9 @@ class Exchange(Protocol):
     def ready(self, entry: Entry) -> None:
         """The entry's gradient is complete."""
 
+    def absorb(self, entry: Entry) -> None:
+        """The entry's gradient is complete, in a backward after which nothing is exchanged."""
+
     def end(self, votes: Votes) -> None:
         """Backward is over: sends the rest."""
 
@@ -241,6 +246,9 @@ class BucketExchange:
         entry.parameter.grad = bucket.result(entry)
         if self._eager and not bucket.missing:
             self._advance(all_of_them=False)
+
+    def absorb(self, entry: Entry) -> None:
+        """Nothing to do: gradients add up where they are."""
 
     def sent(self, entry: Entry) -> bool:
         """Whether the entry's bucket has left."""

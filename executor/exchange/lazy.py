@@ -28,6 +28,7 @@ from .priority import PriorityExchange, waiting_parcels
 from .sharded import ShardedParcel
 from .sharded_steps import Sharings, StepOn, cut_state, step_parcels
 from .slices import Parcel
+from .sparse import SparseGradient, completed, moved
 from .waiting import WaitingGradient
 
 Groups = list[dict[str, Any]]
@@ -100,6 +101,8 @@ class LazySteps:
         parameters = [p for group in settled for p in group["params"] if p not in sharded]
         later = waiting_parcels(exchange, parameters)
         taken = {entry.parameter for entries in later.values() for entry in entries}
+        for parameter in set(parameters) - taken:
+            completed(parameter)
         self._apply(_only(settled, [p for p in parameters if p not in taken]))
         for parcel, entries in later.items():
             self._postpone(exchange, parcel, entries, settled)
@@ -142,12 +145,16 @@ class LazySteps:
     def _at_once(self, closure: Any) -> Any:
         """The optimizer's own step, which waits for every gradient that it reads."""
         optimizer = self._optimizer
+        for entry in self._exchange().home if closure is None else ():
+            completed(entry.parameter)
         if self._momentum is None:
             return self._own(optimizer, *(() if closure is None else (closure,)))
         loss = None
         if closure is not None:  # SGD calls it once, first; its backward needs the true groups
             with torch.enable_grad():
                 loss = closure()
+            for entry in self._exchange().home:
+                completed(entry.parameter)
         before = optimizer.param_groups
         optimizer.param_groups = self._groups()
         try:
@@ -165,9 +172,10 @@ class LazySteps:
         def update() -> None:
             for parameter in parameters:
                 resume(parameter)
+            rest = [e for e in entries if not moved(e.parameter, gradients[e], settled)]
             _with_gradients(
-                {e.parameter: e.show(gradients[e]) for e in entries},
-                lambda: self._apply(_only(settled, parameters)),
+                {e.parameter: _shown(e, gradients[e]) for e in rest},
+                lambda: self._apply(_only(settled, [e.parameter for e in rest])),
             )
 
         parcel.update = update
@@ -233,6 +241,13 @@ def releases_not(optimizer: Optimizer | None) -> str | None:
 def _scaled(optimizer: Optimizer) -> bool:
     """Whether a gradient scaler has handed its scale to the optimizer."""
     return hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
+
+
+def _shown(entry: Entry, gradient: Tensor) -> Tensor:
+    """A gradient as an optimizer wants it; one that came in parts for as long as the step needs."""
+    if isinstance(gradient, SparseGradient):
+        return gradient.average.dense()
+    return entry.show(gradient)
 
 
 def _reason(optimizer: Optimizer, own: Any) -> str | None:

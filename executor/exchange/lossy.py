@@ -10,7 +10,8 @@ from torch import Tensor
 from ...planner.errors import InputError
 from ...planner.slices import cut
 from .buckets import Entry
-from .residual import Feedback, Residual
+from .feedback import feedback_of, mirrors
+from .residual import Feedback
 from .slices import Parcel, Slice, empty_like
 
 
@@ -19,7 +20,7 @@ class LossyParcel(Parcel):
 
     def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
         super().__init__(unit, entries, limit_bytes)
-        self.feedback: dict[Entry, Feedback] = {e: Residual() for e in entries if not e.whole}
+        self.feedback: dict[Entry, Feedback] = {e: feedback_of(e) for e in entries if not e.whole}
 
     def _cut(self, limit_bytes: int) -> list[Slice]:
         return cut_apart(self.entries, limit_bytes)
@@ -32,16 +33,28 @@ class LossyParcel(Parcel):
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Copies of what is held, by parameter."""
         return {
-            entry.name: {"residual": feedback.held.clone()}
+            entry.name: {_held_as(entry): held.clone()}
             for entry, feedback in self.feedback.items()
-            if feedback.held is not None
+            if (held := feedback.held) is not None
         }
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Holds what a ``state`` of the same parameters says."""
         for entry, feedback in self.feedback.items():
-            held = state.get(entry.name, {}).get("residual")
+            saved = state.get(entry.name, {})
+            strange = {"residual", "mirror"} & set(saved) - {_held_as(entry)}
+            if strange:
+                raise InputError(
+                    f"the exchange state has a {strange.pop()} of {entry.name!r} and the plan "
+                    f"keeps a {_held_as(entry)}: load it under the plan that saved it"
+                )
+            held = saved.get(_held_as(entry))
             feedback.restore(None if held is None else like(entry, held))
+
+
+def _held_as(entry: Entry) -> str:
+    """Gradients are saved alike wherever they were held; updates are something else."""
+    return "mirror" if mirrors(entry) else "residual"
 
 
 def cut_apart(entries: Sequence[Entry], limit_bytes: int) -> list[Slice]:

@@ -7,6 +7,9 @@ what it holds back and sends are sums of these u, and the optimizer updates thes
 momentum. Of an element that was held back, u is forgotten when it is sent, so that old momentum
 does not push on for long. Unlike there, an element that is sent as soon as it is computed keeps its
 u: where all is sent in every step this is torch's SGD, weight decay included.
+
+A mirror takes the whole local update at once, so weight decay and the rate come before the choice
+for it, without momentum too.
 """
 
 from __future__ import annotations
@@ -24,27 +27,38 @@ Groups = list[dict[str, Any]]
 
 
 class Momentum:
-    """The momentum of an optimizer, for the parameters whose gradients it corrects."""
+    """The momentum of an optimizer, for the parameters whose gradients it corrects: those of
+    ``mirrored`` ones in any case."""
 
-    def __init__(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Iterable[nn.Parameter],
+        mirrored: Iterable[nn.Parameter] = (),
+    ) -> None:
         self._optimizer = optimizer
         self._candidates = set(parameters)
+        self._mirrored = set(mirrored)
         self._groups: dict[nn.Parameter, dict[str, Any]] = {}
         self._stepped = True
 
-    def include(self, parameters: Iterable[nn.Parameter]) -> None:
+    def include(
+        self, parameters: Iterable[nn.Parameter], mirrored: Iterable[nn.Parameter] = ()
+    ) -> None:
         """Corrects more parameters, where they belong to the optimizer."""
         self._candidates |= set(parameters)
+        self._mirrored |= set(mirrored)
 
     def begin(self) -> None:
         """Before a backward: reads the hyperparameters that are in force."""
         self._groups = {
             p: group
             for group in self._optimizer.param_groups
-            for p in (group["params"] if group["momentum"] else ())
-            if p in self._candidates
+            for p in group["params"]
+            if p in (self._candidates if group["momentum"] else self._mirrored)
         }
-        if not self._stepped and any(p.grad is not None and p.grad.any() for p in self._groups):
+        gathering = (p for p, group in self._groups.items() if group["momentum"])
+        if not self._stepped and any(p.grad is not None and p.grad.any() for p in gathering):
             raise RunError(
                 "gradients were exchanged twice before one step, which top-k with momentum would "
                 "take for two steps: run all backwards but the last under no_sync (micro_batches "
@@ -63,21 +77,55 @@ class Momentum:
         """Whether a parameter's momentum is applied here."""
         return parameter in self._groups
 
+    def rate(self, parameter: nn.Parameter, name: str) -> float:
+        """The learning rate of a parameter."""
+        if parameter not in self._groups:
+            raise RunError(
+                f"parameter {name!r} is mirrored and no longer in the optimizer that the plan was "
+                "applied with: leave it there, or plan with feedback 'in_place'"
+            )
+        return float(self._groups[parameter]["lr"])
+
+    def gathers(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has a velocity here, to which gradients are added."""
+        return parameter in self._groups and bool(self._groups[parameter]["momentum"])
+
+    def gather(
+        self, parameter: nn.Parameter, velocity: Tensor | None, gradient: Tensor, *, fresh: bool
+    ) -> Tensor | None:
+        """The velocity with a gradient that others of the same step will be added to; ``fresh`` for
+        the first. None where their sum is needed by itself."""
+        group = self._groups[parameter]
+        if group["nesterov"]:
+            return None
+        if velocity is None:
+            velocity = self._buffer(parameter, group, gradient)
+        return velocity.mul_(group["momentum"] if fresh else 1).add_(gradient)
+
     def advance(
-        self, parameter: nn.Parameter, velocity: Tensor | None, gradient: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(the new velocity u, what is to be applied) after one more gradient; all of a shape."""
+        self,
+        parameter: nn.Parameter,
+        velocity: Tensor | None,
+        gradient: Tensor,
+        *,
+        fresh: bool = True,
+    ) -> tuple[Tensor | None, Tensor]:
+        """(the new velocity u, None without momentum; what is to be applied) after one more
+        gradient; all of a shape. Takes ``gradient`` over. ``fresh`` unless others of this step were
+        gathered."""
         group = self._groups[parameter]
         if group["weight_decay"]:
             # The optimizer turns the sign of what it gets where it maximises.
             rate = -group["weight_decay"] if group["maximize"] else group["weight_decay"]
-            gradient = gradient.add(parameter.detach(), alpha=rate)
+            gradient.add_(parameter.detach(), alpha=rate)
+        if not group["momentum"]:
+            return None, gradient
         if velocity is None:
             velocity = self._buffer(parameter, group, gradient)
-        velocity.mul_(group["momentum"]).add_(gradient)
+        velocity.mul_(group["momentum"] if fresh else 1).add_(gradient)
         if group["nesterov"]:
-            return velocity, gradient.add(velocity, alpha=group["momentum"])
-        return velocity, velocity.clone()
+            return velocity, gradient.add_(velocity, alpha=group["momentum"])
+        return velocity, gradient.copy_(velocity)
 
     def _buffer(self, parameter: nn.Parameter, group: dict[str, Any], like: Tensor) -> Tensor:
         """What a run without correction has gathered, or zeros."""

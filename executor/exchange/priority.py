@@ -32,6 +32,7 @@ from .schedule import Orders
 from .sharded import ShardedParcel
 from .sharded_gradient import ShardedGradient
 from .slices import Parcel, as_sent, make_parcels
+from .sparse import SparseGradient, completed, stand_for
 from .trip import Stage, Trip
 from .waiting import WaitingGradient
 
@@ -92,7 +93,7 @@ class PriorityExchange:
             new.load(old.state())
             new.momentum = old.momentum
             if new.momentum is not None:
-                new.momentum.include(new.parameters)
+                new.momentum.include(new.parameters, new.mirrored)
 
     # -- backward ------------------------------------------------------------------------------
 
@@ -119,19 +120,37 @@ class PriorityExchange:
 
     def ready(self, entry: Entry) -> None:
         """The entry's gradient is complete: its slices leave if it is their turn."""
-        self._take(entry)
-        if self._eager and self.home[entry].full:
+        parcel = self.home[entry]
+        self._take(entry, as_sent(entry))
+        if isinstance(parcel.gradients[entry], SparseGradient):
+            self._show(entry)  # its memory is free from here on
+        if parcel.full:
+            parcel.ready_s = time.perf_counter() - self._start_s
+        if self._eager and parcel.full:
             if self.uses is not None:
-                parcels = self.uses.parcels
-                self._waited_s += make_room(self.home[entry], parcels, self._watch)
+                self._waited_s += make_room(parcel, self.uses.parcels, self._watch)
             self._advance()
             self._release()
 
-    def _take(self, entry: Entry) -> None:
+    def absorb(self, entry: Entry) -> None:
+        """The gradient of a backward after which nothing is exchanged: its memory is free where it
+        can be added to what is held."""
+        if self.home[entry].absorb(entry, as_sent(entry)):
+            entry.parameter.grad = None
+
+    def _take(self, entry: Entry, gradient: Tensor) -> None:
         parcel = self.home[entry]
-        parcel.gradients[entry] = as_sent(entry)
-        if parcel.full:
-            parcel.ready_s = time.perf_counter() - self._start_s
+        average = parcel.fold(entry, gradient)
+        if average is not None:
+            myself, mine = weakref.ref(self), weakref.ref(parcel)
+
+            def finish() -> None:
+                exchange, parcel = myself(), mine()
+                if exchange is not None and parcel is not None:
+                    exchange.finish(parcel)
+
+            gradient = stand_for(average, entry, gradient, finish)
+        parcel.gradients[entry] = gradient
 
     def _advance(self) -> None:
         turns = self._orders.turns
@@ -189,9 +208,8 @@ class PriorityExchange:
     def _take_unused(self, entry: Entry) -> None:
         """What is sent of a gradient that may stay as it is: a copy."""
         held = as_sent(entry)
-        parcel = self.home[entry]
-        parcel.gradients[entry] = held.clone() if held is entry.parameter.grad else held
-        parcel.idle.add(entry)
+        self.home[entry].idle.add(entry)
+        self._take(entry, held.clone() if held is entry.parameter.grad else held)
 
     def _check_votes(self) -> set[Entry]:
         votes, self._votes = self._votes, None
@@ -208,6 +226,9 @@ class PriorityExchange:
         if not parcel.sends(entry):
             parcel.hold(entry)
             parameter.grad = None
+            return
+        if isinstance(parcel.gradients[entry], SparseGradient):
+            parameter.grad = parcel.gradients[entry]
             return
         myself, mine, its = weakref.ref(self), weakref.ref(parcel), weakref.ref(parameter)
         gradient = entry.show(parcel.gradients[entry])
@@ -244,9 +265,10 @@ class PriorityExchange:
         entry.parameter.grad = ShardedGradient.standing(sharing, part, settle, vacate)
 
     def complete(self) -> None:
-        """Puts gradients together that ranks still have in chunks, as more will be added to them.
-        Collective; nothing to do where a step or ``zero_grad`` has come between."""
+        """Puts gradients together that ranks still have in chunks or in parts, as more will be
+        added to them. Collective; nothing to do where ``zero_grad`` has come between."""
         for entry, parcel in self.home.items():
+            completed(entry.parameter)
             gradient = entry.parameter.grad
             if isinstance(parcel, ShardedParcel) and isinstance(gradient, ShardedGradient):
                 entry.parameter.grad = gradient.complete()
@@ -298,7 +320,8 @@ class PriorityExchange:
         update, gradients = parcel.update, parcel.gradients
         parcel.clear()
         for entry, gradient in gradients.items():
-            if isinstance(entry.parameter.grad, WaitingGradient):
+            shown = entry.parameter.grad
+            if isinstance(shown, WaitingGradient) and not isinstance(shown, SparseGradient):
                 entry.parameter.grad = entry.show(gradient)
         if update is not None:
             update()

@@ -35,8 +35,9 @@ class Feedback(Protocol):
     def held(self) -> Tensor | None:
         """What has not been sent, in the parameter's shape; None where that is nothing."""
 
-    def add(self, gradient: Tensor) -> Tensor:
-        """Adds what was computed, and returns what is held now. Takes ``gradient`` over."""
+    def add(self, computed: Tensor, rate: float = 1.0) -> Tensor:
+        """Adds ``rate`` times what was computed, and returns what is held now. Takes ``computed``
+        over."""
 
     def take(self, index: Tensor) -> Tensor:
         """Takes the elements at ``index`` (as they lie in memory) out, to be sent."""
@@ -59,9 +60,13 @@ class Residual:
         """What has not been sent."""
         return self._held
 
-    def add(self, gradient: Tensor) -> Tensor:
-        """Adds what was computed, and returns what is held now. Takes ``gradient`` over."""
-        self._held = gradient if self._held is None else self._held.add_(gradient)
+    def add(self, computed: Tensor, rate: float = 1.0) -> Tensor:
+        """Adds ``rate`` times what was computed, and returns what is held now. Takes ``computed``
+        over."""
+        if self._held is None:
+            self._held = computed if rate == 1 else computed.mul_(rate)
+        else:
+            self._held.add_(computed, alpha=rate)
         return self._held
 
     def take(self, index: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from ...planner.slices import Cut, cut, fits_together
 from ..ranks.watch import Watch
 from .buckets import Entry
 from .pending import bare
+from .sparse import SparseAverage
 
 
 class Slice:
@@ -134,6 +135,16 @@ class Parcel:
         sent = self.slices[number]
         if not sent.skipped:
             sent.send(self.gradients)
+
+    def absorb(self, entry: Entry, gradient: Tensor) -> bool:
+        """Takes in the gradient of a backward after which nothing is sent. False where it stays,
+        for later ones to be added to it."""
+        return False
+
+    def fold(self, entry: Entry, gradient: Tensor) -> SparseAverage | None:
+        """Takes a gradient in at once, where its memory is not needed any more, and returns what
+        will come of it; None where it travels as it is."""
+        return None
 
     def sends(self, entry: Entry) -> bool:
         """Whether anything of the entry is sent in this backward; if not, it is held."""

@@ -13,16 +13,17 @@ from math import ceil
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.slices import Cut, cut
-from ..ranks.watch import Watch
+from ...planner.slices import cut
 from .buckets import Entry
+from .feedback import folds, mirrors
 from .lossy import LossyParcel, like
 from .momentum import Momentum
+from .picked import PickedSlice
 from .residual import Lossy, flat_of
 from .slices import Slice
+from .sparse import SparseAverage
 
 MOST_ELEMENTS = 2**31 - 1
 """Elements are numbered in int32."""
@@ -50,6 +51,7 @@ class Picking:
         self._backwards = 0
         self.momentum: Momentum | None = None
         self.parameters = [e.parameter for p in parcels for e in p.feedback]
+        self.mirrored = [e.parameter for p in parcels for e in p.feedback if mirrors(e)]
         for parcel in parcels:
             parcel.picking = self
 
@@ -57,6 +59,11 @@ class Picking:
         """How many elements of an entry each rank sends in this backward."""
         numel = entry.parameter.numel()
         return min(numel, ceil(ratio_at(entry.ratio, self._backwards, self._lossy) * numel))
+
+    def rate(self, entry: Entry) -> float:
+        """The learning rate that is in force for a mirror."""
+        assert self.momentum is not None, "checked when the plan was applied"
+        return self.momentum.rate(entry.parameter, entry.name)
 
     def begin(self) -> None:
         """Before a backward."""
@@ -78,55 +85,6 @@ class Picking:
         self._backwards = int(state["backwards"])
 
 
-class PickedSlice(Slice):
-    """One collective: some elements of one parameter, with their numbers."""
-
-    def __init__(self, entry: Entry) -> None:
-        super().__init__([entry], Cut((0,)))
-        self._parts: list[Tensor] = []
-        self._message_bytes = 0
-
-    @property
-    def sent_bytes(self) -> int:
-        """What a ring sends for it: each rank's message passes every other rank."""
-        return (self.entries[0].group.size - 1) * self._message_bytes
-
-    @property
-    def bytes(self) -> int:
-        """Those of a gradient whose sum would take a ring as long."""
-        return self.entries[0].group.size * self._message_bytes // 2
-
-    def expect(self, count: int) -> None:
-        """Says how many elements it will carry."""
-        size = self.entries[0].parameter.element_size() + torch.int32.itemsize
-        self._message_bytes = count * size
-
-    def send_picked(self, values: Tensor, index: Tensor) -> None:
-        """Starts to show these elements to all peers. Collective, in the order of all slices."""
-        self._settled = False
-        group = self.entries[0].group
-        # One message of both: half the latency of two.
-        message = torch.cat([values.view(torch.uint8), index.int().view(torch.uint8)])
-        wire = message.new_empty(group.size * message.numel())
-        self._wire, self._parts = message, list(wire.chunk(group.size)) if len(values) else []
-        if len(values):
-            self.work = dist.all_gather(self._parts, message, group=group.handle, async_op=True)
-
-    def settle(self, gradients: dict[Entry, Tensor], watch: Watch, doing: str) -> float:
-        """Waits, and makes the dense average. Returns the seconds waited."""
-        if self._settled:
-            return 0.0
-        (entry,) = self.entries
-        waited = watch.wait(self.work, entry.group, doing)
-        average = flat_of(gradients[entry]).zero_()
-        for part in self._parts:
-            values, index = _unpacked(part, average.dtype)
-            average.index_add_(0, index, values)
-        average.div_(entry.group.size)
-        self._settled, self._wire, self._parts, self.work = True, None, [], None
-        return waited
-
-
 def largest(flat: Tensor, count: int) -> Tensor:
     """The numbers of the ``count`` elements with the largest magnitudes.
 
@@ -144,14 +102,6 @@ def largest(flat: Tensor, count: int) -> Tensor:
     return sizes.topk(count, sorted=False).indices
 
 
-def _unpacked(part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The values and the numbers of a message."""
-    count = part.numel() // (dtype.itemsize + torch.int32.itemsize)
-    # Copies, as messages of other ranks begin at bytes that no multiple of the type's size need be.
-    values = part[: count * dtype.itemsize].clone().view(dtype)
-    return values, part[count * dtype.itemsize :].clone().view(torch.int32)
-
-
 class TopkParcel(LossyParcel):
     """Gradients of which the largest elements are sent; the others are held."""
 
@@ -160,6 +110,9 @@ class TopkParcel(LossyParcel):
     def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
         super().__init__(unit, entries, limit_bytes)
         self.velocities: dict[Entry, Tensor] = {}
+        self._picks: dict[Entry, tuple[Tensor, Tensor]] = {}
+        self._absorbed: set[Entry] = set()
+        """The entries that backwards before this one have added to without an exchange."""
 
     def _cut(self, limit_bytes: int) -> list[Slice]:
         whole = [e for e in self.entries if e.whole]
@@ -186,28 +139,71 @@ class TopkParcel(LossyParcel):
             return
         assert number == self.sent, "slices of a parcel leave in their order"
         self.sent += 1
-        one.send_picked(*self._pick(one.entries[0]))
+        (entry,) = one.entries
+        picks = self._picks.pop(entry, None)
+        one.send_picked(*(picks or self._pick(entry, self.gradients[entry].clone(), 1.0)))
 
-    def _pick(self, entry: Entry) -> tuple[Tensor, Tensor]:
-        """The values and the numbers of what is sent of an entry."""
-        new, velocity = self._new(entry)
-        held = flat_of(self.feedback[entry].add(new.clone()))
-        index = largest(held, self.picking.count(entry))
+    def absorb(self, entry: Entry, gradient: Tensor) -> bool:
+        """Takes in the gradient of a backward after which nothing is sent, where that is the same
+        as to take it in with the last. False where it stays."""
+        momentum, feedback = self.picking.momentum, self.feedback.get(entry)
+        if feedback is None or not folds(entry):
+            return False
+        gradient = gradient.as_subclass(Tensor)
+        if momentum is not None and momentum.gathers(entry.parameter):
+            known = self.velocities.get(entry)
+            fresh = entry not in self._absorbed
+            velocity = momentum.gather(entry.parameter, known, gradient, fresh=fresh)
+            if velocity is None:
+                return False
+            self.velocities[entry] = velocity
+            self._absorbed.add(entry)
+            return True
+        feedback.add(gradient, self.picking.rate(entry) if mirrors(entry) else 1.0)
+        feedback.take(torch.empty(0, dtype=torch.int64, device=gradient.device))  # none is sent
+        return True
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether something of the entry waits to be sent."""
+        return entry in self._absorbed or super().holds(entry)
+
+    def fold(self, entry: Entry, gradient: Tensor) -> SparseAverage | None:
+        """Takes a gradient in as soon as it is computed, where its memory is not needed for the
+        average: the choice is made, and what will come of it is returned."""
+        if not folds(entry):
+            return None
+        gradient = gradient.as_subclass(Tensor)  # of a divided parameter it may know its members
+        rate = self.picking.rate(entry) if mirrors(entry) else 1.0
+        average = SparseAverage(entry, rate, gradient)
+        self._picks[entry] = self._pick(entry, gradient, rate)
+        return average
+
+    def _pick(self, entry: Entry, gradient: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        """The values and the numbers of what is sent of an entry. Takes ``gradient`` over."""
+        new, velocity = self._new(entry, gradient)
+        held = self.feedback[entry].add(new, rate)
+        index = largest(flat_of(held), self.picking.count(entry))
         values = self.feedback[entry].take(index)
-        if velocity is not None:
-            delayed = values != flat_of(new)[index]
+        if velocity is not None and held is not new:  # where it is, nothing was held before
+            delayed = values != flat_of(new)[index].mul_(rate)
             flat_of(velocity).index_fill_(0, index[delayed], 0)
         return values, index
 
-    def _new(self, entry: Entry) -> tuple[Tensor, Tensor | None]:
-        """(what is to be applied of this backward, the velocity behind it if there is one)."""
-        gradient, momentum = self.gradients[entry], self.picking.momentum
+    def _new(self, entry: Entry, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(what is to be applied of this backward, in the gradient's memory; the velocity behind it
+        if there is one)."""
+        momentum = self.picking.momentum
         # What this rank has not used leaves its velocity alone, as torch's SGD does without a grad.
-        if momentum is None or entry in self.idle or not momentum.corrects(entry.parameter):
+        fresh = entry not in self._absorbed
+        self._absorbed.discard(entry)
+        unused = entry in self.idle and fresh
+        if momentum is None or unused or not momentum.corrects(entry.parameter):
             return gradient, None
         known = self.velocities.get(entry)
-        self.velocities[entry], new = momentum.advance(entry.parameter, known, gradient)
-        return new, self.velocities[entry]
+        velocity, new = momentum.advance(entry.parameter, known, gradient, fresh=fresh)
+        if velocity is not None:
+            self.velocities[entry] = velocity
+        return new, velocity
 
     def forget(self, entry: Entry) -> None:
         """No rank has anything of the entry: what was sent of it does not count."""

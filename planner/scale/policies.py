@@ -9,9 +9,10 @@ import numpy as np
 from ..budget import energy_budget
 from ..choices import may_gather
 from ..cost import CostModel
+from ..feedback import feedbacks
 from ..gathering import neighbours
 from ..options import Option
-from ..plan import SHARDING
+from ..plan import SHARDING, FeedbackPolicy
 from ..rows import AT, FIGURES
 from ..shares import saved_bytes
 from ..step import LINKS
@@ -119,21 +120,29 @@ def _exchange(source: Figures, k: int, lossy: Sequence[tuple[str, float]]) -> Bl
         and source.model.sliced
         and source.model.micro_batches == 1
     )
-    fields = [(x, r, e) for x, r in names for e in (False, True)
+    fields = [(x, r, e, f) for x, r in names for e in (False, True)
+              for f in _feedbacks(source, x)
               if not e or (early and x not in SHARDING)]  # fmt: skip
     figures = np.zeros((len(states), len(fields), len(FIGURES)))
     open_ = np.zeros(figures.shape[:2], dtype=bool)
     for i, state in enumerate(states):
         plain = np.array(source.figures(k, Option(*state)))
-        for p, (x, r, e) in enumerate(fields):
+        for p, (x, r, e, f) in enumerate(fields):
             if x == "dense" or state[0].groups > 1:
-                option = Option(*state, "keep", x, r, e)  # type: ignore[arg-type]
+                option = Option(*state, "keep", x, r, e, f)  # type: ignore[arg-type]
                 figures[i, p] = np.array(source.figures(k, option)) - plain
                 open_[i, p] = True
     policies: tuple[Policy, ...] = tuple(
-        (("exchange", x), ("ratio", r), ("early_release", e)) for x, r, e in fields
+        (("exchange", x), ("ratio", r), ("early_release", e), ("feedback", f))
+        for x, r, e, f in fields
     )
     return Block(policies, figures, open_, np.zeros(len(policies)))
+
+
+def _feedbacks(source: Figures, exchange: str) -> tuple[FeedbackPolicy, ...]:
+    model, known = source.model, source.space.capability.feedback
+    host_bytes_per_s = model.cluster.host_bytes_per_s
+    return feedbacks(exchange, model.goal.optimizer, known, host_bytes_per_s)
 
 
 def _shards(model: CostModel, exchanges: Sequence[str]) -> bool:

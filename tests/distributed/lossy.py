@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.exchange.residual import Lossy
 from meshwright.executor.parallel import run_of
-from meshwright.planner.plan import ExchangePolicy, Plan
+from meshwright.planner.plan import ExchangePolicy, FeedbackPolicy, Plan
 from plans import plan, scheduled, unit
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,15 +33,24 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def lossy_plan(
-    exchange: ExchangePolicy, ratio: float, world: int = 2, *, slices_bytes: int = 2**20
+    exchange: ExchangePolicy,
+    ratio: float,
+    world: int = 2,
+    *,
+    slices_bytes: int = 2**20,
+    feedback: FeedbackPolicy = "residual",
+    units: Sequence[str] = UNITS,
 ) -> Plan:
     """Plain data parallelism with that exchange for all units, by priority."""
     with scheduled("priority"):
         units = [
             msgspec.structs.replace(
-                unit(name, 1, "none", world), exchange=exchange, exchange_ratio=ratio
+                unit(name, 1, "none", world),
+                exchange=exchange,
+                exchange_ratio=ratio,
+                feedback=feedback,
             )
-            for name in UNITS
+            for name in units
         ]
         return plan(world, units, bucket_bytes=slices_bytes)
 

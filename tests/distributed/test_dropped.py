@@ -102,11 +102,12 @@ def test_nothing_is_lost_while_it_is_held(ranks):
     ranks(2)(sent_and_held_are_computed)
 
 
-def resumes(rank: int, exchange: str, ratio: float) -> None:
+def resumes(rank: int, exchange: str, ratio: float, **options: str) -> None:
     lossy = Lossy(patience=4, stages=2, stage_backwards=3)
-    whole = Training(lossy_plan(exchange, ratio), momentum, lossy=lossy)
+    chosen = lossy_plan(exchange, ratio, **options)
+    whole = Training(chosen, momentum, lossy=lossy)
     expected = whole.steps(range(14))
-    first = Training(lossy_plan(exchange, ratio), momentum, lossy=lossy)
+    first = Training(chosen, momentum, lossy=lossy)
     first.steps(range(7))
     file = io.BytesIO()
     saved = (
@@ -117,7 +118,7 @@ def resumes(rank: int, exchange: str, ratio: float) -> None:
     torch.save(saved, file)
     file.seek(0)
     model, optimizer, exchange_state = torch.load(file, weights_only=True)
-    second = Training(lossy_plan(exchange, ratio), momentum, lossy=lossy)
+    second = Training(chosen, momentum, lossy=lossy)
     second.steps([90])  # leaves something to be replaced
     second.model.load_state_dict(model)
     second.optimizer.load_state_dict(optimizer)
@@ -200,10 +201,10 @@ class Branches(nn.Module):
         return self.branches[which](self.head(x))
 
 
-def unused_on_some_ranks(rank: int, exchange: str) -> None:
+def unused_on_some_ranks(rank: int, exchange: str, **options: str) -> None:
     torch.manual_seed(3)
     model = Branches()
-    chosen = lossy_plan(exchange, 0.4)
+    chosen = lossy_plan(exchange, 0.4, **options)
     names = ("head", "branches.0", "branches.1", "branches.2")
     units = [
         msgspec.structs.replace(u, modules=(n,), name=n)

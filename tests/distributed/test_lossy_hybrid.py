@@ -14,7 +14,7 @@ from meshwright.executor.apply import apply
 from meshwright.executor.exchange.residual import Lossy
 from meshwright.executor.exchange_state import exchange_state_dict
 from meshwright.executor.parallel import full_state_dict
-from meshwright.planner.plan import ExchangePolicy, Plan
+from meshwright.planner.plan import ExchangePolicy, FeedbackPolicy, Plan
 from plans import plan, scheduled, unit
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -38,7 +38,7 @@ def net() -> nn.Sequential:
     ).double()  # fmt: skip
 
 
-def hybrid(exchange: ExchangePolicy) -> Plan:
+def hybrid(exchange: ExchangePolicy, feedback: FeedbackPolicy) -> Plan:
     """The second and the third layer divided over pairs, by columns and by rows."""
     styles = {"2": "column", "4": "row"}
     with scheduled("priority"):
@@ -46,7 +46,8 @@ def hybrid(exchange: ExchangePolicy) -> Plan:
             unit(name, DEGREE if name in styles else 1, styles.get(name, "none"), WORLD)
             for name in ("0", "2", "4", "5", "6")
         ]
-        units = [msgspec.structs.replace(u, exchange=exchange, exchange_ratio=RATIO) for u in units]
+        how = {"exchange": exchange, "exchange_ratio": RATIO, "feedback": feedback}
+        units = [msgspec.structs.replace(u, **how) for u in units]
         return plan(WORLD, units, placement=PLACEMENT, bucket_bytes=1500)
 
 
@@ -206,10 +207,12 @@ ALONE = {"topk": TopkAlone, "dropped": DroppedAlone}
 # -- ranks ------------------------------------------------------------------------------------
 
 
-def equals_one_process(rank: int, exchange: ExchangePolicy) -> None:
+def equals_one_process(
+    rank: int, exchange: ExchangePolicy, feedback: FeedbackPolicy = "residual"
+) -> None:
     alone, model, position = ALONE[exchange](), net(), PLACEMENT.index(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-    apply(model, optimizer, hybrid(exchange), timeout_s=20, lossy=LOSSY)
+    apply(model, optimizer, hybrid(exchange, feedback), timeout_s=20, lossy=LOSSY)
     assert model[2].weight.shape == (20, 24)
     waiting = set()
     for step in range(STEPS):
@@ -228,7 +231,8 @@ def equals_one_process(rank: int, exchange: ExchangePolicy) -> None:
             if holder.name in held and position in holder.positions:
                 if holder.name in CUT and holder.member != position % DEGREE:
                     continue
-                residual = held[holder.name]["residual"]
+                saved = held[holder.name]
+                residual = saved["mirror"] / RATE if "mirror" in saved else saved["residual"]
                 torch.testing.assert_close(residual, alone.held[holder], rtol=1e-9, atol=1e-10)
                 waiting |= {holder.name} if residual.any() else set()
     assert {"2.weight", "4.weight"} <= waiting
@@ -239,3 +243,8 @@ def equals_one_process(rank: int, exchange: ExchangePolicy) -> None:
 @pytest.mark.parametrize("exchange", ["topk", "dropped"])
 def test_divided_units_send_what_one_process_would(ranks, exchange):
     ranks(WORLD)(equals_one_process, exchange)
+
+
+@pytest.mark.parametrize("feedback", ["in_place", "mirror"])
+def test_divided_units_keep_the_rest_where_the_plan_says(ranks, feedback):
+    ranks(WORLD)(equals_one_process, "topk", feedback)

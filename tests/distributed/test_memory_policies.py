@@ -17,7 +17,7 @@ import torch.distributed as dist
 from meshwright import models
 from meshwright.executor.apply import apply
 from meshwright.executor.exchange.release import ReleasedGradient
-from meshwright.executor.memory.peak import host as hosts
+from meshwright.executor.memory import host as hosts
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import run_of
 from meshwright.models.gpt import GPT, Shape

@@ -1,4 +1,5 @@
-"""Error feedback conserves: what was sent plus what is held is what was computed, to the bit."""
+"""Error feedback conserves: what was sent plus what is held is what was computed, to the bit,
+wherever it is held."""
 
 from __future__ import annotations
 
@@ -7,9 +8,14 @@ import math
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from meshwright.executor.exchange.buckets import Entry
 from meshwright.executor.exchange.dropping import Piece, choose
-from meshwright.executor.exchange.residual import Residual, flat_of
-from torch import Tensor
+from meshwright.executor.exchange.feedback import HostMirror
+from meshwright.executor.exchange.momentum import Momentum
+from meshwright.executor.exchange.residual import Lossy, Residual, flat_of
+from meshwright.executor.exchange.topk import Picking, TopkParcel
+from meshwright.executor.ranks.groups import Group
+from torch import Tensor, nn
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
 
@@ -73,6 +79,95 @@ def test_pieces_that_wait_are_sent_with_all_that_they_held(shape, seed, sends):
             residual.add(gradient)
         held = torch.zeros(shape) if residual.held is None else residual.held
         assert torch.equal(sent + held, computed)
+
+
+RATES = [2.0**-i for i in range(5)]
+"""Powers of two, by which whole numbers are multiplied without rounding."""
+
+
+@given(
+    shape=shapes,
+    ratio=st.floats(0.001, 1.0),
+    rates=st.lists(st.sampled_from(RATES), min_size=1, max_size=12),
+    seed=st.integers(0, 999),
+    kind=st.sampled_from([Residual, HostMirror]),
+)
+def test_updates_at_the_rate_of_their_time_are_sent_or_held(shape, ratio, rates, seed, kind):
+    mirror = kind()
+    sent = torch.zeros(shape, dtype=torch.float64)
+    computed = torch.zeros(shape, dtype=torch.float64)
+    for rate, gradient in zip(rates, gradients(seed, shape, len(rates), whole=True), strict=True):
+        computed += rate * gradient
+        held = mirror.add(gradient.clone(), rate)
+        index = flat_of(held).abs().topk(math.ceil(ratio * held.numel())).indices
+        part = torch.zeros_like(held)
+        flat_of(part)[index] = mirror.take(index)
+        sent += part
+        assert torch.equal(sent + mirror.held, computed)
+    before = mirror.held.clone()
+    mirror.restore(before)
+    left = torch.zeros_like(before)
+    mirror.take_all(left)
+    assert torch.equal(left, before)
+    assert mirror.held is None
+
+
+class Handle:
+    """Stands for a process group that is never asked."""
+
+
+PAIR = Group((0, 1), 0, Handle(), "exchange")
+
+
+def parcel_of(feedback: str, shape: tuple[int, ...], ratio: float, rate: float) -> TopkParcel:
+    parameter = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    entry = Entry(
+        "w", parameter, PAIR, 1, parameter.numel(), None, 0, "topk", ratio, feedback=feedback
+    )
+    parcel = TopkParcel(0, [entry], 1000)
+    picking = Picking([parcel], Lossy(stages=0))
+    optimizer = torch.optim.SGD([parameter], lr=rate)
+    picking.momentum = Momentum(optimizer, picking.parameters, picking.mirrored)
+    picking.begin()
+    return parcel
+
+
+@given(
+    shape=shapes,
+    ratio=st.floats(0.001, 1.0),
+    exchanged=st.lists(st.booleans(), min_size=1, max_size=12),
+    seed=st.integers(0, 999),
+    feedback=st.sampled_from(["residual", "in_place", "mirror"]),
+)
+def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, seed, feedback):
+    """A parcel's choices and what it holds are what was computed, micro-batches included, and a
+    checkpoint between them loses nothing."""
+    rate = 0.125
+    unit = rate if feedback == "mirror" else 1.0
+    parcel = parcel_of(feedback, shape, ratio, rate)
+    sent = torch.zeros(shape, dtype=torch.float64)
+    computed, waiting = sent.clone(), None
+    for sends, new in zip(
+        exchanged, gradients(seed, shape, len(exchanged), whole=True), strict=True
+    ):
+        (entry,) = parcel.entries
+        new = new.contiguous()
+        computed += new
+        gradient = new.clone() if waiting is None else waiting + new
+        if not sends:
+            waiting = None if parcel.absorb(entry, gradient) else gradient
+            continue
+        waiting = None
+        if parcel.fold(entry, gradient) is not None:
+            values, index = parcel._picks.pop(entry)
+        else:
+            values, index = parcel._pick(entry, gradient.clone(), 1.0)
+        flat_of(sent)[index] += values / unit
+        other = parcel_of(feedback, shape, ratio, rate)
+        other.load(parcel.state())
+        parcel = other
+        held = parcel.feedback[parcel.entries[0]].held
+        assert torch.equal(sent + held / unit, computed)
 
 
 pieces = st.builds(Piece, st.integers(1, 1000), st.floats(0, 1), st.integers(0, 12))

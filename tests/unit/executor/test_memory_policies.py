@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from meshwright.executor.memory.peak import offload
+from meshwright.executor.memory import offload
 from meshwright.executor.memory.install import check_memory, install_memory
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.planner.errors import InputError, RunError

@@ -6,8 +6,9 @@ import pytest
 import torch
 from meshwright.executor.exchange.buckets import Entry
 from meshwright.executor.exchange.momentum import Momentum, check_momentum
+from meshwright.executor.exchange.picked import _unpacked
 from meshwright.executor.exchange.residual import Lossy, Residual
-from meshwright.executor.exchange.topk import Picking, TopkParcel, _unpacked, largest, ratio_at
+from meshwright.executor.exchange.topk import Picking, TopkParcel, largest, ratio_at
 from meshwright.executor.ranks.groups import Group
 from meshwright.planner.errors import InputError, RunError
 from torch import nn
@@ -34,8 +35,7 @@ def parcel_of(*shapes: tuple[int, ...], ratio: float = 0.25) -> tuple[TopkParcel
 
 def picked(parcel: TopkParcel, gradient: list[list[float]]) -> dict[int, float]:
     entry = parcel.entries[0]
-    parcel.gradients[entry] = torch.tensor(gradient)
-    values, index = parcel._pick(entry)
+    values, index = parcel._pick(entry, torch.tensor(gradient), 1.0)
     return dict(zip(index.tolist(), values.tolist(), strict=True))
 
 

@@ -11,6 +11,7 @@ from meshwright.planner.budget import energy_budget, gpu_seconds_limit, lost_ene
 from meshwright.planner.capability import EVERYTHING, PLAIN
 from meshwright.planner.choices import unit_options
 from meshwright.planner.cost import CostModel
+from meshwright.planner.errors import InputError
 from meshwright.planner.evaluate import rank_memory
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout, data_parallel
@@ -88,7 +89,67 @@ def test_topk_gathers_values_and_numbers_and_takes_time_to_choose(model):
     assert picked.gradient_bytes == ceil(4 * 0.1 * size * 2)
     assert picked.update_s == pytest.approx(dense.update_s + size * 2e-9)
     residual = holds(model, HOME._replace(exchange="topk", ratio=0.1)) - holds(model, HOME)
-    assert residual[1] == size
+    assert list(residual[1:5]) == [size, 0, 0, 2 * size]
+
+
+@pytest.fixture
+def lossy(model):
+    """The same for SGD, with every exchange possible in both units."""
+    curves = tuple(
+        FidelityProfile(exchange=e, ratios=(0.1, 0.5), kept=(0.99, 0.99))
+        for e in ("topk", "dropped")
+    )
+    inner = (msgspec.structs.replace(u, fidelity=curves) for u in model.profile.units[1:-1])
+    units = (model.profile.units[0], *inner, model.profile.units[-1])
+    profile = msgspec.structs.replace(model.profile, units=units)
+    goal = Goal(batch=32, optimizer="momentum", allow_lossy=True, min_fidelity=0.89)
+    return CostModel(profile, model.cluster, goal, bucket_bytes=4096, sliced=True)
+
+
+TOPK, SIZE = HOME._replace(exchange="topk", ratio=0.1), 4 * 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("feedback", "always", "moment"),
+    [("in_place", 1, 2), ("mirror", 1, 2), ("host_mirror", 0, 3)],
+)
+def test_gradients_that_are_taken_in_live_for_a_moment(lossy, feedback, always, moment):
+    change = holds(lossy, TOPK._replace(feedback=feedback)) - holds(lossy, HOME)
+    assert list(change[1:5]) == [always * SIZE, -SIZE, 0, moment * SIZE]
+
+
+def test_what_is_dropped_is_held_or_sent(lossy):
+    change = holds(lossy, HOME._replace(exchange="dropped", ratio=0.5)) - holds(lossy, HOME)
+    assert list(change[1:5]) == [SIZE, -SIZE, 0, SIZE]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_each_way_to_keep_the_rest_holds_less_than_the_one_before(lossy, micro_batches):
+    model = CostModel(lossy.profile, lossy.cluster, lossy.goal, micro_batches, sliced=True)
+    peaks = [
+        max(m.peak_bytes for m in rank_memory(model, (HOME, one, one, HOME)))
+        for one in (TOPK._replace(feedback=f) for f in ("residual", "in_place", "host_mirror"))
+    ]
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+def test_a_mirror_on_the_host_takes_time_to_copy(lossy):
+    here, there = (lossy.unit(1, TOPK._replace(feedback=f)) for f in ("mirror", "host_mirror"))
+    assert there.backward_s == pytest.approx(here.backward_s + 2 * SIZE / RATE)
+    assert there.update_s == here.update_s
+
+
+def test_mirrors_are_planned_for_sgd_and_in_place_for_others(model, lossy):
+    def ways(priced, **changed):
+        known = msgspec.structs.replace(EVERYTHING, **changed)
+        return {o.feedback for o in unit_options(priced, 1, known) if o.exchange == "topk"}
+
+    assert ways(lossy) == {"mirror", "host_mirror"}
+    assert ways(lossy, feedback=("residual", "in_place")) == {"in_place"}
+    assert ways(lossy, feedback=("residual",)) == {"residual"}
+    assert ways(model) == {"in_place"}
+    with pytest.raises(InputError, match="'mirror' with optimizer 'adam'"):
+        model.unit(1, TOPK._replace(feedback="mirror"))
 
 
 def test_early_release_waits_in_backward_and_frees_the_gradient(model):
