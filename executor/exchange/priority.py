@@ -193,11 +193,12 @@ class PriorityExchange:
 
         def vacate() -> Tensor:
             zeros, parameter = torch.zeros_like(gradient), its()
-            if parameter is not None and parameter.grad is waiting:
+            if parameter is not None and parameter.grad is shown():
                 parameter.grad = zeros
             return zeros
 
         waiting = WaitingGradient.of(gradient, arrive, vacate)
+        shown = weakref.ref(waiting)  # a cycle would keep the gradient until it is collected
         parameter.grad = waiting
 
     def _show_part(self, parcel: ShardedParcel, entry: Entry) -> None:
@@ -211,11 +212,12 @@ class PriorityExchange:
 
         def vacate() -> Tensor:
             parameter, zeros = its(), sharing.zeros(part)
-            if parameter is not None and parameter.grad is waiting:
+            if parameter is not None and parameter.grad is shown():
                 parameter.grad = zeros
             return zeros
 
         waiting = ShardedGradient.standing(sharing, part, settle, vacate)
+        shown = weakref.ref(waiting)
         entry.parameter.grad = waiting
 
     def complete(self) -> None:

@@ -239,6 +239,12 @@ class ShardedParcel(Parcel):
         """Whether the averages in ``part`` are to be waited for, or a step still uses them."""
         return self.trip is not None or any(other is part for other in self._parts.values())
 
+    def send(self, number: int) -> None:
+        """Sends its next slice; after the last what was copied to be sent is not needed."""
+        super().send(number)
+        if self.sent == len(self.slices):
+            self.gradients = {entry: self.part(entry) for entry in self.entries}
+
     @property
     def there(self) -> bool:
         """Whether every slice has come back, after a step the parameters'."""
