@@ -21,7 +21,15 @@ from .errors import InputError
 from .goal import Goal
 from .lanes import simulate_lanes
 from .layout import data_parallel
-from .memory import Holding, MemoryModel, MemoryPoint, peak_bytes, position_classes, timeline
+from .memory import (
+    CLASS_NAMES,
+    Holding,
+    MemoryModel,
+    MemoryPoint,
+    peak_bytes,
+    position_classes,
+    timeline,
+)
 from .noun import fingerprint
 from .options import Decisions, Option
 from .plan import Plan, Prediction, Provenance, UnitPlan
@@ -39,6 +47,12 @@ class RankMemory(NamedTuple):
     unit: str
     holding: Holding
     micro_batches: int
+
+    @property
+    def largest_class(self) -> str:
+        """The class that takes most where most is alive, in words."""
+        peak = max(self.points, key=lambda point: point.total)
+        return CLASS_NAMES[max(CLASS_NAMES, key=lambda name: float(getattr(peak, name)))]
 
     @property
     def points(self) -> tuple[MemoryPoint, ...]:
@@ -60,12 +74,14 @@ class Evaluation(NamedTuple):
 
 
 class Excess(NamedTuple):
-    """The position that is furthest over its limit, or closest to it (then negative)."""
+    """The position that is furthest over its limit, or closest to it (then negative). ``kind`` is
+    the class of memory that takes most there, in words."""
 
     position: int
     unit: str
     needed_bytes: int
     available_bytes: int
+    kind: str = ""
 
     @property
     def over_bytes(self) -> int:
@@ -191,11 +207,12 @@ def excess(model: CostModel, memory: Sequence[RankMemory]) -> Excess:
     """Where memory is tightest."""
     limits = limits_bytes(model.cluster, model.goal, model.placement)
     found = [
-        Excess(position, group.unit, group.peak_bytes, limits[position])
+        (Excess(position, group.unit, group.peak_bytes, limits[position]), group)
         for group in memory
         for position in group.positions
     ]
-    return max(found, key=lambda e: e.over_bytes)
+    tight, group = max(found, key=lambda pair: pair[0].over_bytes)
+    return tight._replace(kind=group.largest_class)
 
 
 def make_plan(

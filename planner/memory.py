@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,12 +41,14 @@ from .shares import Quantity, shard_bytes, share_of
 from .step import Vector
 from .travelling import travelling_bytes
 
+Phase = Literal["forward", "backward", "update"]
+
 
 class MemoryPoint(NamedTuple):
     """Bytes alive at one point, by class; ``unit`` is the index of the unit at work."""
 
     unit: int
-    phase: str
+    phase: Phase
     weights: float = 0.0
     optimizer: float = 0.0
     residuals: float = 0.0
@@ -62,8 +64,17 @@ class MemoryPoint(NamedTuple):
         return sum(self[2:])
 
 
-CLASSES = MemoryPoint._fields[2:]
-"""What memory is told apart by."""
+CLASS_NAMES = {
+    "weights": "weights",
+    "optimizer": "optimizer state",
+    "residuals": "residuals",
+    "gradients": "weight gradients",
+    "feature_maps": "feature maps",
+    "map_gradients": "feature map gradients",
+    "buffers": "buffers in flight",
+    "workspace": "workspace",
+}
+"""The classes of ``MemoryPoint``, and what people call them."""
 
 
 class Holding(NamedTuple):
@@ -364,7 +375,7 @@ def timeline(held: Holding, micro_batches: int) -> list[MemoryPoint]:
     return [*points, _update(held, alive)]
 
 
-def _point(held: Holding, unit: int, phase: str, **bytes_: float) -> MemoryPoint:
+def _point(held: Holding, unit: int, phase: Phase, **bytes_: float) -> MemoryPoint:
     standing = (float(v.sum()) for v in (held.weights, held.optimizer, held.residual))
     return MemoryPoint(unit, phase, *standing, **{k: float(v) for k, v in bytes_.items()})
 

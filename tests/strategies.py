@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-import numpy as np
 import msgspec
+import numpy as np
 from hypothesis import strategies as st
 from meshwright.planner.capability import EVERYTHING
 from meshwright.planner.cluster import (

@@ -25,8 +25,8 @@ class OverBudgetError(MemoryError):
     def __init__(self, needed_bytes: int, limit_bytes: int, label: str) -> None:
         where = f" at {label!r}" if label else ""
         super().__init__(
-            f"tensors take {needed_bytes:,} bytes{where} and {limit_bytes:,} are allowed: plan with "
-            "that as the memory limit"
+            f"tensors take {needed_bytes:,} bytes{where} and {limit_bytes:,} are allowed: plan "
+            "with that as the memory limit"
         )
         self.needed_bytes, self.limit_bytes, self.label = needed_bytes, limit_bytes, label
 
