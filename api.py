@@ -200,8 +200,8 @@ def explain(
 def memory_timeline(
     plan: Plan, profile: ModelProfile | None = None, cluster: Cluster | None = None
 ) -> MemoryTimeline:
-    """What ranks hold at each point of a step under a plan, by class. What it was made from is found
-    by fingerprint as for ``explain``."""
+    """What ranks hold at each point of a step under a plan, by class. The profile and the cluster
+    are found as for ``explain``."""
     return timeline_of(plan, *made_from(plan, profile, cluster))
 
 

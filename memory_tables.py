@@ -11,8 +11,8 @@ from typing import Any
 from rich.table import Table
 
 from .planner.errors import InputError
-from .planner.memory import CLASS_NAMES
-from .planner.moments import MemoryTimeline, Moment, RankTimeline
+from .planner.moments import MemoryTimeline, RankTimeline
+from .planner.peak import CLASS_NAMES, Moment
 from .screen import empty_table, names_of, size
 
 SHOWN = 24

@@ -40,7 +40,10 @@ def llama_7b() -> Workload:
 
     def make_batch(size: int) -> Batch:
         symbols = torch.randint(VOCABULARY, (size, LENGTH + 1))
-        return Batch((), symbols[:, 1:].contiguous(), {"input_ids": symbols[:, :-1].contiguous()})
+        # The mask that the model would make, which it does after looking at values.
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+        given = {"input_ids": symbols[:, :-1].contiguous(), "attention_mask": mask}
+        return Batch((), symbols[:, 1:].contiguous(), given)
 
     def loss(output: Any, target: Tensor) -> Tensor:
         return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())

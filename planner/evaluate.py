@@ -22,16 +22,17 @@ from .goal import Goal
 from .lanes import simulate_lanes
 from .layout import data_parallel
 from .memory import (
-    CLASS_NAMES,
     Holding,
     MemoryModel,
     MemoryPoint,
+    moment_of,
     peak_bytes,
     position_classes,
     timeline,
 )
 from .noun import fingerprint
 from .options import Decisions, Option
+from .peak import Moment
 from .plan import Plan, Prediction, Provenance, UnitPlan
 from .profile import ModelProfile
 from .schedule import ScheduleName, Step, step_of
@@ -48,11 +49,9 @@ class RankMemory(NamedTuple):
     holding: Holding
     micro_batches: int
 
-    @property
-    def largest_class(self) -> str:
-        """The class that takes most where most is alive, in words."""
-        peak = max(self.points, key=lambda point: point.total)
-        return CLASS_NAMES[max(CLASS_NAMES, key=lambda name: float(getattr(peak, name)))]
+    def fullest(self, names: Sequence[str]) -> Moment:
+        """The point at which most is alive; ``names`` are the units'."""
+        return moment_of(max(self.points, key=lambda point: point.total), names)
 
     @property
     def points(self) -> tuple[MemoryPoint, ...]:
@@ -168,6 +167,9 @@ def _prediction(
         peak_bytes=tuple(peaks),
         gpu_seconds=_gpu_seconds(model, decisions, result),
         samples_per_s=model.goal.batch / result.step_s if result.step_s else 0.0,
+        fullest=max(memory, key=lambda group: group.peak_bytes).fullest(
+            [unit.name for unit in model.profile.units]
+        ),
     )
 
 
@@ -212,7 +214,8 @@ def excess(model: CostModel, memory: Sequence[RankMemory]) -> Excess:
         for position in group.positions
     ]
     tight, group = max(found, key=lambda pair: pair[0].over_bytes)
-    return tight._replace(kind=group.largest_class)
+    names = [unit.name for unit in model.profile.units]
+    return tight._replace(kind=group.fullest(names).largest)
 
 
 def make_plan(

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +37,10 @@ from .cost import CostModel
 from .layout import Layout
 from .options import Option
 from .ownership import group_bounds
+from .peak import CLASS_NAMES, Moment, Phase
 from .shares import Quantity, shard_bytes, share_of
 from .step import Vector
 from .travelling import travelling_bytes
-
-Phase = Literal["forward", "backward", "update"]
 
 
 class MemoryPoint(NamedTuple):
@@ -64,17 +63,10 @@ class MemoryPoint(NamedTuple):
         return sum(self[2:])
 
 
-CLASS_NAMES = {
-    "weights": "weights",
-    "optimizer": "optimizer state",
-    "residuals": "residuals",
-    "gradients": "weight gradients",
-    "feature_maps": "feature maps",
-    "map_gradients": "feature map gradients",
-    "buffers": "buffers in flight",
-    "workspace": "workspace",
-}
-"""The classes of ``MemoryPoint``, and what people call them."""
+def moment_of(point: MemoryPoint, names: Sequence[str]) -> Moment:
+    """The point with its unit's name, in whole bytes."""
+    held = {name: round(max(float(getattr(point, name)), 0.0)) for name in CLASS_NAMES}
+    return Moment(unit=names[point.unit], phase=point.phase, **held)
 
 
 class Holding(NamedTuple):

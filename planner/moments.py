@@ -3,46 +3,15 @@ class, at which unit and point of the step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 from .cluster import Cluster
 from .cost import CostModel
 from .evaluate import decisions_of, limits_bytes, rank_memory
 from .explain import check_belongs
-from .memory import CLASS_NAMES, MemoryPoint, Phase
-from .noun import Bytes, Index, Noun
+from .memory import moment_of
+from .noun import Bytes, Count, Index, Noun
+from .peak import Moment
 from .plan import Plan
 from .profile import ModelProfile
-
-
-class Moment(Noun, frozen=True, kw_only=True):
-    """Bytes alive at one point of a step, by class, while ``unit`` is at work."""
-
-    unit: str
-    phase: Phase
-    weights: Bytes
-    optimizer: Bytes
-    residuals: Bytes
-    gradients: Bytes
-    feature_maps: Bytes
-    map_gradients: Bytes
-    buffers: Bytes
-    workspace: Bytes
-
-    @property
-    def total(self) -> int:
-        """All bytes alive."""
-        return sum(self.by_class().values())
-
-    def by_class(self) -> dict[str, int]:
-        """Bytes by class, in the order of ``CLASS_NAMES``."""
-        return {name: getattr(self, name) for name in CLASS_NAMES}
-
-    @property
-    def largest(self) -> str:
-        """The class that takes most."""
-        held = self.by_class()
-        return max(held, key=lambda name: held[name])
 
 
 class RankTimeline(Noun, frozen=True, kw_only=True):
@@ -63,7 +32,7 @@ class MemoryTimeline(Noun, frozen=True, kw_only=True):
     fuller first."""
 
     target: str
-    micro_batches: int
+    micro_batches: Count
     timelines: tuple[RankTimeline, ...]
 
 
@@ -85,7 +54,7 @@ def memory_timeline(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Memo
         RankTimeline(
             ranks=tuple(sorted(plan.placement[p] for p in each.positions)),
             limit_bytes=min(limits[p] for p in each.positions),
-            moments=tuple(_moments(names, each.points)),
+            moments=tuple(moment_of(point, names) for point in each.points),
         )
         for each in rank_memory(model, decisions_of(plan))
     ]
@@ -93,9 +62,3 @@ def memory_timeline(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Memo
     return MemoryTimeline(
         target=plan.target, micro_batches=plan.micro_batches, timelines=tuple(found)
     )
-
-
-def _moments(names: Sequence[str], points: Sequence[MemoryPoint]) -> Iterator[Moment]:
-    for point in points:
-        held = {name: round(max(getattr(point, name), 0.0)) for name in CLASS_NAMES}
-        yield Moment(unit=names[point.unit], phase=point.phase, **held)
