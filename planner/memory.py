@@ -40,7 +40,7 @@ from .ownership import group_bounds
 from .peak import CLASS_NAMES, Moment, Phase
 from .shares import Quantity, shard_bytes, share_of
 from .step import Vector
-from .travelling import travelling_bytes
+from .travelling import copied_bytes, travelling_bytes
 
 
 class MemoryPoint(NamedTuple):
@@ -223,7 +223,8 @@ class MemoryModel:
             travelling=travelling_bytes(self.model, k, option),
             saved=resident,
             map_gradients=maps,
-            fresh=self._fresh_bytes(option, trained, largest, fresh),
+            fresh=self._fresh_bytes(option, trained, largest, fresh)
+            + copied_bytes(self.model, k, option),
             spared=spared,
             workspace=workspace + saved - resident,
             exchanged=cost.gradient_bytes,

@@ -39,11 +39,10 @@ def test_labels_say_who_made_what_is_alive():
 
 
 def test_a_budget_raises_at_the_operator_that_passes_it():
+    said = r"take 1,200 bytes at 'unit' and 1,000"
     with LiveStorages(lambda: "unit", limit_bytes=1000) as live:
         kept = [torch.zeros(200)]
-        with pytest.raises(
-            OverBudgetError, match=r"take 1,200 bytes at 'unit' and 1,000"
-        ) as caught:
+        with pytest.raises(OverBudgetError, match=said) as caught:
             kept.append(torch.zeros(100))
         assert (caught.value.needed_bytes, caught.value.limit_bytes) == (1200, 1000)
         assert isinstance(caught.value, MemoryError)
