@@ -219,11 +219,11 @@ class MemoryModel:
             weights=cost.shard_bytes + unit.state_bytes,
             optimizer=self._state_bytes(option, trained),
             residual=trained if option.lossy else 0,
-            gradients=self._gradient_bytes(option, trained),
+            gradients=trained,
             travelling=travelling_bytes(self.model, k, option),
             saved=resident,
             map_gradients=maps,
-            fresh=self._fresh_bytes(option, trained, largest, fresh)
+            fresh=self._fresh_bytes(option, largest, fresh)
             + copied_bytes(self.model, k, option),
             spared=spared,
             workspace=workspace + saved - resident,
@@ -238,22 +238,13 @@ class MemoryModel:
         degree = option.layout.degree
         return max((shard_bytes(unit, option.style, degree, (p,)) for p in trained), default=0)
 
-    def _gradient_bytes(self, option: Option, trained_bytes: int) -> float:
-        """Weight gradients that stand until the update. What an exchange drops becomes the residual
-        or joins it at once."""
-        return trained_bytes * (option.ratio if option.exchange == "dropped" else 1.0)
-
-    def _fresh_bytes(
-        self, option: Option, trained_bytes: int, largest_bytes: int, fresh_bytes: float
-    ) -> float:
+    def _fresh_bytes(self, option: Option, largest_bytes: int, fresh_bytes: float) -> float:
         """New gradients that do not stand: one that is added to others or copied into a bucket
-        (slices are cut from gradients where they lie); a unit's until some are dropped; copies from
-        which the largest elements are chosen, with momentum what it has made of the gradient."""
+        (slices are cut from gradients where they lie); copies from which the largest elements are
+        chosen, with momentum what it has made of the gradient."""
         sent = option.layout.groups > 1 and not self.model.sliced
         found = fresh_bytes if sent or self.model.micro_batches > 1 else 0.0
-        if option.exchange == "dropped":
-            found += trained_bytes * (1.0 - option.ratio)
-        elif option.exchange == "topk":
+        if option.exchange == "topk":
             found += largest_bytes * (2 if self.model.goal.optimizer == "momentum" else 1)
         return found
 
