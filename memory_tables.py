@@ -15,8 +15,9 @@ from .planner.moments import MemoryTimeline, RankTimeline
 from .planner.peak import CLASS_NAMES, Moment
 from .screen import empty_table, names_of, size
 
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 SHOWN = 24
-"""A table of more moments shows the runs of units of one kind as their fullest."""
+"""A table of more moments shows the fullest of every few."""
 
 
 def memory_tables(found: MemoryTimeline, *, fold: bool = True) -> list[Table | str]:
@@ -30,11 +31,15 @@ def memory_tables(found: MemoryTimeline, *, fold: bool = True) -> list[Table | s
 def _table(target: str, one: RankTimeline, *, fold: bool) -> Table:
     used = [name for name in CLASS_NAMES if any(getattr(m, name) for m in one.moments)]
     headings = ("point", "unit", *(CLASS_NAMES[name] for name in used), "total")
-    table = empty_table(f"Memory of {target} on {_ranks(one)}", headings, left=2)
+    unit, bytes_ = next((u, n) for u, n in _UNITS if one.peak.total >= n or n == 1)
+    title = f"Memory of {target} on {_ranks(one)}, in {unit}"
+    table = empty_table(title, headings, left=2)
+    table.columns[1].no_wrap = table.columns[-1].no_wrap = True
     for moment, names in _rows(one, fold=fold):
-        figures = (size(getattr(moment, name)) for name in used)
+        figures = [getattr(moment, name) / bytes_ for name in used]
         mark = " <" if moment == one.peak else ""
-        table.add_row(moment.phase, names, *figures, f"{size(moment.total)}{mark}")
+        total = f"{moment.total / bytes_:,.1f}{mark}"
+        table.add_row(moment.phase, names, *(f"{n:,.1f}" if n else "" for n in figures), total)
     return table
 
 
