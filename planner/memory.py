@@ -223,7 +223,8 @@ class MemoryModel:
             travelling=travelling_bytes(self.model, k, option),
             saved=resident,
             map_gradients=maps,
-            fresh=self._fresh_bytes(option, largest, fresh) + copied_bytes(self.model, k, option),
+            fresh=self._fresh_bytes(option, largest, fresh or largest)
+            + copied_bytes(self.model, k, option),
             spared=spared,
             workspace=workspace + saved - resident,
             exchanged=cost.gradient_bytes,

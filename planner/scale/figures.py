@@ -96,7 +96,8 @@ class Figures:
         many = self.model.micro_batches > 1
         new = [many or (y.groups > 1 and not self.model.sliced) for y, _ in states]
         fresh = judged.values(unit, lambda s: s.fresh, divides=False)
-        found[:, AT["fresh"]] = np.where(new, fresh, 0.0)
+        known = np.where(fresh > 0, fresh, found[:, AT["fresh"]])  # not measured: by its shape
+        found[:, AT["fresh"]] = np.where(new, known, 0.0)
         measured = [AT[name] for name in ("saved", "maps", "workspace", "spared", "fresh")]
         found[np.ix_(idle, measured)] = 0.0
         return found

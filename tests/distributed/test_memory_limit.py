@@ -6,13 +6,18 @@ import random
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 import pytest
 import torch
 from meshwright import models
+from meshwright.executor.apply import apply
 from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.headroom import account, overflowed
 from meshwright.executor.memory import budget
+from meshwright.executor.parallel import is_parallel
 from meshwright.executor.ranks.agreement import rank_zero_decides
-from meshwright.executor.train import optimizer_for, run_steps
+from meshwright.executor.train import optimizer_for, run_steps, train_step
+from meshwright.planner.errors import InputError
 from meshwright.planner.evaluate import evaluate
 from meshwright.planner.goal import Goal
 from meshwright.planner.plan import Plan
@@ -20,7 +25,9 @@ from meshwright.planner.problem import Problem
 from meshwright.planner.profile import ModelProfile
 from meshwright.planner.solver import solve
 from meshwright.profiler.model import profile
+from meshwright.units.discover import discover
 from meshwright.units.storages import OverBudgetError, tensors_in
+from plans import plan_for
 
 from tests.strategies import cluster
 
@@ -131,6 +138,48 @@ def keeps_limits(rank: int, chosen: list[Triple]) -> list[str]:
             predicted = max(made.prediction.peak_bytes)
             raise AssertionError(f"{one}: {predicted} predicted, {error}") from error
     return wrong
+
+
+def refuses_before_the_first_step(rank: int) -> None:
+    workload = models.build("mlp")
+    before = [p.clone() for p in workload.model.parameters()]
+    needs = (2**30, 2**50)  # the rank at the second position has nothing like it
+    found = discover(workload.model, workload.make_batch(3), workload.make_batch(2))
+    plain = plan_for(found, 2)
+    prediction = msgspec.structs.replace(plain.prediction, peak_bytes=needs)
+    plan = msgspec.structs.replace(plain, prediction=prediction)
+    with pytest.raises(InputError, match=r"rank 1 has .* free .* MESHWRIGHT_CHECK_MEMORY=0"):
+        apply(workload.model, None, plan)
+    assert not is_parallel(workload.model)
+    for now, then in zip(workload.model.parameters(), before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_what_is_not_free_is_refused_on_all_ranks(ranks):
+    ranks(2)(refuses_before_the_first_step)
+
+
+def accounts_for_what_it_held(rank: int) -> None:
+    workload = models.build("mlp")
+    found = discover(workload.model, workload.make_batch(3), workload.make_batch(2))
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1, momentum=0.9)
+    plan = plan_for(found, 2)
+    apply(workload.model, optimizer, plan)
+    size = sum(p.nbytes for p in workload.model.parameters())
+    batch = workload.make_batch(8)
+    with budget(int(1.5 * size), workload.model.parameters()), pytest.raises(MemoryError) as caught:
+        train_step(workload, plan, batch, optimizer)
+    assert overflowed(caught.value)
+    text = account(caught.value)
+    assert text is not None
+    assert f"rank {rank} ran out of memory" in text
+    assert f"held now: weights {size / 2**20:,.1f} MiB" in text
+    assert "--batch 8" in text
+    assert f"--memory-limit {int(1.5 * size) // 2**20}MiB" in text
+
+
+def test_a_run_that_lacks_memory_says_what_it_held(ranks):
+    ranks(2)(accounts_for_what_it_held)
 
 
 @pytest.mark.slow
