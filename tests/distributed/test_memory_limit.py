@@ -125,9 +125,9 @@ def keeps_limits(rank: int, chosen: list[Triple]) -> list[str]:
         asked = problem_of(known[one.name], one)
         limit = asked.goal.memory_limit_bytes
         assert limit is not None
-        made = solve(asked, "heuristic").plan
+        made = rank_zero_decides(lambda asked=asked: solve(asked, "heuristic").plan)
         if made is None:
-            least = least_plan(asked)
+            least = rank_zero_decides(lambda asked=asked: least_plan(asked))
             needed = peak_under(least, one, 2**40) if least is not None else 2**40
             if SPARE * needed <= limit:
                 wrong.append(f"{one}: refused at {limit}, {needed} would do")
