@@ -13,9 +13,10 @@ from rich.table import Table
 from .planner.errors import InputError
 from .planner.moments import MemoryTimeline, RankTimeline
 from .planner.peak import CLASS_NAMES, Moment
-from .screen import empty_table, names_of, size
+from .screen import empty_table, size
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+WIDTH = 22
 SHOWN = 24
 """A table of more moments shows the fullest of every few."""
 
@@ -34,7 +35,8 @@ def _table(target: str, one: RankTimeline, *, fold: bool) -> Table:
     unit, bytes_ = next((u, n) for u, n in _UNITS if one.peak.total >= n or n == 1)
     title = f"Memory of {target} on {_ranks(one)}, in {unit}"
     table = empty_table(title, headings, left=2)
-    table.columns[1].no_wrap = table.columns[-1].no_wrap = True
+    for column in (*table.columns[:2], table.columns[-1]):
+        column.no_wrap = True
     for moment, names in _rows(one, fold=fold):
         figures = [getattr(moment, name) / bytes_ for name in used]
         mark = " <" if moment == one.peak else ""
@@ -46,15 +48,21 @@ def _table(target: str, one: RankTimeline, *, fold: bool) -> Table:
 def _rows(one: RankTimeline, *, fold: bool) -> list[tuple[Moment, str]]:
     """(the moment shown, the units it stands for): with ``fold`` the fullest of every few."""
     if not fold or len(one.moments) <= SHOWN:
-        return [(m, m.unit) for m in one.moments]
+        return [(m, _short(m.unit)) for m in one.moments]
     rows = []
     for _, group in groupby(one.moments, lambda m: m.phase):
         run = list(group)
         step = -(-len(run) // (SHOWN // 2))
         for start in range(0, len(run), step):
             part = run[start : start + step]
-            rows.append((max(part, key=lambda m: m.total), names_of([m.unit for m in part])))
+            fullest = max(part, key=lambda m: m.total)
+            rows.append((fullest, f"{_short(fullest.unit)} (of {len(part)})"))
     return rows
+
+
+def _short(name: str) -> str:
+    """The end of a long name, which says more than its beginning."""
+    return name if len(name) <= WIDTH else f"…{name[1 - WIDTH :]}"
 
 
 def _ranks(one: RankTimeline) -> str:

@@ -213,6 +213,11 @@ class MemoryModel:
             share_of(unit, style, degree, q, samples, divides=False) for q in _QUANTITIES
         )
         resident = self._resident(k, option, samples, saved)
+        gathered = self.gathered_bytes(k, option, samples)
+        if option.memory == "offload":
+            saved += gathered
+        else:
+            saved, resident = saved + gathered, resident + gathered
         largest = self._largest_bytes(k, option)
         trained = cost.trained_bytes
         found = UnitBytes(
@@ -231,6 +236,15 @@ class MemoryModel:
             renewed=self._renewed_bytes(option, trained, largest),
         )
         return found.released() if option.early_release else found
+
+    def gathered_bytes(self, k: int, option: Option, samples: int | None) -> float:
+        """The input of a divided unit, which its members have put together (or a slice of it) and
+        keep for backward. More than there is where it comes in that form already."""
+        if option.layout.degree == 1 or samples is None:
+            return 0.0
+        edges = (self.model.profile.edges[e] for e in self.model.edges_into[k])
+        whole = sum(edge.bytes_per_sample for edge in edges) * samples
+        return whole / (option.layout.degree if option.style == "row" else 1)
 
     def _largest_bytes(self, k: int, option: Option) -> int:
         """A member's shard of the unit's largest parameter that has a gradient."""

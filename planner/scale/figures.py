@@ -93,6 +93,7 @@ class Figures:
         free = self.model.world_size - np.array([layout.size for layout, _ in states])
         found[:, AT["idle"]] = free * (took + found[:, AT["update"]])
         idle = [self.samples(layout) is None for layout, _ in states]
+        found[:, AT["saved"]] += self.gathered(k, states)
         many = self.model.micro_batches > 1
         new = [many or (y.groups > 1 and not self.model.sliced) for y, _ in states]
         fresh = judged.values(unit, lambda s: s.fresh, divides=False)
@@ -100,6 +101,14 @@ class Figures:
         found[:, AT["fresh"]] = np.where(new, known, 0.0)
         measured = [AT[name] for name in ("saved", "maps", "workspace", "spared", "fresh")]
         found[np.ix_(idle, measured)] = 0.0
+        return found
+
+    def gathered(self, k: int, states: Sequence[State]) -> Reals:
+        """What divided units keep of their input, by state."""
+        options = [Option(*state) for state in states]
+        found: Reals = np.array(
+            [self.memory.gathered_bytes(k, o, self.samples(o.layout)) for o in options]
+        )
         return found
 
     def shape(self, k: int) -> tuple[object, ...]:

@@ -43,7 +43,8 @@ def _recomputed(source: Figures, k: int, states: Sequence[State], plain: Reals) 
     resident = np.array(
         [whole * (source.samples(y) or 0) / (y.degree if s == "column" else 1) for y, s in states]
     )
-    resident = np.minimum(resident, plain[:, AT["saved"]])
+    gathered = source.gathered(k, states)
+    resident = np.minimum(resident, plain[:, AT["saved"]] - gathered) + gathered
     return _released(source, found, plain, resident, states)
 
 
