@@ -86,13 +86,15 @@ def problem_of(found: ModelProfile, one: Triple) -> Problem:
 
 
 def peak_under(plan: Plan, one: Triple, limit_bytes: int) -> int:
-    """The most that tensors take in some steps under a plan, the first included; raises
-    ``OverBudgetError`` above the limit. Collective."""
+    """The most that tensors take in some steps under a plan, the first included (applying it, before
+    them, takes the whole model and a copy); raises ``OverBudgetError`` above the limit.
+    Collective."""
     torch.manual_seed(0)
     workload = models.build(one.name)
     optimizer = optimizer_for(plan.goal, workload.model.parameters())
     batches = [workload.make_batch(plan.goal.batch) for _ in range(STEPS + 3)]
     apart = tensors_in([(b.args, b.target) for b in batches])
+    apply(workload.model, optimizer, plan)
     with budget(limit_bytes, workload.model.parameters(), apart) as live:
         live.add(workload.model.buffers())
         run_steps(workload, plan, STEPS, optimizer=optimizer, draw=lambda number: batches[number])
