@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # One thread for each process, as in a training run: several ranks share the cores.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test test-all test-long lint types bench-prediction bench-planner bench-deeppool bench-lossy bench-exchange bench-sharded testbed clean
+.PHONY: help demo test test-all test-long lint types bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-exchange bench-sharded testbed clean
 
 help:
 	@echo "make demo              measure, plan, verify and train on this machine"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-long         those that take many minutes, and other random examples"
 	@echo "make lint, make types  ruff, mypy"
 	@echo "make bench-prediction  predicted against measured step times"
+	@echo "make bench-memory      predicted against measured peak memory"
 	@echo "make bench-planner     time, gap and memory of planning, by units and ranks"
 	@echo "make bench-deeppool    plans against DeepPool's greedy search (TABLES=folder)"
 	@echo "make bench-lossy       layer dropping and top-k against dense exchange (needs root)"
@@ -60,6 +61,9 @@ types: $(VENV)/test.stamp
 
 bench-prediction: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/prediction.py
+
+bench-memory: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/memory.py
 
 bench-planner: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planner.py

@@ -16,6 +16,8 @@ from .planner.errors import InputError
 from .planner.explain import Explanation
 from .planner.explain import explain as explain_plan
 from .planner.goal import Goal
+from .planner.moments import MemoryTimeline
+from .planner.moments import memory_timeline as timeline_of
 from .planner.pareto import Front, described_front
 from .planner.plan import Plan
 from .planner.profile import ModelProfile
@@ -193,6 +195,14 @@ def explain(
     problem = replace(problem_of(plan, made, there), progress=shown(progress))
     more = gains_of(plan, problem, time_limit_s)
     return msgspec.structs.replace(found, gains=more)
+
+
+def memory_timeline(
+    plan: Plan, profile: ModelProfile | None = None, cluster: Cluster | None = None
+) -> MemoryTimeline:
+    """What ranks hold at each point of a step under a plan, by class. The profile and the cluster
+    are found as for ``explain``."""
+    return timeline_of(plan, *made_from(plan, profile, cluster))
 
 
 def compare(first: Plan, second: Plan) -> Comparison:

@@ -33,14 +33,24 @@ def profile(
     progress: Step | None,
 ) -> ModelProfile:
     """See ``api.profile``."""
-    chosen = workload(target)
     if device is not None and device.split(":")[0] not in ("cpu", "cuda"):
         datasheet(device)  # an unknown device is told before any work
-        return estimate(chosen, device, batches=batches)
+        return estimate(_dry_workload(target), device, batches=batches)
+    chosen = workload(target)
     try_out(chosen)
     if ranks > 1:
         return _on_ranks(target, batches, ranks, refresh=True)
     return profile_model(chosen, batches=batches, device=device_of(device), progress=progress)
+
+
+def _dry_workload(target: str | Workload) -> Workload:
+    """The workload without memory for its parameters, as it may not fit here; with it where it
+    cannot be built otherwise (its factory loads weights, say)."""
+    try:
+        with torch.device("meta"):
+            return workload(target)
+    except InputError:
+        return workload(target)
 
 
 def device_of(name: str | None) -> torch.device:

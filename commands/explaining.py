@@ -9,12 +9,14 @@ import typer
 
 from ..comparisons import comparison_tables
 from ..explanations import explanation_tables
+from ..memory_tables import memory_tables, plot_memory
 from ..planner.cluster import Cluster
+from ..planner.errors import InputError
 from ..planner.noun import load
 from ..planner.plan import Plan
 from ..planner.profile import ModelProfile
 from ..screen import progress
-from .output import Json, deliver
+from .output import Json, check_out, deliver, note
 
 
 def add_to(app: typer.Typer) -> None:
@@ -41,12 +43,24 @@ def explain(
     time_limit: Annotated[
         float, typer.Option(help="Seconds for each time that it is planned again.")
     ] = 10.0,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Show what ranks hold at each point of a step instead.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --memory: draw it into this file, such as memory.png.")
+    ] = None,
+    all_units: Annotated[bool, typer.Option("--all-units", help="Fold no rows.")] = False,
     json: Json = False,
 ) -> None:
     """Why a plan is as it is: each unit's alternatives, what binds, what more would buy."""
     from .. import api
 
     made = load(Plan, plan_file)
+    if plot is not None and not memory:
+        raise InputError(f"--plot {plot} draws the memory timeline: add --memory")
+    if memory:
+        _memory(made, profile, cluster, plot, json=json, fold=not all_units)
+        return
     with progress("explaining") as step:
         found = api.explain(
             made,
@@ -58,6 +72,29 @@ def explain(
             progress=step,
         )
     deliver(found, None, json, *explanation_tables(found, made.goal.objective))
+
+
+def _memory(
+    made: Plan,
+    profile: Path | None,
+    cluster: Path | None,
+    plot: Path | None,
+    *,
+    json: bool,
+    fold: bool,
+) -> None:
+    from .. import api
+
+    check_out(plot)
+    found = api.memory_timeline(
+        made,
+        load(ModelProfile, profile) if profile else None,
+        load(Cluster, cluster) if cluster else None,
+    )
+    if plot is not None:
+        plot_memory(found, plot)
+        note(f"drawn into {plot}")
+    deliver(found, None, json, *memory_tables(found, fold=fold))
 
 
 def compare(

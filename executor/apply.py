@@ -25,6 +25,7 @@ from .exchange.momentum import check_momentum
 from .exchange.residual import Lossy
 from .exchange.sharded import shard
 from .exchange.topk import MOST_ELEMENTS
+from .headroom import check_headroom, watch_memory
 from .layout.gradients import Members
 from .layout.state import install
 from .layout.statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
@@ -60,6 +61,7 @@ def apply(
     check(model, optimizer, plan)
     run = _make_run(model, plan, limit, lossy)
     _agree(run, model)
+    check_headroom(run, model, optimizer)
     everything = [*model.parameters(), *model.buffers()]
     broadcast(everything, run.world.likes[1], run.watch, "the broadcast of rank 0's parameters")
     division = divide(model, run)
@@ -74,6 +76,7 @@ def apply(
     run.start(entries, _buffers(model, plan, division))
     install_chunks(model, run.sharings)
     adopt(model, run)
+    watch_memory(run, model, optimizer)
     if optimizer is not None:
         run.make_lazy(optimizer)
     return model, optimizer

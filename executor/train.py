@@ -13,6 +13,7 @@ from torch import Tensor
 from ..planner.goal import Goal
 from ..planner.noun import Bytes, Count, Noun, Seconds
 from ..planner.plan import Plan
+from ..units.storages import tensors_in
 from ..units.workload import Batch, Workload
 from .apply import apply
 from .exchange.chunks import held_parameters
@@ -68,7 +69,7 @@ def run_steps(
     draw: Callable[[int], Batch] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measured:
-    """Trains for ``steps`` measured steps, a few before them, and one after them for memory.
+    """Trains for ``steps`` measured steps, a few before them, and two after them for memory.
 
     Collective. The plan is applied to the workload's model unless it was already. ``draw(step)``
     gives the whole batch of a step, the same on every rank; by default the workload makes one of
@@ -85,12 +86,21 @@ def run_steps(
         taken.append(timed_step(workload, plan, draw(number), optimizer))
         progress(number + 1, WARM_UP + steps)
     last = draw(WARM_UP + steps)
-    peak = peak_bytes(
-        lambda: timed_step(workload, plan, last, optimizer),
-        _standing(workload, optimizer),
-        _device(workload),
-    )
+    peak = _peak(workload, plan, last, optimizer)
     return _summary(run_of(model), plan, taken, peak, last.size)
+
+
+def _peak(workload: Workload, plan: Plan, batch: Batch, optimizer: torch.optim.Optimizer) -> int:
+    """The most that tensors took in a step, without the whole ``batch``, which every rank has for
+    the measurement. Of two steps, as the second's forward runs while the first's gradients live.
+    """
+
+    def work() -> None:
+        for _ in range(2):
+            timed_step(workload, plan, batch, optimizer)
+
+    apart = tensors_in((batch.args, dict(batch.kwargs), batch.target))
+    return peak_bytes(work, _standing(workload, optimizer), _device(workload), apart)
 
 
 def train_step(
@@ -135,11 +145,12 @@ def timed_step(
 
 
 def share_of(batch: Batch, run: Run) -> Batch:
-    """This rank's samples: the first positions have one more where the batch does not divide."""
+    """This rank's samples, copied, so that it holds no others with them: the first positions have
+    one more where the batch does not divide."""
     least, more = divmod(batch.size, run.world.size)
     position = run.world.position
     start = position * least + min(position, more)
-    return batch.slice(start, start + least + (position < more))
+    return batch.slice(start, start + least + (position < more)).copied()
 
 
 def optimizer_for(goal: Goal, parameters: object, rate: float = 1e-3) -> torch.optim.Optimizer:

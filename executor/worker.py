@@ -79,11 +79,17 @@ def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
     from ..planner.noun import write_whole
 
     expected = isinstance(error, MeshwrightError)
+    message = str(error) or type(error).__name__
+    if not expected and "torch" in sys.modules:
+        from .headroom import account, overflowed
+
+        told = account(error) if overflowed(error) else None
+        expected, message = told is not None, told or message
     word = {
         "rank": rank,
         "time": time.time(),
         "kind": type(error).__name__,
-        "message": str(error) or type(error).__name__,
+        "message": message,
         "exit_code": getattr(error, "exit_code", 1),
         "expected": expected,
     }

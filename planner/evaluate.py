@@ -21,9 +21,18 @@ from .errors import InputError
 from .goal import Goal
 from .lanes import simulate_lanes
 from .layout import data_parallel
-from .memory import Holding, MemoryModel, MemoryPoint, peak_bytes, position_classes, timeline
+from .memory import (
+    Holding,
+    MemoryModel,
+    MemoryPoint,
+    moment_of,
+    peak_bytes,
+    position_classes,
+    timeline,
+)
 from .noun import fingerprint
 from .options import Decisions, Option
+from .peak import Moment
 from .plan import Plan, Prediction, Provenance, UnitPlan
 from .profile import ModelProfile
 from .schedule import ScheduleName, Step, step_of
@@ -39,6 +48,10 @@ class RankMemory(NamedTuple):
     unit: str
     holding: Holding
     micro_batches: int
+
+    def fullest(self, names: Sequence[str]) -> Moment:
+        """The point at which most is alive; ``names`` are the units'."""
+        return moment_of(max(self.points, key=lambda point: point.total), names)
 
     @property
     def points(self) -> tuple[MemoryPoint, ...]:
@@ -60,12 +73,14 @@ class Evaluation(NamedTuple):
 
 
 class Excess(NamedTuple):
-    """The position that is furthest over its limit, or closest to it (then negative)."""
+    """The position that is furthest over its limit, or closest to it (then negative). ``kind`` is
+    the class of memory that takes most there, in words."""
 
     position: int
     unit: str
     needed_bytes: int
     available_bytes: int
+    kind: str = ""
 
     @property
     def over_bytes(self) -> int:
@@ -152,6 +167,9 @@ def _prediction(
         peak_bytes=tuple(peaks),
         gpu_seconds=_gpu_seconds(model, decisions, result),
         samples_per_s=model.goal.batch / result.step_s if result.step_s else 0.0,
+        fullest=max(memory, key=lambda group: group.peak_bytes).fullest(
+            [unit.name for unit in model.profile.units]
+        ),
     )
 
 
@@ -191,11 +209,13 @@ def excess(model: CostModel, memory: Sequence[RankMemory]) -> Excess:
     """Where memory is tightest."""
     limits = limits_bytes(model.cluster, model.goal, model.placement)
     found = [
-        Excess(position, group.unit, group.peak_bytes, limits[position])
+        (Excess(position, group.unit, group.peak_bytes, limits[position]), group)
         for group in memory
         for position in group.positions
     ]
-    return max(found, key=lambda e: e.over_bytes)
+    tight, group = max(found, key=lambda pair: pair[0].over_bytes)
+    names = [unit.name for unit in model.profile.units]
+    return tight._replace(kind=group.fullest(names).largest)
 
 
 def make_plan(

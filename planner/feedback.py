@@ -9,8 +9,8 @@ For P bytes of a unit's trained parameters (a member's), in each of top-k's ways
     host_mirror   P on the host, which is copied to the device and back in the unit's backward: P
                   while that is at work
 
-In each, the choice takes two P for a moment in the unit's backward: the gradient (a copy of it, for
-residuals), and the magnitudes of what is held.
+In each, the choice takes twice the unit's largest parameter for a moment in its backward: the
+gradient (a copy of it, for residuals), and the magnitudes of what is held.
 
 So in place never holds more than a residual, and a mirror never more than in place, in the same
 time: of those that the executor has, and the optimizer allows, one is planned. A mirror takes the
@@ -44,7 +44,9 @@ class Held(NamedTuple):
     moment: float
 
 
-def held_bytes(exchange: ExchangePolicy, feedback: FeedbackPolicy, trained_bytes: float) -> Held:
+def held_bytes(
+    exchange: ExchangePolicy, feedback: FeedbackPolicy, trained_bytes: float, largest_bytes: float
+) -> Held:
     """What gradients and feedback of a unit take under an exchange. Those of micro-batches add up
     in what is held, or in the velocity."""
     if exchange == "dropped":
@@ -52,10 +54,10 @@ def held_bytes(exchange: ExchangePolicy, feedback: FeedbackPolicy, trained_bytes
     if exchange != "topk":
         return Held(0.0, trained_bytes, 0.0)
     if feedback == "residual":
-        return Held(trained_bytes, trained_bytes, 2 * trained_bytes)
+        return Held(trained_bytes, trained_bytes, 2 * largest_bytes)
     if feedback == "host_mirror":
-        return Held(0.0, 0.0, 3 * trained_bytes)
-    return Held(trained_bytes, 0.0, 2 * trained_bytes)
+        return Held(0.0, 0.0, trained_bytes + 2 * largest_bytes)
+    return Held(trained_bytes, 0.0, 2 * largest_bytes)
 
 
 def copied_bytes(feedback: FeedbackPolicy, trained_bytes: float) -> float:

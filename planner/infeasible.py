@@ -24,6 +24,7 @@ def explain_infeasible(problem: Problem, closest: Found) -> Infeasibility:
         available_bytes=tight.available_bytes,
         relaxations=tuple(r for r in found if r is not None),
         enlargement=more_ranks(problem),
+        kind=tight.kind,
     )
 
 

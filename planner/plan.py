@@ -7,6 +7,7 @@ from typing import Literal
 from .goal import Goal
 from .layout import Layout, Style
 from .noun import Bytes, Count, Document, Index, Noun, Seconds
+from .peak import Moment
 from .profile import UnitKind
 
 MemoryPolicy = Literal["keep", "recompute", "offload"]
@@ -56,6 +57,7 @@ class Prediction(Noun, frozen=True, kw_only=True):
     ``step_s`` = ``compute_s`` (forward, backward and update, with the slowing by communication) +
     ``blocking_s`` (redistribution and collectives inside units) + ``exposed_s`` (gradient exchange
     that nothing hides). ``peak_bytes`` by position. ``wire_bytes`` is what the busiest rank sends.
+    ``fullest`` is the moment at which the fullest rank holds most.
     """
 
     step_s: Seconds
@@ -68,6 +70,7 @@ class Prediction(Noun, frozen=True, kw_only=True):
     peak_bytes: tuple[Bytes, ...]
     gpu_seconds: Seconds
     samples_per_s: float
+    fullest: Moment | None = None
 
 
 class Provenance(Noun, frozen=True, kw_only=True):

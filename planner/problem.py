@@ -88,9 +88,9 @@ LIMITS = {
 
 class Infeasibility(NamedTuple):
     """Why no plan fits: the tightest rank and unit of the plan that comes closest, the bytes that
-    it needs there and that are available, and the smallest changes found that help: of the goal
-    (``relaxations``), of the cluster (``enlargement``). ``limit`` is what cannot be kept: a field
-    of the goal, memory's unless said otherwise."""
+    it needs there (most of them of the class ``kind``) and that are available, and the smallest
+    changes found that help: of the goal (``relaxations``), of the cluster (``enlargement``).
+    ``limit`` is what cannot be kept: a field of the goal, memory's unless said otherwise."""
 
     rank: int
     unit: str
@@ -99,6 +99,7 @@ class Infeasibility(NamedTuple):
     relaxations: tuple[Relaxation, ...] = ()
     limit: str = "memory_limit_bytes"
     enlargement: Enlargement | None = None
+    kind: str = ""
 
     @property
     def sentence(self) -> str:
@@ -110,9 +111,11 @@ class Infeasibility(NamedTuple):
         if self.limit != "memory_limit_bytes":
             what = LIMITS.get(self.limit, self.limit)
             return f"no plan keeps {what}: " + (help_ or "allow more, or lift another limit")
+        most = f", most of it {self.kind}" if self.kind else ""
         return (
             f"no plan found fits in memory: the closest needs {_mib(self.needed_bytes)} on rank "
-            f"{self.rank} (at unit {self.unit!r}) and {_mib(self.available_bytes)} are available: "
+            f"{self.rank} (at unit {self.unit!r}{most}) and {_mib(self.available_bytes)} are "
+            "available: "
             + (help_ or "use devices with more memory, more of them, or a smaller model")
         )
 

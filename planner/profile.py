@@ -6,7 +6,7 @@ from typing import Literal
 
 import networkx as nx
 
-from .curve import Curve
+from .curve import ZERO, Curve
 from .layout import Style
 from .noun import Bytes, BytesReal, Count, Document, Index, Noun, Seconds, Share
 
@@ -43,6 +43,9 @@ class ShareProfile(Noun, frozen=True, kw_only=True):
     ``forward`` and ``backward`` in seconds; ``saved`` bytes of feature maps kept for backward;
     ``gradient`` the largest bytes of feature-map gradients alive at once inside the unit;
     ``workspace`` the largest bytes of other temporaries. ``parameter_bytes`` is the member's shard.
+    ``fresh`` are new weight gradients that are alive when most is, should those that are complete
+    be kept elsewhere; ``spared`` what is then not there yet of them or not there any more of what
+    was saved, beyond what comes on top.
     """
 
     style: Style
@@ -53,6 +56,8 @@ class ShareProfile(Noun, frozen=True, kw_only=True):
     gradient: Curve
     workspace: Curve
     parameter_bytes: Bytes
+    fresh: Curve = ZERO
+    spared: Curve = ZERO
 
 
 class SplitProfile(Noun, frozen=True, kw_only=True):

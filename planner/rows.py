@@ -15,6 +15,8 @@ are two running sums. Weights on the rows turn into a price for each unit's figu
     time on link l   gradients on the wire, compute and waiting, as ``step`` has them
     memory forward   standing + saved      + workspace + received   standing
     memory backward  standing + saved      + gradients, maps, …     standing + gradients
+    memory update    standing + gradients  + renewed                standing + gradients
+                     (by priority standing + saved for units before, as it is in the next forward)
 
 Buckets in flight are the smaller of two sums, which is not linear; a share of the exchanged bytes
 that is never more stands for them (the chord under a concave function).
@@ -35,7 +37,19 @@ Matrix = npt.NDArray[np.float64]
 
 _VECTORS = ("forward", "backward", "update")
 _PER_LINK = ("inner_forward", "inner_backward", "exchange", "entry_forward", "entry_backward")
-_BYTES = ("standing", "gradients", "saved", "maps", "workspace", "exchanged", "received")
+_BYTES = (
+    "standing",
+    "gradients",
+    "saved",
+    "maps",
+    "workspace",
+    "exchanged",
+    "fresh",
+    "spared",
+    "renewed",
+    "received",
+)
+"""Bytes, as ``memory.UnitBytes.figures`` has them."""
 FIGURES: tuple[str, ...] = (
     *_VECTORS,
     *(f"{name}.{link}" for name in _PER_LINK for link in LINKS),
@@ -142,11 +156,11 @@ def _unit_chain() -> Chain:
     return Chain(**fields)
 
 
-def _memory(micro_batches: int, bucket: float) -> tuple[Matrix, Matrix, Matrix, Matrix]:
-    """(before, at, after) for memory in forward and in backward, and the total of the update.
-
-    With micro-batches all gradients stand always, and a fresh one comes on top in backward; else
-    what is copied into its bucket or slices does.
+def _memory(
+    micro_batches: int, bucket: float, *, sliced: bool, together: bool
+) -> tuple[Matrix, Matrix, Matrix, Matrix]:
+    """(before, at, after) for memory in forward, in backward and at each unit's update, and the
+    total of the update. With micro-batches all gradients stand always.
     """
     eye = np.eye(len(FIGURES))
     figure = {name: eye[AT[name]] for name in _BYTES}
@@ -155,18 +169,27 @@ def _memory(micro_batches: int, bucket: float) -> tuple[Matrix, Matrix, Matrix, 
     backward = figure["standing"] + figure["gradients"]
     early = (backward if many else figure["standing"]) + bucket * figure["exchanged"]
     work = figure["saved"] + figure["workspace"] + figure["received"]
-    fresh = figure["gradients"] if many else figure["exchanged"]
-    before = np.stack([standing + figure["saved"], early + figure["saved"]])
-    at = np.stack([standing + work, backward + work + figure["maps"] + fresh])
-    after = np.stack([standing, backward])
+    others = backward + (figure["renewed"] if together else 0.0)
+    past = figure["standing"] + figure["saved"] if sliced else others
+    before = np.stack([standing + figure["saved"], early + figure["saved"], past])
+    at = np.stack([
+        standing + work,
+        backward + work + figure["maps"] + figure["fresh"] - figure["spared"],
+        backward + figure["renewed"],
+    ])  # fmt: skip
+    after = np.stack([standing, backward, others])
     return before, at, after, backward[None]
 
 
-def rows(micro_batches: int, schedule: ScheduleName, bucket: float) -> Rows:
+def rows(
+    micro_batches: int, schedule: ScheduleName, bucket: float, *, together: bool = False
+) -> Rows:
     """The families of rows; ``bucket`` is the share of the bytes still to be exchanged that
-    open buckets take at least."""
+    open buckets take at least, ``together`` says that the update's temporaries are those of all
+    units at once."""
     terms = step_terms(_unit_chain(), micro_batches, schedule)
-    before, at, after, update = _memory(micro_batches, bucket)
+    sliced = schedule == "priority"
+    before, at, after, update = _memory(micro_batches, bucket, sliced=sliced, together=together)
     return Rows(
         before=np.concatenate([terms.before, before]),
         at=np.concatenate([terms.at, at]),

@@ -19,7 +19,7 @@ from .choices import layouts_of, unit_options
 from .cost import CostModel
 from .evaluate import limits_bytes
 from .layout import Layout
-from .memory import Holding, MemoryModel, peak_bytes
+from .memory import MemoryModel, peak_bytes
 from .options import Decisions, Option, ties_agree
 from .schedule import ScheduleName, bucketed_s
 from .shares import busiest_samples
@@ -188,18 +188,7 @@ class Point:
 
     def peak(self) -> float:
         """Peak bytes of the rank judged."""
-        weights, optimizer, gradients, saved, maps, workspace, exchanged = self.table
-        held = Holding(
-            weights,
-            optimizer,
-            gradients,
-            saved,
-            maps,
-            workspace,
-            self.received,
-            exchanged,
-            self.memory.buckets_bytes(self.decisions),
-        )
+        held = self.memory.holding(self.table, self.received, self.decisions)
         return peak_bytes(held, self.model.micro_batches)[0]
 
     def taken(self) -> Decisions:

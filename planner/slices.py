@@ -33,7 +33,7 @@ def cut(sizes_bytes: Sequence[int], limit_bytes: int) -> tuple[Cut, ...]:
     for i, size in enumerate(sizes_bytes):
         if size <= 0:
             continue
-        if size >= min(PACKED_BYTES, limit_bytes):
+        if not packed(size, limit_bytes):
             parts = ceil(size / limit_bytes)
             whole += [Cut((i,), part, parts) for part in range(parts)]
             continue
@@ -43,6 +43,11 @@ def cut(sizes_bytes: Sequence[int], limit_bytes: int) -> tuple[Cut, ...]:
         packs[-1].append(i)
         room -= size
     return (*(Cut(tuple(pack)) for pack in packs), *whole)
+
+
+def packed(size_bytes: int, limit_bytes: int) -> bool:
+    """Whether a gradient is copied into a pack, not sent from where it lies."""
+    return size_bytes < min(PACKED_BYTES, limit_bytes)
 
 
 def fits_together(there_bytes: int, more_bytes: int) -> bool:

@@ -3,8 +3,9 @@
     seconds = max( flops / (peak · FLOPS_REACHED), bytes / (bandwidth · BANDWIDTH_REACHED) )
               + kernels · KERNEL_S
 
-Operations are counted by torch's FlopCounterMode on one small batch on the CPU, bytes are those of
-the unit's inputs, outputs, saved feature maps and parameters. Backward is twice the forward (the
+Operations are counted by torch's FlopCounterMode on one small batch, bytes are those of the unit's
+inputs, outputs, saved feature maps and parameters. Nothing is computed where the model runs without
+values (``dry``), and nothing allocated. Backward is twice the forward (the
 gradient of the input and that of the weight each take as much), once where the input needs none.
 These are assumptions, not measurements: profile on the device when there is one.
 
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..planner.capability import degrees
-from ..planner.curve import Curve, proportional
+from ..planner.curve import Curve
 from ..planner.profile import (
     ModelProfile,
     ShareProfile,
@@ -37,7 +38,7 @@ from ..units.spec import UnitSpec
 from ..units.workload import Batch, Workload
 from .catalogue import GIGA, TERA, Datasheet, datasheet
 from .device import software
-from .footprint import measure_footprint
+from .dry import Footprints, dry, is_dry
 from .model import edge_profiles, unit_profile
 from .tables import load_table
 
@@ -53,6 +54,8 @@ KERNEL_S = 5e-6
 """A kernel's launch on a GPU, which small units cannot beat."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+FOOTPRINT_SIZES = (2, 4)
+"""Memory is counted at these batch sizes, and is linear beyond."""
 DEGREES = (2, 4, 8)
 STATE_TRAFFIC = {"sgd": 3, "momentum": 5, "adam": 7, "adamw": 7}
 """How often an optimizer reads or writes a parameter's bytes: parameter, gradient, state."""
@@ -66,18 +69,19 @@ def estimate(
 ) -> ModelProfile:
     """The profile of ``workload`` on the catalogued ``device``, without that device.
 
-    Runs the model forward on two or three samples on the CPU, to find its units and count their
-    work. Raises ``InputError`` for a device that is not catalogued (with the nearest names) and
-    where the model fails on its batch.
+    Runs the model on a few samples without its memory (on the CPU where it needs values), to find
+    its units and count their work. Raises ``InputError`` for a device that is not catalogued (with
+    the nearest names) and where the model fails on its batch.
     """
     sheet = datasheet(device)
-    model = workload.model
+    sizes = tuple(sorted(set(batches or BATCHES)))
     with torch.random.fork_rng():
-        batch, other = workload.make_batch(2), workload.make_batch(1)
-        found = discover(model, batch, other)
-        with preserved(model):
-            sizes = tuple(sorted(set(batches or BATCHES)))
-            units = _Estimator(workload, found, batch, sheet, sizes).units()
+        try:
+            found, units = _counted(dry(workload), sheet, sizes)
+        except Exception:
+            if is_dry(workload.model):
+                raise
+            found, units = _counted(workload, sheet, sizes)
     profile = ModelProfile(
         target=workload.name,
         model=found.fingerprint,
@@ -97,6 +101,15 @@ def estimate(
     if workload.name in TABLES and device.startswith("a100"):
         return with_table(profile, load_table(TABLES[workload.name]))
     return profile
+
+
+def _counted(
+    workload: Workload, sheet: Datasheet, sizes: tuple[int, ...]
+) -> tuple[Discovery, tuple[UnitProfile, ...]]:
+    batch, other = workload.make_batch(2), workload.make_batch(1)
+    found = discover(workload.model, batch, other)
+    with preserved(workload.model):
+        return found, _Estimator(workload, found, batch, sheet, sizes).units()
 
 
 class _Work:
@@ -128,9 +141,7 @@ class _Estimator:
         self.model, self.found, self.batch = workload.model, found, batch
         self.sheet, self.sizes = sheet, sizes
         self.calls = capture(self.model, batch, found.units)
-        self.footprint = measure_footprint(
-            self.model, found.units, batch, workload.loss, torch.device("cpu")
-        )
+        self.footprints = Footprints(workload, found.units, FOOTPRINT_SIZES)
 
     def units(self) -> tuple[UnitProfile, ...]:
         last = self.found.units[-1]
@@ -163,7 +174,7 @@ class _Estimator:
         back = 2.0 if any(t.requires_grad for t in call.tensors()) else 1.0
         kernels = sum(1 for m in modules for x in m.modules() if _leaf(x))
         flops = counter.get_total_flops() / size
-        saved = self.footprint.saved.get(unit.name, 0)
+        saved = self.footprints.smallest.saved.get(unit.name, 0)
         return _Work(flops, (moved + saved) / size, parameters, kernels, back)
 
     def _glue(self, unit: UnitSpec) -> _Work:
@@ -174,10 +185,10 @@ class _Estimator:
     def _share(
         self, unit: UnitSpec, work: _Work, style: str, degree: int, parameter_bytes: int
     ) -> ShareProfile:
-        part, size = 1 / degree, self.batch.size
+        part = 1 / degree
         forward = [work.seconds(b, part, self.sheet) for b in self.sizes]
         sizes = tuple(map(float, self.sizes))
-        held = self.footprint
+        held, name = self.footprints, unit.name
         # A column share keeps its input whole and makes a part of its output; a row share the
         # reverse. What is saved is mostly inputs.
         kept = 1.0 if style == "column" else part
@@ -186,10 +197,12 @@ class _Estimator:
             degree=degree,
             forward=Curve(x=sizes, y=tuple(forward)),
             backward=Curve(x=sizes, y=tuple(work.back * f for f in forward)),
-            saved=proportional(held.saved.get(unit.name, 0) / size * kept),
-            gradient=proportional(held.gradient.get(unit.name, 0) / size),
-            workspace=proportional(held.workspace.get(unit.name, 0) / size * part),
+            saved=held.curve("saved", name, kept),
+            gradient=held.curve("gradient", name),
+            workspace=held.curve("workspace", name, part),
             parameter_bytes=parameter_bytes,
+            fresh=held.curve("fresh", name, part),
+            spared=held.curve("spared", name, part),
         )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..units.spec import UnitSpec
+from ..units.storages import LiveStorages, tensors_in
 from ..units.workload import Batch
 from .timeline import Loss, Timeline
 
@@ -18,12 +18,15 @@ from .timeline import Loss, Timeline
 @dataclass
 class Footprint:
     """Bytes by node: feature maps ``saved`` for backward, the largest ``gradient`` of feature maps
-    alive at once, the largest ``workspace`` besides.
+    alive at once, the largest ``workspace`` besides; ``fresh`` and ``spared`` as in
+    ``ShareProfile``.
     """
 
     saved: dict[str, int] = field(default_factory=dict)
     gradient: dict[str, int] = field(default_factory=dict)
     workspace: dict[str, int] = field(default_factory=dict)
+    fresh: dict[str, int] = field(default_factory=dict)
+    spared: dict[str, int] = field(default_factory=dict)
 
 
 class SavedTensors:
@@ -54,49 +57,114 @@ def _storage(tensor: Tensor) -> int:
 def measure_footprint(
     model: nn.Module, units: Sequence[UnitSpec], batch: Batch, loss: Loss, device: torch.device
 ) -> Footprint:
-    """The footprint of one forward on ``batch``. Gradients of a unit's feature maps are taken to be
-    those of the inputs and outputs of its widest module, which are alive together; the workspace to
-    be that module's output once more."""
-    inputs = pytree.tree_leaves((batch.args, dict(batch.kwargs), batch.target))
-    known = [*model.parameters(), *model.buffers(), *(t for t in inputs if isinstance(t, Tensor))]
-    with Timeline(model, units, device) as timeline:
-        saved = SavedTensors(known, lambda: timeline.node)
-        widths = _Widths(model, lambda: timeline.node)
-        with widths, torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
-            timeline.mark(units[0].name)
-            output = model(*batch.args, **batch.kwargs)
-            timeline.mark(units[-1].name)
-            value = loss(output, batch.target)
-        del value, output
-    return Footprint(saved.bytes, widths.gradient, widths.workspace)
+    """The footprint of one step on ``batch``, whose gradients are freed again.
+
+    Every storage belongs to the node that made it. What is alive when forward ends is ``saved``,
+    the batch itself for the first node. The rest of what was alive at most while a node was at work
+    is its ``workspace`` in forward; in backward, beyond that and the gradients of parameters of its
+    own and of the nodes after it, its ``gradient`` (or ``spared``, where it is less), and ``fresh``
+    is how much more it would be if gradients that are complete did not count.
+    """
+    walk = _Walk(model, units, device)
+    inputs = tensors_in((batch.args, dict(batch.kwargs), batch.target))
+    before = [p.grad for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    try:
+        with walk.timeline, walk.live:
+            walk.live.add([*model.parameters(), *model.buffers()], _STANDING)
+            walk.live.add(inputs, units[0].name)
+            walk.step(batch, loss)
+    finally:
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            parameter.grad = gradient
+    return walk.footprint()
 
 
-class _Widths:
-    """The widest module that each node calls."""
-
-    def __init__(self, model: nn.Module, node: Callable[[], str]) -> None:
-        self.gradient: dict[str, int] = {}
-        self.workspace: dict[str, int] = {}
-        self._model, self._node = model, node
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> _Widths:
-        for module in self._model.modules():
-            if next(module.children(), None) is None:
-                self._handles.append(module.register_forward_hook(self._see, prepend=True))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _see(self, module: nn.Module, args: Any, output: Any) -> None:
-        node = self._node()
-        into, out = _gradient_bytes(args), _gradient_bytes(output)
-        self.gradient[node] = max(self.gradient.get(node, 0), into + out)
-        self.workspace[node] = max(self.workspace.get(node, 0), out)
+_STANDING = "standing"
 
 
-def _gradient_bytes(tree: Any) -> int:
-    leaves = pytree.tree_leaves(tree)
-    return sum(t.nbytes for t in leaves if isinstance(t, Tensor) and t.requires_grad)
+class _Walk:
+    """One step, and the most bytes alive while each node was at work, forward and backward."""
+
+    def __init__(self, model: nn.Module, units: Sequence[UnitSpec], device: torch.device) -> None:
+        self.model, self.units = model, units
+        self.timeline = Timeline(model, units, device)
+        self.live = LiveStorages(self._node, self._see)
+        self._phase = "forward"
+        self._most: dict[str, dict[str, int]] = {"forward": {}, "backward": {}, "apart": {}}
+        self._complete = 0
+        self._saved: dict[str, int] = {}
+
+    def _node(self) -> str:
+        return self.timeline.node
+
+    def _see(self, live: LiveStorages) -> None:
+        self._raise(self._phase, live.now)
+        if self._phase == "backward":
+            self._raise("apart", live.now - self._complete)
+
+    def _raise(self, phase: str, now: int) -> None:
+        most, node = self._most[phase], self._node()
+        most[node] = max(most.get(node, 0), now)
+
+    def _gathered(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._complete += parameter.grad.untyped_storage().nbytes()
+
+    def step(self, batch: Batch, loss: Loss) -> None:
+        """Forward and backward."""
+        timeline = self.timeline
+        timeline.mark(self.units[0].name)
+        output = self.model(*batch.args, **batch.kwargs)
+        timeline.mark(self.units[-1].name)
+        value = loss(output, batch.target)
+        del output
+        self._saved = self.live.held()
+        self._phase = "backward"
+        # torch has not typed its hooks
+        trained: list[Any] = [p for p in self.model.parameters() if p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(self._gathered) for p in trained]
+        try:
+            value.backward()  # type: ignore[no-untyped-call]
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def footprint(self) -> Footprint:
+        """What the step has shown."""
+        found = Footprint()
+        standing = self._saved.pop(_STANDING, 0)
+        gradients, held = _gradients_from(self.model, self.units), 0
+        for unit in self.units:
+            name = unit.name
+            held += self._saved.get(name, 0)
+            always = standing + held
+            forward = max(self._most["forward"].get(name, 0) - always, 0)
+            found.saved[name], found.workspace[name] = self._saved.get(name, 0), forward
+            if name not in self._most["backward"]:
+                continue
+            backward = self._most["backward"][name] - always - gradients[name]
+            apart = self._most["apart"][name] - always
+            found.gradient[name] = max(backward - forward, 0)
+            found.spared[name] = max(forward - backward, 0)
+            found.fresh[name] = max(apart - backward, 0)
+        return found
+
+
+def _gradients_from(model: nn.Module, units: Sequence[UnitSpec]) -> dict[str, int]:
+    """For each unit the bytes of the gradients of its own parameters and of later units', those of
+    tied ones at their first unit."""
+    home: dict[nn.Parameter, str] = {}
+    for unit in units:
+        for module in unit.modules:
+            for parameter in model.get_submodule(module).parameters():
+                home.setdefault(parameter, unit.name)
+    own = dict.fromkeys((unit.name for unit in units), 0)
+    for parameter, name in home.items():
+        own[name] += parameter.nbytes if parameter.requires_grad else 0
+    total, found = 0, {}
+    for name in reversed(own):
+        total += own[name]
+        found[name] = total
+    return found

@@ -244,6 +244,8 @@ def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) 
         gradient=curve(lambda m: m.footprint.gradient),
         workspace=curve(lambda m: m.footprint.workspace),
         parameter_bytes=0,
+        fresh=curve(lambda m: m.footprint.fresh),
+        spared=curve(lambda m: m.footprint.spared),
     )
 
 
@@ -271,6 +273,8 @@ def unit_profile(
         gradient=whole.gradient,
         workspace=whole.workspace,
         parameter_bytes=total,
+        fresh=whole.fresh,
+        spared=whole.spared,
     )
     return UnitProfile(
         name=unit.name,

@@ -63,6 +63,8 @@ class ShareMeter:
                 if ratio is None:
                     continue
                 forward, backward, saved, gradient, workspace = ratio
+                size = self._shard_bytes(unit, split, degree)
+                part = _over(size, profile.whole.parameter_bytes)
                 found.append(
                     ShareProfile(
                         style=split.style,
@@ -72,7 +74,9 @@ class ShareMeter:
                         saved=whole.saved.scaled(saved),
                         gradient=whole.gradient.scaled(gradient),
                         workspace=whole.workspace.scaled(workspace),
-                        parameter_bytes=self._shard_bytes(unit, split, degree),
+                        parameter_bytes=size,
+                        fresh=whole.fresh.scaled(part),
+                        spared=whole.spared.scaled(min(part, saved)),
                     )
                 )
         return found

@@ -10,6 +10,7 @@ units on a CPU), so steps without them are timed in turn: those give the step, t
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -68,7 +69,8 @@ class Timeline:
         self.clock = Clock(device)
         self.marks: list[tuple[Any, str]] = []
         self.node = units[0].name
-        self._made: dict[int, Tensor] = {}
+        # Weakly: tensors that nothing else holds are freed as in training.
+        self._made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._handles: list[Any] = []
         self._before = _nodes_before(self.units)
 
@@ -119,7 +121,7 @@ class Timeline:
         """Marks ``maker`` when a gradient arrives at a tensor that it made."""
         if id(tensor) in self._made or not tensor.requires_grad or tensor.is_leaf:
             return
-        self._made[id(tensor)] = tensor  # kept, so that its identity stays its own
+        self._made[id(tensor)] = tensor
         tensor.register_hook(lambda gradient: self.mark(maker))  # type: ignore[no-untyped-call]
 
     def step(self, batch: Batch, loss: Loss) -> StepTimes:

@@ -224,12 +224,17 @@ class _Table:
 
     def _peak(self, chosen, samples, received):
         def held(i):
-            return self.unit(chosen, lambda k, o, c: self.memory.unit(k, o, samples[o.layout])[i])
+            return self.unit(
+                chosen, lambda k, o, c: getattr(self.memory.unit(k, o, samples[o.layout]), i)
+            )
 
-        weights, state, gradients, saved, maps, workspace, exchanged = (held(i) for i in range(7))
+        weights = held("weights") + held("optimizer") + held("residual")
+        gradients, saved = held("gradients") + held("travelling"), held("saved")
+        maps = held("map_gradients") + held("fresh") - held("spared")
+        workspace, exchanged, renewed = held("workspace"), held("exchanged"), held("renewed")
         part = self.unit(chosen, lambda k, o, c: samples[o.layout] is not None)
         received = received * part
-        always = (weights + state).sum(axis=1)
+        always = weights.sum(axis=1)
         open_ = self._kinds(chosen) * self.model.bucket_bytes * (not self.model.sliced)
         to_come = exchanged.cumsum(axis=1) - exchanged
         every = gradients.sum(axis=1)
@@ -239,12 +244,13 @@ class _Table:
         for k in range(self.count):
             behind = behind + saved[:, k]
             work = behind + workspace[:, k] + received[:, k]
-            fresh = gradients[:, k] if many else exchanged[:, k]
-            alive = every if many else gradients[:, k:].sum(axis=1)
-            alive = alive + fresh + np.minimum(to_come[:, k], open_)
+            later = gradients[:, k:].sum(axis=1)
+            alive = (every if many else later) + np.minimum(to_come[:, k], open_)
             before = every if many else 0.0
             peak = np.maximum(peak, always + before + work)
             peak = np.maximum(peak, always + alive + work + maps[:, k])
+            past = later + behind - saved[:, k] if self.model.sliced else every
+            peak = np.maximum(peak, always + past + renewed[:, k])
         return peak
 
     def _kinds(self, chosen):

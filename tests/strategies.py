@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 from meshwright.planner.capability import EVERYTHING
@@ -14,7 +15,7 @@ from meshwright.planner.cluster import (
     Node,
 )
 from meshwright.planner.cost import CostModel
-from meshwright.planner.curve import ZERO, Curve, proportional
+from meshwright.planner.curve import ZERO, Curve, constant, proportional
 from meshwright.planner.evaluate import make_plan
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import lattice
@@ -47,6 +48,7 @@ def share(style="none", degree=1, forward=ZERO, backward=ZERO, saved=0.0, parame
         gradient=proportional(saved) if saved else ZERO,
         workspace=ZERO,
         parameter_bytes=parameter_bytes,
+        fresh=constant(parameter_bytes),
     )
 
 
@@ -226,7 +228,10 @@ def unit_profiles(draw, name, shared=None):
         size = st.just(16) if shared else st.integers(1, 64)  # tied weights have one shape
         rows, columns = draw(size), draw(size)
         saved = float(draw(st.integers(0, 512)))
-        return linear(name, rows, columns, time, saved, shared)
+        unit = linear(name, rows, columns, time, saved, shared)
+        spared = proportional(draw(st.floats(0, saved))) if saved else ZERO
+        whole = msgspec.structs.replace(unit.whole, spared=spared)
+        return msgspec.structs.replace(unit, shares=(whole,))
     if kind == "norm":
         return norm(name, time, draw(st.integers(0, 4096)))
     unit = linear(name, draw(st.integers(1, 64)), 8, time, 32.0)

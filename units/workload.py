@@ -39,6 +39,10 @@ class Batch:
             raise ValueError(f"cannot slice samples {lo}..{hi} out of a batch of {self.size}")
         return self._per_sample(lambda tensor: tensor[lo:hi])
 
+    def copied(self) -> Batch:
+        """The same in memory of its own."""
+        return self._map(torch.clone)
+
     def take(self, index: Tensor) -> Batch:
         """Copies of the samples that ``index`` (1-d, integers) names, in that order."""
         return self._per_sample(lambda tensor: tensor[index.to(tensor.device)])

@@ -17,9 +17,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..ranks.watch import Watch
 
@@ -65,7 +67,15 @@ class Trip:
     def start(self) -> None:
         """Sets out, in a thread of its own."""
         # A daemon: a rank that has lost its peers must be able to end.
-        threading.Thread(target=self._travel, name="meshwright sharded step", daemon=True).start()
+        modes = _get_current_dispatch_mode_stack()  # what counts memory, say, counts here too
+
+        def travel() -> None:
+            with ExitStack() as entered:
+                for mode in modes:
+                    entered.enter_context(mode)
+                self._travel()
+
+        threading.Thread(target=travel, name="meshwright sharded step", daemon=True).start()
 
     def run(self) -> None:
         """Goes all the way at once."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree  # torch has no public name for it
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...units.storages import LiveStorages
 
 
-def peak_bytes(work: Callable[[], object], standing: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes at the highest point of ``work()``, with the ``standing`` tensors that live throughout.
+def peak_bytes(
+    work: Callable[[], object],
+    standing: Iterable[Tensor],
+    device: torch.device,
+    apart: Iterable[Tensor] = (),
+) -> int:
+    """Bytes at the highest point of ``work()``, with the ``standing`` tensors that live throughout
+    and without those kept ``apart``, which are there for the measurement only.
 
     On CUDA what the allocator gave out; elsewhere the storages of all tensors that operators return
     in this thread (operators' own scratch memory is not seen).
@@ -22,45 +27,22 @@ def peak_bytes(work: Callable[[], object], standing: Iterable[Tensor], device: t
         torch.cuda.reset_peak_memory_stats(device)
         work()
         return int(torch.cuda.max_memory_allocated(device))
-    live = _LiveStorages()
+    live = LiveStorages()
     with live:
+        live.leave_out(apart)
         live.add(standing)
         work()
     return live.peak
 
 
-class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the storages that are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = 0
-        self.peak = 0
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.inductor.resize_storage_bytes_.default:
-            self._forget(args[0].untyped_storage()._cdata)
-            self.add(args[:1])
-        self.add(t for t in pytree.tree_leaves(result) if isinstance(t, Tensor))
-        return result
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Counts the storages of ``tensors`` until they are freed, each once."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in self._known or not storage.nbytes():
-                continue
-            self._known[key] = (weakref.ref(storage, self._freed(key)), storage.nbytes())
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-
-    def _freed(self, key: int) -> Callable[[Any], None]:
-        return lambda _: self._forget(key)
-
-    def _forget(self, key: int) -> None:
-        self.now -= self._known.pop(key, (None, 0))[1]
+@contextmanager
+def budget(
+    limit_bytes: int, standing: Iterable[Tensor], apart: Iterable[Tensor] = ()
+) -> Iterator[LiveStorages]:
+    """Within it tensors may take ``limit_bytes``, the ``standing`` ones included and those kept
+    ``apart`` not; the operator that passes the limit raises ``OverBudgetError``. Any device."""
+    live = LiveStorages(limit_bytes=limit_bytes)
+    with live:
+        live.leave_out(apart)
+        live.add(standing)
+        yield live

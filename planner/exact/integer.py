@@ -71,7 +71,9 @@ class Program(Variables):
     ) -> None:
         super().__init__(ledger)
         self.unit_s = time_unit_s
-        self.rows = rows(self.model.micro_batches, schedule, 0.0)
+        self.rows = rows(
+            self.model.micro_batches, schedule, 0.0, together=ledger.memory.updates_together
+        )
         self.step = self.new("T")
         self._step(schedule)
         self.excess = self.new("v") if excess else None

@@ -23,7 +23,7 @@ from ..step import LINKS, Vector
 State = tuple[Layout, Style]
 EDGE_FIGURES: tuple[int, ...] = (*ENTRY, RECEIVED)
 """The figures that an edge adds to its target."""
-BYTES = slice(AT["standing"], AT["exchanged"] + 1)
+BYTES = slice(AT["standing"], AT["renewed"] + 1)
 """The figures of memory that depend on the position; the unit's own."""
 
 
@@ -89,8 +89,7 @@ class Ledger:
         """[option, figure] of what a position holds of unit ``k`` that has so many ``samples``."""
         table = np.zeros((len(self.options[k]), len(FIGURES)))
         for row, option in zip(table, self.options[k], strict=True):
-            weights, optimizer, *rest = self.memory.unit(k, option, samples[option.layout])
-            row[BYTES] = weights + optimizer, *rest
+            row[BYTES] = self.memory.unit(k, option, samples[option.layout]).figures
         return table
 
     @cached_property

@@ -29,11 +29,16 @@ class Timeline:
         figures = [f / each.limit_bytes for f in each.figures]
         received = [self._received(i, k, each) for k in units]
         flight = self._buckets(i, figures, each)
-        for track, flying in ((timed, [{}] * len(units)), (timed + 1, flight)):
+        none: list[Terms] = [{} for _ in units]
+        nothing: list[list[Terms]] = [[{}] for _ in units]
+        tracks = [(timed, received, none), (timed + 1, received, flight)]
+        if any(f[:, AT["renewed"]].any() for f in figures):
+            tracks.append((timed + 2, nothing, none))  # else backward's rows hold it
+        for track, coming, flying in tracks:
             family = (self.rows.before[track], self.rows.at[track], self.rows.after[track])
             parts = [tuple(self.program.form(k, w, figures[k]) for w in family) for k in units]
             table = self.program.track(f"m{i}_{track}", parts)  # type: ignore[arg-type]
-            for row, into, buckets in zip(table, received, flying, strict=True):
+            for row, into, buckets in zip(table, coming, flying, strict=True):
                 for terms in into:
                     self._fits([*row.items(), *terms.items(), *buckets.items()])
         update = (self.program.form(k, self.rows.totals[1], figures[k]).items() for k in units)

@@ -123,6 +123,7 @@ def _memory(problem: Problem, closest: Closest, end: float) -> Infeasibility:
         available_bytes=tight.available_bytes,
         relaxations=(*(r for r in found if r is not None), *relaxations),
         enlargement=more_ranks(problem, lambda larger: _fits(larger, end), end),
+        kind=tight.kind,
     )
 
 

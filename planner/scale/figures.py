@@ -84,6 +84,7 @@ class Figures:
             ("saved", judged, lambda s: s.saved),
             ("maps", judged, lambda s: s.gradient),
             ("workspace", judged, lambda s: s.workspace),
+            ("spared", judged, lambda s: s.spared),
         ):
             column = reader.values(unit, quantity, divides=reader is busiest)
             found[:, AT[name]] = column
@@ -92,7 +93,22 @@ class Figures:
         free = self.model.world_size - np.array([layout.size for layout, _ in states])
         found[:, AT["idle"]] = free * (took + found[:, AT["update"]])
         idle = [self.samples(layout) is None for layout, _ in states]
-        found[np.ix_(idle, [AT["saved"], AT["maps"], AT["workspace"]])] = 0.0
+        found[:, AT["saved"]] += self.gathered(k, states)
+        many = self.model.micro_batches > 1
+        new = [many or (y.groups > 1 and not self.model.sliced) for y, _ in states]
+        fresh = judged.values(unit, lambda s: s.fresh, divides=False)
+        known = np.where(fresh > 0, fresh, found[:, AT["fresh"]])  # not measured: by its shape
+        found[:, AT["fresh"]] = np.where(new, known, 0.0)
+        measured = [AT[name] for name in ("saved", "maps", "workspace", "spared", "fresh")]
+        found[np.ix_(idle, measured)] = 0.0
+        return found
+
+    def gathered(self, k: int, states: Sequence[State]) -> Reals:
+        """What divided units keep of their input, by state."""
+        options = [Option(*state) for state in states]
+        found: Reals = np.array(
+            [self.memory.gathered_bytes(k, o, self.samples(o.layout)) for o in options]
+        )
         return found
 
     def shape(self, k: int) -> tuple[object, ...]:
@@ -135,11 +151,8 @@ class Figures:
         ):
             found[AT[f"{name}.{LINKS[on.link]}"]] += on.seconds
         found[AT[f"slice.{LINKS[cost.exchange.link]}"]] = cost.slice_s
-        weights, optimizer, *rest = self.memory.unit(k, option, self.samples(layout))
-        gradients, saved, maps, workspace, exchanged = rest
-        found[AT["standing"] : AT["standing"] + 6] = [
-            weights + optimizer, gradients, saved, maps, workspace, exchanged,
-        ]  # fmt: skip
+        held = self.memory.unit(k, option, self.samples(layout)).figures
+        found[AT["standing"] : AT["standing"] + len(held)] = held
         took = self.model.micro_batches * (cost.forward_s + cost.backward_s) + cost.update_s
         found[AT["idle"]] = (self.model.world_size - layout.size) * took
         return found

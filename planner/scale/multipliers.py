@@ -22,7 +22,7 @@ from ..infeasible import explain_infeasible
 from ..memory import MemoryModel
 from ..options import Decisions
 from ..problem import Problem, Result
-from ..rows import AT, bucket_share, rows
+from ..rows import AT, Rows, bucket_share, rows
 from ..search import Space
 from ..splits import placed
 from ..splits import search as heuristic_search
@@ -115,7 +115,12 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
         devices=model.world_size,
         economical=economical,
     )
-    return Lagrangian(sheet, rows(model.micro_batches, problem.schedule, share), bounds)
+    return Lagrangian(sheet, _rows(sheet, problem, share), bounds)
+
+
+def _rows(sheet: Sheet, problem: Problem, bucket: float) -> Rows:
+    together = sheet.memory.updates_together
+    return rows(sheet.model.micro_batches, problem.schedule, bucket, together=together)
 
 
 def search_part(

@@ -43,15 +43,12 @@ def _recomputed(source: Figures, k: int, states: Sequence[State], plain: Reals) 
     found[:, AT["backward"]] += plain[:, AT["forward"]]
     for link in LINKS:
         found[:, AT[f"inner_backward.{link}"]] += plain[:, AT[f"inner_forward.{link}"]]
-    edges = (source.model.profile.edges[e] for e in source.model.edges_into[k])
-    whole = sum(e.bytes_per_sample for e in edges)
+    whole = source.model.output_bytes_per_sample(k)[0]
     resident = np.array(
-        [
-            whole * (source.samples(y) or 0) / (1 if s in ("column", "pair") else y.degree)
-            for y, s in states
-        ]
+        [whole * (source.samples(y) or 0) / (y.degree if s == "column" else 1) for y, s in states]
     )
-    resident = np.minimum(resident, plain[:, AT["saved"]])
+    gathered = source.gathered(k, states)
+    resident = np.minimum(resident, plain[:, AT["saved"]] - gathered) + gathered
     return _released(source, found, plain, resident, states)
 
 

@@ -6,6 +6,7 @@ own recorded inputs, in double precision, forward and backward, before it is off
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from . import apply_split
 from .slicing import slice_parameter
 
 _WAIT_S = 60.0
+_LONG, _SHORT = 256, 16
+"""Sequences of more positions are tried with so many."""
 _SPREAD = 0.2
 """Standard deviation of the parameters that a split is tried with."""
 
@@ -126,9 +129,33 @@ def holds(model: nn.Module, unit: UnitSpec, spec: SplitSpec, call: Call, degree:
     try:
         with torch.device("cpu"):  # a default device such as meta may be set
             holder = _prepared(isolated(model, unit.modules))
+            short = _shortened(call, holder)
+            if short is not call:
+                with contextlib.suppress(Exception):  # its forward may need the whole length
+                    return _agrees(holder, unit, spec, _with_values(short).double(), degree)
             return _agrees(holder, unit, spec, _with_values(call).double(), degree)
     except Exception:
         return False  # a look-alike, whose own forward may fail in any way on its parts
+
+
+def _shortened(call: Call, holder: nn.Module) -> Call:
+    """The call with the first few positions of long sequences: what a split computes does not
+    depend on how many there are, and the time that it takes does. The call itself where nothing is
+    long, or where a length is also that of a parameter."""
+    first = next((t for t in call.tensors() if t.ndim > 2), None)
+    length = first.shape[1] if first is not None else 0
+    known = {size for p in (*holder.parameters(), *holder.buffers()) for size in p.shape}
+    if length <= _LONG or length in known or first is None or length in first.shape[2:]:
+        return call
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim, size in enumerate(tensor.shape):
+            if size == length:
+                tensor = tensor.narrow(dim, 0, _SHORT)
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    args, kwargs = pytree.tree_map_only(Tensor, cut, (call.args, dict(call.kwargs)))
+    return Call(args, kwargs)
 
 
 def isolated(model: nn.Module, modules: Sequence[str]) -> nn.Module:

@@ -11,6 +11,7 @@ from meshwright.executor.exchange.residual import Lossy, Residual
 from meshwright.executor.exchange.topk import Picking, TopkParcel, largest, ratio_at
 from meshwright.executor.ranks.groups import Group
 from meshwright.planner.errors import InputError, RunError
+from meshwright.planner.travelling import FIRST_RATIO
 from torch import nn
 
 
@@ -185,3 +186,7 @@ def test_dampening_is_refused():
         check_momentum(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1))
     check_momentum(torch.optim.SGD(parameters, lr=0.1, dampening=0.1))
     check_momentum(torch.optim.Adam(parameters))
+
+
+def test_the_planner_knows_how_much_leaves_at_first():
+    assert Lossy().first_ratio == FIRST_RATIO

@@ -52,8 +52,8 @@ def test_a_rank_holds_its_chunks_and_the_units_at_work():
         *((k, "forward", whole[k]) for k in range(6)),
         *((k, "backward", whole[k]) for k in reversed(range(6))),
     ]
-    assert fully[-1].gradients == 5 * MIB / 4
     backward = {p.unit: p for p in fully if p.phase == "backward"}
+    assert backward[0].gradients == 5 * MIB / 4
     less = {p.unit: p for p in sharded if p.phase == "backward"}
     behind = [(backward[k].map_gradients - less[k].map_gradients) / MIB for k in range(6)]
     assert behind == [0, 2, 4, 2, 2, 0]  # the rest of the one before, and what travels
@@ -62,7 +62,7 @@ def test_a_rank_holds_its_chunks_and_the_units_at_work():
 def test_micro_batches_add_up_whole_gradients():
     model = model_of(micro_batches=2)
     points = rank_memory(model, all_with(model, "fully_sharded"))[0].points
-    assert {p.gradients for p in points} == {5 * MIB}
+    assert {p.gradients for p in points if p.phase != "update"} == {5 * MIB}
 
 
 def test_nothing_is_gathered_where_nothing_is_divided():

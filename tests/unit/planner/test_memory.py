@@ -49,6 +49,7 @@ def test_buckets_are_there_before_they_are_full():
     ]
     assert backward[0] == [0, 1, 1, 1, 0]  # the new gradient, until its bucket has it
     assert backward[1] == [3, 3, 2, 1, 0]  # and the bucket's part that is to come
+    assert [p.buffers for c in (small, large) for p in c.points if p.phase == "update"] == [0, 0]
 
 
 def test_micro_batches_hold_one_of_feature_maps_and_all_gradients():

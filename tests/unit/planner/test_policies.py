@@ -46,15 +46,23 @@ def model():
 
 
 def holds(model, option):
-    """(weights, optimizer, gradients, saved, maps, workspace, exchanged) of unit 1."""
-    return np.array(MemoryModel(model).unit(1, option, 8), dtype=float)
+    """What unit 1 holds."""
+    return MemoryModel(model).unit(1, option, 8)
 
 
-def test_recompute_runs_forward_again_and_keeps_the_input(model):
+def changes(model, option):
+    """Which of its bytes differ from those of plain data parallelism, and by how much."""
+    ours, plain = holds(model, option), holds(model, HOME)
+    pairs = zip(ours._fields, ours, plain, strict=True)
+    return {name: a - b for name, a, b in pairs if a != b}
+
+
+def test_recompute_runs_forward_again_and_keeps_the_output(model):
     keep, again = model.unit(1, HOME), model.unit(1, HOME._replace(memory="recompute"))
     assert again.backward_s == keep.backward_s + keep.forward_s
-    change = holds(model, HOME._replace(memory="recompute")) - holds(model, HOME)
-    assert list(change) == [0, 0, 0, 256 * 8 - 4096 * 8, 0, 4096 * 8 - 256 * 8, 0]
+    freed = 4096 * 8 - 256 * 8
+    found = changes(model, HOME._replace(memory="recompute"))
+    assert found == {"saved": -freed, "workspace": freed}
 
 
 def test_recompute_issues_the_inner_collectives_again(model):
@@ -70,7 +78,7 @@ def test_offload_copies_both_ways_and_keeps_nothing(model):
     copy_s = 4096 * 8 / RATE
     assert away.forward_s == pytest.approx(keep.forward_s + copy_s)
     assert away.backward_s == pytest.approx(keep.backward_s + copy_s)
-    assert holds(model, HOME._replace(memory="offload"))[3] == 0
+    assert holds(model, HOME._replace(memory="offload")).saved == 0
 
 
 def test_a_sharded_exchange_divides_state_and_update(model):
@@ -78,8 +86,13 @@ def test_a_sharded_exchange_divides_state_and_update(model):
     assert shard.update_s == pytest.approx(dense.update_s / 4)
     assert shard.exchange.sent_bytes == dense.exchange.sent_bytes
     assert shard.exchange.seconds == pytest.approx(dense.exchange.seconds)
-    optimizer = holds(model, HOME)[1], holds(model, HOME._replace(exchange="sharded"))[1]
-    assert optimizer[1] == ceil(optimizer[0] / 4)
+    sharded = HOME._replace(exchange="sharded")
+    assert holds(model, sharded).optimizer == ceil(holds(model, HOME).optimizer / 4)
+    size = 4 * 64 * 64
+    assert holds(model, sharded).travelling == size * (1 + 1 / 4)  # received, and the averages
+    wide = CostModel(model.profile, model.cluster, model.goal, bucket_bytes=2**20, sliced=True)
+    assert holds(model, HOME).travelling == 0
+    assert holds(wide, HOME).travelling == size  # packed: copied
 
 
 def test_topk_gathers_values_and_numbers_and_takes_time_to_choose(model):
@@ -88,8 +101,10 @@ def test_topk_gathers_values_and_numbers_and_takes_time_to_choose(model):
     size = 4 * 64 * 64
     assert picked.gradient_bytes == ceil(4 * 0.1 * size * 2)
     assert picked.update_s == pytest.approx(dense.update_s + size * 2e-9)
-    residual = holds(model, HOME._replace(exchange="topk", ratio=0.1)) - holds(model, HOME)
-    assert list(residual[1:5]) == [size, 0, 0, 2 * size]
+    found = changes(model, HOME._replace(exchange="topk", ratio=0.1))
+    assert (found["residual"], found["map_gradients"]) == (size, 2 * size)
+    # At first a quarter is sent, with numbers as large, and received from all four.
+    assert found["travelling"] == pytest.approx(0.25 * 2 * size * (4 + 1), abs=8)
 
 
 @pytest.fixture
@@ -114,13 +129,16 @@ TOPK, SIZE = HOME._replace(exchange="topk", ratio=0.1), 4 * 64 * 64
     [("in_place", 1, 2), ("mirror", 1, 2), ("host_mirror", 0, 3)],
 )
 def test_gradients_that_are_taken_in_live_for_a_moment(lossy, feedback, always, moment):
-    change = holds(lossy, TOPK._replace(feedback=feedback)) - holds(lossy, HOME)
-    assert list(change[1:5]) == [always * SIZE, -SIZE, 0, moment * SIZE]
+    found = changes(lossy, TOPK._replace(feedback=feedback))
+    del found["travelling"], found["exchanged"]
+    expected = {"residual": always * SIZE, "gradients": -SIZE, "map_gradients": moment * SIZE}
+    assert found == {name: size for name, size in expected.items() if size}
 
 
 def test_what_is_dropped_is_held_or_sent(lossy):
-    change = holds(lossy, HOME._replace(exchange="dropped", ratio=0.5)) - holds(lossy, HOME)
-    assert list(change[1:5]) == [SIZE, -SIZE, 0, SIZE]
+    found = changes(lossy, HOME._replace(exchange="dropped", ratio=0.5))
+    del found["exchanged"]
+    assert found == {"residual": SIZE, "gradients": -SIZE, "map_gradients": SIZE}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -157,7 +175,7 @@ def test_early_release_waits_in_backward_and_frees_the_gradient(model):
     assert early.exchange.seconds == early.update_s == early.slice_s == 0
     assert early.released == late.exchange
     assert early.backward_s == late.backward_s + late.update_s
-    assert holds(model, HOME._replace(early_release=True))[2] == 0
+    assert holds(model, HOME._replace(early_release=True)).gradients == 0
     plain = (HOME,) * 4
     freed = (HOME, *(HOME._replace(early_release=True),) * 2, HOME)
     peaks = [max(m.peak_bytes for m in rank_memory(model, d)) for d in (plain, freed)]

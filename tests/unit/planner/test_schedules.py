@@ -64,7 +64,7 @@ def test_what_does_not_fit_otherwise_is_sharded():
     asked = problem.profile, problem.cluster, problem.goal, decisions
     whole = evaluate(*asked, schedule="priority", bucket_bytes=2**19)
     goal = msgspec.structs.replace(
-        problem.goal, memory_limit_bytes=max(whole.peak_bytes) - 2 * 2**20
+        problem.goal, memory_limit_bytes=max(whole.peak_bytes) - 3 * 2**19
     )
     found = solve(replace(problem, goal=goal), "heuristic")
     assert "sharded" in exchanges(found)

@@ -256,7 +256,8 @@ def test_a_slow_unit_gets_its_own_time() -> None:
 
 
 def test_footprint_of_a_model_counted_by_hand() -> None:
-    """Linear saves its input, ReLU its output, which the next Linear saves too: counted once."""
+    """Linear saves its input, ReLU its output, which the next Linear saves too: counted once, at
+    the unit that made it."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     workload = Workload(
         "hand", model, lambda n: Batch((torch.randn(n, 8),), torch.randn(n, 4)), F.mse_loss
@@ -265,11 +266,14 @@ def test_footprint_of_a_model_counted_by_hand() -> None:
     size = 5
     batch = workload.make_batch(size)
     footprint = measure_footprint(model, found.units, batch, workload.loss, torch.device("cpu"))
-    saved = sum(footprint.saved.values())
-    # ReLU's output and the loss's input; the batch itself is the caller's
-    assert saved == size * (16 + 4) * 4
-    first = next(u.name for u in found.units if "0" in u.modules)
-    assert footprint.workspace[first] == size * 16 * 4
+    first, second = (next(u.name for u in found.units if m in u.modules) for m in ("0", "2"))
+    batch_bytes = size * (8 + 4) * 4
+    assert footprint.saved[found.units[0].name] == batch_bytes
+    assert footprint.saved[first] == size * 16 * 4  # ReLU's output
+    assert footprint.saved[second] == size * 4 * 4  # the loss's input
+    assert footprint.workspace[first] == size * 16 * 4  # Linear's output, until ReLU has it
+    # In the second's backward: gradients of its output and of its input, besides its weights'.
+    assert size * 16 * 4 < footprint.gradient[second] <= size * (16 + 4) * 4 + 8
 
 
 def test_saved_tensors_are_those_that_torch_saves() -> None:

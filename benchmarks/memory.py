@@ -1,0 +1,256 @@
+"""Predicted against measured peak memory of a step.
+
+    OMP_NUM_THREADS=1 python benchmarks/memory.py [--models mlp gpt-mini] [--policies keep sharded]
+
+Starts two ranks. Each model is profiled once, at batch sizes around those that are run; then it is
+trained for a few steps under every policy that the executor has, with two batches and two
+optimizers, and the bytes of live tensors are counted (on CUDA the allocator's). Prints a table,
+with the most resident memory of the process beside, and as the last line one JSON object: rows, and
+the median and the largest relative error |predicted - measured| / measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.launch import Ranks, run_ranks
+from meshwright.executor.ranks.agreement import rank_zero_decides
+from meshwright.executor.start import start_process_group
+from meshwright.executor.train import run_steps
+from meshwright.models import build
+from meshwright.planner.cluster import Cluster, Device, Level, Node
+from meshwright.planner.evaluate import make_plan
+from meshwright.planner.goal import Goal
+from meshwright.planner.layout import data_parallel
+from meshwright.planner.options import Option
+from meshwright.planner.plan import ScheduleName
+from meshwright.planner.profile import ModelProfile, UnitProfile
+from meshwright.profiler.model import profile
+from rich.console import Console
+from rich.table import Table
+
+RANKS = 2
+LIMIT_S = 1800.0
+MODELS = ("mlp", "cnn-digits", "vgg11-32", "resnet50-32", "gpt-mini", "seq2seq-mini")
+BATCHES = (8, 32)
+"""Global batches; a rank gets 4 or 16 samples."""
+MEASURED = (2, 8, 32)
+"""The sizes profiled, so that what runs lies between them."""
+OPTIMIZERS = ("momentum", "adamw")
+SLICE_BYTES = 2**20
+RATIO = 0.1
+"""What a lossy exchange sends, where the profile has measured that."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One way in which the executor treats memory, of all units alike as far as they can."""
+
+    name: str
+    schedule: ScheduleName = "barrier"
+    memory: str = "keep"
+    exchange: str = "dense"
+    early: bool = False
+
+    def option(self, unit: UnitProfile) -> Option:
+        """The decision for a unit: plain where it has nothing that the policy could be about."""
+        plain = Option(data_parallel(RANKS))
+        if unit.modules and unit.whole.saved(1) > 0:
+            plain = plain._replace(memory=self.memory)  # type: ignore[arg-type]
+        if not unit.parameters:
+            return plain
+        lossy = self.exchange in ("dropped", "topk")
+        known = [f for f in unit.fidelity if f.exchange == self.exchange]
+        if lossy and known:
+            ratio = min(known[0].ratios, key=lambda r: abs(r - RATIO))
+            plain = plain._replace(exchange=self.exchange, ratio=ratio)  # type: ignore[arg-type]
+        elif not lossy:
+            plain = plain._replace(exchange=self.exchange)  # type: ignore[arg-type]
+        return plain._replace(early_release=self.early)
+
+
+def policies() -> Iterator[Policy]:
+    """All that the executor says it runs."""
+    yield Policy("keep")
+    yield Policy("priority", "priority")
+    for memory in CAPABILITY.memory:
+        if memory == "offload" and not torch.cuda.is_available():
+            continue  # a CPU has no other memory to put it into
+        if memory != "keep":
+            yield Policy(memory, memory=memory)
+            yield Policy(f"{memory}, sharded", "priority", memory=memory, exchange="sharded")
+    for exchange in CAPABILITY.exchange:
+        if exchange != "dense":
+            yield Policy(exchange, "priority", exchange=exchange)
+    if CAPABILITY.early_release:
+        yield Policy("early release", "priority", early=True)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: bytes of the rank that has most."""
+
+    model: str
+    policy: str
+    batch: int
+    optimizer: str
+    predicted_bytes: int
+    measured_bytes: int
+    resident_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Relative, and negative where more was used than predicted."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def here() -> Cluster:
+    """The ranks as a cluster: memory does not depend on how quick its links are."""
+    device = Device(name="here", memory_bytes=2**40, host_bytes_per_s=1e10)
+    link = Level(name="intra", latency_s=1e-4, bytes_per_s=1e9)
+    return Cluster(name="here", nodes=(Node(name="here", devices=(device,) * RANKS),),
+                   levels=(link,))  # fmt: skip
+
+
+def run(model: str, found: ModelProfile, policy: Policy, batch: int, optimizer: str) -> Row:
+    """One run. Collective."""
+    goal = Goal(batch=batch, optimizer=optimizer, allow_lossy=True)  # type: ignore[arg-type]
+    plan = make_plan(
+        found,
+        here(),
+        goal,
+        [policy.option(unit) for unit in found.units],
+        schedule=policy.schedule,
+        executor=CAPABILITY,
+        **({"bucket_bytes": SLICE_BYTES} if policy.schedule == "priority" else {}),
+    )
+    torch.manual_seed(0)
+    workload = build(model)
+    workload.model.to(device())
+    forget_resident()
+    measured = run_steps(workload, plan, 1)
+    return Row(
+        model,
+        policy.name,
+        batch,
+        optimizer,
+        max(plan.prediction.peak_bytes),
+        max(measured.peak_bytes),
+        resident_bytes(),
+    )
+
+
+def device() -> torch.device:
+    """This rank's."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def forget_resident() -> None:
+    """Begins a new count of the process's most resident memory (Linux)."""
+    clear = Path("/proc/self/clear_refs")
+    if clear.exists():
+        clear.write_text("5")
+
+
+def resident_bytes() -> int:
+    """The most resident memory of the process since; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    found = [line.split()[1] for line in lines if line.startswith("VmHWM")]
+    return 1024 * int(found[0]) if found else 0
+
+
+def profiled(model: str) -> ModelProfile:
+    """Rank 0's profile: what matters here does not depend on others. Collective."""
+
+    def measure() -> ModelProfile:
+        torch.manual_seed(0)
+        return profile(build(model), batches=MEASURED, device=device(), repeats=1, degrees=())
+
+    return rank_zero_decides(measure)
+
+
+def on_rank(asked: argparse.Namespace, show: Console) -> list[Row]:
+    """All rows. Collective."""
+    rows = []
+    for model in asked.models:
+        found = profiled(model)
+        for policy in policies():
+            if asked.policies and policy.name not in asked.policies:
+                continue
+            for batch in BATCHES:
+                for optimizer in OPTIMIZERS:
+                    row = run(model, found, policy, batch, optimizer)
+                    rows.append(row)
+                    if dist.get_rank() == 0:
+                        show.print(f"{model} {policy.name} {batch} {optimizer}: {row.error:+.1%}")
+    return rows
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """The rows for people."""
+    table = Table(title="peak bytes of a rank, MB")
+    for name in ("model", "policy", "batch", "optimizer", "predicted", "measured", "error",
+                 "resident"):  # fmt: skip
+        table.add_column(name, justify="left" if name in ("model", "policy") else "right")
+    for row in rows:
+        table.add_row(
+            row.model,
+            row.policy,
+            str(row.batch),
+            row.optimizer,
+            f"{row.predicted_bytes / 1e6:.2f}",
+            f"{row.measured_bytes / 1e6:.2f}",
+            f"{row.error:+.1%}",
+            f"{row.resident_bytes / 1e6:.0f}",
+        )
+    return table
+
+
+def summary_of(rows: Sequence[Row]) -> dict[str, object]:
+    """The rows for machines."""
+    errors = [abs(row.error) for row in rows]
+    names = ("model", "policy", "batch", "optimizer", "predicted_bytes", "measured_bytes",
+             "resident_bytes")  # fmt: skip
+    return {
+        "rows": [{name: getattr(row, name) for name in names} for row in rows],
+        "median_abs_error": median(errors),
+        "max_abs_error": max(errors),
+    }
+
+
+def main() -> None:
+    """Starts the ranks, or is one."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--policies", nargs="+", default=[])
+    asked = parser.parse_args()
+    if "RANK" not in os.environ:
+        with tempfile.TemporaryDirectory(prefix="memory-") as folder:
+            program = [str(Path(__file__).resolve()), *sys.argv[1:]]
+            run_ranks(program, Ranks(RANKS, timeout_s=LIMIT_S), Path(folder))
+        return
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    start_process_group()
+    rows = on_rank(asked, Console(file=sys.stderr, width=150))
+    if dist.get_rank() == 0:
+        Console(width=150).print(table_of(rows))
+        print(json.dumps(summary_of(rows)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What is planned to fit does fit under a hard limit, and what is refused would not have fitted."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import torch
+from meshwright import models
+from meshwright.executor.apply import apply
+from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.headroom import account, overflowed
+from meshwright.executor.memory.peak import budget
+from meshwright.executor.parallel import is_parallel
+from meshwright.executor.ranks.agreement import rank_zero_decides
+from meshwright.executor.train import optimizer_for, run_steps, train_step
+from meshwright.planner.errors import InputError
+from meshwright.planner.evaluate import evaluate
+from meshwright.planner.goal import Goal
+from meshwright.planner.plan import Plan
+from meshwright.planner.problem import Problem
+from meshwright.planner.profile import ModelProfile
+from meshwright.planner.solver import solve
+from meshwright.profiler.model import profile
+from meshwright.units.discover import discover
+from meshwright.units.storages import OverBudgetError, tensors_in
+from plans import plan_for
+
+from tests.strategies import cluster
+
+NAMES = ("mlp", "cnn-digits", "gpt-tiny", "seq2seq-mini")
+SPARE = 1.1
+"""What would fit in a limit a tenth lower must not be refused."""
+STEPS = 3
+
+
+class Triple(NamedTuple):
+    """A model, a global batch and a limit as a share of what plain data parallelism needs."""
+
+    name: str
+    batch: int
+    share: float
+    optimizer: str
+
+
+def triples(count: int, seed: int = 0) -> list[Triple]:
+    """Random ones; those of one model follow each other, as it is profiled once."""
+    draw = random.Random(seed)
+    found = [
+        Triple(
+            draw.choice(NAMES),
+            draw.randrange(4, 65),
+            draw.uniform(0.25, 1.3),
+            draw.choice(("sgd", "momentum", "adamw")),
+        )
+        for _ in range(count)
+    ]
+    return sorted(found)
+
+
+def profiled(name: str) -> ModelProfile:
+    """Rank 0's profile. Collective."""
+
+    def measure() -> ModelProfile:
+        torch.manual_seed(0)
+        workload = models.build(name)
+        return profile(workload, batches=(1, 2, 4, 8, 16, 32), repeats=1, degrees=(2,))
+
+    return rank_zero_decides(measure)
+
+
+def problem_of(found: ModelProfile, one: Triple) -> Problem:
+    """What is asked for a triple."""
+    links, goal = cluster(2), Goal(batch=one.batch, optimizer=one.optimizer)  # type: ignore[arg-type]
+    plain = max(evaluate(found, links, goal).peak_bytes)
+    goal = Goal(
+        batch=one.batch,
+        optimizer=one.optimizer,  # type: ignore[arg-type]
+        memory_limit_bytes=int(one.share * plain),
+        micro_batches=tuple(m for m in (1, 2, 4) if 2 * m <= one.batch),
+    )
+    return Problem(found, links, goal, CAPABILITY, executor=CAPABILITY, either=True)
+
+
+def peak_under(plan: Plan, one: Triple, limit_bytes: int) -> int:
+    """The most that tensors take in some steps under a plan, the first included (applying it before
+    them, takes the whole model and a copy); raises ``OverBudgetError`` above the limit.
+    Collective."""
+    torch.manual_seed(0)
+    workload = models.build(one.name)
+    optimizer = optimizer_for(plan.goal, workload.model.parameters())
+    batches = [workload.make_batch(plan.goal.batch) for _ in range(STEPS + 3)]
+    apart = tensors_in([(b.args, b.target) for b in batches])
+    apply(workload.model, optimizer, plan)
+    with budget(limit_bytes, workload.model.parameters(), apart) as live:
+        live.add(workload.model.buffers())
+        run_steps(workload, plan, STEPS, optimizer=optimizer, draw=lambda number: batches[number])
+    return live.peak
+
+
+def least_plan(asked: Problem) -> Plan | None:
+    """The plan that needs least memory: limits are raised from the one that was refused."""
+    limit = asked.goal.memory_limit_bytes
+    assert limit is not None
+    for raised in (1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 6.0):
+        goal = Goal(
+            batch=asked.goal.batch,
+            optimizer=asked.goal.optimizer,
+            memory_limit_bytes=int(limit * raised),
+            micro_batches=asked.goal.micro_batches,
+        )
+        made = solve(replace(asked, goal=goal), "heuristic").plan
+        if made is not None:
+            return made
+    return None
+
+
+def keeps_limits(rank: int, chosen: list[Triple]) -> list[str]:
+    """What went wrong with each triple."""
+    wrong, known = [], dict[str, ModelProfile]()
+    for one in chosen:
+        if one.name not in known:
+            known[one.name] = profiled(one.name)
+        asked = problem_of(known[one.name], one)
+        limit = asked.goal.memory_limit_bytes
+        assert limit is not None
+        made = rank_zero_decides(lambda asked=asked: solve(asked, "heuristic").plan)
+        if made is None:
+            least = rank_zero_decides(lambda asked=asked: least_plan(asked))
+            needed = peak_under(least, one, 2**40) if least is not None else 2**40
+            if SPARE * needed <= limit:
+                wrong.append(f"{one}: refused at {limit}, {needed} would do")
+            continue
+        try:
+            peak_under(made, one, limit)
+        except OverBudgetError as error:
+            predicted = max(made.prediction.peak_bytes)
+            raise AssertionError(f"{one}: {predicted} predicted, {error}") from error
+    return wrong
+
+
+def refuses_before_the_first_step(rank: int) -> None:
+    workload = models.build("mlp")
+    before = [p.clone() for p in workload.model.parameters()]
+    needs = (2**30, 2**50)  # the rank at the second position has nothing like it
+    found = discover(workload.model, workload.make_batch(3), workload.make_batch(2))
+    plain = plan_for(found, 2)
+    prediction = msgspec.structs.replace(plain.prediction, peak_bytes=needs)
+    plan = msgspec.structs.replace(plain, prediction=prediction)
+    with pytest.raises(InputError, match=r"rank 1 has .* free .* MESHWRIGHT_CHECK_MEMORY=0"):
+        apply(workload.model, None, plan)
+    assert not is_parallel(workload.model)
+    for now, then in zip(workload.model.parameters(), before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_what_is_not_free_is_refused_on_all_ranks(ranks):
+    ranks(2)(refuses_before_the_first_step)
+
+
+def accounts_for_what_it_held(rank: int) -> None:
+    workload = models.build("mlp")
+    found = discover(workload.model, workload.make_batch(3), workload.make_batch(2))
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1, momentum=0.9)
+    plan = plan_for(found, 2)
+    apply(workload.model, optimizer, plan)
+    size = sum(p.nbytes for p in workload.model.parameters())
+    batch = workload.make_batch(8)
+    with budget(int(1.5 * size), workload.model.parameters()), pytest.raises(MemoryError) as caught:
+        train_step(workload, plan, batch, optimizer)
+    assert overflowed(caught.value)
+    text = account(caught.value)
+    assert text is not None
+    assert f"rank {rank} ran out of memory" in text
+    assert f"held now: weights {size / 2**20:,.1f} MiB" in text
+    assert "--batch 8" in text
+    assert f"--memory-limit {int(1.5 * size) // 2**20}MiB" in text
+
+
+def test_a_run_that_lacks_memory_says_what_it_held(ranks):
+    ranks(2)(accounts_for_what_it_held)
+
+
+@pytest.mark.slow
+def test_a_sample_keeps_its_limits(ranks):
+    assert not any(ranks(2)(keeps_limits, triples(50)[::7], limit_s=170))
+
+
+@pytest.mark.long
+def test_fifty_keep_their_limits(ranks):
+    assert not any(ranks(2)(keeps_limits, triples(50), limit_s=1200))

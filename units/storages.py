@@ -1,0 +1,119 @@
+"""The storages of tensors that are alive, as operators make them and Python lets them go.
+
+Counts what a piece of work holds on any device without asking its allocator, on the meta device
+too, where nothing is allocated: a storage there is as large as it would be.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree  # torch has no public name for it
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Seen = Callable[["LiveStorages"], None]
+
+
+class OverBudgetError(MemoryError):
+    """Tensors took more than they may: ``needed_bytes`` of ``limit_bytes``, while ``label`` was at
+    work."""
+
+    def __init__(self, needed_bytes: int, limit_bytes: int, label: str) -> None:
+        where = f" at {label!r}" if label else ""
+        super().__init__(
+            f"tensors take {needed_bytes:,} bytes{where} and {limit_bytes:,} are allowed: plan "
+            "with that as the memory limit"
+        )
+        self.needed_bytes, self.limit_bytes, self.label = needed_bytes, limit_bytes, label
+
+
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the storages that are alive: those of all tensors that operators return in threads
+    that are within the context, and what was given to ``add`` (operators' own scratch memory is not
+    seen). ``label()`` names what is at work; ``seen(self)`` is called whenever a storage was added.
+    With ``limit_bytes`` the operator after which more are alive raises ``OverBudgetError``.
+    """
+
+    def __init__(
+        self,
+        label: Callable[[], str] = lambda: "",
+        seen: Seen = lambda live: None,
+        limit_bytes: int | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.peak = 0
+        self.limit_bytes = limit_bytes
+        self._label, self._seen = label, seen
+        self._lock = threading.RLock()  # storages are freed in any thread, in the midst of anything
+        self._known: dict[int, tuple[weakref.ref[Any], int, str]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.inductor.resize_storage_bytes_.default:  # freed or filled in place
+            self._forget(_key(args[0]))
+            self.add(args[:1])
+        self.add(t for t in pytree.tree_leaves(result) if isinstance(t, Tensor))
+        return result
+
+    def add(self, tensors: Iterable[Tensor], label: str | None = None) -> None:
+        """Counts the storages of ``tensors`` until they are freed, each once."""
+        for tensor in tensors:
+            with self._lock:
+                size = self._note(tensor, self._label() if label is None else label)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+            if size:
+                self._seen(self)
+                if self.limit_bytes is not None and self.now > self.limit_bytes:
+                    raise OverBudgetError(self.now, self.limit_bytes, self._label())
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Never counts the storages of ``tensors``, which somebody else holds."""
+        for tensor in tensors:
+            key, size, label = _key(tensor), 0, ""
+            if key not in self._known:
+                storage = tensor.untyped_storage()
+                self._known[key] = (weakref.ref(storage, self._freed(key)), size, label)
+
+    def held(self) -> dict[str, int]:
+        """Bytes alive now, by what was at work when they were made."""
+        found: dict[str, int] = {}
+        for _, size, label in list(self._known.values()):
+            found[label] = found.get(label, 0) + size
+        return found
+
+    def _note(self, tensor: Tensor, label: str) -> int:
+        """The bytes of a storage that was not known, else 0."""
+        key = _key(tensor)
+        if key in self._known:
+            return 0
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        if size:
+            self._known[key] = (weakref.ref(storage, self._freed(key)), size, label)
+        return size
+
+    def _freed(self, key: int) -> Callable[[Any], None]:
+        return lambda _: self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            _, size, _ = self._known.pop(key, (None, 0, ""))
+            self.now -= size
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of nested containers."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
