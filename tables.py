@@ -36,7 +36,7 @@ def _proof(plan: Plan) -> str:
         "heuristic": f"found by the {by.solver} solver, not proved best",
         "manual": "decided by hand",
     }[by.status]
-    if by.bound_s is None or by.gap is None:
+    if not by.bound_s or by.gap is None:  # a bound of 0 says nothing
         return words
     what = "step" if plan.goal.objective == "time" else "device time"
     return (

@@ -90,4 +90,4 @@ def test_seven_billion_parameters_on_64_devices(tmp_path):
             held = sum(v for k, v in moment.items() if k not in ("unit", "phase"))
             assert 0 < held <= one["limit_bytes"]
     most = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    assert most < 4 * 2**30  # weights alone would take 27 GB
+    assert most < 8 * 2**30  # weights alone would take 27 GB
