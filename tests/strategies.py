@@ -48,7 +48,7 @@ def share(style="none", degree=1, forward=ZERO, backward=ZERO, saved=0.0, parame
         gradient=proportional(saved) if saved else ZERO,
         workspace=ZERO,
         parameter_bytes=parameter_bytes,
-        fresh=constant(parameter_bytes),
+        fresh=constant(float(parameter_bytes)),
     )
 
 

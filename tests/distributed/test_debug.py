@@ -250,6 +250,7 @@ def falls_silent(rank: int) -> None:
     trained(False, 2, "barrier", disturb)
 
 
+@pytest.mark.slow
 def test_a_rank_that_issues_nothing_more_is_named_in_time(ranks: Any) -> None:
     start = time.monotonic()
     first, _ = ranks(2).outcomes(falls_silent)

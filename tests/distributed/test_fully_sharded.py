@@ -409,6 +409,7 @@ def reads_on_one_rank(rank: int) -> None:
         time.sleep(3)
 
 
+@pytest.mark.slow
 def test_a_parameter_read_on_one_rank_ends_in_a_sentence(ranks):
     first, _ = ranks(2).outcomes(reads_on_one_rank)
     assert first.kind == "RunError"

@@ -511,6 +511,7 @@ def read_on_one_rank(rank: int) -> None:
         time.sleep(3)
 
 
+@pytest.mark.slow
 def test_a_gradient_read_on_one_rank_ends_in_a_sentence(ranks):
     first, _ = ranks(2).outcomes(read_on_one_rank)
     assert first.kind == "RunError"
@@ -649,6 +650,7 @@ def steps_on_one_rank(rank: int) -> None:
         time.sleep(3)
 
 
+@pytest.mark.slow
 def test_a_step_on_one_rank_ends_in_a_sentence(ranks):
     first, _ = ranks(2).outcomes(steps_on_one_rank)
     assert first.kind == "RunError"

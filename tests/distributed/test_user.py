@@ -649,6 +649,7 @@ def forward_alone(rank: int, divided: bool) -> None:
         time.sleep(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divided", [False, True])
 def test_a_forward_on_one_rank_ends_in_a_sentence(ranks, divided):
     first, _ = ranks(2).outcomes(forward_alone, divided)
