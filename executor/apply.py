@@ -148,10 +148,10 @@ def _check_release(optimizer: Optimizer | None, plan: Plan) -> None:
     early = [unit for unit in plan.units if unit.early_release]
     if not early:
         return
-    whole = next((unit for unit in early if unit.exchange == "sharded"), None)
-    if whole is not None or plan.schedule != "priority":
-        name = (whole or early[0]).name
-        what = "a sharded exchange" if whole else f"the schedule {plan.schedule!r}"
+    shared = next((unit for unit in early if unit.exchange in SHARDING), None)
+    if shared is not None or plan.schedule != "priority":
+        name = (shared or early[0]).name
+        what = f"the exchange {shared.exchange!r}" if shared else f"the schedule {plan.schedule!r}"
         raise InputError(
             f"unit {name!r} is planned with early release and {what}, which do not go together: "
             "plan with --forbid early-release"

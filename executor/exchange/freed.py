@@ -22,6 +22,10 @@ USE = "_meshwright_use"
 SAVING = "_meshwright_saving"
 """Where it keeps what stands for it in a ``state_dict``, while one is made."""
 
+_VERSION: Any = Tensor._version
+_OUTSIDE = OUTSIDE | {_VERSION.__get__, Tensor.is_inference}
+"""What does not need the memory. The version counts a step when that is called."""
+
 
 class Freed(Pending):
     """Mixed into the class of such a parameter."""
@@ -30,7 +34,7 @@ class Freed(Pending):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in OUTSIDE:
+        if func in _OUTSIDE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         plain_copy = func is Tensor.copy_ and not torch.is_grad_enabled()

@@ -25,6 +25,8 @@ from .regions import Body, Hooks
 
 AsNow = Callable[[], AbstractContextManager[None]]
 """Makes a forward the current one again, for a while."""
+NO_TASK = -2
+"""No backward; autograd numbers them from 0 on, and outside it is in -1."""
 
 
 class Slot:
@@ -47,6 +49,8 @@ class Recomputed:
         self._parameters = [p for module in body.modules for p in module.parameters()]
         self._parameter_versions: list[int] = []
         self._slots: list[weakref.ref[Slot]] = []
+        self._task = NO_TASK
+        """The backward that the slots' values were made in."""
         self._kinds: list[tuple[Any, ...]] = []
         self._state = _State(body.inner(), [*self._tensors, *self._parameters], as_now)
 
@@ -67,9 +71,13 @@ class Recomputed:
             )
 
     def unpack(self, slot: Slot) -> Tensor:
-        """The tensor, by running the forward again unless that has happened."""
-        if slot.value is None:
+        """The tensor, by running the forward again unless that has happened in this backward. What
+        was made in an earlier one (of a graph that was retained) may have lost its memory since:
+        that of parameters which are whole only while they are used."""
+        task = torch._C._current_graph_task_id()
+        if slot.value is None or task != self._task:
             self._rerun()
+            self._task = task
         if slot.value is None:
             raise self._other("fewer tensors")
         return slot.value
@@ -84,7 +92,7 @@ class Recomputed:
             if number == len(self._slots) or _kind(tensor) != self._kinds[number]:
                 raise self._other("other tensors")
             slot = self._slots[number]()
-            if slot is not None and slot.value is None:
+            if slot is not None:
                 slot.value = tensor.detach()
             number += 1
 

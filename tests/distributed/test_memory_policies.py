@@ -71,10 +71,6 @@ def decided(made: Plan, **decision: Any) -> Plan:
     return msgspec.structs.replace(made, units=tuple(change(u) for u in made.units))
 
 
-def sharded(made: Plan) -> Plan:
-    return decided(made, exchange="sharded")
-
-
 def trained(
     rank: int,
     name: str,
@@ -131,11 +127,12 @@ Case = tuple[str, str, str]
 
 def recompute_is_keep(rank: int, cases: Sequence[Case], degree: int, statistics: str) -> None:
     for name, schedule, exchange in cases:
-        base = sharded if exchange == "sharded" else lambda made: made
         kept, again = (
             trained(
                 rank, name, schedule, "sgd",
-                lambda made, base=base, memory=memory: decided(base(made), memory=memory),
+                lambda made, exchange=exchange, memory=memory: decided(
+                    made, exchange=exchange, memory=memory
+                ),
                 degree, statistics,
             )
             for memory in ("keep", "recompute")
@@ -149,6 +146,7 @@ def recompute_is_keep(rank: int, cases: Sequence[Case], degree: int, statistics:
         [("cnn-digits", "barrier", "dense"), ("cnn-digits", "priority", "dense")],
         [("gpt-tiny", "priority", "dense"), ("gpt-tiny", "priority", "sharded")],
         [("cnn-digits", "priority", "sharded"), ("bert-tiny", "barrier", "dense")],
+        [("gpt-tiny", "priority", "fully_sharded")],
     ],
 )
 def test_recompute_is_keep(ranks, cases):
@@ -186,6 +184,71 @@ def two_forwards_first(rank: int) -> None:
 
 def test_forwards_of_different_sizes_before_their_backwards(ranks):
     ranks(2)(two_forwards_first)
+
+
+def fully_sharded(memory: str, *, segment: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    with scheduled("priority"):
+        made = plan(2, [unit(str(number), 1, "none", 2) for number in range(6)])
+    made = decided(made, memory=memory, exchange="fully_sharded")
+    if segment:
+        inner = tuple(str(number) for number in range(1, 5))
+        units = [
+            msgspec.structs.replace(u, segment=inner) if u.name in inner else u for u in made.units
+        ]
+        made = msgspec.structs.replace(made, units=tuple(units))
+    apply(model, ours, made, timeout_s=10)
+    return model, ours
+
+
+def a_retained_graph(rank: int) -> None:
+    """What is recomputed for one backward is not there for the next: parameters of it that are
+    whole only while they are used have lost their memory."""
+    results = []
+    for memory, segment in (("keep", False), ("recompute", False), ("recompute", True)):
+        model, ours = fully_sharded(memory, segment=segment)
+        for step in range(2):
+            torch.manual_seed(10 * step + rank)
+            out = model(torch.randn(4, 256))
+            out.square().mean().backward(retain_graph=True)
+            out.abs().mean().backward()
+            ours.step()
+            ours.zero_grad()
+        results.append(mw.full_state_dict(model))
+    same(results[1], results[0])
+    same(results[2], results[0])
+
+
+def test_two_backwards_through_what_is_recomputed(ranks):
+    ranks(2)(a_retained_graph)
+
+
+def gatherings(rank: int) -> list[tuple[int, int]]:
+    """How often parameters are put together in a forward and in a backward."""
+    found = []
+    for memory, segment in (("keep", False), ("recompute", False), ("recompute", True)):
+        model, ours = fully_sharded(memory, segment=segment)
+        exchange = run_of(model).priority
+        assert exchange is not None
+        assert exchange.uses is not None
+        told: list[str] = []
+        exchange.uses._announce = lambda text, *_, told=told: told.append(text)
+        for _ in range(2):
+            told.clear()
+            loss = model(torch.ones(4, 256)).square().mean()
+            forward = len(told)
+            loss.backward()
+            found.append((forward, len(told) - forward))
+            ours.step()
+            ours.zero_grad()
+    return found
+
+
+def test_recompute_gathers_no_more(ranks):
+    for found in ranks(2)(gatherings):
+        assert len(set(found)) == 1, found
 
 
 @pytest.mark.slow
@@ -459,6 +522,8 @@ def told_at_once(rank: int) -> list[str]:
         ("sgd", "barrier", {"early_release": True}),
         ("lbfgs", "priority", {"early_release": True}),
         ("sgd", "priority", {"memory": "offload"}),
+        ("sgd", "priority", {"early_release": True, "exchange": "sharded"}),
+        ("sgd", "priority", {"early_release": True, "exchange": "fully_sharded"}),
     ):
         model = wide()
         with scheduled(schedule):
@@ -477,10 +542,9 @@ def told_at_once(rank: int) -> list[str]:
 
 def test_what_cannot_be_is_told_at_once(ranks):
     for told in ranks(2)(told_at_once):
-        assert len(told) == 4
-        for message, part in zip(
-            told, ("no optimizer", "'barrier'", "LBFGS", "'offload'"), strict=True
-        ):
+        parts = "no optimizer", "'barrier'", "LBFGS", "'offload'", "'sharded'", "'fully_sharded'"
+        assert len(told) == len(parts)
+        for message, part in zip(told, parts, strict=True):
             assert part in message
             assert "--forbid" in message
 
