@@ -60,6 +60,14 @@ def held_bytes(
     return Held(trained_bytes, 0.0, 2 * largest_bytes)
 
 
+def averaged_bytes(
+    exchange: ExchangePolicy, feedback: FeedbackPolicy, trained_bytes: float
+) -> float:
+    """The dense average of what came, which is there while the unit is updated; of residuals it
+    takes the gradient's place."""
+    return trained_bytes if exchange == "topk" and feedback == "in_place" else 0.0
+
+
 def copied_bytes(feedback: FeedbackPolicy, trained_bytes: float) -> float:
     """What travels between device and host in a step, both ways, while backward waits."""
     return 2.0 * trained_bytes if feedback == "host_mirror" else 0.0

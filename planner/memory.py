@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .cost import CostModel
-from .feedback import held_bytes
+from .feedback import averaged_bytes, held_bytes
 from .gathering import gathered
 from .layout import Layout
 from .options import Option
@@ -270,7 +270,8 @@ class MemoryModel:
         if option.exchange == "sharded":
             return 0.0  # its gradient and the copies that travelled have gone by then
         parts = option.layout.groups if option.gathers else 1
-        return float(together * trained_bytes if on_cuda else one * largest_bytes) / parts
+        copies = float(together * trained_bytes if on_cuda else one * largest_bytes) / parts
+        return copies + averaged_bytes(option.exchange, option.feedback, trained_bytes)
 
     @property
     def updates_together(self) -> bool:
