@@ -44,7 +44,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         words = getattr(error, "format_message", None)
         if words is None:
             raise
-        return _say(_usage(words()), InputError.exit_code)
+        # Without arguments typer has shown the help and says nothing more.
+        return _say(_usage(words()), InputError.exit_code) if words() else InputError.exit_code
     return code if isinstance(code, int) else 0
 
 

@@ -13,6 +13,7 @@ from ..planner.errors import InputError
 from ..planner.goal import Goal
 from ..planner.noun import load
 from ..planner.pins import parse_wishes
+from ..planner.plan import LOSSY
 from ..planner.profile import ModelProfile
 from ..screen import progress
 from ..tables import decision_table, prediction_table, verdict
@@ -168,6 +169,11 @@ def _plan(
         found = api.plan(*asked, **options, progress=step)
     _, cluster, goal = asked
     note(shares_note(goal.batch, cluster.world_size))
+    if goal.allow_lossy and not any(unit.exchange in LOSSY for unit in found.units):
+        note(
+            "no unit sends its gradient in part: none was measured to keep enough "
+            f"({goal.min_fidelity:g} of the energy), or no exchange is exposed"
+        )
     for reason in found.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
     table = decision_table(found, fold=fold)

@@ -12,7 +12,7 @@ from ..comparisons import measured_table, verification_table
 from ..planner.errors import InputError, RunError
 from ..planner.noun import load
 from ..planner.plan import Plan
-from ..screen import console
+from ..screen import console, size
 from .output import Json, check_out, deliver, note, out
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan's file.")]
@@ -122,8 +122,20 @@ def launch(
     )
     if found is not None:
         deliver(found, report, json, measured_table(found))
+        note(_over(made, found.measured.peak_bytes))
     elif node_rank == 0:
         note("nothing was measured: the script made fewer than two optimizer steps under the plan")
+
+
+def _over(plan: Plan, taken: int | None) -> str | None:
+    """That more memory was taken than the plan was made for."""
+    limit = plan.goal.memory_limit_bytes
+    if limit is None or taken is None or taken <= limit:
+        return None
+    return (
+        f"tensors took {size(taken)} and the plan was made for {size(limit)}: where that much is "
+        f"not there, plan with a --memory-limit that is lower by {size(taken - limit)}"
+    )
 
 
 def demo(

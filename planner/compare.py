@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from .noun import Noun
-from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, Prediction, UnitPlan
+from .plan import LOSSY, ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, Prediction, UnitPlan
 
 _FIGURES = (
     "step_s",
@@ -90,7 +90,7 @@ def policy_words(one: Policies) -> list[str]:
     """Its policies in few words, those that are not plain."""
     words: list[str] = [one.memory] if one.memory != "keep" else []
     words += ["early release"] if one.early_release else []
-    lossy = one.exchange in ("dropped", "topk")
+    lossy = one.exchange in LOSSY
     if one.exchange != "dense":
         words.append(f"{one.exchange} {one.exchange_ratio:g}" if lossy else one.exchange)
     words += [one.feedback] if one.feedback != "residual" else []

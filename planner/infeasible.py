@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 
 import msgspec
 
@@ -52,7 +53,9 @@ def _more_micro_batches(problem: Problem) -> Relaxation | None:
     count = 2 * max(problem.goal.micro_batches)
     while count * problem.cluster.world_size <= problem.goal.batch:
         if fits(problem, micro_batches=(count,)):
-            return Relaxation("micro_batches", count, f"allow {count} micro-batches")
+            return Relaxation(
+                "micro_batches", count, f"allow {count} micro-batches (--micro-batches {count})"
+            )
         count *= 2
     return None
 
@@ -63,7 +66,8 @@ def _smaller_batch(problem: Problem) -> Relaxation | None:
     most = _most(1, (batch - 1) // world, lambda n: fits(problem, batch=n * world))
     if most is None:
         return None
-    return Relaxation("batch", most * world, f"lower the global batch to {most * world}")
+    size = most * world
+    return Relaxation("batch", size, f"lower the global batch to {size} (--batch {size})")
 
 
 def _higher_limit(problem: Problem, closest: Found) -> Relaxation | None:
@@ -71,7 +75,8 @@ def _higher_limit(problem: Problem, closest: Found) -> Relaxation | None:
     needed = max(closest.evaluation.prediction.peak_bytes)
     for _ in range(4):  # the search may take another way under another limit
         if fits(problem, memory_limit_bytes=needed):
-            sentence = f"allow {needed:,} bytes ({needed / 2**20:,.1f} MiB) per rank"
+            rounded = f"{ceil(needed / 2**20 * 10) / 10:.1f}MiB"
+            sentence = f"allow {needed:,} bytes per rank (--memory-limit {rounded})"
             return Relaxation("memory_limit_bytes", needed, sentence)
         needed += needed // 50
     return None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .capability import Capability, degrees
 from .goal import Goal
 from .layout import Layout, Style, data_parallel
-from .plan import SHARDING, ExchangePolicy, FeedbackPolicy, MemoryPolicy
+from .plan import LOSSY, SHARDING, ExchangePolicy, FeedbackPolicy, MemoryPolicy
 from .profile import ModelProfile, UnitProfile
 
 
@@ -26,7 +26,7 @@ class Option(NamedTuple):
     @property
     def lossy(self) -> bool:
         """Whether part of the gradient waits for a later step."""
-        return self.exchange in ("dropped", "topk")
+        return self.exchange in LOSSY
 
     @property
     def shards(self) -> bool:

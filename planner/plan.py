@@ -14,6 +14,8 @@ MemoryPolicy = Literal["keep", "recompute", "offload"]
 ExchangePolicy = Literal["dense", "sharded", "fully_sharded", "dropped", "topk"]
 SHARDING: tuple[ExchangePolicy, ...] = ("sharded", "fully_sharded")
 """Each rank updates its chunk of a parameter; the second keeps nothing but that between uses."""
+LOSSY: tuple[ExchangePolicy, ...] = ("dropped", "topk")
+"""A part of the gradient waits for a later step."""
 FeedbackPolicy = Literal["residual", "in_place", "mirror", "host_mirror"]
 """Where top-k keeps what it has not sent. See ``feedback``."""
 Status = Literal["optimal", "feasible", "heuristic", "manual"]

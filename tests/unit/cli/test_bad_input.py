@@ -313,3 +313,9 @@ def test_the_console_script_says_it_in_one_sentence(tmp_path):
     assert done.stdout == ""
     assert done.stderr.startswith("meshwright: cannot read a.json")
     assert done.stderr.count("\n") == 1
+
+
+def test_without_a_verb_the_help_is_the_answer(meshwright):
+    done = meshwright()
+    assert (done.code, done.err) == (2, "")
+    assert "plan" in done.out

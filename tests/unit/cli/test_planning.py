@@ -298,5 +298,6 @@ def test_a_lossy_exchange_is_planned_where_fidelity_was_measured(
     done = meshwright(*base, "--min-fidelity", 0.999)
     assert done.code == 0, done.err
     assert all(u.exchange != "topk" for u in load(Plan, path).units)
+    assert "no unit sends its gradient in part" in done.err
     done = meshwright(*base, "--min-fidelity", 0.9, "--forbid", "topk")
     assert all(u.exchange != "topk" for u in load(Plan, path).units)
