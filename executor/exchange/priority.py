@@ -34,7 +34,7 @@ from .sharded_gradient import ShardedGradient
 from .slices import Parcel, as_sent, make_parcels
 from .sparse import SparseGradient, completed, stand_for
 from .trip import Stage, Trip
-from .waiting import WaitingGradient
+from .waiting import WaitingGradient, vacating
 
 
 class PriorityExchange:
@@ -142,14 +142,7 @@ class PriorityExchange:
         parcel = self.home[entry]
         average = parcel.fold(entry, gradient)
         if average is not None:
-            myself, mine = weakref.ref(self), weakref.ref(parcel)
-
-            def finish() -> None:
-                exchange, parcel = myself(), mine()
-                if exchange is not None and parcel is not None:
-                    exchange.finish(parcel)
-
-            gradient = stand_for(average, entry, gradient, finish)
+            gradient = stand_for(average, entry, gradient, self._finishing(parcel))
         parcel.gradients[entry] = gradient
 
     def _advance(self) -> None:
@@ -230,38 +223,36 @@ class PriorityExchange:
         if isinstance(parcel.gradients[entry], SparseGradient):
             parameter.grad = parcel.gradients[entry]
             return
-        myself, mine, its = weakref.ref(self), weakref.ref(parcel), weakref.ref(parameter)
-        gradient = entry.show(parcel.gradients[entry])
+        finish, gradient = self._finishing(parcel), entry.show(parcel.gradients[entry])
 
         def arrive() -> Tensor:
+            finish()
+            return gradient
+
+        vacate = vacating(parameter, lambda: torch.zeros_like(gradient))
+        parameter.grad = WaitingGradient.of(gradient, arrive, vacate)
+
+    def _finishing(self, parcel: Parcel) -> Callable[[], None]:
+        """Finishes a parcel, if it and this exchange are still there."""
+        myself, mine = weakref.ref(self), weakref.ref(parcel)
+
+        def finish() -> None:
             exchange, parcel = myself(), mine()
             if exchange is not None and parcel is not None:
                 exchange.finish(parcel)
-            return gradient
 
-        def vacate(waiting: WaitingGradient) -> Tensor:
-            zeros, parameter = torch.zeros_like(gradient), its()
-            if parameter is not None and parameter.grad is waiting:
-                parameter.grad = zeros
-            return zeros
-
-        parameter.grad = WaitingGradient.of(gradient, arrive, vacate)
+        return finish
 
     def _show_part(self, parcel: ShardedParcel, entry: Entry) -> None:
         part, sharing, parcel.changed = parcel.part(entry), parcel.sharings[entry], True
-        myself, mine, its = weakref.ref(self), weakref.ref(parcel), weakref.ref(entry.parameter)
+        myself, mine = weakref.ref(self), weakref.ref(parcel)
 
         def settle() -> None:
             exchange, parcel = myself(), mine()
             if exchange is not None and parcel is not None and parcel.awaits(part):
                 exchange.finish(parcel)
 
-        def vacate(waiting: WaitingGradient) -> Tensor:
-            parameter, zeros = its(), sharing.zeros(part)
-            if parameter is not None and parameter.grad is waiting:
-                parameter.grad = zeros
-            return zeros
-
+        vacate = vacating(entry.parameter, lambda: sharing.zeros(part))
         entry.parameter.grad = ShardedGradient.standing(sharing, part, settle, vacate)
 
     def complete(self) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from ...planner.errors import InputError
 from ...planner.order import Turn
 from .buckets import Entry
-from .metadata import METADATA
 from .slices import Parcel
+from .waiting import VALUELESS, stand_in
 
 
 class Updater(Protocol):
@@ -77,14 +77,7 @@ class ReleasedGradient(Tensor):
     @staticmethod
     def of(like: Tensor, name: str) -> ReleasedGradient:
         """A stand-in for the gradient of the parameter ``like`` of that name."""
-        released = Tensor._make_wrapper_subclass(
-            ReleasedGradient,
-            like.shape,
-            strides=like.stride(),
-            dtype=like.dtype,
-            device=like.device,
-            requires_grad=False,
-        )
+        released = stand_in(ReleasedGradient, like.shape, like.stride(), like)
         released.parameter_name = name
         return released
 
@@ -95,7 +88,7 @@ class ReleasedGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _OUTSIDE:
+        if func in VALUELESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is Tensor.zero_:
@@ -120,7 +113,3 @@ def _gone(tree: Any) -> InputError:
         "releases it early, so it cannot be clipped, unscaled, read or added to: leave that out, "
         "or plan with --forbid early-release"
     )
-
-
-_OUTSIDE = METADATA | {Tensor.requires_grad_}
-"""What does not touch the values."""

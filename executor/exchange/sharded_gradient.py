@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..layout.gradients import ShardGradient
 from .sharing import Sharing
-from .waiting import Vacate, WaitingGradient
+from .waiting import Vacate, WaitingGradient, stand_in
 
 
 class ShardedGradient(WaitingGradient):
@@ -33,14 +33,7 @@ class ShardedGradient(WaitingGradient):
     ) -> ShardedGradient:
         """A stand-in for the gradient whose chunk is in ``part`` once ``settle()`` has waited.
         ``vacate`` gives zeros that stand in its place."""
-        waiting = Tensor._make_wrapper_subclass(
-            ShardedGradient,
-            sharing.shape,
-            strides=sharing.stride,
-            dtype=part.dtype,
-            device=part.device,
-            requires_grad=False,
-        )
+        waiting = stand_in(ShardedGradient, sharing.shape, sharing.stride, part)
         waiting.taken, waiting._gradient, waiting._vacate = False, None, vacate
         waiting._sharing, waiting._part, waiting._settle = sharing, part, settle
         waiting._arrive = None

@@ -6,7 +6,6 @@ gradient is ever made. Who reads ``grad`` gets a dense one.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..layout.gradients import ShardGradient
 from .buckets import Entry
 from .feedback import mirrors
 from .residual import flat_of
-from .waiting import WaitingGradient
+from .waiting import WaitingGradient, vacating
 
 Groups = list[dict[str, Any]]
 Part = tuple[Tensor, Tensor]
@@ -90,7 +89,6 @@ def stand_for(
 ) -> SparseGradient:
     """What stands in an entry's ``grad``, in the form of ``like``; ``finish()`` waits until the
     average has come."""
-    parameter = weakref.ref(entry.parameter)
 
     def arrive() -> Tensor:
         if not average.filled:
@@ -102,13 +100,7 @@ def stand_for(
             )
         return average.dense()
 
-    def vacate(waiting: WaitingGradient) -> Tensor:
-        mine, zeros = parameter(), average.zeros()
-        if mine is not None and mine.grad is waiting:
-            mine.grad = zeros
-        return zeros
-
-    waiting = SparseGradient.of(like, arrive, vacate)
+    waiting = SparseGradient.of(like, arrive, vacating(entry.parameter, average.zeros))
     waiting.average = average
     return waiting
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Self
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from .metadata import METADATA
+
+Kind = TypeVar("Kind", bound=Tensor)
 
 
 class WaitingGradient(Tensor):
@@ -29,14 +32,7 @@ class WaitingGradient(Tensor):
         """A stand-in with the shape of ``like``. ``arrive()`` waits for the gradient, ``vacate``
         gives zeros that stand in its place. Neither may hold the stand-in: it would live, and the
         gradient with it, until the garbage collector comes."""
-        waiting = Tensor._make_wrapper_subclass(
-            cls,
-            like.shape,
-            strides=like.stride(),
-            dtype=like.dtype,
-            device=like.device,
-            requires_grad=False,
-        )
+        waiting = stand_in(cls, like.shape, like.stride(), like)
         waiting.taken, waiting._gradient = False, None
         waiting._arrive, waiting._vacate = arrive, vacate
         return waiting
@@ -64,7 +60,7 @@ class WaitingGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _OUTSIDE:
+        if func in VALUELESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is Tensor.zero_:
@@ -96,7 +92,36 @@ def _clear_all(self: list[Tensor]) -> None:
         torch._foreach_zero_(rest)
 
 
+def stand_in(kind: type[Kind], shape: Sequence[int], strides: Sequence[int], like: Tensor) -> Kind:
+    """A tensor of that kind without memory, with the type and the device of ``like``."""
+    made: Kind = Tensor._make_wrapper_subclass(
+        kind,
+        shape,
+        strides=strides,
+        dtype=like.dtype,
+        device=like.device,
+        requires_grad=False,
+    )
+    return made
+
+
 Vacate = Callable[[WaitingGradient], Tensor]
 """Gives the zeros that take the place of a stand-in."""
-_OUTSIDE = METADATA | {Tensor.requires_grad_}
-"""What does not touch the values."""
+
+
+def vacating(parameter: nn.Parameter, zeros: Callable[[], Tensor]) -> Vacate:
+    """``zeros()``, put into the parameter's ``grad`` where the stand-in is still there."""
+    # Weak, as Python's garbage collector does not see through a parameter's grad.
+    its = weakref.ref(parameter)
+
+    def vacate(waiting: WaitingGradient) -> Tensor:
+        made, parameter = zeros(), its()
+        if parameter is not None and parameter.grad is waiting:
+            parameter.grad = made
+        return made
+
+    return vacate
+
+
+VALUELESS = METADATA | {Tensor.requires_grad_}
+"""What does not touch the values of a gradient."""
