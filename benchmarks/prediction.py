@@ -34,13 +34,14 @@ from meshwright.planner.evaluate import make_plan
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout, Style, data_parallel
 from meshwright.planner.options import Option, tied_units
-from meshwright.planner.plan import Plan, Prediction
+from meshwright.planner.plan import Plan, Prediction, ScheduleName
 from meshwright.planner.profile import ModelProfile, UnitProfile
 from rich.console import Console
 from rich.table import Table
 
 RANKS = 2
 LIMIT_S = 600.0
+SLICE_BYTES = 4 * 2**20
 RUN_S = 4.0
 """About so long each layout trains; at least ``LEAST_STEPS`` steps, at most ``MOST_STEPS``."""
 LEAST_STEPS, MOST_STEPS = 7, 40
@@ -54,13 +55,15 @@ DIVIDED: dict[str, tuple[Style, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its global batch and optimizer, and the groups of its divided units: as many as
-    there are ranks for plain data parallelism, 1 for model parallelism over all of them."""
+    """A model, its global batch and optimizer, the groups of its divided units (as many as there
+    are ranks for plain data parallelism, 1 for model parallelism over all of them), and whether
+    gradients travel in buckets to a barrier or in slices by priority."""
 
     model: str
     batch: int
     optimizer: str
     groups: int
+    schedule: ScheduleName = "barrier"
 
 
 CASES = [
@@ -70,10 +73,14 @@ CASES = [
     Case("cnn-digits", 128, "adamw", 1),
     Case("vgg11-32", 32, "momentum", 2),
     Case("vgg11-32", 32, "momentum", 1),
+    Case("vgg11-32", 32, "momentum", 2, "priority"),
     Case("gpt-mini", 8, "adamw", 2),
     Case("gpt-mini", 8, "adamw", 1),
+    Case("gpt-mini", 8, "adamw", 2, "priority"),
     Case("seq2seq-mini", 16, "adamw", 2),
+    Case("seq2seq-mini", 16, "adamw", 2, "priority"),
     Case("resnet50-32", 8, "momentum", 2),
+    Case("resnet50-32", 8, "momentum", 2, "priority"),
 ]
 
 
@@ -137,7 +144,10 @@ def run_model(cases: Sequence[Case], cluster: Cluster) -> list[Row]:
     rows = []
     for case in cases:
         chosen = decisions(profile, case.groups, cluster.world_size)
-        plan = make_plan(profile, cluster, goal, chosen, executor=CAPABILITY)
+        sizes = {"bucket_bytes": SLICE_BYTES} if case.schedule == "priority" else {}
+        plan = make_plan(
+            profile, cluster, goal, chosen, schedule=case.schedule, executor=CAPABILITY, **sizes
+        )
         steps = int(RUN_S / max(plan.prediction.step_s, 1e-6))
         steps = min(max(steps, LEAST_STEPS), MOST_STEPS)
         torch.manual_seed(0)
@@ -162,7 +172,7 @@ def on_rank(show: Console) -> list[Row]:
 def table_of(rows: Sequence[Row]) -> Table:
     """The rows for people: milliseconds, predicted / measured."""
     table = Table(title="predicted / measured, ms (memory in MB)", caption=_busy())
-    for name in ("model", "batch", "layout", "step", "error", "compute", "blocking", "exposed",
+    for name in ("model", "batch", "layout", "schedule", "step", "error", "compute", "blocking", "exposed",
                  "update", "peak"):  # fmt: skip
         table.add_column(name, justify="left" if name in ("model", "layout") else "right")
     for row in rows:
@@ -177,6 +187,7 @@ def table_of(rows: Sequence[Row]) -> Table:
             row.case.model,
             str(row.case.batch),
             row.layout,
+            row.case.schedule,
             f"{1e3 * p.step_s:.1f} / {1e3 * m.step_s:.1f}",
             f"{row.error:+.0%}",
             *(f"{1e3 * a:.1f} / {1e3 * b:.1f}" for a, b in parts),
@@ -203,6 +214,7 @@ def summary_of(rows: Sequence[Row]) -> dict[str, object]:
             {
                 "model": row.case.model,
                 "layout": row.layout,
+                "schedule": row.case.schedule,
                 "predicted_s": row.predicted.step_s,
                 "measured_s": row.measured.step_s,
             }
