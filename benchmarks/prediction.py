@@ -172,8 +172,8 @@ def on_rank(show: Console) -> list[Row]:
 def table_of(rows: Sequence[Row]) -> Table:
     """The rows for people: milliseconds, predicted / measured."""
     table = Table(title="predicted / measured, ms (memory in MB)", caption=_busy())
-    for name in ("model", "batch", "layout", "schedule", "step", "error", "compute", "blocking", "exposed",
-                 "update", "peak"):  # fmt: skip
+    for name in ("model", "batch", "layout", "schedule", "step", "error", "compute", "blocking",
+                 "exposed", "update", "peak"):  # fmt: skip
         table.add_column(name, justify="left" if name in ("model", "layout") else "right")
     for row in rows:
         p, m = row.predicted, row.measured
