@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from .executor.overhead import measure_overhead
+from .executor.overhead import measure_overhead, measure_priority_overhead
 from .executor.ranks.agreement import rank_zero_decides, together
 from .planner.cluster import Cluster, Device, Node
 from .planner.goal import Goal
@@ -92,7 +92,10 @@ def _probe(device: torch.device, progress: Step | None) -> Cluster:
     cluster = probe_ranks(device=device, progress=progress)
     if device.type != "cpu":
         return cluster
-    return msgspec.structs.replace(cluster, overhead=measure_overhead())
+    overhead = measure_overhead()
+    return msgspec.structs.replace(
+        cluster, overhead=overhead, priority_overhead=measure_priority_overhead(overhead)
+    )
 
 
 def single_rank(device: torch.device) -> Cluster:

@@ -77,8 +77,8 @@ class Interference(Noun, frozen=True, kw_only=True):
 class StepOverhead(Noun, frozen=True, kw_only=True):
     """Seconds that the executor's own work adds to a step, whatever the plan: ``step_s`` once, and
     in each parameter's backward ``parameter_s``, and ``byte_s`` for each byte of a gradient that is
-    exchanged (it is copied into its bucket and averaged). Each redistribution takes ``move_s``
-    besides its collective. Zero where not measured."""
+    exchanged (it is copied into its bucket or slice and averaged). Each redistribution takes
+    ``move_s`` besides its collective. Zero where not measured."""
 
     step_s: Seconds = 0.0
     parameter_s: Seconds = 0.0
@@ -89,8 +89,10 @@ class StepOverhead(Noun, frozen=True, kw_only=True):
 class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
     """The machines a plan is made for.
 
-    ``pair_bytes_per_s`` is an optional matrix of measured bandwidths between ranks, row by row,
-    by which ranks are placed; zero on its diagonal.
+    ``overhead`` is that of the barrier's schedule, ``priority_overhead`` that of priority, which
+    sends slices and updates parameter by parameter; where it was not measured the barrier's stands
+    for it. ``pair_bytes_per_s`` is an optional matrix of measured bandwidths between ranks, row by
+    row, by which ranks are placed; zero on its diagonal.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
     levels: tuple[Level, ...]
     interference: Interference = Interference()
     overhead: StepOverhead = StepOverhead()
+    priority_overhead: StepOverhead | None = None
     pair_bytes_per_s: tuple[tuple[float, ...], ...] = ()
     origin: Literal["measured", "described"] = "described"
     software: tuple[tuple[str, str], ...] = ()
@@ -128,6 +131,10 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
             for j, rate in enumerate(row):
                 if not 0 <= rate < float("inf") or (i != j and rate == 0):
                     raise ValueError(f"pair_bytes_per_s[{i}][{j}] is {rate}, expected above zero")
+
+    def overhead_of(self, *, sliced: bool) -> StepOverhead:
+        """The executor's own work where gradients travel in slices by priority, or in buckets."""
+        return self.priority_overhead if sliced and self.priority_overhead else self.overhead
 
     @property
     def world_size(self) -> int:

@@ -131,7 +131,7 @@ class CostModel(Exchanges):
     def _overhead_s(self, k: int, gradient_bytes: int) -> float:
         """The executor's own work in the backward of unit ``k``: for each of its parameters, for
         what it exchanges, and at the end of the step's last backward (the first unit's) once."""
-        overhead = self.cluster.overhead
+        overhead = self.cluster.overhead_of(sliced=self.sliced)
         own = overhead.parameter_s * sum(p.trainable for p in self.owned[k])
         own += overhead.byte_s * gradient_bytes
         return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
-from meshwright.executor.overhead import measure_overhead
+from meshwright.executor.overhead import measure_overhead, measure_priority_overhead
 from meshwright.planner.cluster import Cluster, StepOverhead
 from meshwright.planner.errors import InputError
 from meshwright.planner.noun import decode, encode
@@ -72,10 +72,11 @@ def test_without_time_only_the_smallest_messages_are_sent(ranks: Callable[[int],
     assert ranks(2)(slow_messages) == [[float(SIZES[0])] * len(COLLECTIVES)] * 2
 
 
-def overhead(rank: int) -> StepOverhead:
+def overhead(rank: int) -> tuple[StepOverhead, StepOverhead]:
     found = measure_overhead(rounds=9)
+    by_priority = measure_priority_overhead(found, rounds=9)
     dist.barrier()
-    return found
+    return found, by_priority
 
 
 def test_the_executors_own_work_is_measured_and_all_ranks_agree(
@@ -83,9 +84,11 @@ def test_the_executors_own_work_is_measured_and_all_ranks_agree(
 ) -> None:
     first, second = ranks(2)(overhead)
     assert first == second
-    assert 0 < first.step_s + first.parameter_s < 1  # agreements and Python: milliseconds at most
-    assert 0 <= first.byte_s < 1e-6
-    assert 0 <= first.move_s < 0.1
+    for found in first:
+        assert 0 < found.step_s + found.parameter_s < 1  # agreements, Python: milliseconds at most
+        assert 0 <= found.byte_s < 1e-6
+        assert 0 <= found.move_s < 0.1
+    assert first[0].move_s == first[1].move_s
 
 
 def test_a_probe_needs_a_group() -> None:

@@ -19,10 +19,10 @@ HOME = Option(data_parallel(4))
 RATE = 1e8
 
 
-def model(units, batch=16, micro_batches=1, links=None, updates=(), **goal):
+def model(units, batch=16, micro_batches=1, links=None, updates=(), sliced=False, **goal):
     profile = chain_profile(units, bytes_per_sample=400.0, features=100, updates=updates)
     links = links or cluster(4, inter=RATE, latency_s=0.0)
-    return CostModel(profile, links, Goal(batch=batch, **goal), micro_batches)
+    return CostModel(profile, links, Goal(batch=batch, **goal), micro_batches, sliced=sliced)
 
 
 def may(m, k, option, capability):
@@ -136,6 +136,23 @@ def test_the_executor_costs_something_in_every_backward():
     assert more == pytest.approx(1e-4 * parameters)
     assert charged.unit(0, HOME).backward_s == pytest.approx(2e-3)  # once a step, in two halves
     assert charged.unit(1, HOME).forward_s == free.unit(1, HOME).forward_s
+
+
+def test_the_executors_cost_is_that_of_the_schedule():
+    links = msgspec.structs.replace(
+        cluster(4, inter=RATE, latency_s=0.0), overhead=StepOverhead(parameter_s=1e-4)
+    )
+    other = msgspec.structs.replace(links, priority_overhead=StepOverhead(parameter_s=3e-4))
+    units = [linear("fc", 100, 100, 1e-3)]
+
+    def backward_s(links, *, sliced):
+        return model(units, links=links, sliced=sliced).unit(1, HOME).backward_s
+
+    parameters = len(model(units).owned[1])
+    barrier_s = backward_s(links, sliced=False)
+    assert backward_s(links, sliced=True) == barrier_s  # not measured: the barrier's stands for it
+    assert backward_s(other, sliced=False) == barrier_s
+    assert backward_s(other, sliced=True) == pytest.approx(barrier_s + 2e-4 * parameters)
 
 
 def test_the_executor_costs_something_around_every_redistribution():
