@@ -549,12 +549,12 @@ def test_what_cannot_be_is_told_at_once(ranks):
             assert "--forbid" in message
 
 
-def lossy_and_early(rank: int, exchange: str) -> None:
-    """Exchanges that send a part release what has come back, too."""
+def lossy_and_early(rank: int, exchange: str, feedback: str) -> None:
+    """Exchanges that send a part release what has come back, too, wherever the rest is kept."""
 
     def change(early: bool) -> Callable[[Plan], Plan]:
         return lambda made: decided(
-            made, exchange=exchange, exchange_ratio=0.3, early_release=early
+            made, exchange=exchange, exchange_ratio=0.3, feedback=feedback, early_release=early
         )
 
     late, early = (
@@ -566,9 +566,12 @@ def lossy_and_early(rank: int, exchange: str) -> None:
     assert len(early) < len(late)
 
 
-@pytest.mark.parametrize("exchange", ["topk", "dropped"])
-def test_lossy_exchanges_release_early(ranks, exchange):
-    ranks(2)(lossy_and_early, exchange)
+@pytest.mark.parametrize(
+    ("exchange", "feedback"),
+    [("topk", "residual"), ("topk", "in_place"), ("topk", "mirror"), ("dropped", "residual")],
+)
+def test_lossy_exchanges_release_early(ranks, exchange, feedback):
+    ranks(2)(lossy_and_early, exchange, feedback)
 
 
 def in_blocks(made: Plan) -> Plan:
