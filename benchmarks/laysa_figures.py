@@ -1,4 +1,4 @@
-"""The arithmetic of ``laysa.py``: the largest batch that keeps a budget, gains and tables."""
+"""The arithmetic of ``laysa.py``: the largest batch that keeps a budget, and gains."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ SINGLES = ("memory only", "sparse only")
 OURS = "collaborative"
 TRIES = 3
 """So often the largest batch is guessed anew from what the last one took."""
-CUT, FASTER, SLOWDOWN = 0.805, 2.5, 1.1
-"""LaySA's claims (Zhao et al., IEEE Access 2021): peak memory cut by up to 80.5%, throughput up by
-more than 150%; and what is asked of the time at equal batch."""
 
 
 class Held(NamedTuple):
@@ -95,54 +92,4 @@ def gains(rows: Sequence[Mapping[str, Any]]) -> Gains:
         over_best=ours["samples_per_s"] / max(rates),
         over_worst=ours["samples_per_s"] / min(rates) if min(rates) else float("inf"),
         over_dense=ours["samples_per_s"] / dense["samples_per_s"],
-    )
-
-
-def table(columns: Mapping[str, Callable[[Mapping[str, Any]], object]], rows: Any) -> str:
-    """The rows as Markdown; a column has a heading, and what it shows of a row."""
-    lines = ["| " + " | ".join(columns) + " |", "| --- " + "| --: " * (len(columns) - 1) + "|"]
-    for row in rows:
-        lines.append("| " + " | ".join(str(show(row)) for show in columns.values()) + " |")
-    return "\n".join(lines)
-
-
-def mb(count: float) -> str:
-    """Bytes in millions."""
-    return f"{count / 1e6:.1f}"
-
-
-MAIN = {
-    "variant": lambda r: r["variant"],
-    "what": lambda r: r["what"],
-    "peak MB": lambda r: mb(r["peak_bytes"]),
-    "predicted": lambda r: mb(r["predicted_bytes"]),
-    "step s": lambda r: f"{r['step_s']:.3f}",
-    "largest batch": lambda r: r["max_batch"],
-    "peak MB there": lambda r: mb(r["max_peak_bytes"]),
-    "step s there": lambda r: f"{r['max_step_s']:.3f}",
-    "samples/s": lambda r: f"{r['samples_per_s']:.2f}",
-}
-OWN = {
-    "variant": lambda r: r["variant"],
-    "micro-batches": lambda r: r["micro_batches"],
-    "batch": lambda r: r["max_batch"],
-    "peak MB": lambda r: mb(r["max_peak_bytes"]),
-    "samples/s": lambda r: f"{r['samples_per_s']:.2f}",
-}
-
-
-def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The targets beside the figures of one model."""
-    found = gains(rows)
-    cuts = ", ".join(f"{100 * cut:.1f}% below {name}" for name, cut in found.cut.items())
-    return "\n".join(
-        [
-            f"- Peak memory of the collaborative plan at equal batch: {cuts} (the claim: up to "
-            f"{CUT:.1%} below a single strategy).",
-            f"- Its step there takes {found.slowdown:.2f} times dense's; {found.quick_slowdown:.2f} "
-            f"times as the quickest plan within the budget (at most {SLOWDOWN}).",
-            f"- Its throughput at its largest batch: {found.over_best:.2f} times the best single "
-            f"strategy's, {found.over_worst:.2f} times the worst's, {found.over_dense:.2f} times "
-            f"dense's (the claim: up to {FASTER}).",
-        ]
     )

@@ -1,10 +1,10 @@
 """The variants that ``laysa.py`` compares, and the plans made for each.
 
 All exchange by priority in the same slices. Sparse variants send the same share of every unit that
-top-k can send in part; what is recomputed, in segments of how many blocks, and whether gradients are
-released early is chosen for the least predicted step that keeps the limit, by the planner's memory
-timeline and simulation. The naive combination takes both strategies as they come: early release
-everywhere, and residual buffers.
+top-k can send in part; what is recomputed, in segments of how many blocks, and whether gradients
+are released early is chosen for the least predicted step that keeps the limit, by the planner's
+memory timeline and simulation. The naive combination takes both strategies as they come: early
+release everywhere, and residual buffers.
 """
 
 from __future__ import annotations
@@ -126,9 +126,7 @@ class Chooser:
 
     def least(self, variant: Variant, batch: int, micro_batches: int = 1) -> Chosen:
         """The plan that needs least memory."""
-        found = [
-            self._chosen(way, batch, frozenset()) for way in self.ways(variant, micro_batches)
-        ]
+        found = [self._chosen(way, batch, frozenset()) for way in self.ways(variant, micro_batches)]
         return min(found, key=lambda one: (one.peak_bytes, one.step_s))
 
     def quickest(

@@ -147,9 +147,9 @@ class Bench:
 
     def batch(self, size: int) -> Batch:
         """This rank's samples, the same for every variant."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1 + dist.get_rank())
-            return fresh(self.name).make_batch(size)
+        workload = fresh(self.name)
+        torch.manual_seed(1 + dist.get_rank())
+        return workload.make_batch(size)
 
     def begin(self, chosen: Chosen) -> tuple[Training, int]:
         """(a training with that plan, its peak). Collective."""

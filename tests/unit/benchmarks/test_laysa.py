@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +16,8 @@ from meshwright.memory_tables import memory_tables
 from meshwright.planner import travelling
 from meshwright.planner.curve import Curve, proportional
 from meshwright.planner.evaluate import evaluate
-from meshwright.planner.moments import memory_timeline
 from meshwright.planner.goal import Goal
+from meshwright.planner.moments import memory_timeline
 from meshwright.planner.profile import (
     FidelityProfile,
     ModelProfile,
@@ -35,13 +36,13 @@ def laysa() -> Iterator[SimpleNamespace]:
     before = travelling.FIRST_RATIO
     sys.path.append(folder)
     try:
-        import laysa as main
         import laysa_figures as figures
+        import laysa_page as pages
         import laysa_plans as plans
         import laysa_units as units
     finally:
         sys.path.remove(folder)
-    yield SimpleNamespace(main=main, figures=figures, plans=plans, units=units)
+    yield SimpleNamespace(figures=figures, pages=pages, plans=plans, units=units)
     travelling.FIRST_RATIO = before
 
 
@@ -155,16 +156,16 @@ def test_the_page_holds_each_models_part_once(laysa) -> None:
         "compute_s": 1.0, "mbit_s": 100.0, "goodput_mbit_s": 95.0,
         "host": {"what": "that", "predicted_bytes": 5}, "rows": rows(), "own": [],
     }  # fmt: skip
-    part = laysa.main.page(found)
+    part = laysa.pages.page(found)
     shown = [line for line in part.splitlines() if line.startswith("| collaborative")]
     assert len(shown) == 2
     assert "feature map gradients" in part
     assert "workspace" not in part  # no variant has any
     assert "1.12 times the best" in part
     assert "1.50 times the worst" in part
-    once = laysa.main.put("# Head\n", "m", part)
-    both = laysa.main.put(once, "other", "text\n")
-    again = laysa.main.put(both, "m", "new\\1\n")
+    once = laysa.pages.put("# Head\n", "m", part)
+    both = laysa.pages.put(once, "other", "text\n")
+    again = laysa.pages.put(both, "m", "new\\1\n")
     assert again == both.replace(part, "new\\1\n")
     json.dumps({"rows": rows()})
 
@@ -218,16 +219,16 @@ def test_blocks_become_units(laysa, residual: ModelProfile) -> None:
     assert pairs.units[2].kept("topk", 0.1) is None
     ends = [(e.source, e.target) for e in pairs.edges]
     names = [u.name for u in pairs.units]
-    assert ends == list(zip(names, names[1:], strict=False))
+    assert ends == list(pairwise(names))
     assert pairs.parameter_bytes == residual.parameter_bytes
 
 
 def test_segments_need_as_much_as_their_units_where_all_is_kept(laysa, residual) -> None:
-    links = laysa.plans.two_hosts(1e8)
+    links, found = laysa.plans.two_hosts(1e8), laysa.units.with_ratio(residual, 0.01)
     goal = Goal(batch=2 * residual.batches[-1], optimizer="momentum")
     plain = max(evaluate(residual, links, goal, schedule="priority").peak_bytes)
     for length in (1, 2, 4):
-        merged = laysa.units.in_segments(residual, length)
+        merged = laysa.units.in_segments(found, length)
         assert max(evaluate(merged, links, goal, schedule="priority").peak_bytes) == pytest.approx(
             plain, rel=0.2
         )
