@@ -34,7 +34,7 @@ class Case(NamedTuple):
     sizes: tuple[int, int]
 
 
-CASES = {"resnet50-32": Case(400, (2, 8)), "vgg16-32-narrow": Case(48, (16, 64))}
+CASES = {"resnet50-32": Case(400, (2, 8)), "vgg16-32-narrow": Case(96, (64, 192))}
 
 
 def measure(model: str, asked: argparse.Namespace) -> dict[str, Any]:

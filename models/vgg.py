@@ -71,8 +71,8 @@ def vgg_thumbnail(depth: Depth) -> VGG:
 
 def narrow_vgg_thumbnail(depth: Depth) -> VGG:
     """For 32-pixel images, every width a quarter of the published: 2,112,730 parameters at depth
-    16. A sixteenth of the arithmetic, a quarter of the feature maps: what memory is spent on is
-    then as in the published network at large batches, and a step takes a core less than a second.
+    16. The feature maps of a sample are a quarter, parameters and arithmetic a sixteenth, so that
+    feature maps outweigh parameters at batches that a CPU computes in less than a second.
     """
     return VGG(depth, grid=1, classes=10, narrowing=4)
 
