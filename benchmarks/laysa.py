@@ -47,7 +47,8 @@ def measure(model: str, asked: argparse.Namespace) -> dict[str, Any]:
         "log": str(asked.log.resolve()) if asked.log else "",
     }  # fmt: skip
     rows, burst_bytes = on_a_bed([PROGRAM], told, 2)
-    return {**rows[0], "burst_bytes": burst_bytes}
+    turns = {"steps": asked.steps, "rounds": asked.rounds}
+    return {**rows[0], **turns, "burst_bytes": burst_bytes}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

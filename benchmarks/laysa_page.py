@@ -50,7 +50,10 @@ OWN = {
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     """The targets beside the figures of one model."""
     found = gains(rows)
-    cuts = ", ".join(f"{100 * cut:.1f}% below {name}" for name, cut in found.cut.items())
+    cuts = ", ".join(
+        f"{100 * abs(cut):.1f}% {'below' if cut >= 0 else 'above'} {name}"
+        for name, cut in found.cut.items()
+    )
     return "\n".join(
         [
             f"- Peak memory of the collaborative plan at equal batch: {cuts} (the claim: up to "
@@ -70,7 +73,8 @@ def page(found: Mapping[str, Any]) -> str:
         f"Budget {mb(found['budget_bytes'])} MB for each rank; parameters "
         f"{mb(found['parameter_bytes'])} MB. Dense training's largest batch is {found['batch']}, "
         f"which computes for {found['compute_s']:.3f} s: links of {found['mbit_s']:.0f} Mbit/s "
-        f"({found['goodput_mbit_s']:.0f} measured)."
+        f"({found['goodput_mbit_s']:.0f} measured). Seconds are medians of {found['rounds']} turns "
+        f"of {found['steps']} timed steps."
     )
     parts = [
         f"## {found['model']}",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from laysa_figures import OURS
+from laysa_units import EVEN
 from meshwright.executor.capability import CAPABILITY
 from meshwright.planner import travelling
 from meshwright.planner.cluster import Cluster, Device, Level, Node
@@ -30,7 +31,7 @@ RANKS = 2
 RATIO = 0.01
 SLICE_BYTES = 4 * 2**20
 OPTIMIZER = "momentum"
-SEGMENTS = (1, 2, 4)
+SEGMENTS = (1, 2, 4, EVEN)
 """Blocks of a segment that are tried."""
 DISCOVERED = 0
 """Units as the model has them, not in segments."""
@@ -81,7 +82,8 @@ class Chosen(NamedTuple):
     def words(self) -> str:
         """What was decided."""
         again = [o for o in self.decisions if o.memory == "recompute"]
-        segment = f" in segments of {self.way.segment}" if self.way.segment else ""
+        length = "even length" if self.way.segment == EVEN else str(self.way.segment)
+        segment = f" in segments of {length}" if self.way.segment else ""
         parts = [
             f"{len(again)} units recomputed{segment}" if again else "",
             "early release" if self.way.early else "",

@@ -23,6 +23,8 @@ from meshwright.planner.profile import (
 
 BLOCK = re.compile(r"(layer\d+\.\d+|features\.\d+)(\.|$)")
 """A residual block, or a convolution with what follows it: what segments are made of."""
+EVEN = -1
+"""Instead of a length: as many blocks as together save no more than the block that saves most."""
 
 
 def with_ratio(profile: ModelProfile, ratio: float) -> ModelProfile:
@@ -39,9 +41,16 @@ def with_ratio(profile: ModelProfile, ratio: float) -> ModelProfile:
 
 
 def in_segments(profile: ModelProfile, length: int) -> ModelProfile:
-    """The profile with every ``length`` blocks that follow each other as one unit; other units stay
-    as they are. The model's own code after a block belongs to it."""
-    groups = _runs(_blocks(profile.units), length)
+    """The profile with every ``length`` blocks (or ``EVEN`` ones) that follow each other as one
+    unit; other units stay as they are. The model's own code after a block belongs to it."""
+    blocks = _blocks(profile.units)
+    if length == EVEN:
+        size = float(profile.batches[-1])
+        saved = [sum(u.whole.saved(size) for u in units) for _, units in blocks]
+        most = max((s for s, (name, _) in zip(saved, blocks, strict=True) if name), default=0.0)
+        groups = _runs(blocks, saved, most)
+    else:
+        groups = _runs(blocks, [1.0] * len(blocks), float(length))
     units = tuple(_merged(profile, group) for group in groups)
     home = {u.name: unit.name for group, unit in zip(groups, units, strict=True) for u in group}
     return msgspec.structs.replace(profile, units=units, edges=_edges(profile, home))
@@ -63,17 +72,18 @@ def _blocks(units: Sequence[UnitProfile]) -> list[tuple[str, list[UnitProfile]]]
 
 
 def _runs(
-    blocks: Sequence[tuple[str, list[UnitProfile]]], length: int
+    blocks: Sequence[tuple[str, list[UnitProfile]]], weights: Sequence[float], most: float
 ) -> list[tuple[UnitProfile, ...]]:
+    """Blocks that follow each other and together weigh no more than ``most``."""
     runs: list[tuple[UnitProfile, ...]] = []
-    open_ = 0
-    for name, units in blocks:
-        if name and 0 < open_ < length:
-            runs[-1] = (*runs[-1], *units)
+    open_, before = 0.0, ""
+    for (name, units), weight in zip(blocks, weights, strict=True):
+        if name and before and open_ + weight <= most:
+            runs[-1], open_ = (*runs[-1], *units), open_ + weight
         else:
             runs.append(tuple(units))
-            open_ = 0
-        open_ = open_ + 1 if name else 0
+            open_ = weight
+        before = name
     return runs
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,6 +156,7 @@ def test_the_page_holds_each_models_part_once(laysa) -> None:
         "model": "m", "budget_bytes": 10**6, "parameter_bytes": 10**5, "batch": 10,
         "compute_s": 1.0, "mbit_s": 100.0, "goodput_mbit_s": 95.0,
         "host": {"what": "that", "predicted_bytes": 5}, "rows": rows(), "own": [],
+        "rounds": 3, "steps": 1,
     }  # fmt: skip
     part = laysa.pages.page(found)
     shown = [line for line in part.splitlines() if line.startswith("| collaborative")]
@@ -221,6 +223,25 @@ def test_blocks_become_units(laysa, residual: ModelProfile) -> None:
     names = [u.name for u in pairs.units]
     assert ends == list(pairwise(names))
     assert pairs.parameter_bytes == residual.parameter_bytes
+
+
+def test_even_segments_save_no_more_than_the_fullest_block(laysa, residual) -> None:
+    found = laysa.units.with_ratio(residual, 0.01)
+    even = laysa.units.in_segments(found, laysa.units.EVEN)
+    assert even == laysa.units.in_segments(found, 1)  # all save alike
+    full = found.units[2]
+    doubled = ShareProfile(
+        style="none", degree=1, forward=full.whole.forward, backward=full.whole.backward,
+        saved=proportional(280.0), gradient=full.whole.gradient, workspace=full.whole.workspace,
+        parameter_bytes=full.whole.parameter_bytes,
+    )  # fmt: skip
+    units = list(found.units)
+    units[2] = msgspec.structs.replace(full, shares=(doubled,))  # its block saves as much as two
+    uneven = msgspec.structs.replace(found, units=tuple(units))
+    even = laysa.units.in_segments(uneven, laysa.units.EVEN)
+    modules = [u.modules for u in even.units if "layer1.0" in u.modules or len(u.modules) > 1]
+    assert modules == [("layer1.0",), ("layer1.1", "layer1.2")]
+    assert ("layer1.3",) in [u.modules for u in even.units]
 
 
 def test_segments_need_as_much_as_their_units_where_all_is_kept(laysa, residual) -> None:
