@@ -94,7 +94,11 @@ def page(found: Mapping[str, Any]) -> str:
         table(_class_columns(found["rows"]), found["rows"]),
     ]
     if found["own"]:
-        parts += ["Each with its own best number of micro-batches:", table(OWN, found["own"])]
+        parts += [
+            "Each with the number of micro-batches and the batch (up to twice the equal one) that "
+            "are predicted to be best for it:",
+            table(OWN, found["own"]),
+        ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from laysa_figures import OURS
+from laysa_figures import OURS, largest
 from laysa_units import EVEN
 from meshwright.executor.capability import CAPABILITY
 from meshwright.planner import travelling
@@ -33,6 +33,9 @@ SLICE_BYTES = 4 * 2**20
 OPTIMIZER = "momentum"
 SEGMENTS = (1, 2, 4, EVEN)
 """Blocks of a segment that are tried."""
+OWN_MICRO_BATCHES = (2, 4)
+SHARES = (1.0, 0.75, 0.5)
+"""Of its largest batch, what a variant may take instead where that is quicker for a sample."""
 DISCOVERED = 0
 """Units as the model has them, not in segments."""
 # The runs send RATIO from the first step on; the planner expects top-k's warm-up, which sends more.
@@ -144,6 +147,22 @@ class Chooser:
         if not found:
             return self.least(variant, batch, micro_batches)
         return min(found, key=lambda one: (one.step_s, one.peak_bytes))
+
+    def best(self, variant: Variant, most: int) -> tuple[int, int]:
+        """(micro-batches, samples of a rank) with most samples a second by prediction within the
+        budget, of the largest batch up to ``most`` and parts of it; (1, 0) where nothing fits."""
+        rates: dict[tuple[int, int], float] = {}
+        for parts in (1, *OWN_MICRO_BATCHES):
+
+            def fits(count: int, parts: int = parts) -> bool:
+                return self.least(variant, parts * count, parts).peak_bytes <= self.budget_bytes
+
+            top = largest(fits, most // parts)
+            for count in sorted({max(int(share * top), 1) for share in SHARES}) if top else ():
+                size = parts * count
+                chosen = self.quickest(variant, size, self.budget_bytes, parts)
+                rates[parts, size] = RANKS * size / chosen.step_s
+        return max(rates, key=lambda key: rates[key], default=(1, 0))
 
     def _kept(self, way: Way, batch: int, limit_bytes: float) -> frozenset[int]:
         """The units that need not be recomputed: those first that take longest for their bytes."""

@@ -56,7 +56,6 @@ ALONE_STEPS = 3
 PROFILE_S = 90.0
 MOST = 1024
 """Samples of a rank that are tried at most."""
-OWN_MICRO_BATCHES = (2, 4)
 OWN_MOST = 2
 """With its own micro-batches a variant may have so many times dense training's largest batch."""
 HOST_BYTES_PER_S = 12e9
@@ -229,15 +228,15 @@ class Bench:
     def own_best(
         self, first: Mapping[str, Mapping[str, Any]], size: int
     ) -> dict[str, dict[str, Any]]:
-        """Every variant with the micro-batches that are best for it: more than one where that is
-        predicted to make more samples a second than was measured with one. Collective."""
+        """Every variant with the micro-batches and the batch that are predicted to be best for it;
+        as at its largest batch where that was quicker. Collective."""
         trainings, found = dict[str, Training](), dict[str, dict[str, Any]]()
         for variant in VARIANTS:
             found[variant.name] = {**first[variant.name], "micro_batches": 1}
-            parts = self.best_parts(variant, OWN_MOST * size)
-            if parts == 1:
+            parts, own = self.chooser.best(variant, OWN_MOST * size)
+            if not own or (parts == 1 and RANKS * own == first[variant.name]["max_batch"]):
                 continue
-            best, training, chosen = self.settle(variant, parts, OWN_MOST * size)
+            best, training, chosen = self.settle(variant, parts, own)
             if training is not None:
                 found[variant.name] = {**_row(best, chosen), "micro_batches": parts}
                 trainings[variant.name] = training
@@ -247,19 +246,6 @@ class Bench:
             if found[name]["samples_per_s"] < first[name]["samples_per_s"]:
                 found[name] = {**first[name], "micro_batches": 1}
         return found
-
-    def best_parts(self, variant: Variant, most: int) -> int:
-        """The number of micro-batches with most samples a second by prediction."""
-        rates = {}
-        for parts in (1, *OWN_MICRO_BATCHES):
-            limit = self.chooser.budget_bytes
-            sizes = (parts * n for n in range(most // parts, 0, -1))
-            able = (n for n in sizes if self.chooser.least(variant, n, parts).peak_bytes <= limit)
-            size = next(able, 0)
-            if size:
-                chosen = self.chooser.quickest(variant, size, limit, parts)
-                rates[parts] = RANKS * size / chosen.step_s
-        return max(rates, key=lambda parts: (rates[parts], -parts), default=1)
 
     def _time(self, trainings: Mapping[str, Training], found: dict[str, dict[str, Any]]) -> None:
         for name, step_s in timed(trainings, self.asked["steps"], self.asked["rounds"]).items():

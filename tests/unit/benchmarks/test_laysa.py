@@ -298,6 +298,20 @@ def test_no_more_is_recomputed_than_the_limit_asks_for(laysa, chooser) -> None:
     assert free.step_s <= between.step_s <= tight.step_s
 
 
+def test_each_takes_the_batch_that_is_best_for_it(laysa, chooser) -> None:
+    for variant in laysa.plans.VARIANTS:
+        parts, size = chooser.best(variant, 16)
+        best = chooser.quickest(variant, size, chooser.budget_bytes, parts)
+        assert size % parts == 0
+        assert size <= 16
+        assert best.peak_bytes <= chooser.budget_bytes
+        for other in (16, 8):
+            alone = chooser.quickest(variant, other, chooser.budget_bytes)
+            assert 2 * size / best.step_s >= 2 * other / alone.step_s * (1 - 1e-9)
+    chooser.budget_bytes = 1
+    assert chooser.best(laysa.plans.VARIANTS[0], 16) == (1, 0)
+
+
 def test_plans_show_their_classes(laysa, chooser) -> None:
     """What ``explain --memory`` prints of each variant's plan."""
     for variant in laysa.plans.VARIANTS:
