@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # One thread for each process, as in a training run: several ranks share the cores.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test test-all test-long lint types bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-exchange bench-sharded testbed clean
+.PHONY: help demo test test-all test-long lint types bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-laysa bench-exchange bench-sharded testbed clean
 
 help:
 	@echo "make demo              measure, plan, verify and train on this machine"
@@ -20,6 +20,7 @@ help:
 	@echo "make bench-planner     time, gap and memory of planning, by units and ranks"
 	@echo "make bench-deeppool    plans against DeepPool's greedy search (TABLES=folder)"
 	@echo "make bench-lossy       layer dropping and top-k against dense exchange (needs root)"
+	@echo "make bench-laysa       memory policies and sparse exchange, alone and together (needs root)"
 	@echo "make bench-sharded     sharded against dense exchange and FSDP2, on a test bed (needs root)"
 	@echo "make bench-exchange    priority exchange, DDP, FSDP2 and the bound, on a test bed (needs root)"
 	@echo "make testbed           hosts as network namespaces, until Ctrl-C (needs root)"
@@ -74,6 +75,9 @@ bench-deeppool: $(VENV)/test.stamp
 
 bench-lossy: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/lossy.py --markdown docs/results/lossy.md
+
+bench-laysa: $(VENV)/test.stamp
+	$(BIN)/python benchmarks/laysa.py --own --markdown docs/results/laysa.md
 
 bench-sharded: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/sharded.py --optimizers momentum adamw --ratios 0.5 1 2 --fsdp

@@ -24,6 +24,7 @@ _IMAGE_MODELS: dict[str, tuple[Callable[[], nn.Module], Pictures]] = {
     "vgg11-32": (partial(vgg.vgg_thumbnail, 11), THUMBNAILS),
     "vgg16-32": (partial(vgg.vgg_thumbnail, 16), THUMBNAILS),
     "vgg19-32": (partial(vgg.vgg_thumbnail, 19), THUMBNAILS),
+    "vgg16-32-narrow": (partial(vgg.narrow_vgg_thumbnail, 16), THUMBNAILS),
     "resnet50": (resnet.resnet50, PUBLISHED),
     "resnet50-32": (resnet.resnet50_thumbnail, THUMBNAILS),
     "wide_resnet101": (resnet.wide_resnet101, PUBLISHED),

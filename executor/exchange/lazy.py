@@ -92,7 +92,8 @@ class LazySteps:
             raise InputError(reason)
         groups = self._optimizer.param_groups
         parted = groups if self._momentum is None else self._momentum.without(groups)
-        self._apply(_only(parted, parameters))
+        rest = [p for p in parameters if p.grad is None or not moved(p, p.grad, parted)]
+        self._apply(_only(parted, rest))
 
     def _take_over(
         self, exchange: PriorityExchange, settled: Groups, sharded: set[nn.Parameter]

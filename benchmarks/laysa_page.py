@@ -1,0 +1,131 @@
+"""The tables of ``laysa.py``, and what they say of the targets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from laysa_figures import gains
+from meshwright.planner.peak import CLASS_NAMES
+
+CUT, FASTER, SLOWDOWN = 0.805, 2.5, 1.1
+"""LaySA's claims (Zhao et al., IEEE Access 2021): peak memory cut by up to 80.5%, throughput up by
+more than 150%; and what is asked of the time at equal batch."""
+
+
+def table(columns: Mapping[str, Callable[[Mapping[str, Any]], object]], rows: Any) -> str:
+    """The rows as Markdown; a column has a heading, and what it shows of a row."""
+    lines = ["| " + " | ".join(columns) + " |", "| --- " + "| --: " * (len(columns) - 1) + "|"]
+    for row in rows:
+        lines.append("| " + " | ".join(str(show(row)) for show in columns.values()) + " |")
+    return "\n".join(lines)
+
+
+def mb(count: float) -> str:
+    """Bytes in millions."""
+    return f"{count / 1e6:.1f}"
+
+
+MAIN = {
+    "variant": lambda r: r["variant"],
+    "what": lambda r: r["what"],
+    "peak MB": lambda r: mb(r["peak_bytes"]),
+    "predicted": lambda r: mb(r["predicted_bytes"]),
+    "step s": lambda r: f"{r['step_s']:.3f}",
+    "largest batch": lambda r: r["max_batch"],
+    "peak MB there": lambda r: mb(r["max_peak_bytes"]),
+    "step s there": lambda r: f"{r['max_step_s']:.3f}",
+    "samples/s": lambda r: f"{r['samples_per_s']:.2f}",
+}
+OWN = {
+    "variant": lambda r: r["variant"],
+    "micro-batches": lambda r: r["micro_batches"],
+    "batch": lambda r: r["max_batch"],
+    "peak MB": lambda r: mb(r["max_peak_bytes"]),
+    "samples/s": lambda r: f"{r['samples_per_s']:.2f}",
+}
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The targets beside the figures of one model."""
+    found = gains(rows)
+    cuts = ", ".join(
+        f"{100 * abs(cut):.1f}% {'below' if cut >= 0 else 'above'} {name}"
+        for name, cut in found.cut.items()
+    )
+    return "\n".join(
+        [
+            f"- Peak memory of the collaborative plan at equal batch: {cuts} (the claim: up to "
+            f"{CUT:.1%} below a single strategy).",
+            f"- Its step there takes {found.slowdown:.2f} times dense's, and as the quickest plan "
+            f"within the budget {found.quick_slowdown:.2f} times (at most {SLOWDOWN}).",
+            f"- Its throughput at its largest batch: {found.over_best:.2f} times the best single "
+            f"strategy's, {found.over_worst:.2f} times the worst's, {found.over_dense:.2f} times "
+            f"dense's (the claim: up to {FASTER}).",
+        ]
+    )
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """A model's tables and what they say of the targets."""
+    intro = (
+        f"Budget {mb(found['budget_bytes'])} MB for each rank; parameters "
+        f"{mb(found['parameter_bytes'])} MB. Dense training's largest batch is {found['batch']}, "
+        f"which computes for {found['compute_s']:.3f} s: links of {found['mbit_s']:.0f} Mbit/s "
+        f"({found['goodput_mbit_s']:.0f} measured). Seconds are medians of {found['rounds']} turns "
+        f"of {found['steps']} timed steps."
+    )
+    parts = [
+        f"## {found['model']}",
+        intro,
+        f"At a batch of {found['batch']}, the plan that needs least memory; then at each variant's "
+        "own largest batch:",
+        table(MAIN, found["rows"]),
+        _quick(found["rows"]),
+        "At their largest batches: "
+        + "; ".join(f"{r['variant']}: {r['max_what']}" for r in found["rows"])
+        + ".",
+        verdict(found["rows"]),
+        f"Where devices have a host beside them, {found['host']['what']} is predicted to take "
+        f"{mb(found['host']['predicted_bytes'])} MB at the equal batch (not run here).",
+        "Predicted MB by class at the equal batch, each at the moment at which it is largest "
+        "(`explain --memory` has all moments):",
+        table(_class_columns(found["rows"]), found["rows"]),
+    ]
+    if found["own"]:
+        parts += [
+            "Each with the number of micro-batches and the batch (up to twice the equal one) that "
+            "are predicted to be best for it:",
+            table(OWN, found["own"]),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _quick(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The collaborative plan that is quickest at the equal batch."""
+    quick = next(row["quick"] for row in rows if "quick" in row)
+    return (
+        f"At the batch of the first columns the quickest collaborative plan within the budget "
+        f"({quick['what']}) takes {mb(quick['peak_bytes'])} MB "
+        f"({mb(quick['predicted_bytes'])} predicted) and {quick['step_s']:.3f} s a step."
+    )
+
+
+def _class_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The classes that any row has, and the peak."""
+    used = [n for n in CLASS_NAMES if any(row["classes"][n] for row in rows)]
+    columns: dict[str, Any] = {"variant": lambda r: r["variant"]}
+    for name in used:
+        columns[CLASS_NAMES[name]] = lambda r, name=name: mb(r["classes"][name])
+    return {**columns, "at the peak": lambda r: mb(r["classes"]["total"])}
+
+
+def put(text: str, model: str, part: str) -> str:
+    """The page with a model's part between its marks; at the end of the page where there are
+    none."""
+    first, last = f"<!-- {model} -->", f"<!-- end of {model} -->"
+    block = f"{first}\n{part}{last}"
+    if first not in text:
+        return f"{text.rstrip()}\n\n{block}\n"
+    return re.sub(f"{re.escape(first)}.*?{re.escape(last)}", lambda _: block, text, flags=re.S)
