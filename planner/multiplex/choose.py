@@ -1,0 +1,181 @@
+"""Burst plans with the background in mind: the most of foreground and background together, with the
+foreground no slower than data parallelism alone.
+
+With N samples in a step of T seconds, r samples per second of a background on an idle device, W
+devices of which the foreground keeps U device-seconds, the cluster makes
+
+    N / T + r · (W · T - U) / T = r · W + (N - r · U) / T
+
+in a second. Where small shares of a batch make a device less efficient than a background is (N < r
+· U), a step that uses fewer device-seconds is worth more than one that is quicker, up to the limit
+on T. So the planner's own search is asked for the fewest device-seconds within the limit on time,
+for the fastest plan under each of several limits on units' amplification, and DeepPool's greedy
+plans are tried beside these; each is then simulated with the background in its gaps, and the best
+is taken. Where nothing keeps the limit beside a background, the fastest plan runs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+
+from ..bursts import LIMITS, greedy
+from ..cost import BUCKET_BYTES, CostModel
+from ..errors import InputError
+from ..evaluate import evaluation, excess
+from ..objective import over_bytes
+from ..options import Decisions
+from ..plan import ScheduleName
+from ..problem import Problem
+from ..solver import solve
+from ..splits import placed
+from .gaps import share_beside
+from .jobs import Assumptions, Background, model_beside, slowed
+from .timeline import timelines
+
+ROUNDING = 1 + 1e-6
+AMPLIFICATIONS = (1.5, 2.0, 4.0)
+"""Limits on units' amplification under which the fastest plan is searched."""
+BUCKETS = (2**20, 2**22, BUCKET_BYTES, 2**27, 2**40)
+"""Sizes of slices and buckets that data parallelism chooses from; the last takes everything."""
+
+
+class DataParallel(NamedTuple):
+    """The quickest plain data parallelism, and by which schedule it is so."""
+
+    model: CostModel
+    schedule: ScheduleName
+    step_s: float
+
+    @property
+    def samples_per_s(self) -> float:
+        """What it reaches alone."""
+        return self.model.goal.batch / self.step_s
+
+
+class Shared(NamedTuple):
+    """Decisions on shared devices: the step beside the background, the background's mean share of
+    its speed alone, and samples of both per second. ``alone`` says that there is none."""
+
+    how: str
+    decisions: Decisions
+    step_s: float
+    share: float
+    foreground_samples_s: float
+    background_samples_s: float
+    alone: bool = False
+
+    @property
+    def samples_per_s(self) -> float:
+        """Foreground and background together."""
+        return self.foreground_samples_s + self.background_samples_s
+
+
+def best_data_parallel(problem: Problem, sizes: Sequence[int] = BUCKETS) -> DataParallel:
+    """Plain data parallelism with its best schedule, size of slices or buckets, and number of
+    micro-batches of the goal's, of what fits in memory; it normalises over each rank's own share as
+    DistributedDataParallel does, which costs it nothing. Raises ``InputError`` where none fits."""
+    goal = msgspec.structs.replace(problem.goal, batch_statistics="local")
+    found = []
+    schedules: tuple[ScheduleName, ...] = ("priority", "barrier")
+    for times, size, schedule in product(goal.micro_batches, sizes, schedules):
+        if times > 1 and goal.batch < times * problem.cluster.world_size:
+            continue
+        model = CostModel(
+            problem.profile, problem.cluster, goal, times, problem.placement, size,
+            schedule == "priority",
+        )  # fmt: skip
+        done = evaluation(model, model.baseline, schedule=schedule)
+        if excess(model, done.memory).over_bytes <= 0:
+            found.append(DataParallel(model, schedule, done.prediction.step_s))
+    if not found:
+        raise InputError(
+            f"data parallelism with {goal.batch} samples on {problem.cluster.world_size} devices "
+            f"does not fit with {list(goal.micro_batches)} micro-batches: allow more of them"
+        )
+    return min(found, key=lambda each: each.step_s)
+
+
+def beside_of(
+    how: str,
+    beside: CostModel,
+    decisions: Decisions,
+    schedule: ScheduleName,
+    background: Background,
+    given: Assumptions,
+) -> Shared:
+    """What decisions reach with the background in their gaps on every device; ``beside`` is the
+    cost model of shared devices (``jobs.model_beside``)."""
+    step = timelines(beside, decisions, schedule)
+    own = sum(len(k.positions) * share_beside(k, step.step_s, given) for k in step.kinds)
+    return Shared(
+        how,
+        decisions,
+        step.step_s,
+        own / step.devices,
+        beside.goal.batch / step.step_s,
+        own * background.samples_per_s,
+    )
+
+
+def candidates(
+    problem: Problem, given: Assumptions, limit_s: float, time_limit_s: float = 2.0
+) -> dict[Decisions, str]:
+    """Plans to choose from, and how each was found. The search knows that computing takes longer on
+    shared devices; each takes ``time_limit_s`` at most. The goal has one number of micro-batches.
+    """
+    searched = placed(replace(problem, profile=slowed(problem.profile, given.slowdown)))
+    model = _model(searched)
+    found = {model.baseline: "data parallel"}
+    for limit in LIMITS:
+        found.setdefault(greedy(model, limit), f"greedy, amplification {limit:g}")
+    for how, changes in _asked(limit_s):
+        goal = msgspec.structs.replace(searched.goal, **changes)
+        result = solve(replace(searched, goal=goal), "multipliers", time_limit_s)
+        if result.decisions is not None:
+            found.setdefault(result.decisions, how)
+    return found
+
+
+def _asked(limit_s: float) -> Iterator[tuple[str, dict[str, object]]]:
+    """What the planner is asked, as changes of the goal."""
+    yield "fewest device-seconds", {"objective": "gpu_seconds", "time_limit_s": limit_s}
+    yield "fastest", {}
+    for limit in AMPLIFICATIONS:
+        yield f"fastest, units' amplification {limit:g}", {"unit_amplification_limit": limit}
+
+
+def _model(problem: Problem) -> CostModel:
+    return CostModel(
+        problem.profile, problem.cluster, problem.goal, problem.goal.micro_batches[0],
+        problem.placement, problem.bucket_bytes, problem.schedule == "priority",
+    )  # fmt: skip
+
+
+def burst_beside(
+    problem: Problem,
+    tried: Mapping[Decisions, str],
+    background: Background,
+    given: Assumptions,
+    limit_s: float,
+) -> tuple[CostModel, Shared]:
+    """Of the plans ``tried`` the one that makes most of the cluster with ``background`` in its
+    gaps, among those whose step beside it takes no longer than ``limit_s`` and which fit in memory;
+    and its cost model on devices of its own. Where none keeps the limit, the fastest alone."""
+    model = _model(placed(problem))
+    beside = model_beside(model, given.slowdown)
+    fitting = [d for d in tried if over_bytes(model, d) <= 0]
+    shared = [
+        beside_of(tried[d], beside, d, problem.schedule, background, given) for d in fitting
+    ]
+    kept = [each for each in shared if each.step_s <= limit_s * ROUNDING]
+    if kept:
+        return model, max(kept, key=lambda each: each.samples_per_s)
+    alone = {d: timelines(model, d, problem.schedule).step_s for d in fitting}
+    best = min(alone, key=lambda d: alone[d])
+    rate = problem.goal.batch / alone[best]
+    return model, Shared(tried[best], best, alone[best], 0.0, rate, 0.0, alone=True)
