@@ -128,8 +128,7 @@ def cluster_tables(found: ClusterReport) -> list[Table | str]:
 
 
 def _jobs(found: ClusterReport) -> Table:
-    headings = ("job", "devices", "batch", "step", "slowdown", "samples/s", "alone or data parallel",
-                "share")  # fmt: skip
+    headings = ("job", "devices", "batch", "step", "slowdown", "samples/s", "against", "ratio")
     rows = []
     for f in found.foregrounds:
         plain = f.data_parallel_samples_s
@@ -149,7 +148,8 @@ def _jobs(found: ClusterReport) -> Table:
                 f"{b.samples_per_s:,.1f}", f"{alone:,.1f}", f"{b.share:.2f}",
             )
         )  # fmt: skip
-    return figures_table("Jobs", headings, rows)
+    title = "Jobs: foregrounds against data parallelism, backgrounds against themselves alone"
+    return figures_table(title, headings, rows)
 
 
 def _classes(found: ClusterReport) -> Table:

@@ -3,7 +3,8 @@
 Simulated: for each network, number of devices and link, with one global batch for all of them:
 
 - data parallelism alone, with its best schedule, buckets and micro-batches;
-- data parallelism with a background in its gaps (the peer of what follows);
+- data parallelism with a background in its gaps, and data parallelism on some of the devices with
+  backgrounds alone on the others (the peers of what follows);
 - a burst plan alone, and with the background in its gaps.
 
 The background is the same network at its best batch on one device. The burst plan is chosen with it
@@ -20,6 +21,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ import msgspec
 from meshwright.planner.capability import Capability
 from meshwright.planner.cluster import Cluster, CollectiveCurve, Device, Level, Node
 from meshwright.planner.curve import Curve
+from meshwright.planner.errors import InputError
 from meshwright.planner.goal import Goal
 from meshwright.planner.multiplex.choose import (
     DataParallel,
@@ -77,8 +80,16 @@ SENSITIVITY = {
 """What is assumed of sharing, one thing changed at a time."""
 
 
+class Partition(NamedTuple):
+    """The cluster divided: data parallelism on some devices, backgrounds on the others alone."""
+
+    devices: int
+    step_s: float
+    samples_per_s: float
+
+
 class Case(NamedTuple):
-    """One row: the peers and the burst, the last two with a background."""
+    """One row: the peers and the burst, all but the first with a background."""
 
     model: str
     devices: int
@@ -86,6 +97,7 @@ class Case(NamedTuple):
     background: Background
     plain: DataParallel
     plain_beside: Shared
+    partition: Partition
     burst_alone_s: float
     burst: Shared
     simulated: ClusterReport
@@ -141,6 +153,8 @@ class Case(NamedTuple):
             "burst_alone_samples_s": self.batch / self.burst_alone_s,
             "dp_with_background_ratio": self.plain_ratio,
             "dp_with_background_bounded_ratio": self.plain_bounded,
+            "partition_devices": self.partition.devices,
+            "partition_ratio": self.partition.samples_per_s / self.plain.samples_per_s,
             "background_share": self.share,
             "background_batch": self.background.batch,
             "plan": self.burst.how,
@@ -217,6 +231,7 @@ class Asked(NamedTuple):
     background: Background
     plain: DataParallel
     within: DataParallel
+    partition: Partition
     tried: dict[Decisions, str]
 
 
@@ -245,7 +260,36 @@ def ask(
         bucket_bytes=within.model.bucket_bytes,
     )
     tried = candidates(shared, Assumptions(), plain.step_s, LIMIT_S)
-    return Asked(shared, background, plain, within, tried)
+    parts = [plain_on(name, profile, 2**i, bytes_per_s) for i in range(ranks.bit_length() - 1)]
+    divided = best_partition([*filter(None, parts), plain], background, ranks)
+    return Asked(shared, background, plain, within, divided, tried)
+
+
+@cache
+def plain_on(
+    name: str, profile: ModelProfile, ranks: int, bytes_per_s: float
+) -> DataParallel | None:
+    """Data parallelism alone on so many devices, None where it does not fit."""
+    times = tuple(m for m in MICRO_BATCHES if m == 1 or m * ranks <= BATCH)
+    goal = Goal(batch=BATCH, optimizer=OPTIMIZERS[name], micro_batches=times)
+    try:
+        return best_data_parallel(
+            Problem(profile, cluster_of(ranks, bytes_per_s), goal, capability(STYLES[:1]))
+        )
+    except InputError:
+        return None
+
+
+def best_partition(parts: list[DataParallel], background: Background, ranks: int) -> Partition:
+    """The division that makes most of the cluster, its foreground no slower than data parallelism
+    on all devices (the last of ``parts``). Nothing is shared, so nothing is slowed."""
+    found = []
+    for part in parts:
+        used = part.model.world_size
+        if part.step_s <= parts[-1].step_s:
+            both = part.samples_per_s + (ranks - used) * background.samples_per_s
+            found.append(Partition(used, part.step_s, both))
+    return max(found, key=lambda each: each.samples_per_s)
 
 
 def peer(asked: Asked, given: Assumptions) -> Shared:
@@ -263,9 +307,7 @@ def solved(
 ) -> Case:
     """The best burst of a case, and the cluster simulated with it."""
     start = time.perf_counter()
-    model, burst = burst_beside(
-        asked.shared, tried, asked.background, given, asked.plain.step_s
-    )
+    model, burst = burst_beside(asked.shared, tried, asked.background, given, asked.plain.step_s)
     job = foreground(name, model, burst.decisions, asked.shared.schedule, given.slowdown)
     job = job._replace(data_parallel_samples_s=asked.plain.samples_per_s)
     backgrounds = () if burst.alone else (asked.background,)
@@ -273,7 +315,7 @@ def solved(
     run = simulate_cluster(model.world_size, (job,), backgrounds, given, horizon_s)
     return Case(
         name, model.world_size, link, asked.background, asked.plain, peer(asked, given),
-        job.alone.step_s, burst, report(run), time.perf_counter() - start,
+        asked.partition, job.alone.step_s, burst, report(run), time.perf_counter() - start,
     )  # fmt: skip
 
 
@@ -307,7 +349,7 @@ def _tried(asked: Asked, given: Assumptions) -> dict[Decisions, str]:
 
 HEADINGS = (
     "model", "devices", "link", "DP alone", "DP + bg", "burst alone", "burst beside", "bg", "share",
-    "ratio", "bounded", "DP + bg ratio", "bounded", "plan",
+    "ratio", "bounded", "DP + bg ratio", "bounded", "partition", "on", "plan",
 )  # fmt: skip
 
 
@@ -327,6 +369,8 @@ def line(case: Case) -> tuple[str, ...]:
         f"{case.bounded:.2f}",
         f"{case.plain_ratio:.2f}",
         f"{case.plain_bounded:.2f}",
+        f"{case.partition.samples_per_s / case.plain.samples_per_s:.2f}",
+        f"{case.partition.devices:,}",
         case.burst.how + (", alone" if case.burst.alone else ""),
     )
 

@@ -16,7 +16,7 @@ is taken. Where nothing keeps the limit beside a background, the fastest plan ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -27,10 +27,11 @@ from ..bursts import LIMITS, greedy
 from ..cost import BUCKET_BYTES, CostModel
 from ..errors import InputError
 from ..evaluate import evaluation, excess
+from ..layout import Layout
 from ..objective import over_bytes
-from ..options import Decisions
+from ..options import Decisions, Option
 from ..plan import ScheduleName
-from ..problem import Problem
+from ..problem import Problem, Result
 from ..solver import solve
 from ..splits import placed
 from .gaps import share_beside
@@ -131,22 +132,38 @@ def candidates(
     searched = placed(replace(problem, profile=slowed(problem.profile, given.slowdown)))
     model = _model(searched)
     found = {model.baseline: "data parallel"}
+    for i in range(model.world_size.bit_length()):
+        found.setdefault(_narrow(model, 2**i), f"all units on {2**i} devices")
     for limit in LIMITS:
         found.setdefault(greedy(model, limit), f"greedy, amplification {limit:g}")
-    for how, changes in _asked(limit_s):
-        goal = msgspec.structs.replace(searched.goal, **changes)
-        result = solve(replace(searched, goal=goal), "multipliers", time_limit_s)
+    fastest = _answer(searched, {}, time_limit_s)
+    asked: dict[str, dict[str, object]] = {
+        f"fastest, units' amplification {a:g}": {"unit_amplification_limit": a}
+        for a in AMPLIFICATIONS
+    }
+    if fastest.objective_s is not None and fastest.objective_s <= limit_s:
+        asked["fewest device-seconds"] = {"objective": "gpu_seconds", "time_limit_s": limit_s}
+    answers = {how: _answer(searched, changes, time_limit_s) for how, changes in asked.items()}
+    for how, result in {"fastest": fastest, **answers}.items():
         if result.decisions is not None:
             found.setdefault(result.decisions, how)
     return found
 
 
-def _asked(limit_s: float) -> Iterator[tuple[str, dict[str, object]]]:
-    """What the planner is asked, as changes of the goal."""
-    yield "fewest device-seconds", {"objective": "gpu_seconds", "time_limit_s": limit_s}
-    yield "fastest", {}
-    for limit in AMPLIFICATIONS:
-        yield f"fastest, units' amplification {limit:g}", {"unit_amplification_limit": limit}
+def _answer(problem: Problem, changes: Mapping[str, object], time_limit_s: float) -> Result:
+    """What the planner finds for the goal with those changes."""
+    goal = msgspec.structs.replace(problem.goal, **changes)
+    return solve(replace(problem, goal=goal), "multipliers", time_limit_s)
+
+
+def _narrow(model: CostModel, groups: int) -> Decisions:
+    """Data parallelism on the first so many devices, as far as units may have it."""
+    narrow = Option(Layout(groups=groups))
+    local = model.goal.batch_statistics == "local"
+    fixed = (unit.fixed or (unit.batch_statistics and local) for unit in model.profile.units)
+    return tuple(
+        home if stays else narrow for home, stays in zip(model.baseline, fixed, strict=True)
+    )
 
 
 def _model(problem: Problem) -> CostModel:
@@ -169,9 +186,7 @@ def burst_beside(
     model = _model(placed(problem))
     beside = model_beside(model, given.slowdown)
     fitting = [d for d in tried if over_bytes(model, d) <= 0]
-    shared = [
-        beside_of(tried[d], beside, d, problem.schedule, background, given) for d in fitting
-    ]
+    shared = [beside_of(tried[d], beside, d, problem.schedule, background, given) for d in fitting]
     kept = [each for each in shared if each.step_s <= limit_s * ROUNDING]
     if kept:
         return model, max(kept, key=lambda each: each.samples_per_s)

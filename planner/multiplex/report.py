@@ -188,9 +188,7 @@ def utilisation(run: ClusterRun, bins: int = BINS) -> tuple[Moment, ...]:
         ahead += weight * _covered([i for i, _, _ in one.computing], edges)
         behind += weight * _covered([(f.start_s, f.end_s) for f in one.filled], edges)
     return tuple(
-        Moment(
-            start_s=float(start), foreground=min(float(a), 1.0), background=min(float(b), 1.0)
-        )
+        Moment(start_s=float(start), foreground=min(float(a), 1.0), background=min(float(b), 1.0))
         for start, a, b in zip(edges, ahead, behind, strict=False)
     )
 

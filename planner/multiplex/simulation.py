@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..errors import InputError
 from .gaps import Filled, Interval, fill, gaps, merged
 from .jobs import Assumptions, Background, Foreground
-from .timeline import Busy, StepTimelines, Timeline
+from .timeline import Busy, StepTimelines
 
 STEPS = 8
 """Steps of the longest job that are simulated where nothing else is asked."""

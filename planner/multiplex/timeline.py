@@ -118,9 +118,7 @@ def _apart(computing: Iterable[Busy]) -> Iterable[Busy]:
             last_s = busy.end_s
 
 
-def _communicates(
-    model: CostModel, decisions: Decisions, kind: PositionClass, span: Span
-) -> bool:
+def _communicates(model: CostModel, decisions: Decisions, kind: PositionClass, span: Span) -> bool:
     """Whether devices of that kind take part: those of the unit, and of a redistribution also
     those from which its input comes."""
     if kind.samples[decisions[span.unit].layout] is not None:

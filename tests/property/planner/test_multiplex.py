@@ -1,5 +1,7 @@
 """Shared devices on random small plans: time is conserved, classes are devices."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,7 +120,7 @@ def plain(step, device, given_, horizon_s):
                 talking.append((n * step.step_s + busy.start_s, n * step.step_s + busy.end_s))
     events = sorted({0.0, horizon_s, *(t for i in computing + talking for t in i if t < horizon_s)})
     foreground_s, pieces, done, ready, in_gap = 0.0, 0, 0.0, 0.0, False
-    for low, high in zip(events, events[1:], strict=False):
+    for low, high in pairwise(events):
         middle = (low + high) / 2
         if any(a <= middle < b for a, b in computing):
             foreground_s += high - low
