@@ -207,7 +207,9 @@ def _draw_map(axes: Any, run: ClusterRun) -> None:
     axes.set_xlabel("ms")
     axes.set_title(", ".join(dict.fromkeys(one.name for one in run.foregrounds)))
     handles = [axes.barh([0], [0], color=colour, label=what) for what, colour in COLOURS.items()]
-    axes.legend(handles=handles, loc="upper right", fontsize="small")
+    axes.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize="small"
+    )
 
 
 def _rows(one: DeviceClass) -> list[tuple[str, list[Interval]]]:

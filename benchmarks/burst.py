@@ -5,13 +5,14 @@ Simulated: for each network, number of devices and link, with one global batch f
 - data parallelism alone, with its best schedule, buckets and micro-batches;
 - data parallelism with a background in its gaps, and data parallelism on some of the devices with
   backgrounds alone on the others (the peers of what follows);
-- a burst plan alone, and with the background in its gaps.
+- a burst plan alone, and with the background in its gaps. Convolutions divide the batch only; other
+  layers may be divided over the devices of a group too (--batch-only: nothing but the batch).
 
 The background is the same network at its best batch on one device. The burst plan is chosen with it
 in mind (``planner/multiplex/choose.py``), among plans whose step beside the background is no longer
 than that of data parallelism alone. All rates are of the steady state by simulation.
 
-    python benchmarks/burst.py [--part simulated|measured|both] [--markdown FILE] [--styles]
+    python benchmarks/burst.py [--part simulated|measured|both] [--markdown FILE] [--batch-only]
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from meshwright.planner.capability import Capability
 from meshwright.planner.cluster import Cluster, CollectiveCurve, Device, Level, Node
 from meshwright.planner.curve import Curve
 from meshwright.planner.errors import InputError
-from meshwright.planner.goal import Goal
+from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.multiplex.choose import (
     DataParallel,
     Shared,
@@ -243,9 +244,16 @@ def ask(
     device = Device(name="A100", memory_bytes=MEMORY_BYTES)
     background = best_background(profile, device, OPTIMIZERS[name])
     times = tuple(m for m in MICRO_BATCHES if m == 1 or m * ranks <= BATCH)
+    whole = tuple(
+        Pin(unit=u.name, never_styles=STYLES[1:]) for u in profile.units if u.kind == "conv"
+    )
     goal = Goal(
-        batch=BATCH, optimizer=OPTIMIZERS[name], batch_statistics="global", micro_batches=times
-    )  # type: ignore[arg-type]
+        batch=BATCH,
+        optimizer=OPTIMIZERS[name],
+        batch_statistics="global",
+        micro_batches=times,
+        pins=whole,
+    )
     alone = Problem(
         profile, cluster_of(ranks, bytes_per_s), goal, capability(styles), schedule="priority",
         near=0.0,
@@ -259,7 +267,7 @@ def ask(
         goal=msgspec.structs.replace(narrow, micro_batches=(within.model.micro_batches,)),
         bucket_bytes=within.model.bucket_bytes,
     )
-    tried = candidates(shared, Assumptions(), plain.step_s, LIMIT_S)
+    tried = candidates(shared, background, Assumptions(), plain.step_s, LIMIT_S)
     parts = [plain_on(name, profile, 2**i, bytes_per_s) for i in range(ranks.bit_length() - 1)]
     divided = best_partition([*filter(None, parts), plain], background, ranks)
     return Asked(shared, background, plain, within, divided, tried)
@@ -344,7 +352,7 @@ def _tried(asked: Asked, given: Assumptions) -> dict[Decisions, str]:
     """The candidates, searched anew where the foreground is slowed by something else."""
     if given.slowdown == Assumptions().slowdown:
         return asked.tried
-    return candidates(asked.shared, given, asked.plain.step_s, LIMIT_S)
+    return candidates(asked.shared, asked.background, given, asked.plain.step_s, LIMIT_S)
 
 
 HEADINGS = (
@@ -400,7 +408,9 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--links", nargs="+", default=list(LINKS), choices=list(LINKS))
-    parser.add_argument("--styles", action="store_true", help="divide layers over devices as well")
+    parser.add_argument(
+        "--batch-only", action="store_true", help="divide nothing but the batch, as DeepPool"
+    )
     asked = parser.parse_args()
     result: dict[str, Any] = {"simulated": [], "measured": []}
     code = 0
@@ -417,7 +427,7 @@ def main() -> int:
 def run_simulated(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     """Runs and prints the simulated part; exit code 1 where the target is missed."""
     start, cases, others = time.perf_counter(), [], []
-    styles = STYLES if asked.styles else STYLES[:1]
+    styles = STYLES[:1] if asked.batch_only else STYLES
     for case, more in simulated(asked.models, asked.ranks, asked.links, styles):
         cases.append(case)
         others.append(more)

@@ -81,6 +81,16 @@ class CostModel(Exchanges):
         """Plain data parallelism."""
         return (Option(data_parallel(self.world_size)),) * len(self.profile.units)
 
+    def of(self, profile: ModelProfile) -> CostModel:
+        """The costs of another profile of the same model, all else being equal. What moves between
+        layouts does not depend on the profile, and is worked out for both together."""
+        made = CostModel(
+            profile, self.cluster, self.goal, self.micro_batches, self.placement,
+            self.bucket_bytes, self.sliced,
+        )  # fmt: skip
+        made._moved = self._moved
+        return made
+
     # -- costs -----------------------------------------------------------------------------------
 
     def unit(self, k: int, option: Option) -> UnitCost:

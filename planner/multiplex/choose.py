@@ -16,7 +16,7 @@ is taken. Where nothing keeps the limit beside a background, the fastest plan ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -26,16 +26,21 @@ import msgspec
 from ..bursts import LIMITS, greedy
 from ..cost import BUCKET_BYTES, CostModel
 from ..errors import InputError
-from ..evaluate import evaluation, excess
+from ..evaluate import evaluation
 from ..layout import Layout
+from ..memory import MemoryModel
 from ..objective import over_bytes
 from ..options import Decisions, Option
 from ..plan import ScheduleName
 from ..problem import Problem, Result
+from ..schedule import bucketed_s
+from ..search import Point, Space
 from ..solver import solve
 from ..splits import placed
+from ..step import barrier_step, priority_step
 from .gaps import share_beside
 from .jobs import Assumptions, Background, model_beside, slowed
+from .narrow import narrowed, worth
 from .timeline import timelines
 
 ROUNDING = 1 + 1e-6
@@ -79,26 +84,45 @@ class Shared(NamedTuple):
 def best_data_parallel(problem: Problem, sizes: Sequence[int] = BUCKETS) -> DataParallel:
     """Plain data parallelism with its best schedule, size of slices or buckets, and number of
     micro-batches of the goal's, of what fits in memory; it normalises over each rank's own share as
-    DistributedDataParallel does, which costs it nothing. Raises ``InputError`` where none fits."""
-    goal = msgspec.structs.replace(problem.goal, batch_statistics="local")
-    found = []
+    DistributedDataParallel does, which costs it nothing. The best of each schedule by formula is
+    simulated. Raises ``InputError`` where none fits."""
     schedules: tuple[ScheduleName, ...] = ("priority", "barrier")
-    for times, size, schedule in product(goal.micro_batches, sizes, schedules):
-        if times > 1 and goal.batch < times * problem.cluster.world_size:
-            continue
-        model = CostModel(
-            problem.profile, problem.cluster, goal, times, problem.placement, size,
-            schedule == "priority",
-        )  # fmt: skip
-        done = evaluation(model, model.baseline, schedule=schedule)
-        if excess(model, done.memory).over_bytes <= 0:
-            found.append(DataParallel(model, schedule, done.prediction.step_s))
+    found = []
+    for schedule in schedules:
+        every = _plain_models(problem, sizes, schedule)
+        models = [m for m in every if over_bytes(m, m.baseline) <= 0]
+        if models:
+            best = min(models, key=lambda m: _formula_s(m, schedule))
+            done = evaluation(best, best.baseline, schedule=schedule)
+            found.append(DataParallel(best, schedule, done.prediction.step_s))
     if not found:
         raise InputError(
-            f"data parallelism with {goal.batch} samples on {problem.cluster.world_size} devices "
-            f"does not fit with {list(goal.micro_batches)} micro-batches: allow more of them"
+            f"data parallelism with {problem.goal.batch} samples on {problem.cluster.world_size} "
+            f"devices does not fit with {list(problem.goal.micro_batches)} micro-batches: allow "
+            "more of them"
         )
     return min(found, key=lambda each: each.step_s)
+
+
+def _plain_models(
+    problem: Problem, sizes: Sequence[int], schedule: ScheduleName
+) -> Iterator[CostModel]:
+    goal = msgspec.structs.replace(problem.goal, batch_statistics="local")
+    for times, size in product(goal.micro_batches, sizes):
+        if times == 1 or goal.batch >= times * problem.cluster.world_size:
+            yield CostModel(
+                problem.profile, problem.cluster, goal, times, problem.placement, size,
+                schedule == "priority",
+            )  # fmt: skip
+
+
+def _formula_s(model: CostModel, schedule: ScheduleName) -> float:
+    """Seconds of data parallelism by formula, with its buckets or slices."""
+    chain = model.chain(model.baseline)
+    if schedule == "priority":
+        return priority_step(chain, model.micro_batches)
+    buckets = chain._replace(exchange_s=bucketed_s(model, model.baseline))
+    return barrier_step(buckets, model.micro_batches)
 
 
 def beside_of(
@@ -124,7 +148,11 @@ def beside_of(
 
 
 def candidates(
-    problem: Problem, given: Assumptions, limit_s: float, time_limit_s: float = 2.0
+    problem: Problem,
+    background: Background,
+    given: Assumptions,
+    limit_s: float,
+    time_limit_s: float = 2.0,
 ) -> dict[Decisions, str]:
     """Plans to choose from, and how each was found. The search knows that computing takes longer on
     shared devices; each takes ``time_limit_s`` at most. The goal has one number of micro-batches.
@@ -136,18 +164,43 @@ def candidates(
         found.setdefault(_narrow(model, 2**i), f"all units on {2**i} devices")
     for limit in LIMITS:
         found.setdefault(greedy(model, limit), f"greedy, amplification {limit:g}")
-    fastest = _answer(searched, {}, time_limit_s)
-    asked: dict[str, dict[str, object]] = {
-        f"fastest, units' amplification {a:g}": {"unit_amplification_limit": a}
-        for a in AMPLIFICATIONS
-    }
-    if fastest.objective_s is not None and fastest.objective_s <= limit_s:
-        asked["fewest device-seconds"] = {"objective": "gpu_seconds", "time_limit_s": limit_s}
-    answers = {how: _answer(searched, changes, time_limit_s) for how, changes in asked.items()}
-    for how, result in {"fastest": fastest, **answers}.items():
+    for how, result in _answers(searched, limit_s, time_limit_s):
         if result.decisions is not None:
             found.setdefault(result.decisions, how)
+    rate = given.idle_speed * background.samples_per_s
+    best = _best_by_formula(model, searched, found, rate, limit_s)
+    for start in best:
+        better = narrowed(
+            model, searched.capability, start, searched.schedule, rate, limit_s, time_limit_s
+        )
+        found.setdefault(better, f"{found[start]}, narrowed")
     return found
+
+
+def _best_by_formula(
+    model: CostModel, problem: Problem, found: Mapping[Decisions, str], rate: float, limit_s: float
+) -> list[Decisions]:
+    """The plan that is worth most, and the one with the shortest step."""
+    point = Point(Space(model, problem.capability), MemoryModel(model), problem.schedule)
+    judged = []
+    for decisions in found:
+        point.move_to(decisions)
+        judged.append((worth(point, rate, limit_s).samples_per_s, -point.step_s(), decisions))
+    most = max(judged, key=lambda each: each[:2])
+    quickest = max(judged, key=lambda each: each[1])
+    return list(dict.fromkeys((most[2], quickest[2])))
+
+
+def _answers(problem: Problem, limit_s: float, time_limit_s: float) -> Iterator[tuple[str, Result]]:
+    """What the planner finds for one goal after another."""
+    fastest = _answer(problem, {}, time_limit_s)
+    yield "fastest", fastest
+    for limit in AMPLIFICATIONS:
+        changes = {"unit_amplification_limit": limit}
+        yield f"units' amplification {limit:g}", _answer(problem, changes, time_limit_s)
+    if fastest.objective_s is not None and fastest.objective_s <= limit_s:
+        economical = {"objective": "gpu_seconds", "time_limit_s": limit_s}
+        yield "fewest device-seconds", _answer(problem, economical, time_limit_s)
 
 
 def _answer(problem: Problem, changes: Mapping[str, object], time_limit_s: float) -> Result:

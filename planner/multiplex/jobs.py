@@ -126,10 +126,7 @@ def foreground_of(
 
 def model_beside(model: CostModel, slowdown: float) -> CostModel:
     """The cost model of the same job on devices that it shares."""
-    return CostModel(
-        slowed(model.profile, slowdown), model.cluster, model.goal, model.micro_batches,
-        model.placement, model.bucket_bytes, model.sliced,
-    )  # fmt: skip
+    return model.of(slowed(model.profile, slowdown))
 
 
 def foreground(

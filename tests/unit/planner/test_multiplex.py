@@ -214,8 +214,8 @@ def test_the_burst_is_chosen_with_the_background_in_mind():
     given = Assumptions(slowdown=1.0)
     plain = best_data_parallel(problem)
     slack = 1.2 * plain.step_s
-    tried = candidates(problem, given, slack, 5.0)
     background = Background("bg", 8, 20 * MS)
+    tried = candidates(problem, background, given, slack, 5.0)
     model, found = burst_beside(problem, tried, background, given, slack)
     assert found.step_s <= slack * (1 + 1e-6)
     by_name = dict(zip((u.name for u in model.profile.units), found.decisions, strict=True))
