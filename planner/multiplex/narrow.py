@@ -23,28 +23,30 @@ from ..search import Point, Space
 
 RUNS = (1, 2, 4, 8, 16)
 """Lengths of runs of units that change together."""
-BETTER = 1 + 1e-6
+BETTER = 1e-6
+"""A share of the samples per second below which a gain is rounding."""
+
+
+CHEAP = 1e-3
+"""A change that adds less than this share of the step counts as if it added that."""
 
 
 class Worth(NamedTuple):
     """What a plan is worth: samples per second of foreground and background on all devices, by
-    formula; -1 for one that takes too long or does not fit."""
+    formula; -1 for one that takes too long or does not fit. And its step."""
 
     samples_per_s: float
-
-    def beats(self, other: Worth) -> bool:
-        """Whether this is better by more than rounding."""
-        return self.samples_per_s > other.samples_per_s * BETTER + 1e-12
+    step_s: float
 
 
 def worth(point: Point, background_samples_s: float, limit_s: float) -> Worth:
     """The worth of the decisions at which a point stands."""
     model, step_s = point.model, point.step_s()
     if step_s > limit_s or point.peak() > point.limit_bytes or step_s <= 0:
-        return Worth(-1.0)
+        return Worth(-1.0, step_s)
     used_s = sum(o.layout.size * unit_s(model, k, o) for k, o in enumerate(point.decisions))
     idle_s = model.world_size * step_s - used_s
-    return Worth((model.goal.batch + background_samples_s * idle_s) / step_s)
+    return Worth((model.goal.batch + background_samples_s * idle_s) / step_s, step_s)
 
 
 def narrowed(
@@ -56,25 +58,39 @@ def narrowed(
     limit_s: float,
     time_limit_s: float,
 ) -> Decisions:
-    """The best of the plans that one change after another leads to from ``start``: every change is
-    the first found that helps, until none does or the time is over. ``background_samples_s`` is
-    what an idle device makes."""
+    """The plan that one change after another leads to from ``start``, until none helps or the time
+    is over: each time the one that gains most for what it adds to the step, of which there is only
+    so much. ``background_samples_s`` is what an idle device makes."""
     deadline = time.perf_counter() + time_limit_s
     point = Point(Space(model, capability), MemoryModel(model), schedule)
     point.move_to(start)
-    best, again = worth(point, background_samples_s, limit_s), True
-    while again:
-        again = False
+    best = worth(point, background_samples_s, limit_s)
+    while True:
+        most, chosen = 0.0, None
         for run, width in _changes(model):
+            change = _on(model, capability, run, width)
+            before = point.set(change)
+            if not before:
+                continue
+            found = worth(point, background_samples_s, limit_s)
+            point.set(before.items())
+            gain = _gain(best, found)
+            if gain > most:
+                most, chosen = gain, change
             if time.perf_counter() > deadline:
-                return point.taken()
-            before = point.set(_on(model, capability, run, width))
-            found = worth(point, background_samples_s, limit_s) if before else best
-            if found.beats(best):
-                best, again = found, True
-            else:
-                point.set(before.items())
-    return point.taken()
+                break
+        if chosen is None:
+            return point.taken()
+        point.set(chosen)
+        best = worth(point, background_samples_s, limit_s)
+
+
+def _gain(old: Worth, new: Worth) -> float:
+    """Samples per second gained for each second added to the step; 0 where none are."""
+    gained = new.samples_per_s - old.samples_per_s
+    if gained <= BETTER * abs(old.samples_per_s):
+        return 0.0
+    return gained / max(new.step_s - old.step_s, CHEAP * old.step_s)
 
 
 def _changes(model: CostModel) -> Iterator[tuple[range, int]]:

@@ -1,6 +1,7 @@
 """Jobs that share devices, by hand: gaps of a burst, what a background does in them, queues."""
 
 import json
+from itertools import product
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from meshwright.planner.errors import InputError
 from meshwright.planner.evaluate import evaluation
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout
+from meshwright.planner.memory import MemoryModel
 from meshwright.planner.multiplex.choose import best_data_parallel, burst_beside, candidates
 from meshwright.planner.multiplex.gaps import fill, share_beside
 from meshwright.planner.multiplex.jobs import (
@@ -20,12 +22,14 @@ from meshwright.planner.multiplex.jobs import (
     best_background,
     foreground,
 )
+from meshwright.planner.multiplex.narrow import narrowed, worth
 from meshwright.planner.multiplex.report import report
 from meshwright.planner.multiplex.simulation import simulate_cluster
 from meshwright.planner.multiplex.timeline import timelines
 from meshwright.planner.multiplex.trace import trace
 from meshwright.planner.options import Option
 from meshwright.planner.problem import Problem
+from meshwright.planner.search import Point, Space
 
 from tests.strategies import chain_profile, cluster, linear
 
@@ -199,18 +203,43 @@ def test_the_best_background_is_the_quickest_that_fits():
         best_background(profile, Device(name="d", memory_bytes=2**30), "sgd", 2**30)
 
 
-def test_the_burst_is_chosen_with_the_background_in_mind():
-    # the narrow unit takes nearly as long for an eighth of the samples: devices are wasted on it
-    stiff = linear("stiff", seconds_per_sample=MS)
+def stiff_problem(*names):
+    """Eight devices; stiff units take nearly as long for an eighth of the samples: devices are
+    wasted on them."""
     flat = Curve(x=(1.0, 8.0), y=(8 * MS, 9 * MS))
-    share = msgspec.structs.replace(stiff.shares[0], forward=flat, backward=flat)
-    stiff = msgspec.structs.replace(stiff, shares=(share,))
-    profile = chain_profile([linear("even", seconds_per_sample=MS), stiff])
-    wires = cluster(8, inter=1e12, latency_s=1e-6)
-    problem = Problem(
-        profile, wires, Goal(batch=8), BURSTS, schedule="priority",
-        bucket_bytes=2**20, near=0.0,
+    units = []
+    for name in names:
+        unit = linear(name, seconds_per_sample=MS)
+        if name.startswith("stiff"):
+            share = msgspec.structs.replace(unit.shares[0], forward=flat, backward=flat)
+            unit = msgspec.structs.replace(unit, shares=(share,))
+        units.append(unit)
+    return Problem(
+        chain_profile(units), cluster(8, inter=1e12, latency_s=1e-6), Goal(batch=8), BURSTS,
+        schedule="priority", bucket_bytes=2**20, near=0.0,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("slack", [1.02, 1.1, 1.5, 4.0])
+def test_narrowing_finds_the_best_of_all_bursts(slack):
+    problem = stiff_problem("even", "stiff", "stiff too")
+    model = CostModel(
+        problem.profile, problem.cluster, problem.goal, bucket_bytes=2**20, sliced=True
+    )
+    point = Point(Space(model, BURSTS), MemoryModel(model), "priority")
+    limit_s, rate = slack * point.step_s(), 400.0
+    made = narrowed(model, BURSTS, model.baseline, "priority", rate, limit_s, 20.0)
+    every = product([Option(Layout(groups=g)) for g in (1, 2, 4, 8)], repeat=3)
+    found = []
+    for chosen in (made, *((model.baseline[0], *c, model.baseline[0]) for c in every)):
+        point.move_to(chosen)
+        found.append(worth(point, rate, limit_s).samples_per_s)
+    assert found[0] > 0
+    assert found[0] == pytest.approx(max(found), rel=1e-5)
+
+
+def test_the_burst_is_chosen_with_the_background_in_mind():
+    problem = stiff_problem("even", "stiff")
     given = Assumptions(slowdown=1.0)
     plain = best_data_parallel(problem)
     slack = 1.2 * plain.step_s
