@@ -61,7 +61,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 TRANSFORMER, SHEET = "gpt-small", "a100-sxm-80gb"
 OPTIMIZERS = {"vgg16": "sgd", "wide_resnet101_2": "sgd", TRANSFORMER: "adamw"}
 MEMORY_BYTES = 80 * 2**30
-LIMIT_S = 1.5
+LIMIT_S = 1.0
 SIMULATED_STEPS = 20
 TARGET = 2.2
 STYLES = ("none", "column", "row", "pair")
@@ -87,6 +87,7 @@ class Partition(NamedTuple):
     devices: int
     step_s: float
     samples_per_s: float
+    share: float
 
 
 class Case(NamedTuple):
@@ -139,6 +140,16 @@ class Case(NamedTuple):
         """Its bounded form."""
         return self.plain.step_s / self.plain_beside.step_s + self.plain_beside.share
 
+    @property
+    def partition_ratio(self) -> float:
+        """The ratio of the divided cluster."""
+        return self.partition.samples_per_s / self.plain.samples_per_s
+
+    @property
+    def partition_bounded(self) -> float:
+        """Its bounded form."""
+        return self.plain.step_s / self.partition.step_s + self.partition.share
+
     def row(self) -> dict[str, Any]:
         """What the last line says of it."""
         return {
@@ -155,7 +166,8 @@ class Case(NamedTuple):
             "dp_with_background_ratio": self.plain_ratio,
             "dp_with_background_bounded_ratio": self.plain_bounded,
             "partition_devices": self.partition.devices,
-            "partition_ratio": self.partition.samples_per_s / self.plain.samples_per_s,
+            "partition_ratio": self.partition_ratio,
+            "partition_bounded_ratio": self.partition_bounded,
             "background_share": self.share,
             "background_batch": self.background.batch,
             "plan": self.burst.how,
@@ -267,7 +279,7 @@ def ask(
         goal=msgspec.structs.replace(narrow, micro_batches=(within.model.micro_batches,)),
         bucket_bytes=within.model.bucket_bytes,
     )
-    tried = candidates(shared, background, Assumptions(), plain.step_s, LIMIT_S)
+    tried = candidates(shared, Assumptions(), plain.step_s, LIMIT_S)
     parts = [plain_on(name, profile, 2**i, bytes_per_s) for i in range(ranks.bit_length() - 1)]
     divided = best_partition([*filter(None, parts), plain], background, ranks)
     return Asked(shared, background, plain, within, divided, tried)
@@ -296,7 +308,7 @@ def best_partition(parts: list[DataParallel], background: Background, ranks: int
         used = part.model.world_size
         if part.step_s <= parts[-1].step_s:
             both = part.samples_per_s + (ranks - used) * background.samples_per_s
-            found.append(Partition(used, part.step_s, both))
+            found.append(Partition(used, part.step_s, both, 1 - used / ranks))
     return max(found, key=lambda each: each.samples_per_s)
 
 
@@ -310,15 +322,17 @@ def peer(asked: Asked, given: Assumptions) -> Shared:
     )
 
 
-def solved(
-    name: str, asked: Asked, link: str, given: Assumptions, tried: dict[Decisions, str]
-) -> Case:
+def solved(name: str, asked: Asked, link: str, given: Assumptions) -> Case:
     """The best burst of a case, and the cluster simulated with it."""
     start = time.perf_counter()
-    model, burst = burst_beside(asked.shared, tried, asked.background, given, asked.plain.step_s)
-    job = foreground(name, model, burst.decisions, asked.shared.schedule, given.slowdown)
+    model, burst = burst_beside(
+        asked.shared, asked.tried, asked.background, given, asked.plain.step_s, LIMIT_S
+    )
+    slowdown = given.slowdown if burst.copies is None else 1.0
+    job = foreground(name, model, burst.decisions, asked.shared.schedule, slowdown)
     job = job._replace(data_parallel_samples_s=asked.plain.samples_per_s)
-    backgrounds = () if burst.alone else (asked.background,)
+    behind = asked.background._replace(copies=burst.copies)
+    backgrounds = () if burst.copies == 0 else (behind,)
     horizon_s = SIMULATED_STEPS * burst.step_s
     run = simulate_cluster(model.world_size, (job,), backgrounds, given, horizon_s)
     return Case(
@@ -337,27 +351,20 @@ def simulated(
             for link in links:
                 start = time.perf_counter()
                 asked = ask(name, profile, count, LINKS[link], styles)
-                found = solved(name, asked, link, Assumptions(), asked.tried)
+                found = solved(name, asked, link, Assumptions())
                 found = found._replace(seconds=time.perf_counter() - start)
                 others = {}
                 if count == max(ranks):
                     others = {
-                        what: solved(name, asked, link, given, _tried(asked, given))
+                        what: solved(name, asked, link, given)
                         for what, given in SENSITIVITY.items()
                     }
                 yield found, others
 
 
-def _tried(asked: Asked, given: Assumptions) -> dict[Decisions, str]:
-    """The candidates, searched anew where the foreground is slowed by something else."""
-    if given.slowdown == Assumptions().slowdown:
-        return asked.tried
-    return candidates(asked.shared, asked.background, given, asked.plain.step_s, LIMIT_S)
-
-
 HEADINGS = (
     "model", "devices", "link", "DP alone", "DP + bg", "burst alone", "burst beside", "bg", "share",
-    "ratio", "bounded", "DP + bg ratio", "bounded", "partition", "on", "plan",
+    "ratio", "bounded", "DP + bg ratio", "bounded", "partition ratio", "bounded", "on", "plan",
 )  # fmt: skip
 
 
@@ -377,9 +384,10 @@ def line(case: Case) -> tuple[str, ...]:
         f"{case.bounded:.2f}",
         f"{case.plain_ratio:.2f}",
         f"{case.plain_bounded:.2f}",
-        f"{case.partition.samples_per_s / case.plain.samples_per_s:.2f}",
+        f"{case.partition_ratio:.2f}",
+        f"{case.partition_bounded:.2f}",
         f"{case.partition.devices:,}",
-        case.burst.how + (", alone" if case.burst.alone else ""),
+        case.burst.how + (", no background" if case.burst.copies == 0 else ""),
     )
 
 

@@ -44,7 +44,7 @@ from .narrow import narrowed, worth
 from .timeline import timelines
 
 ROUNDING = 1 + 1e-6
-AMPLIFICATIONS = (1.5, 2.0, 4.0)
+AMPLIFICATIONS = (2.0, 4.0)
 """Limits on units' amplification under which the fastest plan is searched."""
 BUCKETS = (2**20, 2**22, BUCKET_BYTES, 2**27, 2**40)
 """Sizes of slices and buckets that data parallelism chooses from; the last takes everything."""
@@ -73,7 +73,7 @@ class Shared(NamedTuple):
     share: float
     foreground_samples_s: float
     background_samples_s: float
-    alone: bool = False
+    copies: int | None = None
 
     @property
     def samples_per_s(self) -> float:
@@ -147,12 +147,32 @@ def beside_of(
     )
 
 
-def candidates(
-    problem: Problem,
+def apart_of(
+    how: str,
+    model: CostModel,
+    decisions: Decisions,
+    schedule: ScheduleName,
     background: Background,
     given: Assumptions,
-    limit_s: float,
-    time_limit_s: float = 2.0,
+) -> Shared:
+    """What decisions reach with the background on those devices only that never compute for them,
+    so that nothing is slowed."""
+    step = timelines(model, decisions, schedule)
+    idle = [kind for kind in step.kinds if not kind.computing]
+    own = sum(len(k.positions) * share_beside(k, step.step_s, given) for k in idle)
+    return Shared(
+        f"{how}, apart" if idle else how,
+        decisions,
+        step.step_s,
+        own / step.devices,
+        model.goal.batch / step.step_s,
+        own * background.samples_per_s,
+        sum(len(kind.positions) for kind in idle),
+    )
+
+
+def candidates(
+    problem: Problem, given: Assumptions, limit_s: float, time_limit_s: float = 2.0
 ) -> dict[Decisions, str]:
     """Plans to choose from, and how each was found. The search knows that computing takes longer on
     shared devices; each takes ``time_limit_s`` at most. The goal has one number of micro-batches.
@@ -167,28 +187,7 @@ def candidates(
     for how, result in _answers(searched, limit_s, time_limit_s):
         if result.decisions is not None:
             found.setdefault(result.decisions, how)
-    rate = given.idle_speed * background.samples_per_s
-    best = _best_by_formula(model, searched, found, rate, limit_s)
-    for start in best:
-        better = narrowed(
-            model, searched.capability, start, searched.schedule, rate, limit_s, time_limit_s
-        )
-        found.setdefault(better, f"{found[start]}, narrowed")
     return found
-
-
-def _best_by_formula(
-    model: CostModel, problem: Problem, found: Mapping[Decisions, str], rate: float, limit_s: float
-) -> list[Decisions]:
-    """The plan that is worth most, and the one with the shortest step."""
-    point = Point(Space(model, problem.capability), MemoryModel(model), problem.schedule)
-    judged = []
-    for decisions in found:
-        point.move_to(decisions)
-        judged.append((worth(point, rate, limit_s).samples_per_s, -point.step_s(), decisions))
-    most = max(judged, key=lambda each: each[:2])
-    quickest = max(judged, key=lambda each: each[1])
-    return list(dict.fromkeys((most[2], quickest[2])))
 
 
 def _answers(problem: Problem, limit_s: float, time_limit_s: float) -> Iterator[tuple[str, Result]]:
@@ -232,18 +231,42 @@ def burst_beside(
     background: Background,
     given: Assumptions,
     limit_s: float,
+    time_limit_s: float = 2.0,
 ) -> tuple[CostModel, Shared]:
-    """Of the plans ``tried`` the one that makes most of the cluster with ``background`` in its
-    gaps, among those whose step beside it takes no longer than ``limit_s`` and which fit in memory;
-    and its cost model on devices of its own. Where none keeps the limit, the fastest alone."""
-    model = _model(placed(problem))
+    """Of the plans ``tried``, and of those that narrowing them leads to (``time_limit_s`` each),
+    the one that makes most of the cluster with ``background`` in its gaps, among those whose step
+    beside it takes no longer than ``limit_s`` and which fit in memory; and its cost model on
+    devices of its own. The background is on all devices, or on those only that never compute. Where
+    none keeps the limit, the fastest."""
+    problem = placed(problem)
+    model = _model(problem)
     beside = model_beside(model, given.slowdown)
-    fitting = [d for d in tried if over_bytes(model, d) <= 0]
-    shared = [beside_of(tried[d], beside, d, problem.schedule, background, given) for d in fitting]
-    kept = [each for each in shared if each.step_s <= limit_s * ROUNDING]
+    fitting = {d: how for d, how in tried.items() if over_bytes(model, d) <= 0}
+    rate = given.idle_speed * background.samples_per_s
+    for start in _starts(beside, problem, fitting, rate, limit_s):
+        better = narrowed(
+            beside, problem.capability, start, problem.schedule, rate, limit_s, time_limit_s
+        )
+        if over_bytes(model, better) <= 0:
+            fitting.setdefault(better, f"{fitting[start]}, narrowed")
+    asked = (problem.schedule, background, given)
+    found = [beside_of(how, beside, d, *asked) for d, how in fitting.items()]
+    apart = [apart_of(how, model, d, *asked) for d, how in fitting.items()]
+    kept = [each for each in (*found, *apart) if each.step_s <= limit_s * ROUNDING]
     if kept:
         return model, max(kept, key=lambda each: each.samples_per_s)
-    alone = {d: timelines(model, d, problem.schedule).step_s for d in fitting}
-    best = min(alone, key=lambda d: alone[d])
-    rate = problem.goal.batch / alone[best]
-    return model, Shared(tried[best], best, alone[best], 0.0, rate, 0.0, alone=True)
+    return model, min(apart, key=lambda each: each.step_s)
+
+
+def _starts(
+    model: CostModel, problem: Problem, found: Mapping[Decisions, str], rate: float, limit_s: float
+) -> list[Decisions]:
+    """Where narrowing begins: the plan that is worth most, and the one with the shortest step."""
+    point = Point(Space(model, problem.capability), MemoryModel(model), problem.schedule)
+    judged = []
+    for decisions in found:
+        point.move_to(decisions)
+        judged.append((worth(point, rate, limit_s).samples_per_s, -point.step_s(), decisions))
+    most = max(judged, key=lambda each: each[:2])
+    quickest = max(judged, key=lambda each: each[1])
+    return list(dict.fromkeys((most[2], quickest[2])))

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import floor
 from typing import NamedTuple
 
+import msgspec
+
 from .jobs import Assumptions
 from .timeline import Timeline
 
@@ -98,13 +100,19 @@ def _reached(stretches: Iterable[tuple[float, float, float]], own_s: float) -> f
     return end_s
 
 
+def undisturbed(given: Assumptions) -> Assumptions:
+    """The assumptions for devices on which a foreground never computes: there are no gaps there
+    that a background would have to begin anew in."""
+    return msgspec.structs.replace(given, idle_speed=1.0)
+
+
 def share_beside(kind: Timeline, step_s: float, given: Assumptions) -> float:
     """The share of its speed alone that a background has in the gaps of a step that goes on and on;
     a gap at the step's end continues in the next. On devices that never compute no piece is cut
     off."""
     talking = merged((b.start_s, b.end_s) for b in kind.communicating)
     if not kind.computing:
-        speeds = _speeds((0.0, step_s), talking, given)
+        speeds = _speeds((0.0, step_s), talking, undisturbed(given))
         return sum((high - low) * speed for low, high, speed in speeds) / step_s
     turn_s = kind.computing[0].start_s
     computing = [(b.start_s, b.end_s) for b in kind.computing]

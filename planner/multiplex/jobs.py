@@ -31,9 +31,9 @@ class Assumptions(Noun, frozen=True, kw_only=True):
     shared, as if a kernel of the background were always in flight. A background runs in pieces of
     ``piece_s`` of its own time, none of which starts that would not end before the foreground needs
     the device (the plan tells when): of each gap ``switch_s`` is lost, and what is left after the
-    last whole piece. In a gap it has the share ``idle_speed`` of the speed it has alone, and
-    ``communicating_speed`` while its device takes part in the foreground's communication, whose
-    kernels take some of the device's multiprocessors.
+    last whole piece. In a gap it has the share ``idle_speed`` of the speed it has alone, all of it
+    on devices on which no foreground ever computes, and ``communicating_speed`` while its device
+    takes part in a foreground's communication, whose kernels take some of the multiprocessors.
     """
 
     slowdown: Slowdown = 1.05

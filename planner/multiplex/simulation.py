@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..errors import InputError
-from .gaps import Filled, Interval, fill, gaps, merged
+from .gaps import Filled, Interval, fill, gaps, merged, undisturbed
 from .jobs import Assumptions, Background, Foreground
 from .timeline import Busy, StepTimelines
 
@@ -247,6 +247,7 @@ def _with_background(one: DeviceClass, given: Assumptions, horizon_s: float) -> 
     computing = [interval for interval, _, _ in one.computing]
     talking = merged(interval for interval, _, _ in one.communicating)
     found, at = [], 0
+    given = given if computing else undisturbed(given)
     for gap in gaps(merged(computing), 0.0, horizon_s):
         while at < len(talking) and talking[at][1] <= gap[0]:
             at += 1

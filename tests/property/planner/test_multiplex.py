@@ -129,7 +129,8 @@ def plain(step, device, given_, horizon_s):
         if not in_gap:
             in_gap, ready, done = True, low + given_.switch_s, 0.0
         communicates = any(a <= middle < b for a, b in talking)
-        speed = given_.communicating_speed if communicates else given_.idle_speed
+        idle_speed = given_.idle_speed if computing else 1.0
+        speed = given_.communicating_speed if communicates else idle_speed
         before = int(done / given_.piece_s + 1e-9)
         done += max(high - max(low, ready), 0.0) * speed
         pieces += int(done / given_.piece_s + 1e-9) - before

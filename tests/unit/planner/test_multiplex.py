@@ -244,7 +244,7 @@ def test_the_burst_is_chosen_with_the_background_in_mind():
     plain = best_data_parallel(problem)
     slack = 1.2 * plain.step_s
     background = Background("bg", 8, 20 * MS)
-    tried = candidates(problem, background, given, slack, 5.0)
+    tried = candidates(problem, given, slack, 5.0)
     model, found = burst_beside(problem, tried, background, given, slack)
     assert found.step_s <= slack * (1 + 1e-6)
     by_name = dict(zip((u.name for u in model.profile.units), found.decisions, strict=True))
@@ -252,7 +252,7 @@ def test_the_burst_is_chosen_with_the_background_in_mind():
     assert found.share > 0.3
     # with no room in time, nothing is shared
     _, alone = burst_beside(problem, tried, background, given, plain.step_s / 10)
-    assert alone.alone
+    assert alone.copies == 0
     assert alone.background_samples_s == 0
 
 
