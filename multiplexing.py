@@ -70,12 +70,10 @@ def multiplexed(
                 f"{len(found)} {what} for {len(plans)} plans: name one for each plan, in their "
                 "order, or none"
             )
-    jobs = [
-        (plan, *made_from(plan, profile, cluster))
-        for plan, profile, cluster in zip(
-            plans, profiles or [None] * len(plans), clusters or [None] * len(plans), strict=True
-        )
-    ]
+    jobs = []
+    for i, plan in enumerate(plans):
+        profile = profiles[i] if profiles else None
+        jobs.append((plan, *made_from(plan, profile, clusters[i] if clusters else None)))
     run = run_plans(jobs, backgrounds, given or Assumptions(), devices, horizon_s)
     if trace_file is not None:
         write_whole(trace_file, trace(run))

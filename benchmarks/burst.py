@@ -61,7 +61,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 TRANSFORMER, SHEET = "gpt-small", "a100-sxm-80gb"
 OPTIMIZERS = {"vgg16": "sgd", "wide_resnet101_2": "sgd", TRANSFORMER: "adamw"}
 MEMORY_BYTES = 80 * 2**30
-LIMIT_S = 1.0
+LIMIT_S, BRIEF_S = 1.0, 0.3
 SIMULATED_STEPS = 20
 TARGET = 2.2
 STYLES = ("none", "column", "row", "pair")
@@ -322,11 +322,13 @@ def peer(asked: Asked, given: Assumptions) -> Shared:
     )
 
 
-def solved(name: str, asked: Asked, link: str, given: Assumptions) -> Case:
+def solved(
+    name: str, asked: Asked, link: str, given: Assumptions, narrowing_s: float = LIMIT_S
+) -> Case:
     """The best burst of a case, and the cluster simulated with it."""
     start = time.perf_counter()
     model, burst = burst_beside(
-        asked.shared, asked.tried, asked.background, given, asked.plain.step_s, LIMIT_S
+        asked.shared, asked.tried, asked.background, given, asked.plain.step_s, narrowing_s
     )
     slowdown = given.slowdown if burst.copies is None else 1.0
     job = foreground(name, model, burst.decisions, asked.shared.schedule, slowdown)
@@ -356,7 +358,7 @@ def simulated(
                 others = {}
                 if count == max(ranks):
                     others = {
-                        what: solved(name, asked, link, given)
+                        what: solved(name, asked, link, given, BRIEF_S)
                         for what, given in SENSITIVITY.items()
                     }
                 yield found, others

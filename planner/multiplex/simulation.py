@@ -189,15 +189,16 @@ def _histories(
     alike: dict[tuple[Visit, ...], list[int]] = {}
     for device, past in enumerate(visits):
         alike.setdefault(tuple(past), []).append(device)
-    for past, members in alike.items():
-        yield tuple(members), past
+    for history, members in alike.items():
+        yield tuple(members), history
 
 
 def _foreground_class(
     members: tuple[int, ...], visits: tuple[Visit, ...], steps: Sequence[StepTimelines]
 ) -> DeviceClass:
     """The class before it has a background."""
-    computing, communicating = [], []
+    computing: list[tuple[Interval, int, Busy]] = []
+    communicating: list[tuple[Interval, int, Busy]] = []
     for visit in visits:
         step = steps[visit.job]
         kind = step.kinds[visit.kind]

@@ -54,7 +54,7 @@ def _spans(run: ClusterRun, process: int, one: DeviceClass) -> Iterator[Event]:
     for row, found in enumerate((one.computing, one.communicating)):
         for (low, high), job, busy in found:
             name = f"{busy.phase} {run.steps_of(job).units[busy.unit]}"
-            about = {"job": run.foregrounds[job].name}
+            about: Event = {"job": run.foregrounds[job].name}
             yield _span(process, row, name, low, high, about)
     for filled in one.filled:
         if filled.pieces and one.background is not None:
