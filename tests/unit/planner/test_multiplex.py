@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from meshwright.planner.capability import Capability
 from meshwright.planner.cluster import Device
+from meshwright.planner.collectives import Fabric
 from meshwright.planner.cost import CostModel
 from meshwright.planner.curve import Curve
 from meshwright.planner.errors import InputError
@@ -14,6 +15,7 @@ from meshwright.planner.evaluate import evaluation
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout
 from meshwright.planner.memory import MemoryModel
+from meshwright.planner.movement import moved
 from meshwright.planner.multiplex.choose import best_data_parallel, burst_beside, candidates
 from meshwright.planner.multiplex.gaps import fill, share_beside
 from meshwright.planner.multiplex.jobs import (
@@ -28,7 +30,9 @@ from meshwright.planner.multiplex.simulation import simulate_cluster
 from meshwright.planner.multiplex.timeline import timelines
 from meshwright.planner.multiplex.trace import trace
 from meshwright.planner.options import Option
+from meshwright.planner.ownership import entry, exit_
 from meshwright.planner.problem import Problem
+from meshwright.planner.scale.flows import moved_by_areas
 from meshwright.planner.search import Point, Space
 
 from tests.strategies import chain_profile, cluster, linear
@@ -278,3 +282,15 @@ def test_a_step_is_the_one_that_is_predicted():
     step = timelines(model, chosen, "barrier")
     assert step.step_s == predicted.step_s
     assert step.peak_bytes == max(predicted.peak_bytes)
+
+
+@pytest.mark.parametrize("per_node", [1, 8, 128])
+def test_redistributions_among_many_are_counted_as_among_few(per_node):
+    links = cluster(128 // per_node, per_node)
+    fabric = Fabric(links, tuple(range(128)))
+    counts = (2,) * 60 + (1,) * 68
+    layouts = [Layout(groups=g, degree=d) for g, d in ((128, 1), (16, 1), (4, 8), (1, 128), (3, 1))]
+    helds = [exit_(y, "column" if y.degree > 1 else "none") for y in layouts]
+    for source, target in product(helds, [entry(y, "none") for y in layouts if y.degree == 1]):
+        few = moved(fabric, counts, source, target, 256)
+        assert moved_by_areas(fabric, counts, source, target, 256) == few
