@@ -17,7 +17,7 @@ from .timeline import Busy, StepTimelines
 
 STEPS = 8
 """Steps of the longest job that are simulated where nothing else is asked."""
-MOST_STEPS = 20_000
+MOST_STEPS = 2_000
 """Steps of one job that may be simulated: beyond, seconds become minutes."""
 
 
