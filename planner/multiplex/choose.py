@@ -237,7 +237,7 @@ def burst_beside(
     the one that makes most of the cluster with ``background`` in its gaps, among those whose step
     beside it takes no longer than ``limit_s`` and which fit in memory; and its cost model on
     devices of its own. The background is on all devices, or on those only that never compute. Where
-    none keeps the limit, the fastest."""
+    none keeps the limit, the fastest, without a background."""
     problem = placed(problem)
     model = _model(problem)
     beside = model_beside(model, given.slowdown)
@@ -255,7 +255,8 @@ def burst_beside(
     kept = [each for each in (*found, *apart) if each.step_s <= limit_s * ROUNDING]
     if kept:
         return model, max(kept, key=lambda each: each.samples_per_s)
-    return model, min(apart, key=lambda each: each.step_s)
+    fastest = min(apart, key=lambda each: each.step_s)
+    return model, fastest._replace(share=0.0, background_samples_s=0.0, copies=0)
 
 
 def _starts(
