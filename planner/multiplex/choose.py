@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..budget import unit_s
 from ..bursts import LIMITS, greedy
 from ..cost import BUCKET_BYTES, CostModel
 from ..errors import InputError
@@ -251,12 +252,20 @@ def burst_beside(
             fitting.setdefault(better, f"{fitting[start]}, narrowed")
     asked = (problem.schedule, background, given)
     found = [beside_of(how, beside, d, *asked) for d, how in fitting.items()]
-    apart = [apart_of(how, model, d, *asked) for d, how in fitting.items()]
-    kept = [each for each in (*found, *apart) if each.step_s <= limit_s * ROUNDING]
+    narrow = {d: how for d, how in fitting.items() if _leaves_devices(model, d)}
+    found += [apart_of(how, model, d, *asked) for d, how in narrow.items()]
+    kept = [each for each in found if each.step_s <= limit_s * ROUNDING]
     if kept:
         return model, max(kept, key=lambda each: each.samples_per_s)
-    fastest = min(apart, key=lambda each: each.step_s)
+    alone = [apart_of(how, model, d, *asked) for d, how in fitting.items()]
+    fastest = min(alone, key=lambda each: each.step_s)
     return model, fastest._replace(share=0.0, background_samples_s=0.0, copies=0)
+
+
+def _leaves_devices(model: CostModel, decisions: Decisions) -> bool:
+    """Whether there are devices on which nothing is computed."""
+    working = (o.layout.size for k, o in enumerate(decisions) if unit_s(model, k, o) > 0)
+    return max(working, default=0) < model.world_size
 
 
 def _starts(
