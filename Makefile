@@ -23,6 +23,7 @@ help:
 	@echo "make bench-laysa       memory policies and sparse exchange, alone and together (needs root)"
 	@echo "make bench-sharded     sharded against dense exchange and FSDP2, on a test bed (needs root)"
 	@echo "make bench-exchange    priority exchange, DDP, FSDP2 and the bound, on a test bed (needs root)"
+	@echo "make bench-burst       bursts with background jobs: 1,024 simulated devices, and a test bed (needs root)"
 	@echo "make testbed           hosts as network namespaces, until Ctrl-C (needs root)"
 	@echo "make clean             remove the environment and everything built"
 
@@ -84,6 +85,9 @@ bench-sharded: $(VENV)/test.stamp
 
 bench-exchange: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/exchange.py
+
+bench-burst: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/burst.py
 
 testbed: $(VENV)/run.stamp
 	$(BIN)/python -m meshwright.testbed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -18,6 +19,8 @@ from .planner.explain import explain as explain_plan
 from .planner.goal import Goal
 from .planner.moments import MemoryTimeline
 from .planner.moments import memory_timeline as timeline_of
+from .planner.multiplex.jobs import Assumptions
+from .planner.multiplex.report import ClusterReport
 from .planner.pareto import Front, described_front
 from .planner.plan import Plan
 from .planner.profile import ModelProfile
@@ -203,6 +206,32 @@ def memory_timeline(
     """What ranks hold at each point of a step under a plan, by class. The profile and the cluster
     are found as for ``explain``."""
     return timeline_of(plan, *made_from(plan, profile, cluster))
+
+
+def multiplex(
+    plans: Sequence[Plan],
+    backgrounds: Sequence[ModelProfile] = (),
+    *,
+    profiles: Sequence[ModelProfile] = (),
+    clusters: Sequence[Cluster] = (),
+    assumptions: Assumptions | None = None,
+    devices: int | None = None,
+    horizon_s: float | None = None,
+    trace: str | Path | None = None,
+    plot: str | Path | None = None,
+) -> ClusterReport:
+    """Simulates ``plans`` side by side on ``devices`` for ``horizon_s``, with a training job of
+    each of ``backgrounds`` on every device's share of what they leave idle, at its best batch.
+
+    ``profiles`` and ``clusters`` are what the plans were made from, in their order; where none are
+    given they are found as for ``explain``. ``trace`` and ``plot`` are files to write. Raises
+    ``InputError``.
+    """
+    from . import multiplexing
+
+    return multiplexing.multiplexed(
+        plans, backgrounds, profiles, clusters, assumptions, devices, horizon_s, trace, plot
+    )
 
 
 def compare(first: Plan, second: Plan) -> Comparison:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from .commands import explaining, measuring, planning, running
+from .commands import explaining, measuring, multiplexing, planning, running
 from .planner.errors import InputError, MeshwrightError
 
 STOPPED = 130
@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _room in (measuring, planning, explaining, running):
+for _room in (measuring, planning, explaining, multiplexing, running):
     _room.add_to(app)
 
 

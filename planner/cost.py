@@ -33,6 +33,7 @@ from .movement import Moved, moved, moved_s
 from .options import Decisions, Option
 from .ownership import Held, entry, exit_
 from .profile import EdgeProfile, ModelProfile, UnitProfile
+from .scale.flows import moved_by_areas
 from .shares import (
     backward_s,
     batch_counts,
@@ -46,6 +47,11 @@ from .unit_cost import EdgeCost, OnLink, UnitCost, after, offloaded, recomputed,
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
+
+
+MANY = 128
+"""Positions from which redistributions are counted by areas: piece by piece a thousand take a tenth
+of a second for each pair of layouts."""
 
 
 class CostModel(Exchanges):
@@ -80,6 +86,16 @@ class CostModel(Exchanges):
     def baseline(self) -> Decisions:
         """Plain data parallelism."""
         return (Option(data_parallel(self.world_size)),) * len(self.profile.units)
+
+    def of(self, profile: ModelProfile) -> CostModel:
+        """The costs of another profile of the same model, all else being equal. What moves between
+        layouts does not depend on the profile, and is worked out for both together."""
+        made = CostModel(
+            profile, self.cluster, self.goal, self.micro_batches, self.placement,
+            self.bucket_bytes, self.sliced,
+        )  # fmt: skip
+        made._moved = self._moved
+        return made
 
     # -- costs -----------------------------------------------------------------------------------
 
@@ -218,7 +234,8 @@ class CostModel(Exchanges):
         """What going from ``source`` to ``target`` moves, remembered."""
         key = (source, target, features)
         if key not in self._moved:
-            self._moved[key] = moved(self.fabric, self.counts, source, target, features)
+            measure = moved_by_areas if self.world_size >= MANY else moved
+            self._moved[key] = measure(self.fabric, self.counts, source, target, features)
         return self._moved[key]
 
     def chain(self, decisions: Sequence[Option]) -> Chain:

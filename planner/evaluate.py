@@ -202,7 +202,8 @@ def limits_bytes(cluster: Cluster, goal: Goal, placement: Sequence[int]) -> tupl
     """Memory available at each position: the goal's limit, else the device's own memory."""
     if goal.memory_limit_bytes is not None:
         return (goal.memory_limit_bytes,) * cluster.world_size
-    return tuple(cluster.devices[rank].memory_bytes for rank in placement)
+    devices = cluster.devices  # once: it is put together anew whenever it is asked for
+    return tuple(devices[rank].memory_bytes for rank in placement)
 
 
 def excess(model: CostModel, memory: Sequence[RankMemory]) -> Excess:

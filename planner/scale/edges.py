@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
+from ..collectives import Fabric
 from ..cost import CostModel
 from ..layout import Layout, Style
 from ..ownership import Held, entry, exit_
@@ -18,12 +20,41 @@ Sizes = tuple[float, float, int]
 """An edge's bytes per sample, those of its gradient, and its features."""
 
 
+class _Nodes:
+    """A fabric as far as flows depend on it: equal where every position is on an equal node, and
+    where no pairs were measured."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric = fabric
+        measured = fabric.pair_bytes_per_s is not None
+        self.key = id(fabric) if measured else fabric.node_of.tobytes()
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Nodes) and self.key == other.key
+
+
+@lru_cache(maxsize=64)
+def _flows(
+    nodes: _Nodes,
+    counts: tuple[int, ...],
+    sources: tuple[Held, ...],
+    targets: tuple[Held, ...],
+    features: int,
+) -> Flows:
+    """Remembered: a cluster is asked several questions, and on a thousand ranks the flows of an
+    edge take a quarter of a second."""
+    return flows(nodes.fabric, counts, sources, targets, features)
+
+
 class EdgeFigures:
     """The tables of edges, each kind of edge worked out once."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
-        self._flows: dict[tuple[tuple[Held, ...], tuple[Held, ...], int], Flows] = {}
+        self._nodes = _Nodes(model.fabric)
         self._edges: dict[tuple[Sizes, tuple[State, ...], tuple[State, ...]], Reals] = {}
 
     def of(self, e: int, sources: tuple[State, ...], targets: tuple[State, ...]) -> Reals:
@@ -54,11 +85,7 @@ class EdgeFigures:
         return figures[np.ix_(every, *where)]
 
     def _flow(self, sources: Sequence[Held], targets: Sequence[Held], features: int) -> Flows:
-        key = tuple(sources), tuple(targets), features
-        if key not in self._flows:
-            model = self.model
-            self._flows[key] = flows(model.fabric, model.counts, sources, targets, features)
-        return self._flows[key]
+        return _flows(self._nodes, self.model.counts, tuple(sources), tuple(targets), features)
 
     def _seconds(self, flow: Flows, element: float, back: float) -> Reals:
         """The figures for a tensor whose elements have so many bytes, and so many in backward."""

@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from ..cluster import Level
 from ..collectives import Fabric, Positions, all_to_all_s
-from ..movement import boxes, moved
+from ..movement import NOTHING, Moved, boxes, moved
 from ..ownership import Held
+from ..step import LINKS
 
 Reals = npt.NDArray[np.float64]
 _Sides = Positions | Sequence[Positions]
@@ -79,6 +80,25 @@ def flows(
         for i in range(0, len(targets), step)
     ]
     return Flows(*(np.concatenate(columns, axis=1) for columns in zip(*parts, strict=True)))
+
+
+def moved_by_areas(
+    fabric: Fabric, counts: Sequence[int], source: Held, target: Held, features: int
+) -> Moved:
+    """What ``moved`` says of one pair, in a time that grows with the positions, not their pairs."""
+    pair = flows(fabric, counts, (source,), (target,), features)
+    partners = int(pair.partners[0, 0])
+    if not partners:
+        return NOTHING
+    return Moved(
+        level=LINKS[int(pair.level[0, 0])],
+        sent=float(pair.sent[0, 0]),
+        received=float(pair.received[0, 0]),
+        intra=float(pair.intra[0, 0]),
+        inter=float(pair.inter[0, 0]),
+        pair_s=float(pair.pair_s[0, 0]),
+        partners=partners,
+    )
 
 
 def _runs(fabric: Fabric) -> _Runs | None:

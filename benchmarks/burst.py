@@ -1,0 +1,488 @@
+"""Burst parallelism and background jobs: simulated on up to 1,024 A100, measured on a test bed.
+
+Simulated: for each network, number of devices and link, with one global batch for all of them:
+
+- data parallelism alone, with its best schedule, buckets and micro-batches;
+- data parallelism with a background in its gaps, and data parallelism on some of the devices with
+  backgrounds alone on the others (the peers of what follows);
+- a burst plan alone, and with the background in its gaps. Convolutions divide the batch only; other
+  layers may be divided over the devices of a group too (--batch-only: nothing but the batch).
+
+The background is the same network at its best batch on one device. The burst plan is chosen with it
+in mind (``planner/multiplex/choose.py``), among plans whose step beside the background is no longer
+than that of data parallelism alone. All rates are of the steady state by simulation.
+
+    python benchmarks/burst.py [--part simulated|measured|both] [--markdown FILE] [--batch-only]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from meshwright.planner.capability import Capability
+from meshwright.planner.cluster import Cluster, CollectiveCurve, Device, Level, Node
+from meshwright.planner.curve import Curve
+from meshwright.planner.errors import InputError
+from meshwright.planner.goal import Goal, Pin
+from meshwright.planner.multiplex.choose import (
+    ROUNDING,
+    DataParallel,
+    Shared,
+    beside_of,
+    best_data_parallel,
+    burst_beside,
+    candidates,
+)
+from meshwright.planner.multiplex.jobs import (
+    Assumptions,
+    Background,
+    best_background,
+    foreground,
+    model_beside,
+)
+from meshwright.planner.multiplex.report import ClusterReport, report
+from meshwright.planner.multiplex.simulation import simulate_cluster
+from meshwright.planner.options import Decisions
+from meshwright.planner.problem import Problem
+from meshwright.planner.profile import ModelProfile
+from meshwright.profiler.tables import load_table
+
+RANKS = (8, 64, 256, 1024)
+LINKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9, "300 GB/s": 300e9}
+BATCH = 1024
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+TRANSFORMER, SHEET = "gpt-small", "a100-sxm-80gb"
+OPTIMIZERS = {"vgg16": "sgd", "wide_resnet101_2": "sgd", TRANSFORMER: "adamw"}
+MEMORY_BYTES = 80 * 2**30
+LIMIT_S, BRIEF_S = 1.0, 0.3
+SIMULATED_STEPS = 20
+TARGET = 2.2
+STYLES = ("none", "column", "row", "pair")
+SENSITIVITY = {
+    "as above": Assumptions(),
+    "background at half its speed": Assumptions(idle_speed=0.5, communicating_speed=0.4),
+    "no background while the foreground communicates": Assumptions(communicating_speed=0.0),
+    "pieces of 0.5 ms": Assumptions(piece_s=500e-6),
+    "pieces of 2 ms": Assumptions(piece_s=2e-3),
+    "switches of 100 µs": Assumptions(switch_s=100e-6),
+    "foreground slowed by 10%": Assumptions(slowdown=1.10),
+    "foreground not slowed": Assumptions(slowdown=1.0),
+    "half speed, 0.5 ms, 10% together": Assumptions(
+        slowdown=1.10, piece_s=500e-6, idle_speed=0.5, communicating_speed=0.4
+    ),
+}
+"""What is assumed of sharing, one thing changed at a time."""
+
+
+class Partition(NamedTuple):
+    """The cluster divided: data parallelism on some devices, backgrounds on the others alone."""
+
+    devices: int
+    step_s: float
+    samples_per_s: float
+    share: float
+
+
+class Case(NamedTuple):
+    """One row: the peers and the burst, all but the first with a background."""
+
+    model: str
+    devices: int
+    link: str
+    background: Background
+    plain: DataParallel
+    plain_beside: Shared
+    partition: Partition
+    burst_alone_s: float
+    burst: Shared
+    simulated: ClusterReport
+    seconds: float
+
+    @property
+    def batch(self) -> int:
+        return self.plain.model.goal.batch
+
+    @property
+    def ratio(self) -> float:
+        """Samples of both over those of data parallelism alone."""
+        both = self.burst.foreground_samples_s + self.background_samples_s
+        return both / self.plain.samples_per_s
+
+    @property
+    def background_samples_s(self) -> float:
+        """As the event simulation of the cluster has it."""
+        return sum(b.samples_per_s for b in self.simulated.backgrounds)
+
+    @property
+    def share(self) -> float:
+        """The mean over devices of the share of its speed alone that the background has."""
+        return self.background_samples_s / (self.background.samples_per_s * self.devices)
+
+    @property
+    def bounded(self) -> float:
+        """Foreground speed over data parallelism's, plus the background's share."""
+        return self.plain.step_s / self.burst.step_s + self.share
+
+    @property
+    def plain_ratio(self) -> float:
+        """The ratio of data parallelism with the background in its gaps."""
+        return self.plain_beside.samples_per_s / self.plain.samples_per_s
+
+    @property
+    def plain_bounded(self) -> float:
+        """Its bounded form."""
+        return self.plain.step_s / self.plain_beside.step_s + self.plain_beside.share
+
+    @property
+    def partition_ratio(self) -> float:
+        """The ratio of the divided cluster."""
+        return self.partition.samples_per_s / self.plain.samples_per_s
+
+    @property
+    def partition_bounded(self) -> float:
+        """Its bounded form."""
+        return self.plain.step_s / self.partition.step_s + self.partition.share
+
+    def row(self) -> dict[str, Any]:
+        """What the last line says of it."""
+        return {
+            "model": self.model,
+            "devices": self.devices,
+            "batch": self.batch,
+            "link": self.link,
+            "dp_samples_s": self.plain.samples_per_s,
+            "burst_samples_s": self.burst.foreground_samples_s,
+            "background_samples_s": self.background_samples_s,
+            "ratio": self.ratio,
+            "bounded_ratio": self.bounded,
+            "burst_alone_samples_s": self.batch / self.burst_alone_s,
+            "dp_with_background_ratio": self.plain_ratio,
+            "dp_with_background_bounded_ratio": self.plain_bounded,
+            "partition_devices": self.partition.devices,
+            "partition_ratio": self.partition_ratio,
+            "partition_bounded_ratio": self.partition_bounded,
+            "background_share": self.share,
+            "background_batch": self.background.batch,
+            "plan": self.burst.how,
+        }
+
+
+def tree_curve(ranks: int, latency_s: float, bytes_per_s: float) -> CollectiveCurve:
+    """All-reduce as the quicker of a ring and two binary trees, as NCCL has both: a ring's latency
+    alone (2 (n - 1) hops) would make data parallelism look bad on a thousand devices."""
+    hops = 2 * (ranks - 1).bit_length()
+    tree = hops * latency_s, 2 / bytes_per_s
+    ring = 2 * (ranks - 1) * latency_s, 2 * (ranks - 1) / ranks / bytes_per_s
+    cross = (ring[0] - tree[0]) / (tree[1] - ring[1])
+    sizes = sorted({1.0, max(cross, 2.0), max(cross, 2.0) * 1024})
+    seconds = tuple(min(a + b * x for a, b in (tree, ring)) for x in sizes)
+    return CollectiveCurve(
+        collective="all_reduce",
+        ranks=ranks,
+        seconds=Curve(x=tuple(sizes), y=seconds),
+        latency_s=latency_s,
+        bytes_per_s=bytes_per_s,
+    )
+
+
+def cluster_of(ranks: int, bytes_per_s: float) -> Cluster:
+    """Devices that are all as far from one another: of one node at 300 GB/s, else each alone."""
+    device = Device(name="A100", memory_bytes=MEMORY_BYTES)
+    inside = bytes_per_s >= 100e9
+    nodes = (
+        (Node(name="node", devices=(device,) * ranks),)
+        if inside
+        else tuple(Node(name=f"node{i}", devices=(device,)) for i in range(ranks))
+    )
+    latency = 5e-6 if inside else 2e-5
+    counts = [2**i for i in range(1, ranks.bit_length()) if 2**i <= ranks]
+    level = Level(
+        name="intra" if inside else "inter",
+        latency_s=latency,
+        bytes_per_s=bytes_per_s,
+        curves=tuple(tree_curve(n, latency, bytes_per_s) for n in counts),
+    )
+    return Cluster(name=f"{ranks} devices", nodes=nodes, levels=(level,))
+
+
+def profile_of(name: str, global_statistics: bool = False) -> ModelProfile:
+    """A published table, or the estimate for the transformer, of which there is none."""
+    if name != TRANSFORMER:
+        return load_table(name) if global_statistics else own_statistics(load_table(name))
+    from meshwright.models import build
+    from meshwright.profiler.estimate import estimate
+
+    return estimate(build(name), SHEET)
+
+
+def own_statistics(profile: ModelProfile) -> ModelProfile:
+    """The network normalising over the samples that a device has, whatever they are, as DeepPool
+    has it. The executor asks for statistics over the whole batch instead, so that a burst trains
+    what data parallelism would (--global-statistics)."""
+    units = (msgspec.structs.replace(u, batch_statistics=False) for u in profile.units)
+    return msgspec.structs.replace(profile, units=tuple(units))
+
+
+def capability(styles: tuple[str, ...]) -> Capability:
+    """Bursts of whole layers, as DeepPool's, or layers divided in these styles too."""
+    return Capability(
+        styles=styles,  # type: ignore[arg-type]
+        memory=("keep",),
+        exchange=("dense",),
+        idle_positions=True,
+        early_release=False,
+        micro_batches=True,
+        priority=True,
+    )
+
+
+class Asked(NamedTuple):
+    """A case to be planned: the foreground's problem on shared devices, its background, data
+    parallelism on devices of its own and in the memory of shared ones, and the plans to choose
+    from."""
+
+    shared: Problem
+    background: Background
+    plain: DataParallel
+    within: DataParallel
+    partition: Partition
+    tried: dict[Decisions, str]
+
+
+def ask(
+    name: str, profile: ModelProfile, ranks: int, bytes_per_s: float, styles: tuple[str, ...]
+) -> Asked:
+    """The peers and the candidates of a case. The foreground beside a background has the memory
+    that this leaves; data parallelism alone has all of it."""
+    device = Device(name="A100", memory_bytes=MEMORY_BYTES)
+    background = best_background(profile, device, OPTIMIZERS[name])
+    times = tuple(m for m in MICRO_BATCHES if m == 1 or m * ranks <= BATCH)
+    whole = tuple(
+        Pin(unit=u.name, never_styles=STYLES[1:]) for u in profile.units if u.kind == "conv"
+    )
+    goal = Goal(
+        batch=BATCH,
+        optimizer=OPTIMIZERS[name],
+        batch_statistics="global",
+        micro_batches=times,
+        pins=whole,
+    )
+    alone = Problem(
+        profile, cluster_of(ranks, bytes_per_s), goal, capability(styles), schedule="priority",
+        near=0.0,
+    )  # fmt: skip
+    plain = best_data_parallel(alone)
+    left = MEMORY_BYTES - background.peak_bytes
+    narrow = msgspec.structs.replace(goal, memory_limit_bytes=left)
+    within = best_data_parallel(replace(alone, goal=narrow))
+    shared = replace(
+        alone,
+        goal=msgspec.structs.replace(narrow, micro_batches=(within.model.micro_batches,)),
+        bucket_bytes=within.model.bucket_bytes,
+    )
+    tried = candidates(shared, Assumptions(), plain.step_s, LIMIT_S)
+    parts = [plain_on(name, profile, 2**i, bytes_per_s) for i in range(ranks.bit_length() - 1)]
+    divided = best_partition([*filter(None, parts), plain], background, ranks)
+    return Asked(shared, background, plain, within, divided, tried)
+
+
+@cache
+def plain_on(
+    name: str, profile: ModelProfile, ranks: int, bytes_per_s: float
+) -> DataParallel | None:
+    """Data parallelism alone on so many devices, None where it does not fit."""
+    times = tuple(m for m in MICRO_BATCHES if m == 1 or m * ranks <= BATCH)
+    goal = Goal(batch=BATCH, optimizer=OPTIMIZERS[name], micro_batches=times)
+    try:
+        return best_data_parallel(
+            Problem(profile, cluster_of(ranks, bytes_per_s), goal, capability(STYLES[:1]))
+        )
+    except InputError:
+        return None
+
+
+def best_partition(parts: list[DataParallel], background: Background, ranks: int) -> Partition:
+    """The division that makes most of the cluster, its foreground no slower than data parallelism
+    on all devices (the last of ``parts``). Nothing is shared, so nothing is slowed."""
+    found = []
+    for part in parts:
+        used = part.model.world_size
+        if part.step_s <= parts[-1].step_s:
+            both = part.samples_per_s + (ranks - used) * background.samples_per_s
+            found.append(Partition(used, part.step_s, both, 1 - used / ranks))
+    return max(found, key=lambda each: each.samples_per_s)
+
+
+def peer(asked: Asked, given: Assumptions) -> Shared:
+    """Data parallelism with the background in its gaps, with what suits it best in the memory that
+    is left: its step may get longer."""
+    within = asked.within
+    beside = model_beside(within.model, given.slowdown)
+    return beside_of(
+        "data parallel", beside, within.model.baseline, within.schedule, asked.background, given
+    )
+
+
+def solved(
+    name: str, asked: Asked, link: str, given: Assumptions, narrowing_s: float = LIMIT_S
+) -> Case:
+    """The best burst of a case, and the cluster simulated with it."""
+    start = time.perf_counter()
+    model, burst = burst_beside(
+        asked.shared, asked.tried, asked.background, given, asked.plain.step_s, narrowing_s
+    )
+    schedule, limit_s = asked.shared.schedule, asked.plain.step_s * ROUNDING
+    plain = peer(asked, given)
+    if plain.step_s <= limit_s and plain.samples_per_s > burst.samples_per_s:
+        burst, model, schedule = plain, asked.within.model, asked.within.schedule
+    elif burst.step_s > limit_s:  # nothing is as fast as data parallelism on its own
+        model, schedule = asked.plain.model, asked.plain.schedule
+        alone = ("data parallel", model.baseline, asked.plain.step_s, 0.0)
+        burst = Shared(*alone, asked.plain.samples_per_s, 0.0, copies=0)
+    slowdown = given.slowdown if burst.copies is None else 1.0
+    job = foreground(name, model, burst.decisions, schedule, slowdown)
+    job = job._replace(data_parallel_samples_s=asked.plain.samples_per_s)
+    behind = asked.background._replace(copies=burst.copies)
+    backgrounds = () if burst.copies == 0 else (behind,)
+    horizon_s = SIMULATED_STEPS * burst.step_s
+    run = simulate_cluster(model.world_size, (job,), backgrounds, given, horizon_s)
+    return Case(
+        name, model.world_size, link, asked.background, asked.plain, plain,
+        asked.partition, job.alone.step_s, burst, report(run), time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def simulated(
+    names: list[str],
+    ranks: list[int],
+    links: list[str],
+    styles: tuple[str, ...],
+    global_statistics: bool,
+) -> Iterator[tuple[Case, dict[str, Case]]]:
+    """Each case under the assumptions as they stand, and on the most devices under the others."""
+    for name in names:
+        profile = profile_of(name, global_statistics)
+        for count in ranks:
+            for link in links:
+                start = time.perf_counter()
+                asked = ask(name, profile, count, LINKS[link], styles)
+                found = solved(name, asked, link, Assumptions())
+                found = found._replace(seconds=time.perf_counter() - start)
+                others = {}
+                if count == max(ranks):
+                    others = {
+                        what: solved(name, asked, link, given, BRIEF_S)
+                        for what, given in SENSITIVITY.items()
+                    }
+                yield found, others
+
+
+HEADINGS = (
+    "model", "devices", "link", "DP alone", "DP + bg", "burst alone", "burst beside", "bg", "share",
+    "ratio", "bounded", "DP + bg ratio", "bounded", "partition ratio", "bounded", "on", "plan",
+)  # fmt: skip
+
+
+def line(case: Case) -> tuple[str, ...]:
+    """A row of the table; rates in samples per second."""
+    return (
+        case.model,
+        f"{case.devices:,}",
+        case.link,
+        f"{case.plain.samples_per_s:,.0f}",
+        f"{case.plain_beside.foreground_samples_s:,.0f}",
+        f"{case.batch / case.burst_alone_s:,.0f}",
+        f"{case.burst.foreground_samples_s:,.0f}",
+        f"{case.background_samples_s:,.0f}",
+        f"{case.share:.2f}",
+        f"{case.ratio:.2f}",
+        f"{case.bounded:.2f}",
+        f"{case.plain_ratio:.2f}",
+        f"{case.plain_bounded:.2f}",
+        f"{case.partition_ratio:.2f}",
+        f"{case.partition_bounded:.2f}",
+        f"{case.partition.devices:,}",
+        case.burst.how + (", no background" if case.burst.copies == 0 else ""),
+    )
+
+
+def table(rows: list[tuple[str, ...]], headings: tuple[str, ...], words: set[int]) -> list[str]:
+    """A Markdown table; columns in ``words`` stand to the left."""
+    rule = ["---" if i in words else "--:" for i in range(len(headings))]
+    return ["| " + " | ".join(row) + " |" for row in (headings, tuple(rule), *rows)]
+
+
+def sensitivity(found: list[dict[str, Case]]) -> list[str]:
+    """Ratio and bounded form on the most devices, by what is assumed."""
+    cases = [others for others in found if others]
+    names = [f"{c['as above'].model}, {c['as above'].link}" for c in cases]
+    rows = [
+        (what, *(f"{c[what].ratio:.2f} ({c[what].bounded:.2f})" for c in cases))
+        for what in SENSITIVITY
+    ]
+    return table(rows, ("assumed", *names), {0})
+
+
+def main() -> int:
+    """Both parts as asked; fails where a simulated foreground is slower than it may be."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", choices=("simulated", "measured", "both"), default="both")
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--models", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--links", nargs="+", default=list(LINKS), choices=list(LINKS))
+    parser.add_argument(
+        "--batch-only", action="store_true", help="divide nothing but the batch, as DeepPool"
+    )
+    parser.add_argument(
+        "--global-statistics", action="store_true", help="bursts normalise over the whole batch"
+    )
+    asked = parser.parse_args()
+    result: dict[str, Any] = {"simulated": [], "measured": []}
+    code = 0
+    if asked.part != "measured":
+        result["simulated"], code = run_simulated(asked)
+    if asked.part != "simulated":
+        from burst_measured import measured
+
+        result["measured"] = measured()
+    print(json.dumps(result))
+    return code
+
+
+def run_simulated(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """Runs and prints the simulated part, and which cases miss the target; exit code 1 where a
+    foreground is slower than data parallelism."""
+    start, cases, others = time.perf_counter(), [], []
+    styles = STYLES[:1] if asked.batch_only else STYLES
+    for case, more in simulated(
+        asked.models, asked.ranks, asked.links, styles, asked.global_statistics
+    ):
+        cases.append(case)
+        others.append(more)
+        print(f"{' | '.join(line(case))} | {case.seconds:.1f} s", flush=True)
+    text = table([line(case) for case in cases], HEADINGS, {0, 2, len(HEADINGS) - 1})
+    lines = [*text, "", *sensitivity(others), "", f"{time.perf_counter() - start:.0f} s"]
+    print("\n".join(lines))
+    if asked.markdown:
+        asked.markdown.write_text("\n".join([*lines, ""]))
+    slow = [c for c in cases if c.burst.step_s > c.plain.step_s * ROUNDING]
+    for case in slow:
+        print(f"SLOWER than data parallelism: {line(case)}")
+    largest = [c for c in cases if c.devices == max(RANKS)]
+    below = [c for c in largest if c.ratio < TARGET]
+    for case in below:
+        print(f"BELOW {TARGET}: {line(case)}")
+    return [case.row() for case in cases], int(bool(slow))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,169 @@
+"""What shares a cluster: foreground jobs under their plans, and background jobs of one device.
+
+A background is another training that needs one device and no network. It has the largest batch that
+serves it best among those measured, as far as it fits in the memory that foregrounds leave.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from ..cluster import Cluster, Device, Node
+from ..cost import CostModel
+from ..errors import InputError
+from ..evaluate import evaluate
+from ..goal import Goal
+from ..noun import Noun, Positive, Seconds, Share
+from ..options import Decisions
+from ..plan import Plan, ScheduleName
+from ..profile import ModelProfile
+from .timeline import StepTimelines, timelines
+
+Slowdown = Annotated[float, msgspec.Meta(ge=1)]
+
+
+class Assumptions(Noun, frozen=True, kw_only=True):
+    """What sharing a device is taken to cost; none of it was measured here.
+
+    ``slowdown`` is how much longer everything that a foreground computes takes on devices that are
+    shared, as if a kernel of the background were always in flight. A background runs in pieces of
+    ``piece_s`` of its own time, none of which starts that would not end before the foreground needs
+    the device (the plan tells when): of each gap ``switch_s`` is lost, and what is left after the
+    last whole piece. In a gap it has the share ``idle_speed`` of the speed it has alone, all of it
+    on devices on which no foreground ever computes, and ``communicating_speed`` while its device
+    takes part in a foreground's communication, whose kernels take some of the multiprocessors.
+    """
+
+    slowdown: Slowdown = 1.05
+    piece_s: Positive = 200e-6
+    switch_s: Seconds = 20e-6
+    idle_speed: Share = 0.95
+    communicating_speed: Share = 0.75
+
+
+class Foreground(NamedTuple):
+    """A job under a plan: its step by kinds of devices, ``alone`` and ``beside`` a background (its
+    computing slowed), its global ``batch``, what data parallelism alone reaches (samples/s, 0 where
+    not known). Jobs of higher ``priority`` get devices first, then those that came earlier; one
+    without a number of ``steps`` runs to the end."""
+
+    name: str
+    batch: int
+    alone: StepTimelines
+    beside: StepTimelines
+    data_parallel_samples_s: float = 0.0
+    priority: int = 0
+    arrival_s: float = 0.0
+    steps: int | None = None
+
+    @property
+    def devices(self) -> int:
+        """How many it needs."""
+        return self.alone.devices
+
+
+class Background(NamedTuple):
+    """A job of one device: ``batch`` samples in ``step_s`` alone, holding ``peak_bytes``. It runs
+    on ``copies`` devices, or wherever there is room; of higher ``priority`` first."""
+
+    name: str
+    batch: int
+    step_s: float
+    peak_bytes: int = 0
+    copies: int | None = None
+    priority: int = 0
+
+    @property
+    def samples_per_s(self) -> float:
+        """What one device reaches alone."""
+        return self.batch / self.step_s
+
+
+def slowed(profile: ModelProfile, slowdown: float) -> ModelProfile:
+    """The profile with all computing ``slowdown`` times as long."""
+    replace = msgspec.structs.replace
+    if slowdown == 1.0:
+        return profile
+    units = tuple(
+        replace(
+            unit,
+            shares=tuple(
+                replace(
+                    share,
+                    forward=share.forward.scaled(slowdown),
+                    backward=share.backward.scaled(slowdown),
+                )
+                for share in unit.shares
+            ),
+        )
+        for unit in profile.units
+    )
+    updates = tuple(
+        replace(rate, seconds_per_byte=rate.seconds_per_byte * slowdown) for rate in profile.updates
+    )
+    return replace(profile, units=units, updates=updates)
+
+
+def foreground_of(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, decisions: Decisions, slowdown: float
+) -> Foreground:
+    """The job of a plan that was made from ``profile`` for ``cluster``."""
+
+    def step(made: ModelProfile) -> StepTimelines:
+        model = CostModel(
+            made, cluster, plan.goal, plan.micro_batches, plan.placement, plan.bucket_bytes,
+            plan.schedule == "priority",
+        )  # fmt: skip
+        return timelines(model, decisions, plan.schedule)
+
+    alone = step(profile)
+    beside = alone if slowdown == 1.0 else step(slowed(profile, slowdown))
+    rate = plan.baseline.samples_per_s
+    return Foreground(plan.target, plan.goal.batch, alone, beside, rate)
+
+
+def model_beside(model: CostModel, slowdown: float) -> CostModel:
+    """The cost model of the same job on devices that it shares."""
+    return model.of(slowed(model.profile, slowdown))
+
+
+def foreground(
+    name: str, model: CostModel, decisions: Decisions, schedule: ScheduleName, slowdown: float
+) -> Foreground:
+    """The job of decisions under a cost model."""
+    beside = model_beside(model, slowdown)
+    return Foreground(
+        name,
+        model.goal.batch,
+        timelines(model, decisions, schedule),
+        timelines(beside, decisions, schedule),
+    )
+
+
+NEAR = 0.01
+"""Of batches whose rates differ by less the smallest is taken: it leaves more memory."""
+
+
+def best_background(
+    profile: ModelProfile, device: Device, optimizer: str = "sgd", held_bytes: int = 0
+) -> Background:
+    """The background that trains ``profile``'s model on one ``device``, of whose memory
+    ``held_bytes`` are the foreground's: of the batches measured the one with most samples per
+    second. Raises ``InputError`` where not even the smallest fits."""
+    cluster = Cluster(name="one device", nodes=(Node(name="node", devices=(device,)),), levels=())
+    left, made = device.memory_bytes - held_bytes, []
+    for batch in profile.batches:
+        found = evaluate(profile, cluster, Goal(batch=batch, optimizer=optimizer))  # type: ignore[arg-type]
+        if found.step_s > 0:
+            made.append(Background(profile.target, batch, found.step_s, found.peak_bytes[0]))
+    fitting = [each for each in made if each.peak_bytes <= left]
+    if not fitting:
+        least = min((each.peak_bytes for each in made), default=0)
+        raise InputError(
+            f"a background of {profile.target} needs {least:,} bytes beside the foreground and "
+            f"{max(left, 0):,} are left on {device.name}: choose a smaller model or leave it out"
+        )
+    best = max(each.samples_per_s for each in fitting)
+    return next(each for each in fitting if each.samples_per_s >= best * (1 - NEAR))

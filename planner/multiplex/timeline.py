@@ -1,0 +1,143 @@
+"""One step of a plan as each kind of device sees it: when it computes, when it communicates.
+
+Devices that take the same part in every unit see the same step and are told once. The step is that
+of the simulation by which a plan is predicted (``simulate``, ``lanes``): it has the times of the
+busiest device, of which the others do what concerns their units and their share of the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ..cost import CostModel
+from ..evaluate import rank_memory
+from ..lanes import simulate_lanes
+from ..memory import PositionClass, position_classes
+from ..options import Decisions, Option
+from ..plan import ScheduleName
+from ..schedule import COMPUTE, step_of
+from ..shares import backward_s, busiest_samples, forward_s
+from ..simulate import Span, simulate
+
+STEADY = 5
+"""Steps that are simulated under priority; the last but one is told, so that what it sends late is
+seen to arrive."""
+
+
+class Busy(NamedTuple):
+    """From ``start_s`` to ``end_s`` of the step the devices work on ``unit`` (its index)."""
+
+    start_s: float
+    end_s: float
+    unit: int
+    phase: str
+
+
+class Timeline(NamedTuple):
+    """The step of the devices at ``positions``: ``computing`` in order, never two at once;
+    ``communicating`` in order of their starts, also while it computes."""
+
+    positions: tuple[int, ...]
+    computing: tuple[Busy, ...]
+    communicating: tuple[Busy, ...]
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step in which such a device computes."""
+        return sum(busy.end_s - busy.start_s for busy in self.computing)
+
+
+class StepTimelines(NamedTuple):
+    """A step of ``step_s`` by kinds of devices; ``peak_bytes`` on the fullest."""
+
+    step_s: float
+    kinds: tuple[Timeline, ...]
+    units: tuple[str, ...]
+    peak_bytes: int = 0
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return sum(len(kind.positions) for kind in self.kinds)
+
+
+def timelines(model: CostModel, decisions: Decisions, schedule: ScheduleName) -> StepTimelines:
+    """The step of those decisions in the steady state."""
+    step = step_of(model, decisions, model.chain(decisions), schedule)
+    noise, steps = model.cluster.interference, 1 if schedule == "barrier" else STEADY
+    if any(option.layout.first for option in decisions):
+        found = simulate_lanes(model, decisions, step.messages, schedule, noise, steps=steps)
+    else:
+        found = simulate(step, noise, steps)
+    until_s = found.step_s  # the barrier's one step begins at zero
+    if schedule == "priority":
+        until_s = max((s.end_s for s in found.spans if s.phase != "exchange"), default=0.0)
+        until_s -= found.step_s
+    spans = list(_within(found.spans, until_s - found.step_s, until_s))
+    classes = position_classes(model.counts, [o.layout for o in decisions])
+    return StepTimelines(
+        found.step_s,
+        tuple(_timeline(model, decisions, each, spans) for each in classes),
+        tuple(unit.name for unit in model.profile.units),
+        max(each.peak_bytes for each in rank_memory(model, decisions)),
+    )
+
+
+def _within(spans: Iterable[Span], start_s: float, end_s: float) -> Iterable[Span]:
+    """The parts of spans inside one step, counted from its start."""
+    for span in spans:
+        low, high = max(span.start_s, start_s), min(span.end_s, end_s)
+        if high > low:
+            yield span._replace(start_s=low - start_s, end_s=high - start_s)
+
+
+def _timeline(
+    model: CostModel, decisions: Decisions, kind: PositionClass, spans: Sequence[Span]
+) -> Timeline:
+    computing, communicating = [], []
+    for span in spans:
+        if span.resource != COMPUTE:
+            if _communicates(model, decisions, kind, span):
+                communicating.append(Busy(span.start_s, span.end_s, span.unit, span.phase))
+            continue
+        part = _part(model, span.unit, decisions[span.unit], kind, span.phase)
+        if part > 0:
+            end_s = span.start_s + part * (span.end_s - span.start_s)
+            computing.append(Busy(span.start_s, end_s, span.unit, span.phase))
+    return Timeline(kind.positions, tuple(_apart(computing)), tuple(sorted(communicating)))
+
+
+def _apart(computing: Iterable[Busy]) -> Iterable[Busy]:
+    """In order, rounding aside: one ends where the next starts."""
+    last_s = 0.0
+    for busy in sorted(computing):
+        start_s = max(busy.start_s, last_s)
+        if busy.end_s > start_s:
+            yield busy._replace(start_s=start_s)
+            last_s = busy.end_s
+
+
+def _communicates(model: CostModel, decisions: Decisions, kind: PositionClass, span: Span) -> bool:
+    """Whether devices of that kind take part: those of the unit, and of a redistribution also
+    those from which its input comes."""
+    if kind.samples[decisions[span.unit].layout] is not None:
+        return True
+    if not span.phase.startswith("redistribute"):
+        return False
+    sources = (model.ends[e][0] for e in model.edges_into[span.unit])
+    return any(kind.samples[decisions[k].layout] is not None for k in sources)
+
+
+def _part(model: CostModel, k: int, option: Option, kind: PositionClass, phase: str) -> float:
+    """The share of the busiest device's seconds that one of that kind computes."""
+    samples = kind.samples[option.layout]
+    if samples is None:
+        return 0.0
+    most = busiest_samples(model.counts, option.layout)
+    if phase == "update" or samples == most:
+        return 1.0
+    unit, seconds = model.profile.units[k], forward_s if phase == "forward" else backward_s
+    whole = seconds(unit, option.style, option.layout.degree, most)
+    own = seconds(unit, option.style, option.layout.degree, samples)
+    return min(own / whole, 1.0) if whole else 1.0
