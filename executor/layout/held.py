@@ -11,29 +11,38 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from ...planner.ownership import Held
+
 
 class HeldTensor(Tensor):
     """All samples of the group and this member's features (``local``), shown in the shape that the
     tensor has at home. Any torch function first brings it there, once (``home``), and then runs.
 
-    ``owner`` and ``dim_held`` tell a following unit whether it can take ``local`` as it is.
+    ``source`` and ``dim_held`` (the dimension that is sliced, if one is) tell a following unit what
+    ``local`` is, ``owner`` among whom.
     """
 
     local: Tensor
-    dim_held: int
+    dim_held: int | None
     owner: object
+    source: Held
     _bring: Callable[[], Tensor] | None
     _home: Tensor | None
 
     @staticmethod
     def of(
-        local: Tensor, shape: torch.Size, dim: int, owner: object, bring: Callable[[], Tensor]
+        local: Tensor,
+        shape: torch.Size,
+        dim: int | None,
+        owner: object,
+        bring: Callable[[], Tensor],
+        source: Held,
     ) -> HeldTensor:
         """A stand-in for the tensor of ``shape`` that ``bring()`` would fetch."""
         held = Tensor._make_wrapper_subclass(
             HeldTensor, shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
-        held.local, held.dim_held, held.owner = local, dim, owner
+        held.local, held.dim_held, held.owner, held.source = local, dim, owner, source
         held._bring, held._home = bring, None
         return held
 
