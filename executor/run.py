@@ -104,6 +104,7 @@ class Run:
         """Notes a collective that is about to be issued, in ``group`` or that of all ranks for
         gradients; in debug mode ranks compare what they issue."""
         self.meter.sent_bytes += sent_bytes
+        self.meter.exchanged_bytes += sent_bytes
         self.watch.issued(what, group or self.world.peers[1])
 
     def counts(self) -> tuple[int, ...]:
@@ -185,16 +186,18 @@ class Run:
     def around(self, model: nn.Module, args: Any, kwargs: Any) -> Iterator[Forward | None]:
         """Prepares one forward of the whole model; None where it concerns this rank alone."""
         self.inside = True
+        whole = False
         try:
             forward = self._begin(model, args, kwargs)
             uses = self._priority.uses if self._priority is not None else None
             with uses.around_forward() if uses is not None else nullcontext():
                 yield forward
+            whole = True
         finally:
             self.inside = False
             self.regions.abandon()
             if self.bursts is not None:
-                self.bursts.end()
+                self.bursts.end(learn=whole)
 
     def as_now(self) -> Callable[[], AbstractContextManager[None]]:
         """What makes the forward that runs now the current one later, when parts of it run again

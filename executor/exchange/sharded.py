@@ -69,8 +69,8 @@ def shard(
 
 
 def _channelled(entry: Entry, world: World, watch: Watch) -> Entry:
-    if entry.idle:  # its peers share it
-        return entry
+    if entry.layout is not None and entry.idle:  # its peers share it
+        return entry if entry.layout.groups > 1 else _dense(entry)
     parameter, degree = entry.parameter.detach(), entry.degree
     place = entry.layout or degree
     whole = bool(torch.ops.aten.is_non_overlapping_and_dense(parameter))

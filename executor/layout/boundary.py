@@ -64,13 +64,13 @@ class Boundary:
         for i, index in enumerate(self.unit.batched_inputs):
             if isinstance(leaves[index], Tensor):
                 sliced = self.unit.style == "row" and i == 0
-                leaves[index] = self._bring(leaves[index], "features" if sliced else "whole")
+                leaves[index] = self._bring(leaves[index], "features" if sliced else "whole", i)
         return pytree.tree_unflatten(leaves, structure)
 
-    def _bring(self, tensor: Tensor, form: Form) -> Tensor:
+    def _bring(self, tensor: Tensor, form: Form, index: int) -> Tensor:
         doing = f"the input of unit {self.unit.name!r}"
         if self.bursts is not None:
-            return self.bursts.bring(tensor, want(self.unit, self.spec, form, doing))
+            return self.bursts.bring(tensor, want(self.unit, self.spec, form, doing, index))
         if isinstance(tensor, HeldTensor):
             direct = self._take(tensor, form, doing)
             if direct is not None:

@@ -173,4 +173,5 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return torch.zeros(1), None, *gradients, *(None,) * ctx.others
+        none = (None,) * ctx.others
+        return torch.zeros(1, dtype=torch.float32, device="cpu"), None, *gradients, *none

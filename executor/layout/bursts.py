@@ -128,7 +128,7 @@ class Bursts:
         counts: Callable[[], tuple[int, ...]],
     ) -> None:
         self.world, self.watch, self.counts = world, watch, counts
-        self.anchor = torch.zeros(1, requires_grad=True)
+        self.anchor = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
         """A leaf that every rank's graph leads to."""
         self._issued = issued
         self._movers = {

@@ -76,11 +76,14 @@ def _inside(piece: Box, outer: Box) -> Box:
 
 @dataclass
 class Meter:
-    """What redistribution has taken on this rank: moves, seconds waited, bytes sent to others."""
+    """What redistribution has taken on this rank: moves, seconds waited; and the bytes that the rank
+    has sent to others: all of them, those of redistribution, those of the exchange of gradients."""
 
     moves: int = 0
     seconds: float = 0.0
     sent_bytes: int = 0
+    moved_bytes: int = 0
+    exchanged_bytes: int = 0
 
 
 class Mover:
@@ -182,6 +185,7 @@ class Mover:
         else:  # who only gives need not wait until others take
             self.watch.follow(work, doing)
         self.meter.sent_bytes += buffer.numel() * width
+        self.meter.moved_bytes += buffer.numel() * width
         arrived, start = {}, 0
         for member in (m for m in order if m in expects):
             arrived[member] = arriving.narrow(0, start, expects[member])

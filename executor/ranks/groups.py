@@ -99,11 +99,6 @@ class World:
         """Reorders what is listed by rank."""
         return tuple(by_rank[rank] for rank in self.placement)
 
-    def group_of(self, degree: int) -> range:
-        """The positions of this rank's group of that degree."""
-        start = self.position - self.position % degree
-        return range(start, start + degree)
-
 
 def make_world(
     placement: Sequence[int],
@@ -140,12 +135,12 @@ def make_world(
         same = [layout.peers(member) for member in range(layout.degree)]
         if layout.degree > 1:
             groups = [layout.group(g) for g in range(layout.groups)]
-            neighbours[layout] = maker.make(f"redistribution {layout}", groups)
-        peers[layout] = maker.make(f"exchange {layout}", same)
-        likes[layout] = maker.make(f"statistics {layout}", same)
+            neighbours[layout] = maker.make("redistribution in parts", groups)
+        peers[layout] = maker.make("exchange in parts", same)
+        likes[layout] = maker.make("statistics in parts", same)
         for span in (range(size), layout.positions):
             if span not in spans:
-                spans[span] = maker.make(f"moves {span.start} to {span.stop - 1}", [span])
+                spans[span] = maker.make("redistribution in parts", [span])
     gathers: dict[Place, Group] = {}
     reads: dict[Place, Group] = {}
     fetches: dict[Place, Group] = {}
@@ -153,10 +148,11 @@ def make_world(
     for place in sorted(set(sharded), key=_in_order):
         layout = place if isinstance(place, Layout) else _whole(place, size)
         same = [layout.peers(member) for member in range(layout.degree)]
-        gathers[place] = maker.make(f"parameters {place}", same)
-        reads[place] = maker.make(f"reads {place}", same)
+        told = "in parts" if isinstance(place, Layout) else str(place)
+        gathers[place] = maker.make(f"parameters {told}", same)
+        reads[place] = maker.make(f"reads {told}", same)
         if place in for_uses:
-            fetches[place] = maker.make(f"uses {place}", same)
+            fetches[place] = maker.make(f"uses {told}", same)
     position = maker.placement.index(rank)
     return World(
         rank, size, position, maker.placement, control, neighbours, peers, likes, gathers, reads,
