@@ -92,7 +92,9 @@ def settle(
         if not known:  # else it is tied, and settled with an earlier unit
             aliases = tuple(names[id(tensor)])
             cut = next((cuts[alias] for alias in aliases if alias in cuts), None)
-            division.add(tensor, _residence(run, unit.layout, name, aliases, tensor, cut), gradients)
+            division.add(
+                tensor, _residence(run, unit.layout, name, aliases, tensor, cut), gradients
+            )
     if ends.idle:
         for _, tensor in _tensors(model, unit.modules):
             _empty(tensor)

@@ -29,8 +29,8 @@ class GradientSynchroniser:
 
     ``latest()`` is the forward that ran last, whose ``no_sync`` counts where the loss did not come
     through the model's output. ``anchor`` is a leaf that gets a gradient on every rank, also where
-    units leave this one idle and no parameter of its own gets any. A backward begins with its first gradient at that output (or
-    parameter) and ends with the engine's callback.
+    units leave this one idle and no parameter of its own gets any. A backward begins with its first
+    gradient at that output (or parameter) and ends with the engine's callback.
     """
 
     def __init__(

@@ -70,7 +70,9 @@ class Capability(Noun, frozen=True, kw_only=True):
             what = f"exchange {unit.exchange!r}"
             if unit.exchange in self.idle_exchange:
                 what = "early release"
-            return f"unit {unit.name!r} leaves ranks idle (layout {unit.layout}) and asks for {what}"
+            return (
+                f"unit {unit.name!r} leaves ranks idle (layout {unit.layout}) and asks for {what}"
+            )
         if unit.early_release and not self.early_release:
             return f"unit {unit.name!r} asks for early release of its gradients"
         return None

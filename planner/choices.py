@@ -54,9 +54,7 @@ def with_policies(
             yield option
 
 
-def _combined(
-    model: CostModel, k: int, base: Option, capability: Capability
-) -> Iterator[Option]:
+def _combined(model: CostModel, k: int, base: Option, capability: Capability) -> Iterator[Option]:
     for memory in _memory(model, k, base, capability):
         for exchange in _exchange(model, k, memory, capability):
             yield exchange

@@ -1,7 +1,7 @@
 """What each position sends in a step, in bytes: what the executor counts can be held against it.
 
-The pieces are those of ``ownership.transfers``. A tensor that several units need in one form travels
-once; the cost model, which adds edges up one by one, counts it for each of them.
+The pieces are those of ``ownership.transfers``. A tensor that several units need in one form
+travels once; the cost model, which adds edges up one by one, counts it for each of them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def moved_bytes(plan: Plan, edges: Iterable[Edge], counts: Sequence[int]) -> lis
 def _add_sums(
     sent: list[float], unit: UnitPlan, leaving: tuple[float, float], counts: Sequence[int]
 ) -> None:
-    """Forward each member sends others their samples' sums, backward all others its own gradient."""
+    """Forward a member sends others the sums of their samples, backward all others the gradient of
+    its own."""
     layout = unit.layout
     for g in range(layout.groups):
         bounds = {p: sample_bounds(counts, layout, p) for p in layout.group(g)}

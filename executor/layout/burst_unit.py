@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.errors import RunError
-from ...planner.ownership import Form, Held, box, entry, exit_, sample_bounds
+from ...planner.ownership import Form, box, entry, exit_, sample_bounds
 from ...planner.plan import UnitPlan
 from ...units.spec import SplitSpec
 from .bursts import Bursts, Want, want

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.layout import Layout, data_parallel
+from ...planner.layout import Layout
 from ...planner.ownership import Box, Form, Held, box, home, transfers
 from ...planner.plan import UnitPlan
 from ...units.spec import SplitSpec
@@ -54,9 +54,7 @@ class Want(NamedTuple):
         return self.target, self.features, self.dim
 
 
-def want(
-    unit: UnitPlan, spec: SplitSpec | None, form: Form, doing: str, index: int = 0
-) -> Want:
+def want(unit: UnitPlan, spec: SplitSpec | None, form: Form, doing: str, index: int = 0) -> Want:
     """What ``unit`` needs of its input ``index`` in that form."""
     target = Held(unit.layout, form)
     if form == "features":
@@ -82,12 +80,8 @@ def crossing(
     return Route(
         have,
         need,
-        tuple(
-            Piece(m.target - start, _inside(m.box, have)) for m in moves if m.source == position
-        ),
-        tuple(
-            Piece(m.source - start, _inside(m.box, need)) for m in moves if m.target == position
-        ),
+        tuple(Piece(m.target - start, _inside(m.box, have)) for m in moves if m.source == position),
+        tuple(Piece(m.source - start, _inside(m.box, need)) for m in moves if m.target == position),
         all(m.source == m.target for m in moves),
     )
 
@@ -222,10 +216,7 @@ class Bursts:
         return self._described[key]
 
     def _from(self, position: int, tensor: Tensor, group: Group) -> None:
-        if group.on_stream:
-            tensor_there = tensor.cuda()
-        else:
-            tensor_there = tensor
+        tensor_there = tensor.cuda() if group.on_stream else tensor
         doing = "the description of a unit's output"
         self._issued(doing, 0, group)
         source = self.world.placement[position]

@@ -35,8 +35,8 @@ class Piece(NamedTuple):
 class Route:
     """One member's part in a move: the shape it has and needs, what it sends and receives.
 
-    Boxes count from the start of the tensor that the member holds. ``quiet`` says that nothing moves
-    between any members.
+    Boxes count from the start of the tensor that the member holds. ``quiet`` says that nothing
+    moves between any members.
     """
 
     have: Box
@@ -76,8 +76,8 @@ def _inside(piece: Box, outer: Box) -> Box:
 
 @dataclass
 class Meter:
-    """What redistribution has taken on this rank: moves, seconds waited; and the bytes that the rank
-    has sent to others: all of them, those of redistribution, those of the exchange of gradients."""
+    """What redistribution has taken on this rank (moves, seconds waited), and the bytes that it has
+    sent to others: all of them, those of redistribution, those of the exchange of gradients."""
 
     moves: int = 0
     seconds: float = 0.0

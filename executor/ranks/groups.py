@@ -191,8 +191,8 @@ class _Maker:
     def make(
         self, label: str, divisions: Sequence[Sequence[int]], backend: str | None = None
     ) -> Group:
-        """The group of this rank among those that ``divisions`` (of positions) describe; where it is
-        in none of them, one of itself alone."""
+        """The group of this rank among those that ``divisions`` (of positions) describe, or one of
+        itself alone."""
         mine: Group | None = None
         for positions in divisions:
             ranks = tuple(self.placement[p] for p in positions)
