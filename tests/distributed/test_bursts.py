@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import time
@@ -164,7 +165,7 @@ def saves_and_loads(rank: int, schedule: str) -> None:
     assert bool(full_state_dict(model, rank0_only=True)) == (rank == 0)
     again, other = _little(rank, schedule=schedule)
     again.load_state_dict(whole)
-    other.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     model.load_state_dict(own)
     _train(model, optimizer)
     _train(again, other)
