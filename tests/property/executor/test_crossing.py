@@ -1,4 +1,4 @@
-"""Moves between layouts that take different parts of the ranks: each position gets what it needs."""
+"""Moves between layouts that take different parts of the ranks: all get what they need."""
 
 from __future__ import annotations
 
