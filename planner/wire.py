@@ -59,14 +59,15 @@ def moved_bytes(plan: Plan, edges: Iterable[Edge], counts: Sequence[int]) -> lis
 def _add_sums(
     sent: list[float], unit: UnitPlan, leaving: tuple[float, float], counts: Sequence[int]
 ) -> None:
-    """Forward a member sends others the sums of their samples, backward all others the gradient of
-    its own."""
+    """Forward (and again where it is recomputed) a member sends others the sums of their samples,
+    backward all others the gradient of its own."""
+    times = 2 if unit.memory == "recompute" else 1
     layout = unit.layout
     for g in range(layout.groups):
         bounds = {p: sample_bounds(counts, layout, p) for p in layout.group(g)}
         own = {p: stop - start for p, (start, stop) in bounds.items()}
         for position, samples in own.items():
-            sent[position] += (sum(own.values()) - samples) * leaving[0]
+            sent[position] += times * (sum(own.values()) - samples) * leaving[0]
             sent[position] += samples * (layout.degree - 1) * leaving[1]
 
 

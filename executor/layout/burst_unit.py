@@ -60,7 +60,7 @@ class BurstUnit:
         last.register_forward_hook(leave)
         if self.idle:
             for module in modules:
-                module.forward = _skip  # type: ignore[method-assign]
+                module.forward = _skip
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The call's inputs in the form that the unit needs. Collective."""

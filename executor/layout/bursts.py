@@ -39,10 +39,10 @@ from .redistribute import Meter, Mover, Piece, Route
 
 class Want(NamedTuple):
     """In what form a unit needs a tensor; ``features`` and their ``dim`` where it is sliced.
-    ``unit`` and ``index`` say which input of which unit it is."""
+    ``unit`` and ``number`` say which input of which unit it is."""
 
     unit: str
-    index: int
+    number: int
     target: Held
     features: int
     dim: int | None
@@ -158,7 +158,7 @@ class Bursts:
         """
         taken = self._taken.get(id(tensor))
         if taken is None or taken.version != _version(tensor):
-            first = (wanted.unit, wanted.index, torch.is_grad_enabled())
+            first = (wanted.unit, wanted.number, torch.is_grad_enabled())
             taken = self._taken[id(tensor)] = _Taken(tensor, _version(tensor), first)
             if not alone:
                 for other in self._ahead.get(first, ()):
