@@ -160,12 +160,14 @@ class Bursts:
         if taken is None or taken.version != _version(tensor):
             first = (wanted.unit, wanted.number, torch.is_grad_enabled())
             taken = self._taken[id(tensor)] = _Taken(tensor, _version(tensor), first)
-            if not alone:
-                for other in self._ahead.get(first, ()):
-                    taken.moved.setdefault(other.form, self._move(tensor, other))
+            for other in () if alone else self._ahead.get(first, ()):
+                self._take(taken, other)
         taken.wants.append(wanted)
-        if wanted.form not in taken.moved:
-            taken.moved[wanted.form] = self._move(tensor, wanted)
+        return self._take(taken, wanted)
+
+    def _take(self, taken: _Taken, wanted: Want) -> Tensor:
+        if wanted.form not in taken.moved:  # who wants the same gets the same
+            taken.moved[wanted.form] = self._move(taken.tensor, wanted)
         return taken.moved[wanted.form]
 
     def _move(self, tensor: Tensor, wanted: Want) -> Tensor:
