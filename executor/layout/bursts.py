@@ -18,6 +18,7 @@ forward's.
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -99,13 +100,18 @@ def _inside(piece: Box, outer: Box) -> Box:
     )
 
 
+First = tuple[str, int, int, bool]
+"""The first taking of a tensor in a forward: the unit, which of its inputs, the number of its
+call, and whether gradients are wanted."""
+
+
 @dataclass
 class _Taken:
     """A tensor that units have taken in this forward: the first of them, and what each got."""
 
     tensor: Tensor
     version: int
-    first: tuple[str, int, bool]
+    first: First
     wants: list[Want] = field(default_factory=list)
     moved: dict[tuple[Held, int, int | None], Tensor] = field(default_factory=dict)
 
@@ -132,7 +138,8 @@ class Bursts:
         self.home = home(world.size)
         self._described: dict[tuple[object, ...], Any] = {}
         self._taken: dict[int, _Taken] = {}
-        self._ahead: dict[tuple[str, int, bool], list[Want]] = {}
+        self._ahead: dict[First, list[Want]] = {}
+        self._firsts: Counter[tuple[str, int]] = Counter()
 
     @property
     def everyone(self) -> Group:
@@ -142,6 +149,7 @@ class Bursts:
     def begin(self) -> None:
         """Before a forward."""
         self._taken = {}
+        self._firsts.clear()
 
     def end(self, *, learn: bool) -> None:
         """After a forward: remembers (with ``learn``) which tensors had several takers."""
@@ -158,12 +166,17 @@ class Bursts:
         """
         taken = self._taken.get(id(tensor))
         if taken is None or taken.version != _version(tensor):
-            first = (wanted.unit, wanted.number, torch.is_grad_enabled())
+            first = self._first(wanted)
             taken = self._taken[id(tensor)] = _Taken(tensor, _version(tensor), first)
             for other in () if alone else self._ahead.get(first, ()):
                 self._take(taken, other)
         taken.wants.append(wanted)
         return self._take(taken, wanted)
+
+    def _first(self, wanted: Want) -> First:
+        key = wanted.unit, wanted.number
+        self._firsts[key] += 1
+        return *key, self._firsts[key], torch.is_grad_enabled()
 
     def _take(self, taken: _Taken, wanted: Want) -> Tensor:
         if wanted.form not in taken.moved:  # who wants the same gets the same
