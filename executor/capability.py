@@ -26,5 +26,5 @@ buckets, or in slices by priority; by priority it can also shard them among rank
 them for later, or apply and free them in backward."""
 
 SEARCHED = msgspec.structs.replace(CAPABILITY, idle_positions=False, branches=False)
-"""What plans are made within unless more is asked for. Units that leave ranks idle are run, but what
-is predicted of them has not been held against measured steps yet."""
+"""What plans are made within unless more is asked for. Units that leave ranks idle are run, but
+what is predicted of them has not been held against measured steps yet."""

@@ -66,7 +66,9 @@ class BurstUnit:
         """The call's inputs in the form that the unit needs. Collective."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         looks = [(tuple(v.shape[1:]), v.dtype) for v in leaves if isinstance(v, Tensor)]
-        self._key = (self.unit.name, *looks, module.training)
+        # Not numbers, which may count a rank's own samples: ranks must have the same key.
+        told = [v for v in leaves if v is None or isinstance(v, bool | str)]
+        self._key = (self.unit.name, *looks, *told, module.training)
         self._moved = []
         for i, index in enumerate(self.unit.batched_inputs):
             if isinstance(leaves[index], Tensor):
