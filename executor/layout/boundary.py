@@ -83,7 +83,7 @@ class Boundary:
 
     def _take(self, held: HeldTensor, form: Form, doing: str) -> Tensor | None:
         """The held tensor without the way home, where the same members hold it."""
-        if held.owner is not self.mover.group:
+        if held.owner is not self.mover.group or held.changes:
             return None
         dim = held.dim_held
         assert dim is not None, "all ranks take part, so only features are held"

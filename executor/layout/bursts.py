@@ -186,7 +186,7 @@ class Bursts:
     def _move(self, tensor: Tensor, wanted: Want) -> Tensor:
         if not isinstance(tensor, HeldTensor):
             return self.travel(tensor, self.home, wanted.features, wanted.dim, wanted)
-        if not _fits(tensor, wanted):
+        if tensor.changes or not _fits(tensor, wanted):
             return self._move(tensor.home(), wanted)
         source, features, dim = tensor.source, wanted.features, wanted.dim
         if tensor.dim_held is not None:
@@ -242,7 +242,9 @@ class Bursts:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if isinstance(tensor, HeldTensor) or tensor.is_inference() else tensor._version
+    if isinstance(tensor, HeldTensor):
+        return tensor.changes
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _fits(held: HeldTensor, wanted: Want) -> bool:
