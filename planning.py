@@ -46,9 +46,9 @@ def problem_for(
             f"the profile of {made.target} says of no unit how much of its gradient a lossy "
             "exchange keeps (fidelity): measure that, or leave --allow-lossy (allow_lossy) out"
         )
-    from .executor.capability import CAPABILITY
+    from .executor.capability import CAPABILITY, SEARCHED
 
-    capability = without(EVERYTHING if hypothetical else CAPABILITY, forbidden)
+    capability = without(EVERYTHING if hypothetical else SEARCHED, forbidden)
     asked = "priority" if hypothetical and schedule == "auto" else schedule
     if asked == "priority" and not goal.slice_bytes:
         goal = msgspec.structs.replace(goal, slice_bytes=SLICE_BYTES)
@@ -97,10 +97,13 @@ def problem_of(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Problem:
 
 
 def capability_of(plan: Plan) -> Capability:
-    """Within what a plan was made: what the executor can run, unless it goes beyond that."""
-    from .executor.capability import CAPABILITY
+    """Within what a plan was made: what is searched by default, unless it goes beyond that."""
+    from .executor.capability import CAPABILITY, SEARCHED
 
-    return EVERYTHING if plan.hypothetical else CAPABILITY
+    if plan.hypothetical:
+        return EVERYTHING
+    idle = any(unit.layout.size < plan.world_size for unit in plan.units)
+    return CAPABILITY if idle else SEARCHED
 
 
 def made_from(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from exchange_parts import Parts, Times
 from meshwright.executor.apply import apply
-from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.capability import SEARCHED
 from meshwright.executor.exchange.schedule import Orders
 from meshwright.executor.parallel import run_of
 from meshwright.executor.ranks.agreement import rank_zero_decides
@@ -223,7 +223,7 @@ def chosen_plan(found: Found, batch: int) -> Plan:
     assert found.profile is not None
     cluster = probe(budget_s=PROBE_S)
     goal = Goal(batch=batch * world, optimizer="momentum")
-    problem = Problem(found.profile, cluster, goal, CAPABILITY, either=True)
+    problem = Problem(found.profile, cluster, goal, SEARCHED, either=True)
     return rank_zero_decides(lambda: solve(problem, "auto", PLAN_S).checked())
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..planner.errors import InputError
+from ..planner.layout import Layout
 from ..planner.noun import fingerprint
 from ..planner.plan import SHARDING, Plan
 from .capability import CAPABILITY
@@ -27,13 +28,16 @@ from .exchange.sharded import shard
 from .exchange.topk import MOST_ELEMENTS
 from .headroom import check_headroom, watch_memory
 from .layout.gradients import Members
+from .layout.residence import Residence
+from .layout.shards import Shard
 from .layout.state import install
 from .layout.statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
 from .memory.install import check_memory, install_memory
+from .narrowing import check_narrowed, lives_at, narrowed
 from .parallel import ModelT, adopt, is_parallel
 from .ranks.broadcast import broadcast, changing_buffers
 from .ranks.control import digest
-from .ranks.groups import Group, make_world
+from .ranks.groups import Group, flat, make_world, place_of
 from .ranks.watch import Watch, time_limit
 from .run import Run
 
@@ -84,10 +88,13 @@ def apply(
 
 def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -> Run:
     device = _device(model)
-    degrees = {unit.layout.degree for unit in plan.units}
-    sharded = {unit.layout.degree for unit in plan.units if unit.exchange in SHARDING}
-    fetched = {unit.layout.degree for unit in plan.units if unit.exchange == "fully_sharded"}
-    world = make_world(plan.placement, degrees, device, limit, sharded, fetched)
+    places = {unit.name: place_of(unit.layout, plan.world_size) for unit in plan.units}
+    degrees = {place for place in places.values() if isinstance(place, int)}
+    sharded = {places[unit.name] for unit in plan.units if unit.exchange in SHARDING}
+    sharded |= {flat(place) for place in sharded if isinstance(place, Layout)}
+    fetched = {places[unit.name] for unit in plan.units if unit.exchange == "fully_sharded"}
+    parts = {unit.layout for unit in narrowed(plan)}
+    world = make_world(plan.placement, degrees, device, limit, sharded, fetched, parts)
     return Run(plan, world, Watch(world.rank, world.size, limit, run=next(_runs)), lossy)
 
 
@@ -129,6 +136,7 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     _check_modules(model, plan)
     check_memory(model, plan, _device(model))
     _check_tensors(model)
+    check_narrowed(model, plan)
     check_ties(model, plan)
     _check_norms(model, plan)
     _check_release(optimizer, plan)
@@ -137,7 +145,7 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
         check_momentum(optimizer)
     if optimizer is not None:
         cuts = [c.name for u, _ in divided(plan) for c in split_of(model, u).cuts]
-        tensors = [tensor_named(model, name) for name in cuts]
+        tensors = [tensor_named(model, name) for name in (*cuts, *lives_at(model, plan))]
         optimizers.check(optimizer, {t for t in tensors if isinstance(t, nn.Parameter)})
         if any(unit.exchange in SHARDING for unit in plan.units):
             sharded_steps.check(optimizer)
@@ -203,6 +211,9 @@ def _check_norms(model: nn.Module, plan: Plan) -> None:
 
 def _prepare_norms(model: nn.Module, run: Run, division: Division) -> None:
     for name, module in norms_of(model):
+        place = division.places.get(name, 1)
+        if isinstance(place, Layout) and place.place(run.world.position) is None:
+            continue  # it is not run here
         if run.plan.goal.batch_statistics == "global":
             group = _same_channels(run, division, name, module)
             statistics = Statistics(group, run.watch, run.meter)
@@ -216,7 +227,11 @@ def _same_channels(run: Run, division: Division, name: str, module: nn.Module) -
     prefix = f"{name}."
     cut = any(entry.startswith(prefix) for entry in division.by_name)
     column = division.styles.get(name) == "column"
-    return run.world.likes[division.degrees[name] if cut or column else 1]
+    place = division.places.get(name, 1)
+    if isinstance(place, Layout):
+        cut = any(n.startswith(prefix) and s.degree > 1 for n, s in division.by_name.items())
+        return run.world.likes[place if cut or column else flat(place)]
+    return run.world.likes[place if cut or column else 1]
 
 
 def _buffers(model: nn.Module, plan: Plan, division: Division) -> list[Tensor]:
@@ -232,24 +247,44 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
     """All parameters in the order in which backward finishes their gradients: units backwards, a
     tied one with its first user; those outside units beside what was registered before them.
     """
-    members = {d: Members(g, run.watch) for d, g in run.world.neighbours.items()}
     place, kept = _first_users(model, run.plan), _of_norms(model)
     entries = []
     for name, parameter in model.named_parameters():
         shard = division.parameters.get(parameter)
         degree = shard.degree if shard else 1
         size = shard.full_shape.numel() if shard else parameter.numel()
-        group, at = run.world.peers[degree], place[parameter]
+        layout = _peers(shard) if isinstance(shard, Residence) else None
+        group, at = run.world.peers[layout or degree], place[parameter]
         unit = run.plan.units[at] if run.plan.units else None
         policy = (unit.exchange, unit.exchange_ratio) if unit else ("dense", 1.0)
         feedback = unit.feedback if unit else "residual"
-        known = members.get(degree)
+        known = _members(run, shard)
         whole = parameter.ndim <= 1 or parameter in kept or size > MOST_ELEMENTS
         released = unit is not None and unit.early_release
         of = Entry(name, parameter, group, degree, size, known, at, *policy, whole, feedback)
-        entries.append(replace(of, released=released))
+        groups = layout.groups if layout else run.world.size // degree
+        idle = layout is not None and layout.place(run.world.position) is None
+        divisor = run.world.size / groups
+        of = replace(of, released=released, layout=layout, idle=idle, divisor=divisor)
+        entries.append(of)
     order = sorted(range(len(entries)), key=lambda i: (place[entries[i].parameter], i))
     return [entries[i] for i in reversed(order)]
+
+
+def _peers(residence: Residence) -> Layout:
+    """The layout whose peers exchange the gradient of what lives there."""
+    return residence.layout if residence.degree > 1 else flat(residence.layout)
+
+
+def _members(run: Run, shard: Shard | None) -> Members | None:
+    """Who combines figures of a parameter that not every rank has whole."""
+    if shard is None:
+        return None
+    if not isinstance(shard, Residence):
+        return Members(shard.group, run.watch)
+    place = shard.layout.place(run.world.position)
+    once = place is not None and place[0] == 0 and (shard.degree > 1 or place[1] == 0)
+    return Members(shard.group, run.watch, counted=once)
 
 
 def _of_norms(model: nn.Module) -> set[nn.Parameter]:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from ..planner.capability import Capability
 
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),
     memory=("keep", "recompute", "offload"),
     exchange=("dense", "sharded", "fully_sharded", "dropped", "topk"),
-    idle_positions=False,
+    idle_positions=True,
+    branches=True,
     early_release=True,
     micro_batches=True,
     priority=True,
     in_buckets=("dense",),
     feedback=("residual", "in_place", "mirror", "host_mirror"),
+    idle_exchange=("dense", "sharded"),
+    idle_release=False,
 )
-"""Every unit takes all ranks (groups x degree = world size), keeps, recomputes or offloads its
+"""A unit takes all ranks or a part of them that lie together, keeps, recomputes or offloads its
 feature maps (offload where the device has memory of its own), and exchanges its gradients in
 buckets, or in slices by priority; by priority it can also shard them among ranks, leave some of
 them for later, or apply and free them in backward."""
+
+SEARCHED = msgspec.structs.replace(CAPABILITY, idle_positions=False, branches=False)
+"""What plans are made within unless more is asked for. Units that leave ranks idle are run, but
+what is predicted of them has not been held against measured steps yet."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ..planner.errors import InputError
-from ..planner.layout import Style
+from ..planner.layout import Layout, Style
 from ..planner.ownership import feature_bounds
 from ..planner.plan import Plan, UnitPlan
 from ..units.spec import SplitSpec
@@ -18,6 +18,8 @@ from ..units.splits import apply_split, find_splits
 from .layout.boundary import Boundary, keeps_features
 from .layout.redistribute import Mover
 from .layout.shards import Shard, aliases, by_name
+from .narrowing import lives_at, narrowed, settle
+from .ranks.groups import Place
 from .run import Run
 
 
@@ -27,9 +29,24 @@ class Division:
 
     parameters: dict[nn.Parameter, Shard] = field(default_factory=dict)
     buffers: dict[int, Shard] = field(default_factory=dict)
-    degrees: dict[str, int] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
     styles: dict[str, Style] = field(default_factory=dict)
-    """Degree and style of the divided unit that a module belongs to, by the module's name."""
+    """Place and style of the unit that a module belongs to, by the module's name, where the unit is
+    divided or leaves ranks idle."""
+
+    def add(self, tensor: Tensor, shard: Shard, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Notes what this rank has of a tensor; its gradient goes to ``gradients`` meanwhile."""
+        if not isinstance(tensor, nn.Parameter):
+            self.buffers[id(tensor)] = shard
+        elif tensor not in self.parameters:
+            self.parameters[tensor] = shard
+            if tensor.grad is not None:
+                gradients[tensor], tensor.grad = tensor.grad, None
+
+    def give_back(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Parameters get this rank's part of their gradients again."""
+        for parameter, gradient in gradients.items():
+            parameter.grad = self.parameters[parameter].take(gradient)
 
     @property
     def by_name(self) -> dict[str, Shard]:
@@ -38,7 +55,7 @@ class Division:
 
 
 def divided(plan: Plan) -> Iterator[tuple[UnitPlan, list[UnitPlan]]]:
-    """The divided units, each with the units that follow it."""
+    """The divided units, each with the units that follow it, whoever takes part in them."""
     for i, unit in enumerate(plan.units):
         if unit.layout.degree > 1:
             yield unit, list(plan.units[i + 1 :])
@@ -51,8 +68,14 @@ def divide(model: nn.Module, run: Run) -> Division:
     # A tied parameter is cut by its first unit: the others' specs must be read before.
     units = [(unit, rest, split_of(model, unit)) for unit, rest in divided(run.plan)]
     for unit, rest, spec in units:
+        if unit.layout.size < run.world.size:
+            continue
         keeps = keeps_features(unit, rest)
         _divide_unit(model, run, unit, spec, division, names, keeps=keeps)
+    if run.bursts is not None:
+        specs = {unit.name: spec for unit, _, spec in units}
+        for unit in narrowed(run.plan):
+            settle(model, run, run.bursts, unit, specs.get(unit.name), division, names)
     return division
 
 
@@ -69,24 +92,19 @@ def _divide_unit(
     degree = unit.layout.degree
     group = run.world.neighbours[degree]
     mover = Mover(group, run.watch, run.meter, run.issued)
-    counts: Callable[[], tuple[int, ...]] = partial(run.group_counts, degree)
-    boundary = Boundary(unit, spec, mover, counts, keeps=keeps)
+    counts: Callable[[], tuple[int, ...]] = partial(run.group_counts, unit.layout)
+    bursts = run.bursts
+    boundary = Boundary(unit, spec, mover, counts, keeps=keeps or bursts is not None, bursts=bursts)
     gradients: dict[nn.Parameter, Tensor] = {}
     for cut in spec.cuts:
         tensor = tensor_named(model, cut.name)
         shard = Shard(tuple(names[id(tensor)]), cut, group, tensor.shape, tensor.stride())
-        if not isinstance(tensor, nn.Parameter):
-            division.buffers[id(tensor)] = shard
-        elif tensor not in division.parameters:
-            division.parameters[tensor] = shard
-            if tensor.grad is not None:
-                gradients[tensor], tensor.grad = tensor.grad, None
+        division.add(tensor, shard, gradients)
     apply_split(model, unit.modules, spec, degree, group.member, boundary.reduce)
-    for parameter, gradient in gradients.items():
-        parameter.grad = division.parameters[parameter].take(gradient)
+    division.give_back(gradients)
     for path in unit.modules:
         for inner, _ in model.get_submodule(path).named_modules(prefix=path):
-            division.degrees[inner], division.styles[inner] = degree, unit.style
+            division.places[inner], division.styles[inner] = degree, unit.style
     boundary.attach(model.get_submodule(unit.modules[0]), model.get_submodule(unit.modules[-1]))
 
 
@@ -132,10 +150,12 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
     for unit, _ in divided(plan):
         spec = split_of(model, unit)
         cuts.update({c.name: (c.dim, c.blocks, unit.layout.degree) for c in spec.cuts})
+    at = lives_at(model, plan)
     for same in names.values():
-        ways = {name: cuts.get(name) for name in same if not _only_kept(name, same)}
+        used = [name for name in same if not _only_kept(name, same)]
+        ways = {name: (cuts.get(name), at.get(name)) for name in used}
         if len(set(ways.values())) > 1:
-            told = ", ".join(f"{n!r} {_way(way)}" for n, way in ways.items())
+            told = ", ".join(f"{n!r} {_way(*way)}" for n, way in ways.items())
             raise InputError(
                 f"one parameter is divided in different ways by its uses ({told}): give all units "
                 "that share it one layout"
@@ -151,8 +171,9 @@ def _only_kept(name: str, same: list[str]) -> bool:
     return any(len(other) > len(path) and other[: len(path)] == path for other in others)
 
 
-def _way(way: tuple[int, int, int] | None) -> str:
-    return "whole" if way is None else f"cut along dim {way[0]} over {way[2]} members"
+def _way(way: tuple[int, int, int] | None, layout: Layout | None) -> str:
+    told = "whole" if way is None else f"cut along dim {way[0]} over {way[2]} members"
+    return f"{told} in layout {layout}" if layout is not None else told
 
 
 def tensor_named(model: nn.Module, name: str) -> Tensor:

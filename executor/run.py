@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..planner.layout import Layout, data_parallel
+from ..planner.ownership import sample_bounds
 from ..planner.plan import SHARDING, Plan
 from .exchange.buckets import BucketExchange, Entry, Exchange, make_buckets
 from .exchange.lazy import LazySteps
@@ -24,6 +26,7 @@ from .exchange.schedule import Orders
 from .exchange.sharded import sharing_of
 from .exchange.sharing import Sharing
 from .forward import Forward, Weight, samples_of, shapes_of
+from .layout.bursts import Bursts
 from .layout.held import bring_home
 from .layout.redistribute import Meter
 from .layout.shards import Shard
@@ -55,11 +58,14 @@ class Run:
         self.watch = watch
         self.control = Control(world, watch)
         self.meter = Meter()
-        self.divided = any(unit.layout.degree > 1 for unit in plan.units)
+        self.divided = any(unit.layout != data_parallel(world.size) for unit in plan.units)
         self.strict = self.divided
         self.synchronise = True
         self.inside = False
         self.forward: Forward | None = None
+        self.bursts = (
+            Bursts(world, watch, self.meter, self.issued, self.counts) if world.spans else None
+        )
         self.shards: dict[str, Shard] = {}
         self.divided_parameters: dict[nn.Parameter, Shard] = {}
         self.sharings: dict[nn.Parameter, Sharing] = {}
@@ -78,7 +84,7 @@ class Run:
         that follow rank 0's.
         """
         self._all_entries = list(entries)
-        sharded = [e for e in entries if e.exchange in SHARDING]
+        sharded = [e for e in entries if e.exchange in SHARDING and not e.idle]
         self.sharings = {e.parameter: sharing_of(e) for e in sharded}
         self._buffers = buffers
         self._watch_gradients()
@@ -98,13 +104,21 @@ class Run:
         """Notes a collective that is about to be issued, in ``group`` or that of all ranks for
         gradients; in debug mode ranks compare what they issue."""
         self.meter.sent_bytes += sent_bytes
+        self.meter.exchanged_bytes += sent_bytes
         self.watch.issued(what, group or self.world.peers[1])
 
-    def group_counts(self, degree: int) -> tuple[int, ...]:
-        """The samples of each member of this rank's group of that degree."""
+    def counts(self) -> tuple[int, ...]:
+        """The samples that each position feeds in the forward that runs."""
         assert self.forward is not None
-        counts = self.world.by_position(self.forward.counts())
-        return tuple(counts[p] for p in self.world.group_of(degree))
+        return self.world.by_position(self.forward.counts())
+
+    def group_counts(self, layout: Layout) -> tuple[int, ...]:
+        """The samples of each member of this rank's group in that layout."""
+        counts, place = self.counts(), layout.place(self.world.position)
+        if place is None:
+            return ()
+        bounds = (sample_bounds(counts, layout, p) for p in layout.group(place[0]))
+        return tuple(stop - start for start, stop in bounds)
 
     def _watch_gradients(self) -> None:
         """(Re)makes buckets and hooks for the parameters that require a gradient now."""
@@ -117,8 +131,14 @@ class Run:
             self._gradients.detach()
         self._trainable = [e.parameter.requires_grad for e in self._all_entries]
         entries = [e for e in self._all_entries if e.parameter.requires_grad]
+        anchor = self.bursts.anchor if self.bursts is not None else None
         self._gradients = GradientSynchroniser(
-            entries, self._exchange_of(entries), self.control, self.watch, lambda: self.forward
+            entries,
+            self._exchange_of(entries),
+            self.control,
+            self.watch,
+            lambda: self.forward,
+            anchor,
         )
 
     def _exchange_of(self, entries: Sequence[Entry]) -> Exchange:
@@ -166,14 +186,18 @@ class Run:
     def around(self, model: nn.Module, args: Any, kwargs: Any) -> Iterator[Forward | None]:
         """Prepares one forward of the whole model; None where it concerns this rank alone."""
         self.inside = True
+        whole = False
         try:
             forward = self._begin(model, args, kwargs)
             uses = self._priority.uses if self._priority is not None else None
             with uses.around_forward() if uses is not None else nullcontext():
                 yield forward
+            whole = True
         finally:
             self.inside = False
             self.regions.abandon()
+            if self.bursts is not None:
+                self.bursts.end(learn=whole)
 
     def as_now(self) -> Callable[[], AbstractContextManager[None]]:
         """What makes the forward that runs now the current one later, when parts of it run again
@@ -203,6 +227,8 @@ class Run:
             forward.announce()
         if self.divided:
             forward.counts()
+        if self.bursts is not None:
+            self.bursts.begin()
         if grad and model.training and self.synchronise:
             doing = f"the buffers of forward {self._number}"
             broadcast(self._buffers, self.world.likes[1], self.watch, doing)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ..planner.errors import RunError
@@ -28,8 +28,9 @@ class GradientSynchroniser:
     """Watches the parameters' gradients and drives the exchange.
 
     ``latest()`` is the forward that ran last, whose ``no_sync`` counts where the loss did not come
-    through the model's output. A backward begins with its first gradient at that output (or
-    parameter) and ends with the engine's callback.
+    through the model's output. ``anchor`` is a leaf that gets a gradient on every rank, also where
+    units leave this one idle and no parameter of its own gets any. A backward begins with its first
+    gradient at that output (or parameter) and ends with the engine's callback.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class GradientSynchroniser:
         control: Control,
         watch: Watch,
         latest: Callable[[], Forward | None],
+        anchor: Tensor | None = None,
     ) -> None:
         self.entries = list(entries)
         self._voting_s = 0.0
@@ -52,13 +54,16 @@ class GradientSynchroniser:
         self._touched: set[Entry] = set()
         self._dirty: set[Entry] = set()
         self._number = 0
+        self._anchored = False
         self._hooks = [h for entry in self.entries for h in self._attach(entry)]
+        if anchor is not None:
+            self._hooks.append(self._attach_anchor(anchor))
 
     def _attach(self, entry: Entry) -> list[Any]:
         # Python's garbage collector does not see through the hooks of a parameter: were they to
         # hold this object, which holds the parameter, nothing of a run would ever be freed.
         myself, mine = weakref.ref(self), weakref.ref(entry)
-        degree = entry.degree
+        divisor = entry.divisor
 
         def ready(_: nn.Parameter) -> None:
             synchroniser, entry = myself(), mine()
@@ -67,9 +72,22 @@ class GradientSynchroniser:
 
         parameter: Any = entry.parameter  # torch has not typed its hooks
         hooks = [parameter.register_post_accumulate_grad_hook(ready)]
-        if entry.degree > 1:
-            hooks.append(parameter.register_hook(lambda gradient: gradient / degree))
+        if divisor != 1:
+            hooks.append(parameter.register_hook(lambda gradient: gradient / divisor))
         return hooks
+
+    def _attach_anchor(self, anchor: Tensor) -> Any:
+        myself = weakref.ref(self)
+
+        def reached(leaf: Tensor) -> None:
+            leaf.grad = None
+            synchroniser = myself()
+            if synchroniser is not None:
+                synchroniser._begin(synchroniser._latest())
+                synchroniser._anchored = True
+
+        leaf: Any = anchor
+        return leaf.register_post_accumulate_grad_hook(reached)
 
     @property
     def exposed_s(self) -> float:
@@ -94,7 +112,7 @@ class GradientSynchroniser:
         if self._active:
             return
         self._active = True
-        self._weighted = False
+        self._weighted = self._anchored = False
         self._synchronise = forward is None or forward.synchronise
         self._touched.clear()
         self._exchange.reset()
@@ -122,7 +140,7 @@ class GradientSynchroniser:
     def _finish(self) -> None:
         """At the end of backward: sends the rest, waits for all, and shows the averages."""
         self._active = False
-        if not self._touched:
+        if not (self._touched or self._anchored):
             return  # torch.autograd.grad: no parameter has accumulated anything
         self._check_weighted()
         if self._synchronise:

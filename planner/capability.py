@@ -13,7 +13,8 @@ class Capability(Noun, frozen=True, kw_only=True):
     ``branches`` such layouts at other positions than the first, so that branches run side by side,
     ``priority`` gradients that travel in slices in the order in which forward needs them.
     ``in_buckets`` are the exchange policies that it has without priority as well, ``feedback`` says
-    where top-k can keep what it has not sent."""
+    where top-k can keep what it has not sent. ``idle_exchange`` are those of units that leave ranks
+    idle, ``idle_release`` says whether these can have early release."""
 
     styles: tuple[Style, ...]
     memory: tuple[MemoryPolicy, ...]
@@ -27,6 +28,10 @@ class Capability(Noun, frozen=True, kw_only=True):
         "dense", "sharded", "fully_sharded", "dropped", "topk",
     )  # fmt: skip
     feedback: tuple[FeedbackPolicy, ...] = ("residual",)
+    idle_exchange: tuple[ExchangePolicy, ...] = (
+        "dense", "sharded", "fully_sharded", "dropped", "topk",
+    )  # fmt: skip
+    idle_release: bool = True
 
     def exchanges(self, *, sliced: bool) -> tuple[ExchangePolicy, ...]:
         """The exchange policies, with gradients in slices or in buckets."""
@@ -37,6 +42,14 @@ class Capability(Noun, frozen=True, kw_only=True):
         if layout.first and not self.branches:
             return False
         return self.idle_positions or layout.size == world_size
+
+    def suits(
+        self, layout: Layout, world_size: int, exchange: ExchangePolicy, early_release: bool
+    ) -> bool:
+        """Whether a unit of that layout may have that exchange of its gradients."""
+        if layout.size == world_size:
+            return True
+        return exchange in self.idle_exchange and (self.idle_release or not early_release)
 
     def refusal(self, unit: UnitPlan, world_size: int) -> str | None:
         """Why this unit's decision cannot be run, or None."""
@@ -53,6 +66,13 @@ class Capability(Noun, frozen=True, kw_only=True):
                 return f"unit {unit.name!r} asks for {what} {value!r}"
         if unit.exchange == "fully_sharded" and unit.memory == "offload":
             return f"unit {unit.name!r} asks for offload and for exchange 'fully_sharded' at once"
+        if not self.suits(unit.layout, world_size, unit.exchange, unit.early_release):
+            what = f"exchange {unit.exchange!r}"
+            if unit.exchange in self.idle_exchange:
+                what = "early release"
+            return (
+                f"unit {unit.name!r} leaves ranks idle (layout {unit.layout}) and asks for {what}"
+            )
         if unit.early_release and not self.early_release:
             return f"unit {unit.name!r} asks for early release of its gradients"
         return None

@@ -47,7 +47,14 @@ def unit_options(model: CostModel, k: int, capability: Capability) -> tuple[Opti
 def with_policies(
     model: CostModel, k: int, base: Option, capability: Capability
 ) -> Iterator[Option]:
-    """``base`` under every combination of policies that may help."""
+    """``base`` under every combination of policies that may help and can be run."""
+    for option in _combined(model, k, base, capability):
+        policy = option.exchange, option.early_release
+        if capability.suits(option.layout, model.world_size, *policy):
+            yield option
+
+
+def _combined(model: CostModel, k: int, base: Option, capability: Capability) -> Iterator[Option]:
     for memory in _memory(model, k, base, capability):
         for exchange in _exchange(model, k, memory, capability):
             yield exchange

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...planner.layout import Layout
 from ...planner.plan import ExchangePolicy, FeedbackPolicy
 from ..layout.gradients import Members, ShardGradient
 from ..ranks.groups import Group
@@ -47,12 +48,19 @@ class Entry:
     """Where its elements are shared among the peers."""
     released: bool = False
     """Whether it is applied and freed in backward, when it has been exchanged."""
+    layout: Layout | None = None
+    """Its unit's layout, where that leaves ranks idle."""
+    idle: bool = False
+    """Whether this rank is one of those, and has nothing of it."""
+    divisor: float = 1.0
+    """What a gradient is divided by before it is averaged over the peers, so that the result is the
+    average over all ranks."""
 
     @property
-    def kind(self) -> tuple[int, torch.dtype, torch.device, ExchangePolicy, float, bool]:
+    def kind(self) -> tuple[object, ...]:
         """Entries of one kind can travel together."""
         tensor, policy = self.parameter, (self.exchange, self.ratio, self.released)
-        return self.degree, tensor.dtype, tensor.device, *policy
+        return self.layout, self.degree, tensor.dtype, tensor.device, *policy
 
     @property
     def shared_bytes(self) -> int:
@@ -76,7 +84,7 @@ class Bucket:
     def __init__(self, entries: list[Entry]) -> None:
         self.entries = entries
         self.group = entries[0].group
-        self.missing = set(entries)
+        self.missing = {e for e in entries if not e.idle}
         self.launched = False
         self._flat: Tensor | None = None
         self._views: dict[Entry, Tensor] = {}
@@ -99,7 +107,7 @@ class Bucket:
 
     def reset(self) -> None:
         """Forgets the last backward. Gradients keep its memory alive where they are its views."""
-        self.missing = set(self.entries)
+        self.missing = {e for e in self.entries if not e.idle}
         self.launched = False
         self._flat, self.work = None, None
         self._views = {}

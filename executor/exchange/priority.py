@@ -21,6 +21,7 @@ from ...planner.errors import RunError
 from ..ranks.control import Control
 from ..ranks.groups import Group
 from ..ranks.watch import Watch
+from .absent import AbsentParcel
 from .buckets import Entry, Votes
 from .fetching import Fetcher, make_room
 from .fully_sharded import FullyShardedParcel
@@ -58,7 +59,7 @@ class PriorityExchange:
         eager: bool = True,
     ) -> None:
         self._eager = eager
-        self.parcels = make_parcels(entries, limit_bytes, PARCELS)
+        self.parcels = make_parcels(entries, limit_bytes, PARCELS, AbsentParcel)
         self.policies = start_policies(self.parcels, control, lossy or Lossy())
         self.home = {entry: parcel for parcel in self.parcels for entry in parcel.entries}
         self.release = Release(self.parcels)
@@ -107,6 +108,9 @@ class PriorityExchange:
         for policy in self.policies:
             policy.begin()
         self._next, self._unused = 0, set()
+        for entry in (e for e in self.home if e.idle):  # must not hold back what comes after it
+            self._unused.add(entry)
+            self._take_unused(entry)
         self._start_s = time.perf_counter()
 
     def sent(self, entry: Entry) -> bool:

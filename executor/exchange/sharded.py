@@ -42,7 +42,7 @@ def sharing_of(entry: Entry) -> Sharing:
         group.size,
         group.slots[group.member],
         entry.channels,
-        entry.members if entry.degree > 1 else None,
+        entry.members,
     )
 
 
@@ -69,16 +69,21 @@ def shard(
 
 
 def _channelled(entry: Entry, world: World, watch: Watch) -> Entry:
+    if entry.layout is not None and entry.idle:  # its peers share it
+        return entry if entry.layout.groups > 1 else _dense(entry)
     parameter, degree = entry.parameter.detach(), entry.degree
+    place = entry.layout or degree
     whole = bool(torch.ops.aten.is_non_overlapping_and_dense(parameter))
     if entry.exchange not in SHARDING or entry.group.handle is None or not whole:
         return _dense(entry)
-    reads = world.reads[degree]
+    reads = world.reads[place]
     members = Members(reads, watch)
-    if degree > 1:
-        members = AllMembers(reads, world.neighbours[degree], watch)
-    fetches = world.fetches.get(degree)
-    return replace(entry, channels=Channels(world.gathers[degree], reads, members, watch, fetches))
+    if entry.layout is not None:  # who has nothing of it asks for norms too
+        members = Members(world.spans[range(world.size)], watch)
+    elif degree > 1:
+        members = AllMembers(reads, world.neighbours[place], watch)
+    fetches = world.fetches.get(place)
+    return replace(entry, channels=Channels(world.gathers[place], reads, members, watch, fetches))
 
 
 def _dense(entry: Entry) -> Entry:

@@ -185,9 +185,10 @@ def make_parcels(
     entries: Iterable[Entry],
     limit_bytes: int,
     kinds: Mapping[ExchangePolicy, type[Parcel]] = DENSE,
+    absent: type[Parcel] | None = None,
 ) -> list[Parcel]:
     """The parcels in forward order, each with its parameters in the order of backward; ``kinds``
-    says which parcel carries out a policy.
+    says which parcel carries out a policy, ``absent`` which one stands for what others exchange.
 
     One for each unit and its peers; units that follow each other and are small together share one,
     as each message has its latency.
@@ -200,12 +201,16 @@ def make_parcels(
             open_[entry.kind] = at = len(found)
             found.append([])
         found[at].append(entry)
-    parcels = [_kind(mine[0], kinds)(mine[-1].unit, mine, limit_bytes) for mine in found]
+    parcels = [_kind(mine[0], kinds, absent)(mine[-1].unit, mine, limit_bytes) for mine in found]
     return sorted(parcels, key=lambda parcel: parcel.unit)
 
 
-def _kind(entry: Entry, kinds: Mapping[ExchangePolicy, type[Parcel]]) -> type[Parcel]:
+def _kind(
+    entry: Entry, kinds: Mapping[ExchangePolicy, type[Parcel]], absent: type[Parcel] | None
+) -> type[Parcel]:
     """Where nothing travels, nothing is saved by leaving it behind."""
+    if entry.idle and absent is not None:
+        return absent
     return Parcel if entry.group.handle is None else kinds[entry.exchange]
 
 

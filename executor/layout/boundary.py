@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ...planner.ownership import Form
+from ...planner.ownership import Form, Held
 from ...planner.plan import UnitPlan
 from ...units.spec import SplitSpec
+from .bursts import Bursts, want
 from .held import HeldTensor
 from .redistribute import Mover, route
 
@@ -23,7 +24,8 @@ class Boundary:
     """One divided unit on one member.
 
     ``counts()`` are the samples of each member of its group in the forward that runs. ``keeps``
-    tells that the next unit may take the output in the form in which this one leaves it.
+    tells that the next unit may take the output in the form in which this one leaves it. Where the
+    plan leaves ranks idle in some units, ``bursts`` moves what enters.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class Boundary:
         counts: Callable[[], tuple[int, ...]],
         *,
         keeps: bool,
+        bursts: Bursts | None = None,
     ) -> None:
+        self.bursts = bursts
         self.unit = unit
         self.spec = spec
         self.mover = mover
@@ -60,11 +64,13 @@ class Boundary:
         for i, index in enumerate(self.unit.batched_inputs):
             if isinstance(leaves[index], Tensor):
                 sliced = self.unit.style == "row" and i == 0
-                leaves[index] = self._bring(leaves[index], "features" if sliced else "whole")
+                leaves[index] = self._bring(leaves[index], "features" if sliced else "whole", i)
         return pytree.tree_unflatten(leaves, structure)
 
-    def _bring(self, tensor: Tensor, form: Form) -> Tensor:
+    def _bring(self, tensor: Tensor, form: Form, index: int) -> Tensor:
         doing = f"the input of unit {self.unit.name!r}"
+        if self.bursts is not None:
+            return self.bursts.bring(tensor, want(self.unit, self.spec, form, doing, index))
         if isinstance(tensor, HeldTensor):
             direct = self._take(tensor, form, doing)
             if direct is not None:
@@ -77,9 +83,10 @@ class Boundary:
 
     def _take(self, held: HeldTensor, form: Form, doing: str) -> Tensor | None:
         """The held tensor without the way home, where the same members hold it."""
-        if held.owner is not self.mover.group:
+        if held.owner is not self.mover.group or held.changes:
             return None
         dim = held.dim_held
+        assert dim is not None, "all ranks take part, so only features are held"
         if form == "features":
             wanted = self.spec.feature_dim % len(held.shape)
             fits = wanted == dim and held.shape[dim] == self.spec.features
@@ -104,7 +111,8 @@ class Boundary:
             return bring()
         shape = list(local.shape)
         shape[0], shape[dim] = counts[group.member], features
-        return HeldTensor.of(local, torch.Size(shape), dim, group, bring)
+        source = Held(self.unit.layout, "features")
+        return HeldTensor.of(local, torch.Size(shape), dim, group, bring, source)
 
     def reduce(self, partial: Tensor) -> Tensor:
         """A member's partial sums over its group's samples to the sum for its own samples."""

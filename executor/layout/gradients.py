@@ -22,11 +22,13 @@ from ..ranks.watch import Watch
 
 
 class Members:
-    """Those who hold the other shards of a parameter, and how to combine figures with them."""
+    """Those who hold the other shards of a parameter, and how to combine figures with them. Of
+    several in the ``group`` that hold the same shard one is ``counted``."""
 
-    def __init__(self, group: Group, watch: Watch) -> None:
+    def __init__(self, group: Group, watch: Watch, *, counted: bool = True) -> None:
         self.group = group
         self.watch = watch
+        self.counted = counted
 
     def reduce(self, values: Tensor, op: Any) -> Tensor:
         """All members' ``values`` combined, in place. Collective over the group."""
@@ -85,7 +87,8 @@ def _own_norm(shard: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
     if shard.numel() == 0:  # the largest of nothing is an error in torch
         return torch.zeros((), dtype=dtype or shard.dtype, device=shard.device)
     norm: Tensor = torch.linalg.vector_norm(shard, order, dtype=dtype)
-    return norm
+    counted = not isinstance(shard, ShardGradient) or shard.members.counted
+    return norm if counted else torch.zeros_like(norm)
 
 
 def _combine(own: Tensor, order: float, members: Members) -> Tensor:

@@ -11,30 +11,41 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from ...planner.ownership import Held
+
 
 class HeldTensor(Tensor):
     """All samples of the group and this member's features (``local``), shown in the shape that the
     tensor has at home. Any torch function first brings it there, once (``home``), and then runs.
 
-    ``owner`` and ``dim_held`` tell a following unit whether it can take ``local`` as it is.
+    ``source`` and ``dim_held`` (the dimension that is sliced, if one is) tell a following unit what
+    ``local`` is, ``owner`` among whom.
     """
 
     local: Tensor
-    dim_held: int
+    dim_held: int | None
     owner: object
+    source: Held
     _bring: Callable[[], Tensor] | None
     _home: Tensor | None
+    _fresh: int
+    """The version of what was brought home, before anybody changed it in place."""
 
     @staticmethod
     def of(
-        local: Tensor, shape: torch.Size, dim: int, owner: object, bring: Callable[[], Tensor]
+        local: Tensor,
+        shape: torch.Size,
+        dim: int | None,
+        owner: object,
+        bring: Callable[[], Tensor],
+        source: Held,
     ) -> HeldTensor:
         """A stand-in for the tensor of ``shape`` that ``bring()`` would fetch."""
         held = Tensor._make_wrapper_subclass(
             HeldTensor, shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
-        held.local, held.dim_held, held.owner = local, dim, owner
-        held._bring, held._home = bring, None
+        held.local, held.dim_held, held.owner, held.source = local, dim, owner, source
+        held._bring, held._home, held._fresh = bring, None, 0
         return held
 
     def home(self) -> Tensor:
@@ -45,7 +56,15 @@ class HeldTensor(Tensor):
                 # Its graph must not depend on whether the first touch wanted gradients.
                 with torch.set_grad_enabled(self.local.requires_grad):
                     self._home, self._bring = self._bring(), None
+                    self._fresh = _version(self._home)
             return self._home
+
+    @property
+    def changes(self) -> int:
+        """How often what was brought home has been changed in place: if at all, ``local`` is not
+        what the model means any more."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return 0 if self._home is None else _version(self._home) - self._fresh
 
     @classmethod
     def __torch_function__(
@@ -62,6 +81,10 @@ class HeldTensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise AssertionError(f"{func} met a tensor that has not been brought home")
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 _SHAPE = {

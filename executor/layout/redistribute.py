@@ -35,13 +35,15 @@ class Piece(NamedTuple):
 class Route:
     """One member's part in a move: the shape it has and needs, what it sends and receives.
 
-    Boxes count from the start of the tensor that the member holds.
+    Boxes count from the start of the tensor that the member holds. ``quiet`` says that nothing
+    moves between any members.
     """
 
     have: Box
     need: Box
     send: tuple[Piece, ...]
     receive: tuple[Piece, ...]
+    quiet: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -74,20 +76,30 @@ def _inside(piece: Box, outer: Box) -> Box:
 
 @dataclass
 class Meter:
-    """What redistribution has taken on this rank: moves, seconds waited, bytes sent to others."""
+    """What redistribution has taken on this rank (moves, seconds waited), and the bytes that it has
+    sent to others: all of them, those of redistribution, those of the exchange of gradients."""
 
     moves: int = 0
     seconds: float = 0.0
     sent_bytes: int = 0
+    moved_bytes: int = 0
+    exchanged_bytes: int = 0
 
 
 class Mover:
-    """Moves tensors among the members of one group."""
+    """Moves tensors among the members of one group. A rank ``outside`` of it moves nothing."""
 
     def __init__(
-        self, group: Group, watch: Watch, meter: Meter, issued: Callable[[str, int, Group], None]
+        self,
+        group: Group,
+        watch: Watch,
+        meter: Meter,
+        issued: Callable[[str, int, Group], None],
+        *,
+        outside: bool = False,
     ) -> None:
         self.group = group
+        self.outside = outside
         self.watch = watch
         self.meter = meter
         self._issued = issued
@@ -126,9 +138,10 @@ class Mover:
         if dim is not None:
             size[dim] = shape.right - shape.left
         result = tensor.new_zeros(size) if reduce else tensor.new_empty(size)
-        received = self._swap(
-            tensor, out, [_numel(size, p.box, dim) for p in into], into, dim, doing
-        )
+        received = {}
+        if not (way.quiet or self.outside):
+            lengths = [_numel(size, p.box, dim) for p in into]
+            received = self._swap(tensor, out, lengths, into, dim, doing)
         for piece in into:  # in the order of members, so that sums are the same in every run
             part = _part(result, piece.box, dim)
             if piece.member == self.group.member:
@@ -167,8 +180,12 @@ class Mover:
             async_op=True,
         )
         self.meter.moves += 1
-        self.meter.seconds += self.watch.wait(work, self.group, doing)
+        if expects or self.group.on_stream:
+            self.meter.seconds += self.watch.wait(work, self.group, doing)
+        else:  # who only gives need not wait until others take
+            self.watch.follow(work, doing)
         self.meter.sent_bytes += buffer.numel() * width
+        self.meter.moved_bytes += buffer.numel() * width
         arrived, start = {}, 0
         for member in (m for m in order if m in expects):
             arrived[member] = arriving.narrow(0, start, expects[member])

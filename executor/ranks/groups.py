@@ -19,6 +19,10 @@ import torch.distributed as dist
 from ...planner.layout import Layout
 from .threads import computing_first
 
+Place = int | Layout
+"""What groups are made for: the degree of layouts that take all ranks, or a layout that leaves some
+idle."""
+
 CONTROL_BACKEND = "gloo"
 """Control vectors live on the host, whatever carries the tensors."""
 
@@ -69,7 +73,9 @@ class World:
     ``peers[m]`` hold the same shard of a unit of degree m: they exchange its gradient (degree 1:
     all ranks). ``likes[m]`` are the same ranks as ``peers[m]`` in a process group of their own, for
     batch statistics and buffers; ``gathers[m]`` and ``reads[m]`` again, where a plan shards units
-    of degree m, and ``fetches[m]`` where it shards their parameters.
+    of degree m, and ``fetches[m]`` where it shards their parameters. Layouts that leave positions
+    idle have such groups of their own, under the layout; a rank that they leave idle is alone in
+    them. ``spans`` are the positions between which samples of such layouts move.
     """
 
     rank: int
@@ -77,21 +83,21 @@ class World:
     position: int
     placement: tuple[int, ...]
     control: Group
-    neighbours: dict[int, Group]
-    peers: dict[int, Group]
-    likes: dict[int, Group]
-    gathers: dict[int, Group] = field(default_factory=dict)
-    reads: dict[int, Group] = field(default_factory=dict)
-    fetches: dict[int, Group] = field(default_factory=dict)
+    neighbours: dict[Place, Group]
+    peers: dict[Place, Group]
+    likes: dict[Place, Group]
+    gathers: dict[Place, Group] = field(default_factory=dict)
+    reads: dict[Place, Group] = field(default_factory=dict)
+    fetches: dict[Place, Group] = field(default_factory=dict)
+    spans: dict[range, Group] = field(default_factory=dict)
+
+    def place(self, layout: Layout) -> Place:
+        """What the groups of a layout are found under."""
+        return place_of(layout, self.size)
 
     def by_position(self, by_rank: Sequence[int]) -> tuple[int, ...]:
         """Reorders what is listed by rank."""
         return tuple(by_rank[rank] for rank in self.placement)
-
-    def group_of(self, degree: int) -> range:
-        """The positions of this rank's group of that degree."""
-        start = self.position - self.position % degree
-        return range(start, start + degree)
 
 
 def make_world(
@@ -99,43 +105,80 @@ def make_world(
     degrees: Iterable[int],
     device: torch.device,
     timeout_s: float,
-    sharded: Iterable[int] = (),
-    fetched: Iterable[int] = (),
+    sharded: Iterable[Place] = (),
+    fetched: Iterable[Place] = (),
+    parts: Iterable[Layout] = (),
 ) -> World:
     """Creates the groups that layouts of ``degrees`` need for tensors on ``device``, those of
     ``sharded`` also for shards among peers, of ``fetched`` for parameters that are put together for
-    each use. Collective over all ranks.
+    each use; and those of layouts that take a part of the ranks (``parts``). Collective over all
+    ranks.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     limit = timedelta(seconds=timeout_s + GRACE_S)
     maker = _Maker(rank, tuple(placement), device.type, limit)
     everyone = [range(size)]
     control = maker.make("control", everyone, CONTROL_BACKEND)
-    peers = {1: maker.make("exchange", everyone)}
-    likes = {1: maker.make("statistics", everyone)}
-    neighbours = {}
+    peers: dict[Place, Group] = {1: maker.make("exchange", everyone)}
+    likes: dict[Place, Group] = {1: maker.make("statistics", everyone)}
+    neighbours: dict[Place, Group] = {}
     for degree in sorted({d for d in degrees if d > 1}):
-        layout = Layout(groups=size // degree, degree=degree)
+        layout = _whole(degree, size)
         same = [layout.peers(member) for member in range(degree)]
         neighbours[degree] = maker.make(
             f"redistribution {degree}", [layout.group(g) for g in range(layout.groups)]
         )
         peers[degree] = maker.make(f"exchange {degree}", same)
         likes[degree] = maker.make(f"statistics {degree}", same)
-    gathers, reads, fetches = {}, {}, {}
+    spans: dict[range, Group] = {}
+    for layout in sorted({one for part in parts for one in (part, flat(part))}):
+        same = [layout.peers(member) for member in range(layout.degree)]
+        if layout.degree > 1:
+            groups = [layout.group(g) for g in range(layout.groups)]
+            neighbours[layout] = maker.make("redistribution in parts", groups)
+        peers[layout] = maker.make("exchange in parts", same)
+        likes[layout] = maker.make("statistics in parts", same)
+        for span in (range(size), layout.positions):
+            if span not in spans:
+                spans[span] = maker.make("redistribution in parts", [span])
+    gathers: dict[Place, Group] = {}
+    reads: dict[Place, Group] = {}
+    fetches: dict[Place, Group] = {}
     for_uses = set(fetched)
-    for degree in sorted(set(sharded)):
-        layout = Layout(groups=size // degree, degree=degree)
-        same = [layout.peers(member) for member in range(degree)]
-        gathers[degree] = maker.make(f"parameters {degree}", same)
-        reads[degree] = maker.make(f"reads {degree}", same)
-        if degree in for_uses:
-            fetches[degree] = maker.make(f"uses {degree}", same)
+    for place in sorted(set(sharded), key=_in_order):
+        layout = place if isinstance(place, Layout) else _whole(place, size)
+        same = [layout.peers(member) for member in range(layout.degree)]
+        told = "in parts" if isinstance(place, Layout) else str(place)
+        gathers[place] = maker.make(f"parameters {told}", same)
+        reads[place] = maker.make(f"reads {told}", same)
+        if place in for_uses:
+            fetches[place] = maker.make(f"uses {told}", same)
     position = maker.placement.index(rank)
     return World(
         rank, size, position, maker.placement, control, neighbours, peers, likes, gathers, reads,
-        fetches,
+        fetches, spans,
     )  # fmt: skip
+
+
+def place_of(layout: Layout, size: int) -> Place:
+    """What the groups of a layout of ``size`` ranks are found under."""
+    return layout.degree if layout.size == size else layout
+
+
+def flat(layout: Layout) -> Layout:
+    """The same positions, each with samples of its own: what holds parameters that a divided unit
+    has whole."""
+    return Layout(groups=layout.size, first=layout.first)
+
+
+def _whole(degree: int, size: int) -> Layout:
+    return Layout(groups=size // degree, degree=degree)
+
+
+def _in_order(place: Place) -> tuple[bool, int, int, int]:
+    if isinstance(place, Layout):
+        return True, place.groups, place.degree, place.first
+    return False, place, 0, 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +191,8 @@ class _Maker:
     def make(
         self, label: str, divisions: Sequence[Sequence[int]], backend: str | None = None
     ) -> Group:
-        """The group of this rank among those that ``divisions`` (of positions) describe."""
+        """The group of this rank among those that ``divisions`` (of positions) describe, or one of
+        itself alone."""
         mine: Group | None = None
         for positions in divisions:
             ranks = tuple(self.placement[p] for p in positions)
@@ -158,8 +202,7 @@ class _Maker:
             if self.rank in ranks:
                 stream = handle is not None and backend is None and self._on_stream(handle)
                 mine = Group(ranks, ranks.index(self.rank), handle, label, stream)
-        assert mine is not None
-        return mine
+        return mine or Group((self.rank,), 0, None, label)
 
     def _handle(self, label: str, ranks: list[int], backend: str | None) -> Any:
         default = dist.group.WORLD

@@ -11,7 +11,7 @@ import pytest
 import torch
 from meshwright import models
 from meshwright.executor.apply import apply
-from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.capability import CAPABILITY, SEARCHED
 from meshwright.executor.headroom import account, overflowed
 from meshwright.executor.memory.peak import budget
 from meshwright.executor.parallel import is_parallel
@@ -82,7 +82,7 @@ def problem_of(found: ModelProfile, one: Triple) -> Problem:
         memory_limit_bytes=int(one.share * plain),
         micro_batches=tuple(m for m in (1, 2, 4) if 2 * m <= one.batch),
     )
-    return Problem(found, links, goal, CAPABILITY, executor=CAPABILITY, either=True)
+    return Problem(found, links, goal, SEARCHED, executor=CAPABILITY, either=True)
 
 
 def peak_under(plan: Plan, one: Triple, limit_bytes: int) -> int:

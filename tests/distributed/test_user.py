@@ -545,6 +545,7 @@ def says_what_is_wrong(rank: int) -> None:
     """What apply refuses, before anything is changed."""
     bad = unit("2", 2, "pair", 2)
     missing = unit("9", 1, "none", 2)
+    releasing = msgspec.structs.replace(unit("2", 1, "none", 1), early_release=True)
     sparse = nn.Sequential(nn.Embedding(4, 3, sparse=True))
     lone = nn.Sequential(nn.Linear(4, 6))
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -558,7 +559,7 @@ def says_what_is_wrong(rank: int) -> None:
         (nn.Linear(2, 2, device="meta"), None, plan(2), "meta device"),
         (tied, None, plan(2, [unit("0", 2, "column", 2)]), "'1.weight' whole"),
         (lone, None, plan(2, [unit("0", 2, "column", 2, ())]), "no input of it carries the batch"),
-        (net(), None, idle(plan(2)), "leaves ranks idle"),
+        (net(), None, plan(2, [releasing]), "leaves ranks idle"),
     ):
         before = {
             k: v.clone() for k, v in model.state_dict().items() if not v.is_meta and not lazy(v)
@@ -578,11 +579,6 @@ def says_what_is_wrong(rank: int) -> None:
 
 def lazy(tensor: Tensor) -> bool:
     return nn.parameter.is_lazy(tensor)
-
-
-def idle(chosen):
-    narrow = unit("2", 1, "none", 1)
-    return msgspec.structs.replace(chosen, units=(narrow,))
 
 
 def scaler_skips_everywhere(rank: int) -> None:

@@ -57,12 +57,12 @@ def cut_in_place(model: nn.Module, cut: ParameterCut, degree: int, member: int) 
             "call zero_grad() before dividing it"
         )
     shard = slice_parameter(tensor.detach(), cut, degree, member)
-    _forget_accumulator(tensor)
+    forget_accumulator(tensor)
     tensor.data = shard
     setattr(tensor, _MARK, wanted)
 
 
-def _forget_accumulator(tensor: Tensor) -> None:
+def forget_accumulator(tensor: Tensor) -> None:
     """Lets the next backward make the tensor's gradient accumulator anew.
 
     A graph that is still alive (of a forward before, in profiling or the user's own) keeps the

@@ -266,7 +266,8 @@ def test_script_that_is_not_there(meshwright, plan_file):
 
 def test_what_the_executor_cannot_run_is_refused_by_name(meshwright, plan_file, plan):
     conv = next(i for i, u in enumerate(plan.units) if u.kind == "conv")
-    unit = msgspec.structs.replace(plan.units[conv], layout=Layout(groups=1, degree=1))
+    narrow = Layout(groups=1, degree=1)
+    unit = msgspec.structs.replace(plan.units[conv], layout=narrow, early_release=True)
     units = (*plan.units[:conv], unit, *plan.units[conv + 1 :])
     save(msgspec.structs.replace(plan, units=units), plan_file)
     for verb in ("launch", "verify"):

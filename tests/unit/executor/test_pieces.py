@@ -16,6 +16,8 @@ from meshwright.executor.ranks.control import Row, check_rows
 from meshwright.executor.ranks.watch import DEFAULT_TIMEOUT_S, time_limit
 from meshwright.executor.scaling import scale_output
 from meshwright.planner.errors import InputError, RunError
+from meshwright.planner.layout import Layout
+from meshwright.planner.ownership import Held
 from meshwright.units.workload import Batch
 
 
@@ -110,7 +112,9 @@ def test_a_held_tensor_goes_home_once_when_it_is_touched():
         trips.append(torch.is_grad_enabled())
         return local.sum(1, keepdim=True).expand(4, 5) * 1
 
-    held = HeldTensor.of(local, torch.Size([4, 5]), 1, None, bring)
+    source = Held(Layout(groups=1, degree=2), "features")
+    held = HeldTensor.of(local, torch.Size([4, 5]), 1, None, bring, source)
+    assert not held.changes
     assert (held.shape, held.size(1), held.ndim, held.dtype) == ((4, 5), 5, 2, torch.float32)
     assert not trips
     with torch.no_grad():
@@ -119,6 +123,10 @@ def test_a_held_tensor_goes_home_once_when_it_is_touched():
     assert trips == [True]
     assert torch.equal(local.grad, torch.tensor([[15.0], [5.0], [5.0], [5.0]]).expand(4, 2))
     assert bring_home({"a": [held]})["a"][0] is held.home()
+    assert not held.changes
+    with torch.no_grad():
+        held.zero_()
+    assert held.changes == 1
 
 
 def test_a_shard_is_a_plain_tensor_but_for_its_norm():

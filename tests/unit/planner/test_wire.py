@@ -1,0 +1,87 @@
+"""What each position sends, by hand."""
+
+from meshwright.planner.capability import EVERYTHING
+from meshwright.planner.goal import Goal
+from meshwright.planner.layout import Layout
+from meshwright.planner.plan import Plan, Prediction, Provenance, UnitPlan
+from meshwright.planner.profile import EdgeProfile
+from meshwright.planner.wire import moved_bytes, ring_bytes
+from msgspec.structs import replace
+
+NOTHING = Prediction(
+    step_s=0.0, compute_s=0.0, blocking_s=0.0, exposed_s=0.0, update_s=0.0, exchange_s=0.0,
+    wire_bytes=0, peak_bytes=(), gpu_seconds=0.0, samples_per_s=0.0,
+)  # fmt: skip
+EVEN = (2, 2)
+
+
+def plan(*units: UnitPlan) -> Plan:
+    ends = [unit("@input", Layout(groups=2)), unit("@output", Layout(groups=2))]
+    return Plan(
+        target="test",
+        model="test",
+        world_size=2,
+        goal=Goal(batch=4),
+        placement=(0, 1),
+        units=(ends[0], *units, ends[1]),
+        prediction=NOTHING,
+        baseline=NOTHING,
+        provenance=Provenance(solver="hand", status="manual", profile="", cluster=""),
+    )
+
+
+def unit(name: str, layout: Layout, **options) -> UnitPlan:
+    modules = () if name.startswith("@") else (name,)
+    return UnitPlan(name=name, kind="linear", modules=modules, layout=layout, **options)
+
+
+def edge(source: str, target: str, size: float, back: float, features: int = 1) -> EdgeProfile:
+    return EdgeProfile(
+        source=source,
+        target=target,
+        bytes_per_sample=size,
+        gradient_bytes_per_sample=back,
+        features=features,
+    )
+
+
+def test_a_burst_fetches_its_samples_and_gives_them_back():
+    made = plan(unit("a", Layout(groups=1)))
+    flows = [edge("@input", "a", 10, 0), edge("a", "@output", 7, 7)]
+    # Position 1 sends its two samples there; their results come back, and gradients of these go.
+    assert moved_bytes(made, flows, EVEN) == [2 * 7, 2 * 10 + 2 * 7]
+
+
+def test_what_two_units_need_alike_travels_once():
+    there = Layout(groups=1, first=1)
+    made = plan(unit("a", there), unit("b", there))
+    flows = [edge("@input", "a", 10, 10), edge("@input", "b", 10, 10)]
+    assert moved_bytes(made, flows, EVEN) == [2 * 10, 2 * 10]
+    apart = plan(unit("a", there), unit("b", Layout(groups=1)))
+    assert moved_bytes(apart, flows, EVEN) == [2 * 10 + 2 * 10, 2 * 10 + 2 * 10]
+
+
+def test_sums_are_sent_again_where_they_are_computed_again():
+    row = unit("a", Layout(groups=1, degree=2), style="row")
+    flows = [edge("a", "@output", 6, 6)]
+    assert moved_bytes(plan(row), flows, (1, 3)) == [3 * 6 + 1 * 6, 1 * 6 + 3 * 6]
+    again = replace(row, memory="recompute")
+    assert moved_bytes(plan(again), flows, (1, 3)) == [2 * 3 * 6 + 1 * 6, 2 * 1 * 6 + 3 * 6]
+
+
+def test_a_ring_sends_its_share():
+    assert ring_bytes(100, 1) == 0
+    assert ring_bytes(100, 2) == 100
+    assert ring_bytes(100, 4) == 150
+
+
+def test_units_that_leave_ranks_idle_may_have_fewer_policies():
+    narrow = replace(EVERYTHING, idle_exchange=("dense",), idle_release=False)
+    part, whole = Layout(groups=1), Layout(groups=2)
+    assert narrow.suits(part, 2, "dense", early_release=False)
+    assert not narrow.suits(part, 2, "dense", early_release=True)
+    assert not narrow.suits(part, 2, "topk", early_release=False)
+    assert narrow.suits(whole, 2, "topk", early_release=True)
+    asked = unit("a", part, exchange="topk")
+    assert "leaves ranks idle" in narrow.refusal(asked, 2)
+    assert EVERYTHING.refusal(asked, 2) is None
