@@ -92,7 +92,8 @@ def decision_table(plan: Plan, *, fold: bool = True) -> Table:
     """
     headings = ("unit", "kind", "parameters", "layout", "style", "forward", "backward", "comm.")
     table = empty_table("Decisions: layout is (groups, members of each)", headings, left=2)
-    table.caption, table.caption_justify = COMMUNICATION, "left"
+    table.caption = COMMUNICATION
+    table.caption_justify = "left"
     free = ("input", "output", "glue")
     shown = [u for u in plan.units if not fold or u.kind not in free or _communication(u) > 0]
     runs = [list(run) for _, run in groupby(shown, _decision)] if fold else [[u] for u in shown]

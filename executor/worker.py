@@ -79,7 +79,8 @@ def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
     from ..planner.noun import write_whole
 
     expected = isinstance(error, MeshwrightError)
-    message, memory = str(error) or type(error).__name__, None
+    message = str(error) or type(error).__name__
+    memory: dict[str, object] | None = None
     if not expected and "torch" in sys.modules:
         from .headroom import account, overflowed
 

@@ -7,6 +7,7 @@ not be left for the end of its own.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,5 +27,5 @@ def _will_come(parameter: nn.Parameter) -> bool:
     with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
         made = parameter.view_as(parameter).grad_fn
         assert made is not None
-        node = made.next_functions[0][0]  # the same one for as long as any graph has it
-    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[arg-type]
+        node: Any = made.next_functions[0][0]  # the same one for as long as any graph has it
+    return bool(torch._C._will_engine_execute_node(node))
