@@ -403,9 +403,8 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor, more: bool) -> Tensor:
         for layer in self.layers:
-            main, other = layer["main"].weight, layer["more"].weight
-            used = main + other if more else main
-            x = torch.tanh(x @ used.t())
+            main = layer["main"](x)
+            x = torch.tanh(main + layer["more"](x) if more else main)
         return x
 
 

@@ -281,7 +281,7 @@ def test_parameters_unused_on_some_ranks_or_on_all(ranks, feedback):
 HOWS = (
     {"weight_decay": 0.1},
     {"weight_decay": 0.1, "momentum": 0.9},
-    {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True},
+    {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True},
 )
 
 
