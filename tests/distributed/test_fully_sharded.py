@@ -393,7 +393,7 @@ def loads_between_forward_and_backward(rank: int) -> None:
 class Branching(nn.Module):
     """Layers with two large weights, of which the second is left out by what a rank's data are."""
 
-    def __init__(self, layers: int = 4) -> None:
+    def __init__(self, layers: int = 6) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.layers = nn.ModuleList(
