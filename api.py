@@ -17,12 +17,14 @@ from .planner.errors import InputError
 from .planner.explain import Explanation
 from .planner.explain import explain as explain_plan
 from .planner.goal import Goal
+from .planner.micro_batches import quicker_in_parts as find_quicker
 from .planner.moments import MemoryTimeline
 from .planner.moments import memory_timeline as timeline_of
 from .planner.multiplex.jobs import Assumptions
 from .planner.multiplex.report import ClusterReport
 from .planner.pareto import Front, described_front
 from .planner.plan import Plan
+from .planner.problem import Relaxation
 from .planner.profile import ModelProfile
 from .planner.sensitivity import Sizes, gains_of
 from .planner.sensitivity import sizes as plan_sizes
@@ -123,6 +125,28 @@ def plan(
     remember(problem.profile)
     remember(cluster)
     return found
+
+
+def quicker_in_parts(
+    plan: Plan,
+    profile: ModelProfile | None = None,
+    cluster: Cluster | None = None,
+    *,
+    forbidden: Sequence[str] = (),
+    schedule: Schedules = "auto",
+) -> Relaxation | None:
+    """More micro-batches than the plan's goal allows with which the same batch would be quicker
+    within its memory limit; None where there are none, or memory holds nothing back.
+
+    The profile and the cluster are found as for ``explain``; the rest as it was planned. Under
+    more micro-batches the training loop goes through ``micro_batches(model, batch, count)``.
+    """
+    made, there = made_from(plan, profile, cluster)
+    hypothetical = bool(plan.hypothetical)
+    problem = problem_for(
+        made, there, plan.goal, hypothetical=hypothetical, forbidden=forbidden, schedule=schedule
+    )
+    return find_quicker(problem, plan)
 
 
 def sizes(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from . import __version__
 from .commands import explaining, measuring, multiplexing, planning, running
-from .planner.errors import InputError, MeshwrightError
+from .planner.errors import InputError, MemoryRunError, MeshwrightError
 
 STOPPED = 130
 """The exit code of a command that Ctrl-C ended: 128 + SIGINT, as shells have it."""
@@ -26,12 +28,32 @@ for _room in (measuring, planning, explaining, multiplexing, running):
     _room.add_to(app)
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"meshwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before_any_verb(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_tell_version, is_eager=True, help="Show the version and end."
+        ),
+    ] = False,
+) -> None:
+    """Options that stand before the verb."""
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code: 0, 1 for a failed run, 2 for wrong input, 3 where no plan
     fits, 130 when stopped. What a user can mend is said in one sentence on stderr."""
     try:
         given = running.separate_script(sys.argv[1:] if arguments is None else arguments)
         code = app(args=given, prog_name="meshwright", standalone_mode=False)
+    except MemoryRunError as error:
+        return _say(error.sentence, error.exit_code, error.details)
     except MeshwrightError as error:
         return _say(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
@@ -45,16 +67,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if words is None:
             raise
         # Without arguments typer has shown the help and says nothing more.
-        return _say(_usage(words()), InputError.exit_code) if words() else InputError.exit_code
+        usage = _usage(words(), getattr(getattr(error, "ctx", None), "command_path", ""))
+        return _say(usage, InputError.exit_code) if words() else InputError.exit_code
     return code if isinstance(code, int) else 0
 
 
-def _usage(message: str) -> str:
-    return f"{message.rstrip('.')}; 'meshwright --help' lists commands and options"
+def _usage(message: str, command: str) -> str:
+    """What is wrong, and the help that tells how to write it: the verb's own, once there is one."""
+    lists = "lists its options" if " " in command else "lists commands and options"
+    return f"{message.rstrip('.')}; '{command or 'meshwright'} --help' {lists}"
 
 
-def _say(message: str, code: int) -> int:
-    print(f"meshwright: {' '.join(message.split())}", file=sys.stderr)
+def _say(message: str, code: int, details: Sequence[str] = ()) -> int:
+    lines = [f"meshwright: {message}", *details]
+    print("\n  ".join(" ".join(line.split()) for line in lines), file=sys.stderr)
     return code
 
 

@@ -28,6 +28,54 @@ _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
 }
 
 
+SETTINGS = {
+    "target": "model",
+    "world_size": "ranks",
+    "micro_batches": "micro-batches",
+    "bucket_bytes": "largest bucket or slice",
+    "schedule": "how gradients travel",
+    "placement": "ranks in order of position",
+    "solver": "solver",
+    "goal.batch": "global batch",
+    "goal.memory_limit_bytes": "memory limit of a rank",
+    "goal.optimizer": "optimizer",
+    "goal.micro_batches": "micro-batches allowed",
+    "goal.batch_statistics": "batch statistics of",
+    "goal.allow_lossy": "lossy exchange allowed",
+    "goal.min_fidelity": "least share of gradient energy",
+    "goal.amplification_limit": "limit on device time, x one device",
+    "goal.unit_amplification_limit": "the same for each unit",
+    "goal.objective": "what is least",
+    "goal.time_limit_s": "longest step allowed",
+    "goal.slice_bytes": "slice sizes allowed",
+    "goal.background": "background job",
+    "goal.pins": "pins",
+    "goal.all_layouts": "all layouts tried",
+}
+"""What people call the settings that a ``Comparison`` names by their fields."""
+_NO_VALUE = {
+    "goal.memory_limit_bytes": "the device's own",
+    "goal.slice_bytes": "not given",
+    "goal.pins": "none",
+}
+
+
+def _setting(name: str, value: str) -> str:
+    """A setting as people write it."""
+    if not value:
+        return _NO_VALUE.get(name, "no limit")
+    words = [_shown(name, part) for part in value.split(", ")]
+    return ", ".join(words)
+
+
+def _shown(name: str, text: str) -> str:
+    if name.endswith("_bytes") and text.isdigit():
+        return size(int(text))
+    if name.endswith("time_limit_s"):
+        return seconds(float(text))
+    return {"True": "yes", "False": "no", "gpu_seconds": "device time"}.get(text, text)
+
+
 def comparison_tables(found: Comparison, first: str, second: str) -> list[Table | str]:
     """What two plans predict, and where they differ."""
     shown: list[Table | str] = []
@@ -38,7 +86,11 @@ def comparison_tables(found: Comparison, first: str, second: str) -> list[Table 
         rows.append((name, show(figure.first), show(figure.second), by))
     shown.append(figures_table("Predicted for one step", ("", first, second, "ratio"), rows))
     if found.settings:
-        shown.append(figures_table("Settings", ("", first, second), found.settings))
+        settings = [
+            (SETTINGS.get(name, name), _setting(name, mine), _setting(name, theirs))
+            for name, mine, theirs in found.settings
+        ]
+        shown.append(figures_table("Settings", ("", first, second), settings))
     if found.units:
         differing = [
             (u.name, u.first or "-", u.second or "-", seconds(u.first_s), seconds(u.second_s))

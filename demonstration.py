@@ -118,7 +118,7 @@ def _plans(profile: ModelProfile, cluster: Cluster, say: Say) -> tuple[Plan, Pla
     plan = api.plan(profile, cluster, goal)
     say(decision_table(plan))
     say(prediction_table(plan))
-    say(f"Predicted to be {gain(plan)}.")
+    say(f"{gain(plan)}.")
     return plan, make_plan(profile, cluster, goal)
 
 

@@ -120,7 +120,9 @@ def _gains(gains: Sequence[Gain], objective: str) -> Table:
     rows = []
     for gain in gains:
         if gain.after_s is None:
-            rows.append((gain.change, seconds(gain.before_s), "no plan found", "", gain.method))
+            then = "not known" if gain.reason else "no plan found"
+            known_by = gain.reason or gain.method
+            rows.append((gain.change, seconds(gain.before_s), then, "", known_by))
             continue
         share = gain.saved_s / gain.before_s if gain.before_s else 0.0
         saved = f"{100 * share:.1f}%" if abs(share) >= NEGLIGIBLE else "nothing"

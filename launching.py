@@ -6,12 +6,19 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from .executor.launch import Ranks, check_plan, run_ranks
 from .executor.report import PLAN_VARIABLE, REPORT_VARIABLE, RunReport, collect, report_of_script
+from .executor.start import cores
 from .executor.worker import STDOUT_TO_STDERR
-from .planner.errors import InputError
+from .overflow import with_a_plan_that_fits
+from .planner.cluster import Cluster
+from .planner.errors import InputError, MemoryRunError
 from .planner.noun import save
 from .planner.plan import Plan
+from .profiler.device import device_name
+from .remember import find
 from .tasks import PLAN, Task, run_task
 
 
@@ -19,9 +26,17 @@ def launch(plan: Plan, script: Sequence[str], steps: int, ranks: Ranks) -> RunRe
     """See ``api.launch``. None where this host has no rank 0, or where a script made too few
     optimizer steps under the plan to measure."""
     check_plan(plan, ranks.world_size)
-    if not script:
-        return run_task(Task(name="train", steps=steps), ranks, RunReport, plan)
-    _check_script(script)
+    if script:
+        _check_script(script)
+    try:
+        if not script:
+            return run_task(Task(name="train", steps=steps), ranks, RunReport, plan)
+        return _launch_script(plan, script, ranks)
+    except MemoryRunError as error:
+        raise with_a_plan_that_fits(error, plan) from None
+
+
+def _launch_script(plan: Plan, script: Sequence[str], ranks: Ranks) -> RunReport | None:
     with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
         folder = Path(name)
         save(plan, folder / PLAN)
@@ -29,6 +44,38 @@ def launch(plan: Plan, script: Sequence[str], steps: int, ranks: Ranks) -> RunRe
         run_ranks(script, ranks.telling(told), folder)
         found = collect(folder)
     return report_of_script(plan, found) if found and ranks.node_rank == 0 else None
+
+
+def differences(plan: Plan, ranks: int) -> list[str]:
+    """What a run of ``ranks`` of a plan's ranks on this host has of other devices than those that
+    the plan was made for, each in a sentence; told before anything is started."""
+    found = []
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    on_cpu = gpus < ranks
+    if on_cpu and gpus:
+        found.append(
+            f"{_ranks(ranks)} of the plan start on this host, which has {gpus} GPUs: they run on "
+            "its CPU; spread them over hosts with --nnodes, or plan for what is here"
+        )
+    elif on_cpu and ranks > cores():
+        found.append(
+            f"{_ranks(ranks)} of the plan start on this host, which has {cores()} cores: they take "
+            "turns, and a step takes longer than predicted; spread them over hosts with --nnodes, "
+            "or plan for what is here"
+        )
+    made_for = find(Cluster, plan.provenance.cluster)
+    here = device_name(torch.device("cpu") if on_cpu else torch.device("cuda", 0))
+    names = sorted({device.name for device in made_for.devices}) if made_for else [here]
+    if names != [here]:
+        found.append(
+            f"the plan was made for {' and '.join(names)} and this host has {here}: what is "
+            "measured here says little of the prediction"
+        )
+    return found
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def ranks_for(

@@ -58,7 +58,11 @@ def device_of(name: str | None) -> torch.device:
     if name is None:
         return local_device()
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device {name!r} is not here: this machine's torch sees no GPU")
+        raise InputError(
+            f"device {name!r} is not here: torch sees no GPU on this machine (with one, install a "
+            "torch that is built for CUDA); measure on 'cpu', or name a catalogued device that is "
+            "not here, such as 'h100-sxm', to estimate"
+        )
     return torch.device(name)
 
 

@@ -106,7 +106,7 @@ def _given_plan(plan: Plan | str | Path | None) -> Plan | None:
     source = plan if plan is not None else os.environ.get(PLAN_VARIABLE)
     if source is None or isinstance(source, Plan):
         return source
-    return load(Plan, source)
+    return load(Plan, source, "plan")
 
 
 def _make_plan(

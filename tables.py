@@ -15,17 +15,32 @@ from .screen import empty_table, gap_text, names_of, rate, seconds, size
 
 
 def gain(plan: Plan) -> str:
-    """How many times the speed of plain data parallelism, in words."""
+    """What the plan is beside plain data parallelism, in words: how many times as fast, or what it
+    costs to fit where that does not."""
     by = plan.speedup
-    text = "the same as plain data parallelism" if abs(by - 1) < 0.005 else ""
-    text = text or f"{by:.2f} times as fast as plain data parallelism"
-    return text if plan.baseline_fits else f"{text}, which does not fit in memory"
+    counts = f", in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    same = abs(by - 1) < 0.005
+    if plan.baseline_fits:
+        text = "the same as" if same else f"{by:.2f} times as fast as"
+        return f"Predicted to be {text} plain data parallelism{counts}"
+    text = f"is predicted to be {by:.2f} times as fast as that would be"
+    if same or by < 1:
+        times = "as long" if same else f"{1 / by:.2f} times as long"
+        text = f"is predicted to take {times} as that would"
+    needs = size(max(plan.baseline.peak_bytes, default=0))
+    return (
+        f"Plain data parallelism does not fit in memory (it needs {needs} of a rank); this plan "
+        f"does{counts}, and {text}"
+    )
 
 
 def verdict(plan: Plan) -> str:
-    """The gain, and what its solver proved: status, bound and gap."""
-    counts = f", in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
-    return f"Predicted to be {gain(plan)}{counts}; {_proof(plan)}."
+    """The gain; and what its solver proved, status, bound and gap, of which figure."""
+    return f"{gain(plan)}; {_proof(plan)}."
+
+
+SEEN = 0.005
+"""Of two figures that differ by less, both read the same."""
 
 
 def _proof(plan: Plan) -> str:
@@ -38,11 +53,28 @@ def _proof(plan: Plan) -> str:
     }[by.status]
     if not by.bound_s or by.gap is None:  # a bound of 0 says nothing
         return words
-    what = "step" if plan.goal.objective == "time" else "device time"
-    return (
+    by_time = plan.goal.objective == "time"
+    what = "step" if by_time else "device time"
+    text = (
         f"{words} (no {what} by the formula is below {seconds(by.bound_s)}, gap "
         f"{gap_text(by.gap)}, {by.solve_s:.1f} s of search)"
     )
+    formula_s = by.bound_s / (1 - by.gap) if by.gap < 1 else 0.0
+    shown_s = plan.prediction.step_s if by_time else plan.prediction.gpu_seconds
+    if not formula_s or abs(shown_s / formula_s - 1) < SEEN:
+        return text
+    return (
+        f"{text}. The proof is about the formula, by which this plan takes {seconds(formula_s)}; "
+        f"the {seconds(shown_s)} above are simulated, with gradients in the messages in which they "
+        "travel and what computing and communicating cost each other"
+    )
+
+
+COMMUNICATION = (
+    "comm.: waiting for inputs and inside the unit, both ways, and the whole exchange of its "
+    "gradients, of which computing may hide a part"
+)
+"""What the last column of the decisions adds up."""
 
 
 def _communication(unit: UnitPlan) -> float:
@@ -60,6 +92,8 @@ def decision_table(plan: Plan, *, fold: bool = True) -> Table:
     """
     headings = ("unit", "kind", "parameters", "layout", "style", "forward", "backward", "comm.")
     table = empty_table("Decisions: layout is (groups, members of each)", headings, left=2)
+    table.caption = COMMUNICATION
+    table.caption_justify = "left"
     free = ("input", "output", "glue")
     shown = [u for u in plan.units if not fold or u.kind not in free or _communication(u) > 0]
     runs = [list(run) for _, run in groupby(shown, _decision)] if fold else [[u] for u in shown]

@@ -16,6 +16,8 @@ def sizes_table(found: Sizes) -> list[Table | str]:
     title = f"{found.target}, global batch {found.batch}"
     table = figures_table(title, headings, [_size(row) for row in found.rows])
     why = [f"{row.ranks} ranks: {row.why}" for row in found.rows if not row.fits]
+    if any(row.fits and not row.baseline_fits for row in found.rows):
+        why.insert(0, "* data parallelism would not fit in memory there; this plan does.")
     return [table, f"Of the given cluster's kind: {found.how}.", *why]
 
 
@@ -23,7 +25,7 @@ def _size(row: Size) -> tuple[str, ...]:
     lead = str(row.ranks), str(row.nodes)
     if row.step_s is None or row.speedup is None:
         return (*lead, "-", "-", "-", "-", "-", row.solver, "no")
-    over = f"{row.speedup:.2f}" + ("" if row.baseline_fits else " (does not fit)")
+    over = f"{row.speedup:.2f}" + ("" if row.baseline_fits else "*")
     return (
         *lead,
         seconds(row.step_s),

@@ -55,7 +55,7 @@ def explain(
     """Why a plan is as it is: each unit's alternatives, what binds, what more would buy."""
     from .. import api
 
-    made = load(Plan, plan_file)
+    made = load(Plan, plan_file, "PLAN")
     if plot is not None and not memory:
         raise InputError(f"--plot {plot} draws the memory timeline: add --memory")
     if memory:
@@ -64,8 +64,8 @@ def explain(
     with progress("explaining") as step:
         found = api.explain(
             made,
-            load(ModelProfile, profile) if profile else None,
-            load(Cluster, cluster) if cluster else None,
+            load(ModelProfile, profile, "--profile") if profile else None,
+            load(Cluster, cluster, "--cluster") if cluster else None,
             best=best,
             what_if=what_if,
             time_limit_s=time_limit,
@@ -88,8 +88,8 @@ def _memory(
     check_out(plot)
     found = api.memory_timeline(
         made,
-        load(ModelProfile, profile) if profile else None,
-        load(Cluster, cluster) if cluster else None,
+        load(ModelProfile, profile, "--profile") if profile else None,
+        load(Cluster, cluster, "--cluster") if cluster else None,
     )
     if plot is not None:
         plot_memory(found, plot)
@@ -105,5 +105,5 @@ def compare(
     """Two plans side by side: what they decide differently and what they predict."""
     from .. import api
 
-    found = api.compare(load(Plan, first), load(Plan, second))
+    found = api.compare(load(Plan, first, "A"), load(Plan, second, "B"))
     deliver(found, None, json, *comparison_tables(found, first.name, second.name))

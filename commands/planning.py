@@ -13,7 +13,7 @@ from ..planner.errors import InputError
 from ..planner.goal import Goal
 from ..planner.noun import load
 from ..planner.pins import parse_wishes
-from ..planner.plan import LOSSY
+from ..planner.plan import LOSSY, Plan
 from ..planner.profile import ModelProfile
 from ..screen import progress
 from ..tables import decision_table, prediction_table, verdict
@@ -140,8 +140,10 @@ def plan(
         pins=wishes.pins,
         all_layouts=all_layouts,
     )
-    there = load(Cluster, cluster)
-    what: str | ModelProfile = load(ModelProfile, target) if target.endswith(".json") else target
+    there = load(Cluster, cluster, "--cluster")
+    what: str | ModelProfile = target
+    if target.endswith(".json"):
+        what = load(ModelProfile, target, "TARGET")
     options = {
         "solver": solver,
         "time_limit_s": time_limit,
@@ -176,8 +178,28 @@ def _plan(
         )
     for reason in found.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
+    note(_quicker(found, asked, options))
     table = decision_table(found, fold=fold)
     deliver(found, path, json, table, prediction_table(found), verdict(found))
+
+
+def _quicker(found: Plan, asked: Asked, options: dict[str, Any]) -> str | None:
+    """More micro-batches that would help, in a sentence."""
+    from .. import api
+
+    what, cluster, _ = asked
+    profile = what if isinstance(what, ModelProfile) else None
+    try:
+        better = api.quicker_in_parts(
+            found,
+            profile,
+            cluster,
+            forbidden=options["forbidden"],
+            schedule=options["schedule"],
+        )
+    except InputError:  # what was measured for the plan could not be kept on disk
+        return None
+    return better.sentence if better is not None else None
 
 
 def _sizes(

@@ -66,7 +66,7 @@ def verify(
 
     check_out(out_)
     _positive("--timeout", timeout)
-    made = load(Plan, plan_file)
+    made = load(Plan, plan_file, "PLAN")
     found = api.verify(made, dtype=_dtype(dtype), batch=batch, timeout_s=timeout)
     for remark in found.notes:
         note(remark)
@@ -108,7 +108,8 @@ def launch(
     check_out(report)
     _positive("--steps", steps)
     _positive("--timeout", timeout)
-    made = load(Plan, plan_file)
+    made = load(Plan, plan_file, "PLAN")
+    _say_differences(made, nproc, nnodes)
     found = api.launch(
         made,
         script or (),
@@ -125,6 +126,17 @@ def launch(
         note(_over(made, found.measured.peak_bytes))
     elif node_rank == 0:
         note("nothing was measured: the script made fewer than two optimizer steps under the plan")
+
+
+def _say_differences(plan: Plan, nproc: int | None, nodes: int) -> None:
+    """Before anything is started, that this host is not what the plan was made for. Where the
+    number of ranks is another one, that is refused."""
+    from ..launching import differences
+
+    here = nproc or plan.world_size // max(nodes, 1)
+    if here * nodes == plan.world_size:
+        for text in differences(plan, here):
+            note(text)
 
 
 def _over(plan: Plan, taken: int | None) -> str | None:

@@ -17,6 +17,8 @@ from ..planner.errors import InputError
 from ..planner.peak import CLASS_NAMES, Moment
 from ..planner.plan import Plan
 from ..units.storages import OverBudgetError
+from .exchange.freed import use_of
+from .exchange.pending import bare
 from .run import Run
 
 SWITCH = "MESHWRIGHT_CHECK_MEMORY"
@@ -128,55 +130,102 @@ def watch_memory(run: Run, model: nn.Module, optimizer: Optimizer | None) -> Non
 
         def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             before(kind, error, trace)
-            text = account(error) if overflowed(error) else None
-            if text is not None:
-                print(text, file=sys.stderr)
+            told = account(error) if overflowed(error) else None
+            if told is not None:
+                print("\n  ".join([told.sentence, *told.details, told.remedy]), file=sys.stderr)
 
         sys.excepthook = tell
     held = weakref.ref(optimizer) if optimizer is not None else None
     _watched = _Watched(weakref.ref(run), weakref.ref(model), held)
 
 
-def account(error: BaseException) -> str | None:
+class Account(NamedTuple):
+    """What a run that lacked memory has to say, sentence by sentence. ``limit_bytes`` is what the
+    rank may take in a plan that is made instead; ``remedy`` names a command that makes one."""
+
+    sentence: str
+    details: tuple[str, ...]
+    remedy: str
+    limit_bytes: int
+
+
+def account(error: BaseException) -> Account | None:
     """What the last run held when memory ran out, what was predicted, and how to make a plan that
-    fits; None where there is no run."""
+    needs less; None where there is no run. Communicates nothing: peers may be gone."""
     run, model = (_watched.run(), _watched.model()) if _watched is not None else (None, None)
     if _watched is None or run is None or model is None:
         return None
     optimizer = _watched.optimizer() if _watched.optimizer is not None else None
     plan = run.plan
-    lines = [f"rank {run.world.rank} ran out of memory: {error}"]
+    limit = _allowed(error, plan)
+    return Account(
+        f"rank {run.world.rank} ran out of memory: {_first_line(error)}",
+        (*forecast(plan), *_held(model, optimizer)),
+        f"a plan that needs less: {command(plan, limit)}",
+        limit,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def forecast(plan: Plan) -> tuple[str, ...]:
+    """What a plan was predicted to hold where it holds most, the largest first."""
     moment = plan.prediction.fullest
-    if moment is not None:
-        parts = ", ".join(
-            f"{CLASS_NAMES[name]} {_mib(count)}"
-            for name, count in sorted(moment.by_class().items(), key=lambda item: -item[1])
-            if count
-        )
-        lines.append(f"predicted at most, in the {moment.phase} of {moment.unit}: {parts}")
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if moment is None:
+        return ()
+    parts = ", ".join(
+        f"{CLASS_NAMES[name]} {_mib(count)}"
+        for name, count in sorted(moment.by_class().items(), key=lambda item: -item[1])
+        if count
+    )
+    return (
+        f"predicted at most {_mib(moment.total)}, in the {moment.phase} of {moment.unit}: {parts}",
+        "the other points of a step: meshwright explain PLAN --memory",
+    )
+
+
+def _held(model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]:
+    """What is in memory now as far as it has names, and the largest of it."""
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     held = {
-        "weights": _bytes([*model.parameters(), *model.buffers()]),
+        "weights": sum(map(_held_of, model.parameters())) + _bytes(model.buffers()),
         "optimizer state": _bytes(_state(optimizer)),
-        "weight gradients": _bytes(gradients),
+        "weight gradients": _bytes(gradients.values()),
     }
-    largest = sorted(model.named_parameters(), key=lambda item: -item[1].nbytes)[:3]
-    lines.append("held now: " + ", ".join(f"{k} {_mib(n)}" for k, n in held.items()))
-    names = ", ".join(f"{name} {_mib(p.nbytes)}" for name, p in largest)
-    lines.append(f"largest parameters: {names}")
-    lines.append(f"a plan that fits: {_command(plan, _allowed(error, plan))}")
-    return "\n  ".join(lines)
+    largest = sorted(model.named_parameters(), key=lambda item: -_bytes([item[1]]))[:3]
+    names = ", ".join(f"{name} {_mib(_bytes([p]))}" for name, p in largest)
+    return (
+        "held now: " + ", ".join(f"{k} {_mib(n)}" for k, n in held.items()),
+        f"largest parameters: {names}",
+    )
+
+
+def _held_of(parameter: nn.Parameter) -> int:
+    """Bytes of a parameter that are in memory now. Waits for nothing."""
+    used = use_of(parameter)
+    if used is None:
+        return _bytes([parameter])
+    whole = bare(parameter).untyped_storage().nbytes()
+    return whole + _bytes([used.parcel.chunks[used.entry]])
 
 
 def _allowed(error: BaseException, plan: Plan) -> int:
     """The limit to plan with: the budget that was passed, else a tenth less than was needed."""
     if isinstance(error, OverBudgetError):
         return error.limit_bytes
+    return less_than(plan)
+
+
+def less_than(plan: Plan) -> int:
+    """A tenth less than a plan needs on its fullest rank."""
     return int(0.9 * max(plan.prediction.peak_bytes, default=MIB))
 
 
-def _command(plan: Plan, limit_bytes: int) -> str:
-    counts = sorted({1, 2, 4, 8, *plan.goal.micro_batches})
+def command(plan: Plan, limit_bytes: int, micro_batches: Iterable[int] = (1, 2, 4, 8)) -> str:
+    """The command that plans the same within a limit."""
+    counts = sorted({*micro_batches, *plan.goal.micro_batches})
     return (
         f"meshwright plan {plan.target} --cluster CLUSTER --batch {plan.goal.batch} "
         f"--optimizer {plan.goal.optimizer} --micro-batches {','.join(map(str, counts))} "

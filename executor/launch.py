@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..planner.errors import InfeasibleError, InputError, RunError
+from ..planner.errors import InfeasibleError, InputError, MemoryRunError, RunError
 from ..planner.plan import Plan
 from .capability import CAPABILITY
 from .start import cores
@@ -211,19 +211,27 @@ def _kill(folder: Path) -> None:
 
 
 def _failure(folder: Path, error: ChildFailedError) -> Exception:
-    """What a rank left word of, the earliest; else how its process ended."""
+    """What a rank left word of, the earliest; else how its process ended. One that was killed left
+    no word, and those of its peers are of what came of that."""
     words = [json.loads(p.read_bytes()) for p in folder.glob("failure-*.json")]
+    killed = [r for r, f in error.failures.items() if f.exitcode == -signal.SIGKILL]
+    if killed and not any(word["memory"] for word in words):
+        # As the kernel does where memory has run out.
+        return MemoryRunError(
+            f"rank {min(killed)} ended with SIGKILL (out of memory?); its own output says more"
+        )
     if not words:
         rank, failure = error.get_first_failure()
         how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        hint = " (out of memory?)" if how == "SIGKILL" else ""
-        return RunError(f"rank {rank} ended with {how}{hint}; its own output says more")
+        return RunError(f"rank {rank} ended with {how}; its own output says more")
     first = min(words, key=lambda word: float(word["time"]))
     message = first["message"]
     if first["exit_code"] == InputError.exit_code:
         return InputError(message)
     if first["exit_code"] == InfeasibleError.exit_code:
         return InfeasibleError(message)
+    if first["memory"] is not None:
+        return MemoryRunError(message, **first["memory"])
     if first["expected"]:
         return RunError(message)
     return RunError(f"rank {first['rank']} failed with {first['kind']}: {message}")

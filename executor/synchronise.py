@@ -116,6 +116,8 @@ class GradientSynchroniser:
         self._synchronise = forward is None or forward.synchronise
         self._touched.clear()
         self._exchange.reset()
+        if self._synchronise:
+            self._exchange.foresee()
         if forward is not None:
             self._watch.post(f"is in backward after forward {forward.announce().number}")
         Variable._execution_engine.queue_callback(self._finish)
@@ -163,7 +165,8 @@ class GradientSynchroniser:
     def _vote(self, used: list[bool]) -> Gathered:
         latest = self._latest()
         forward = latest.announce().number if latest is not None else 0
-        head = [self._number, -self._number, forward, -forward]
+        trail = self._exchange.trail()
+        head = [self._number, -self._number, forward, -forward, trail, -trail]
         vector = torch.tensor(head + [int(u) for u in used], dtype=torch.int64, device="cpu")
         return self._control.most(vector, f"the end of backward after forward {forward}")
 
@@ -178,7 +181,14 @@ class GradientSynchroniser:
                 f"{-int(vector[3])}, another backward {int(vector[0])} after forward "
                 f"{int(vector[2])}: every rank must call the model and backward equally often"
             )
-        return {e for e, bit in zip(self.entries, vector[4:], strict=True) if bit}
+        if vector[4] != -vector[5]:
+            raise RunError(
+                f"ranks have put parameters of different units together until backward "
+                f"{int(vector[0])}: fully sharded units must be used in one order on every rank, "
+                "and none skipped by what a rank's data are; MESHWRIGHT_DEBUG=1 names the first "
+                "that differs, --forbid fully_sharded plans without"
+            )
+        return {e for e, bit in zip(self.entries, vector[6:], strict=True) if bit}
 
     def _check_weighted(self) -> None:
         latest = self._latest()
@@ -187,7 +197,7 @@ class GradientSynchroniser:
         counts = latest.counts()
         if len(set(counts)) > 1:
             raise RunError(
-                f"ranks feed {list(counts)} samples, and the loss was not computed from the "
-                "model's output, where their weight enters: return what the loss needs from "
-                "forward, in tensors, tuples, dicts or dataclasses"
+                f"ranks feed {', '.join(map(str, counts))} samples, and the loss was not computed "
+                "from the model's output, where their weight enters: return what the loss needs "
+                "from forward, in tensors, tuples, dicts or dataclasses"
             )

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from ..planner.compare import policy_words
 from ..planner.errors import InputError
 from ..planner.noun import Count, Noun
-from ..planner.plan import Plan
+from ..planner.plan import Plan, UnitPlan
 from ..units.workload import Batch, Workload
 from .apply import apply
 from .equality import LOSS, STATE, Deviation, DtypeName, deviations
@@ -220,15 +221,15 @@ def _compare(
     return loss + deviations(ours.state, theirs.state, STATE[dtype], kind)
 
 
+def _decided(unit: UnitPlan) -> str:
+    divided = "data parallel" if unit.style == "none" else f"{unit.style} {unit.layout}"
+    return ", ".join(["parameters", divided, *policy_words(unit)])
+
+
 def _kinds(plan: Plan) -> Callable[[str], str]:
-    """The class of a parameter: how the unit that it belongs to is divided."""
-    by_module = {
-        module: f"parameters, {unit.style} {unit.layout}"
-        if unit.style != "none"
-        else "parameters, data parallel"
-        for unit in plan.units
-        for module in unit.modules
-    }
+    """The class of a parameter: how the unit that it belongs to is divided, and how its gradients
+    are exchanged."""
+    by_module = {module: _decided(unit) for unit in plan.units for module in unit.modules}
 
     def kind(name: str) -> str:
         parts = name.split(".")

@@ -80,11 +80,14 @@ def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
 
     expected = isinstance(error, MeshwrightError)
     message = str(error) or type(error).__name__
+    memory: dict[str, object] | None = None
     if not expected and "torch" in sys.modules:
         from .headroom import account, overflowed
 
         told = account(error) if overflowed(error) else None
-        expected, message = told is not None, told or message
+        if told is not None:
+            expected, message = True, told.sentence
+            memory = {"details": told.details, "limit_bytes": told.limit_bytes}
     word = {
         "rank": rank,
         "time": time.time(),
@@ -92,6 +95,7 @@ def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
         "message": message,
         "exit_code": getattr(error, "exit_code", 1),
         "expected": expected,
+        "memory": memory,
     }
     write_whole(folder / f"failure-{rank}.json", json.dumps(word).encode())
     return expected

@@ -111,7 +111,7 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
             raise ValueError("a cluster needs at least one node")
         names = [level.name for level in self.levels]
         if len(set(names)) != len(names):
-            raise ValueError(f"a level is listed twice in {names}")
+            raise ValueError(f"a level is listed twice in {', '.join(names)}")
         if self.world_size > 1 and not self.levels:
             raise ValueError("the cluster has no links: name the bandwidth between its devices")
         if len(self.nodes) > 1 and "inter" not in names:

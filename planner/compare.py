@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from .goal import Pin
 from .noun import Noun
 from .plan import LOSSY, ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, Prediction, UnitPlan
 
@@ -40,7 +41,8 @@ class UnitDifference(Noun, frozen=True, kw_only=True):
 
 
 class Comparison(Noun, frozen=True, kw_only=True):
-    """What differs between two plans. ``settings`` are figures outside units, as texts."""
+    """What differs between two plans. ``settings`` are (field, first, second) of what is
+    outside units, as texts, empty where nothing was set."""
 
     same_model: bool
     same_cluster: bool
@@ -127,11 +129,20 @@ def _settings(first: Plan, second: Plan) -> tuple[tuple[str, str, str], ...]:
     for name in ("target", "world_size", "micro_batches", "bucket_bytes", "schedule", "placement"):
         a, b = getattr(first, name), getattr(second, name)
         if a != b:
-            rows.append((name, str(a), str(b)))
+            rows.append((name, _text(a), _text(b)))
     for name in first.goal.__struct_fields__:
         a, b = getattr(first.goal, name), getattr(second.goal, name)
         if a != b:
-            rows.append((f"goal.{name}", str(a), str(b)))
+            rows.append((f"goal.{name}", _text(a), _text(b)))
     if first.provenance.solver != second.provenance.solver:
         rows.append(("solver", first.provenance.solver, second.provenance.solver))
     return tuple(rows)
+
+
+def _text(value: object) -> str:
+    """A setting's value in plain words; nothing where there is none."""
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return ", ".join(_text(part) for part in value)
+    return f"{value.unit} {value.wish}" if isinstance(value, Pin) else str(value)

@@ -3,6 +3,10 @@
 The command line turns them into an exit code; Python callers catch them by type.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class MeshwrightError(Exception):
     """Base of the errors that Meshwright raises on purpose."""
@@ -26,3 +30,15 @@ class RunError(MeshwrightError, RuntimeError):
     """A run that had started went wrong (a rank that never came, a peer that died)."""
 
     exit_code = 1
+
+
+class MemoryRunError(RunError):
+    """A run that lacked memory, or was killed as if it had. ``details`` are lines that say what was
+    held and what would help; ``limit_bytes`` is what a rank could have taken, where that is known.
+    """
+
+    def __init__(
+        self, sentence: str, details: Sequence[str] = (), limit_bytes: int | None = None
+    ) -> None:
+        super().__init__("\n  ".join([sentence, *details]))
+        self.sentence, self.details, self.limit_bytes = sentence, tuple(details), limit_bytes

@@ -32,10 +32,11 @@ from .memory import (
 )
 from .noun import fingerprint
 from .options import Decisions, Option
+from .parcels import step_of
 from .peak import Moment
 from .plan import Plan, Prediction, Provenance, UnitPlan
 from .profile import ModelProfile
-from .schedule import ScheduleName, Step, step_of
+from .schedule import ScheduleName, Step
 from .simulate import Simulation, simulate
 from .step import Chain
 

@@ -57,6 +57,15 @@ def _floats(noun: msgspec.Struct) -> Iterator[tuple[str, float]]:
                     yield f"{name}[{i}]", item
 
 
+MADE_BY = {
+    "Plan": "'meshwright plan TARGET -c CLUSTER --batch N -o plan.json'",
+    "Cluster": "'meshwright probe -o cluster.json', or 'meshwright cluster' for one that is not "
+    "here",
+    "ModelProfile": "'meshwright profile TARGET -o profile.json'",
+}
+"""How a user makes each kind of document."""
+
+
 def encode(noun: Noun) -> bytes:
     """JSON, indented, ending in a newline; equal nouns give equal bytes."""
     return msgspec.json.format(msgspec.json.encode(noun), indent=1) + b"\n"
@@ -64,22 +73,29 @@ def encode(noun: Noun) -> bytes:
 
 def decode(cls: type[NounT], data: bytes, origin: str = "JSON") -> NounT:
     """The noun in ``data``; ``origin`` names the source in the message of an ``InputError``."""
-    _check_version(cls, data, origin)
+    if issubclass(cls, Document):
+        _check_head(cls, data, origin)
     try:
         return msgspec.json.decode(data, type=cls)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(_damaged(cls, origin, error)) from None
 
 
-def _check_version(cls: type[Noun], data: bytes, origin: str) -> None:
-    """Names a newer or older schema before its unknown fields can confuse."""
-    if not issubclass(cls, Document):
-        return
+def _check_head(cls: type[Document], data: bytes, origin: str) -> None:
+    """Names another kind of document, and a newer or older schema, before unknown fields can
+    confuse."""
     try:
         head = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return  # the typed decoder words what is wrong
-    version = head.get("schema_version") if isinstance(head, dict) else None
+    if not isinstance(head, dict):
+        return
+    kind, version = head.get("document"), head.get("schema_version")
+    if kind in MADE_BY and kind != cls.__name__:
+        raise InputError(
+            f"{origin} is a {kind}, and a {cls.__name__} is needed: make one with "
+            f"{MADE_BY[cls.__name__]}"
+        )
     if isinstance(version, int) and version != SCHEMA_VERSION:
         raise InputError(
             f"{origin} has schema version {version} and this Meshwright reads {SCHEMA_VERSION}: "
@@ -97,14 +113,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
-def load(cls: type[NounT], path: str | Path) -> NounT:
-    """Reads a noun from a file; ``InputError`` names the file and the path of a bad field."""
+def load(cls: type[NounT], path: str | Path, given: str = "") -> NounT:
+    """Reads a noun from a file; ``InputError`` names the file and the path of a bad field, and
+    ``given``, the option that the file was given to."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(f"cannot read {path}: {reason}; check the path") from None
-    return decode(cls, data, str(path))
+    return decode(cls, data, f"{given} {path}".lstrip())
 
 
 def save(noun: Noun, path: str | Path) -> None:

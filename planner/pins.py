@@ -40,6 +40,11 @@ ALWAYS = ("keep", "dense", "residual")
 """Policies that a unit falls back on."""
 
 
+def quoted(names: Iterable[str]) -> str:
+    """Names to choose from, in a sentence."""
+    return " or ".join(repr(name) for name in names)
+
+
 class Wishes(NamedTuple):
     """Pins by unit or pattern, and the policies that no unit shall have."""
 
@@ -161,7 +166,9 @@ class _States:
         if not named:
             part = [name for name in self.of if pin.unit.strip("*") in name][:3]
             near = part or get_close_matches(pin.unit, self.of, 3) or list(self.of)[:3]
-            raise InputError(f"a pin names unit {pin.unit!r}, which is not there: try {near}")
+            raise InputError(
+                f"a pin names unit {pin.unit!r}, which is not there: try {quoted(near)}"
+            )
         if not able:
             raise InputError(self._cannot(named[0], (pin,)))
         return [msgspec.structs.replace(pin, unit=name) for name in able]

@@ -117,9 +117,9 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if sorted(self.placement) != list(range(self.world_size)):
+            order = ", ".join(map(str, self.placement))
             raise ValueError(
-                f"placement {list(self.placement)} is not an order of ranks 0 to "
-                f"{self.world_size - 1}"
+                f"placement {order} is not an order of ranks 0 to {self.world_size - 1}"
             )
         for unit in self.units:
             if unit.layout.first + unit.layout.size > self.world_size:

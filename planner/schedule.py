@@ -195,7 +195,8 @@ def bucketed_s(model: CostModel, decisions: Sequence[Option]) -> LinkMatrix:
 
 def slice_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
     """Each unit's gradients in equal slices of at most ``bucket_bytes``, each one collective (two
-    where the exchange is sharded); none of those that are waited for in backward."""
+    where the exchange is sharded), as the step formulas have them (the executor packs small ones
+    together: ``parcels``); none of those that are waited for in backward."""
     found = []
     for k in reversed(range(len(decisions))):
         size = model.unit(k, decisions[k]).gradient_bytes
@@ -204,18 +205,3 @@ def slice_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Messa
             on = model.exchange(decisions[k], size / pieces)
             found += [Message((k,), LINKS[on.link], on.seconds, k, on.sent_bytes)] * pieces
     return tuple(found)
-
-
-def step_of(
-    model: CostModel,
-    decisions: Sequence[Option],
-    chain: Chain,
-    schedule: ScheduleName,
-) -> Step:
-    """The step that the executor runs under those decisions; the model's ``bucket_bytes`` is the
-    size of a slice under priority."""
-    if schedule == "barrier":
-        messages = bucket_messages(model, decisions)
-    else:
-        messages = slice_messages(model, decisions)
-    return Step(work_of(chain, model.micro_batches, schedule), messages, schedule)

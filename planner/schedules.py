@@ -64,10 +64,14 @@ def releasing_last(problem: Problem, search: Callable[[Problem], Result]) -> Res
 
 
 def _without_release(problem: Problem) -> Problem:
-    if not problem.capability.early_release:
-        return problem
-    capability = msgspec.structs.replace(problem.capability, early_release=False)
-    return replace(problem, capability=capability)
+    return _within(problem, early_release=False)
+
+
+def _within(problem: Problem, **allowed: object) -> Problem:
+    """The problem where no more than that is allowed, the same one where no more was."""
+    capability = msgspec.structs.replace(problem.capability, **allowed)
+    same = capability == problem.capability
+    return problem if same else replace(problem, capability=capability)
 
 
 def _sharding_sparingly(problem: Problem, search: Callable[[Problem], Result]) -> Result:
@@ -102,11 +106,7 @@ def without_shards(problem: Problem, policies: Collection[ExchangePolicy] = SHAR
     """The problem with no exchange sharded (by those policies), the same one where that is not
     allowed anyway."""
     known = problem.capability.exchange
-    kept = tuple(policy for policy in known if policy not in policies)
-    if kept == known:
-        return problem
-    capability = msgspec.structs.replace(problem.capability, exchange=kept)
-    return replace(problem, capability=capability)
+    return _within(problem, exchange=tuple(policy for policy in known if policy not in policies))
 
 
 def _saves_memory(problem: Problem) -> bool:

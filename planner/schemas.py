@@ -34,7 +34,8 @@ def schema_files() -> dict[str, bytes]:
 def main(arguments: list[str]) -> int:
     """Writes the schemas into the folder named."""
     if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        raise InputError(f"name one folder that exists to write schemas into, got {arguments}")
+        got = " ".join(arguments) or "nothing"
+        raise InputError(f"name one folder that exists to write schemas into, got {got}")
     for name, content in schema_files().items():
         write_whole(Path(arguments[0]) / name, content)
     return 0

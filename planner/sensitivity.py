@@ -29,12 +29,14 @@ __all__ = ["Gain", "Size", "Sizes", "gains", "gains_of", "resized", "resized_pro
 
 class Gain(Noun, frozen=True, kw_only=True):
     """What one change would buy: the step (or the objective asked for) before and with it, and how
-    that is known. ``after_s`` is None where no plan was found with the change."""
+    that is known. ``after_s`` is None where no plan was found with the change, and where none
+    could be looked for, for the ``reason`` given."""
 
     change: str
     before_s: Seconds
     after_s: Seconds | None
     method: str = "planned again"
+    reason: str = ""
 
     @property
     def saved_s(self) -> float:
@@ -84,6 +86,10 @@ def gains(
     found: list[Gain] = []
     for change, asked in _changes(problem):
         problem.report(change, len(found) / 4)
+        if isinstance(asked, str):
+            gain = Gain(change=change, before_s=before, after_s=None, method="", reason=asked)
+            found.append(gain)
+            continue
         after = solve(replace(asked, progress=None), solver, time_limit_s).objective_s
         found.append(Gain(change=change, before_s=before, after_s=after))
     return tuple(found)
@@ -100,20 +106,26 @@ def gains_of(plan: Plan, problem: Problem, time_limit_s: float | None = None) ->
     return gains(asked, unchanged, solver, time_limit_s)
 
 
-def _changes(problem: Problem) -> list[tuple[str, Problem]]:
-    """The questions; levels that no two ranks use, and sizes that the cluster says nothing of, are
-    left out."""
+NO_LINKS = "the cluster states no links between nodes: probe two hosts, or describe such a cluster"
+"""Why nothing is said of more devices where one host was measured."""
+
+
+def _changes(problem: Problem) -> list[tuple[str, Problem | str]]:
+    """The questions, or why one cannot be asked; levels that no two ranks use are left out."""
     cluster = problem.cluster
     several = {"inter": len(cluster.nodes) > 1, "intra": _shared_node(cluster)}
-    found = []
+    found: list[tuple[str, Problem | str]] = []
     for level in cluster.levels:
         if several[level.name]:
             wider = replace(problem, cluster=with_bandwidth(cluster, level.name, GBIT_BYTES))
             found.append((f"one more Gbit/s on {level.name} links", wider))
     found.append(("one more GiB of memory on every device", _with_memory(problem, GIB)))
     twice = 2 * cluster.world_size
-    if cluster.level("inter") is not None and twice % len(cluster.nodes[0].devices) == 0:
-        found.append((f"{twice} devices for {cluster.world_size}", resized_problem(problem, twice)))
+    change = f"{twice} devices for {cluster.world_size}"
+    if cluster.level("inter") is None:
+        found.append((change, NO_LINKS))
+    elif twice % len(cluster.nodes[0].devices) == 0:
+        found.append((change, resized_problem(problem, twice)))
     return found
 
 

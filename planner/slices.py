@@ -1,4 +1,4 @@
-"""How the gradients of a unit are cut into slices: each is one collective.
+"""Which gradients travel together, and how they are cut into slices: each is one collective.
 
 Large parameters are cut into equal slices, which are sent from where they are. Small ones are
 packed together, as each message has its latency: copying them costs less.
@@ -6,7 +6,7 @@ packed together, as each message has its latency: copying them costs less.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -48,6 +48,25 @@ def cut(sizes_bytes: Sequence[int], limit_bytes: int) -> tuple[Cut, ...]:
 def packed(size_bytes: int, limit_bytes: int) -> bool:
     """Whether a gradient is copied into a pack, not sent from where it lies."""
     return size_bytes < min(PACKED_BYTES, limit_bytes)
+
+
+def grouped(gradients: Iterable[tuple[Hashable, int, int]]) -> list[list[int]]:
+    """Which gradients leave together: the numbers of each parcel's, in the order given, which is
+    that of backward. Each is (what those have in common that can, unit, bytes).
+
+    Those of one unit do; units that follow each other and are small together share a parcel, as
+    each message has its latency.
+    """
+    found: list[list[int]] = []
+    open_: dict[Hashable, tuple[list[int], int, int]] = {}  # its numbers, bytes, last unit
+    for number, (kind, unit, size) in enumerate(gradients):
+        mine, there, last = open_.get(kind, ([], 0, -1))
+        if not mine or not (unit == last or fits_together(there, size)):
+            mine, there = [], 0
+            found.append(mine)
+        mine.append(number)
+        open_[kind] = mine, there + size, unit
+    return found
 
 
 def fits_together(there_bytes: int, more_bytes: int) -> bool:

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Protocol
 
 from .errors import InputError
-from .pins import spelled_out
+from .pins import quoted, spelled_out
 from .problem import INTEGER_PAIRS, Problem, Result, state_pairs
 from .schedules import by_either, sharding_sparingly
 
@@ -63,7 +63,8 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
         if name == "integer" and time_limit_s is None:
             time_limit_s = AUTO_S
     if name not in _solvers:
-        raise InputError(f"there is no solver {solver!r}: choose from {['auto', *_solvers]}")
+        known = ", ".join(["auto", *_solvers])
+        raise InputError(f"there is no solver {solver!r}: choose from {known}")
     _check(problem)
     result = _solvers[name]().solve(problem, time_limit_s)
     result = result._replace(reason="; ".join(r for r in (reason, result.reason) if r))
@@ -95,19 +96,21 @@ def _check(problem: Problem) -> None:
     goal, world = problem.goal, problem.cluster.world_size
     if all(m > 1 and goal.batch < world * m for m in goal.micro_batches):
         most = max(goal.batch // world, 1)
+        counts = " or ".join(map(str, goal.micro_batches))
         raise InputError(
-            f"a batch of {goal.batch} on {world} ranks cannot be cut into any of "
-            f"{list(goal.micro_batches)} micro-batches: allow at most {most}"
+            f"a batch of {goal.batch} on {world} ranks cannot be cut into {counts} micro-batches: "
+            f"allow at most {most} (--micro-batches {most})"
         )
     names = [unit.name for unit in problem.profile.units]
     for pin in goal.pins:
         if pin.unit not in names:
             near = get_close_matches(pin.unit, names, 3) or names[:3]
-            raise InputError(f"a pin names unit {pin.unit!r}, which is not there: try {near}")
+            raise InputError(
+                f"a pin names unit {pin.unit!r}, which is not there: try {quoted(near)}"
+            )
     if problem.placement is not None and sorted(problem.placement) != list(range(world)):
-        raise InputError(
-            f"placement {list(problem.placement)} is not an order of ranks 0 to {world - 1}"
-        )
+        order = ", ".join(map(str, problem.placement))
+        raise InputError(f"placement {order} is not an order of ranks 0 to {world - 1}")
 
 
 def _load() -> None:

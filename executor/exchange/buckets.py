@@ -212,6 +212,13 @@ class Exchange(Protocol):
     def absorb(self, entry: Entry) -> None:
         """The entry's gradient is complete, in a backward after which nothing is exchanged."""
 
+    def foresee(self) -> None:
+        """At the beginning of a backward after which gradients are exchanged: those that it will
+        not compute on this rank need not be waited for."""
+
+    def trail(self) -> int:
+        """Stands for what this rank has put together, and in which order, since the last vote."""
+
     def end(self, votes: Votes) -> None:
         """Backward is over: sends the rest."""
 
@@ -257,6 +264,13 @@ class BucketExchange:
 
     def absorb(self, entry: Entry) -> None:
         """Nothing to do: gradients add up where they are."""
+
+    def foresee(self) -> None:
+        """Nothing to do: no rank waits for a bucket before backward ends."""
+
+    def trail(self) -> int:
+        """Parameters are whole on every rank."""
+        return 0
 
     def sent(self, entry: Entry) -> bool:
         """Whether the entry's bucket has left."""

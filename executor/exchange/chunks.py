@@ -91,6 +91,7 @@ def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
                 f"of shape {list(sharing.shape)}: load a full_state_dict"
             )
         used.fetcher.chunk(used.parcel, used.entry).copy_(value.as_subclass(Tensor))
+        torch.autograd.graph.increment_version(parameter)  # as a copy into the whole would
         state[prefix + leaf] = parameter
 
 

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +53,13 @@ class Fetcher:
         self.waited_s = 0.0
         self._watch, self._announce, self._settle = watch, issued, settle
         self._issuer = Issuer()
-        self._inside = False
+        self._inside = self._graded = False
         self._task = -1
         """The backward that is going on, as autograd numbers them."""
         self._complete: dict[FullyShardedParcel, int] = {}
         self._current: FullyShardedParcel | None = None
+        self._trail = 0
+        self._ungraded: set[FullyShardedParcel] = set()
         self._followed_by: dict[tuple[bool, FullyShardedParcel], FullyShardedParcel] = {}
         self._homes: dict[int, FullyShardedParcel] = {}
         self._hooks: list[Any] = []
@@ -98,6 +101,9 @@ class Fetcher:
     def around_forward(self) -> Iterator[None]:
         """One forward of the whole model: what autograd saves in it knows where it comes from."""
         self._inside, self._current = True, None
+        self._graded = torch.is_grad_enabled()
+        if self._graded:
+            self._ungraded.clear()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -126,6 +132,8 @@ class Fetcher:
 
     def touch(self, parcels: Iterable[FullyShardedParcel], beside: Iterable[Tensor]) -> None:
         """Something uses the parameters of ``parcels``, and perhaps those ``beside``."""
+        if self._inside and self._graded and not torch.is_grad_enabled():
+            self._ungraded.update(parcels)
         with _out_of_graph():
             wanted = set(parcels)
             kept = {self._home(tensor) for tensor in beside} | wanted
@@ -148,6 +156,16 @@ class Fetcher:
             for following in self._next({parcel}):
                 self._request(following)
         self._want(parcel)
+
+    def hidden(self, parcel: FullyShardedParcel) -> bool:
+        """Whether the last forward has used a parcel where autograd did not see it, so that a
+        backward inside backward may compute gradients (reentrant checkpointing)."""
+        return parcel in self._ungraded
+
+    def trail(self) -> int:
+        """Stands for the parcels put together since it was last asked, in their order."""
+        found, self._trail = self._trail, 0
+        return found
 
     def _next(self, used: set[FullyShardedParcel]) -> set[FullyShardedParcel]:
         """Those that are used next, as far as can be known."""
@@ -212,6 +230,7 @@ class Fetcher:
         """Sees to it that a parcel becomes whole. Collective, in the order of uses."""
         if parcel.resident or parcel.coming:
             return
+        self._trail = crc32(parcel.unit.to_bytes(4, "little"), self._trail)
         for number, one in enumerate(parcel.fetches):
             text = f"gathering {number} of {one.entries[0].name!r} for a use"
             self._announce(text, one.sent_bytes, one.gathers)

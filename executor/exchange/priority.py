@@ -24,6 +24,7 @@ from ..ranks.watch import Watch
 from .absent import AbsentParcel
 from .buckets import Entry, Votes
 from .fetching import Fetcher, make_room
+from .foresight import left_out
 from .fully_sharded import FullyShardedParcel
 from .lossy import hand_over
 from .policies import PARCELS, picking_of, start_policies
@@ -135,6 +136,25 @@ class PriorityExchange:
                 self._waited_s += make_room(parcel, self.uses.parcels, self._watch)
             self._advance()
             self._release()
+
+    def foresee(self) -> None:
+        """Fully sharded parcels leave in backward as peers wait for them there, to hold no more
+        gradients than planned: what this backward will not compute is sent as zeros at once."""
+        if self.uses is None:
+            return
+        absent = left_out([entry.parameter for entry in self.home])
+        with torch.no_grad():
+            for parcel in self.uses.parcels:
+                for entry in () if self.uses.hidden(parcel) else parcel.entries:
+                    if entry.parameter in absent:
+                        self._unused.add(entry)
+                        self._take_unused(entry)
+            if self._eager:
+                self._advance()
+
+    def trail(self) -> int:
+        """Of the uses of fully sharded parameters."""
+        return self.uses.trail() if self.uses is not None else 0
 
     def absorb(self, entry: Entry) -> None:
         """The gradient of a backward after which nothing is exchanged: its memory is free where it

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.plan import ExchangePolicy
-from ...planner.slices import Cut, cut, fits_together
+from ...planner.slices import Cut, cut, grouped
 from ..ranks.watch import Watch
 from .buckets import Entry
 from .pending import bare
@@ -193,14 +193,9 @@ def make_parcels(
     One for each unit and its peers; units that follow each other and are small together share one,
     as each message has its latency.
     """
-    found: list[list[Entry]] = []
-    open_: dict[object, int] = {}
-    for entry in entries:  # the last unit comes first
-        at = open_.get(entry.kind)
-        if at is None or not _together(found[at], entry):
-            open_[entry.kind] = at = len(found)
-            found.append([])
-        found[at].append(entry)
+    every = list(entries)  # the last unit comes first
+    groups = grouped((entry.kind, entry.unit, entry.shared_bytes) for entry in every)
+    found = [[every[i] for i in group] for group in groups]
     parcels = [_kind(mine[0], kinds, absent)(mine[-1].unit, mine, limit_bytes) for mine in found]
     return sorted(parcels, key=lambda parcel: parcel.unit)
 
@@ -212,13 +207,6 @@ def _kind(
     if entry.idle and absent is not None:
         return absent
     return Parcel if entry.group.handle is None else kinds[entry.exchange]
-
-
-def _together(open_: Sequence[Entry], entry: Entry) -> bool:
-    """Whether an entry joins an open parcel: of the same unit, or small with all that is there."""
-    return open_[-1].unit == entry.unit or fits_together(
-        sum(e.shared_bytes for e in open_), entry.shared_bytes
-    )
 
 
 def as_sent(entry: Entry) -> Tensor:

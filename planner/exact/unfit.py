@@ -113,7 +113,8 @@ def _memory(problem: Problem, closest: Closest, end: float) -> Infeasibility:
     memory = rank_memory(model, decisions)
     tight = excess(model, memory)
     needed = max(m.peak_bytes for m in memory)
-    sentence = f"allow {needed:,} bytes ({needed / 2**20:,.1f} MiB) per rank"
+    rounded = f"{ceil(needed / 2**20 * 10) / 10:.1f}MiB"
+    sentence = f"allow {needed:,} bytes per rank (--memory-limit {rounded})"
     relaxations = [Relaxation("memory_limit_bytes", needed, sentence)]
     found = (_more_micro_batches(problem, end), _smaller_batch(problem, end))
     return Infeasibility(
@@ -138,7 +139,8 @@ def _more_micro_batches(problem: Problem, end: float) -> Relaxation | None:
     most = problem.goal.batch // problem.cluster.world_size
     while problem.capability.micro_batches and count <= most and time.perf_counter() < end:
         if _feasible(problem, end, micro_batches=(count,)):
-            return Relaxation("micro_batches", count, f"allow {count} micro-batches")
+            sentence = f"allow {count} micro-batches (--micro-batches {count})"
+            return Relaxation("micro_batches", count, sentence)
         count *= 2
     return None
 
@@ -156,7 +158,8 @@ def _smaller_batch(problem: Problem, end: float) -> Relaxation | None:
         low, high = (middle, high) if good else (low, middle - 1)
     if not low:
         return None
-    return Relaxation("batch", low * world, f"lower the global batch to {low * world}")
+    size = low * world
+    return Relaxation("batch", size, f"lower the global batch to {size} (--batch {size})")
 
 
 def _feasible(problem: Problem, end: float, **changes: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import msgspec
 import pytest
@@ -201,7 +202,9 @@ class Branches(nn.Module):
         return self.branches[which](self.head(x))
 
 
-def unused_on_some_ranks(rank: int, exchange: str, **options: str) -> None:
+def unused_on_some_ranks(
+    rank: int, exchange: str, how: dict[str, Any] | None = None, **options: str
+) -> None:
     torch.manual_seed(3)
     model = Branches()
     chosen = lossy_plan(exchange, 0.4, **options)
@@ -210,7 +213,7 @@ def unused_on_some_ranks(rank: int, exchange: str, **options: str) -> None:
         msgspec.structs.replace(u, modules=(n,), name=n)
         for u, n in zip(chosen.units, names, strict=True)
     ]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **(how or {}))
     chosen = msgspec.structs.replace(chosen, units=tuple(units))
     apply(model, optimizer, chosen, timeout_s=20, lossy=Lossy(patience=2, stages=0))
     never = model.branches[2].weight.detach().clone()

@@ -371,6 +371,93 @@ def saves_and_loads(rank: int) -> None:
         again.model.load_state_dict(saved)
 
 
+def loads_between_forward_and_backward(rank: int) -> None:
+    """Backward needs the values of its forward: torch says so for a plain model, and so it is here,
+    whole tensors or chunks."""
+    training = Training(rank, 2)
+    training.step(0)
+    chunks = copy.deepcopy(training.model.state_dict())
+    whole = {name: value.clone() for name, value in full_state_dict(training.model).items()}
+    loss = training.alone(input_of(0)).sum()
+    training.alone.load_state_dict(whole)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    for given in (whole, chunks):
+        again = Training(rank, 2)
+        loss = again.model(input_of(0)).sum()
+        again.model.load_state_dict(copy.deepcopy(given))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class Branching(nn.Module):
+    """Layers with two large weights, of which the second is left out by what a rank's data are."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({n: nn.Linear(WIDTH, WIDTH, bias=False) for n in ("main", "more")})
+            for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor, more: bool) -> Tensor:
+        for layer in self.layers:
+            main = layer["main"](x)
+            x = torch.tanh(main + layer["more"](x) if more else main)
+        return x
+
+
+def parameters_unused(rank: int) -> None:
+    """Peers do not wait in backward for what a rank does not compute; what none computes stays."""
+    model = Branching()
+    alone = twin(model)
+    units = [unit(f"layers.{i}", 1, "none", 2) for i in range(len(model.layers))]
+    chosen = with_exchange(plan(2, units, bucket_bytes=2**17), "fully_sharded")
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, alone))
+    apply(model, ours, chosen, timeout_s=5)
+    for step, uses in enumerate([(True, False), (False, True), (False, False), (True, True)] * 2):
+        model(input_of(2 * step + rank), uses[rank]).square().sum(1).mean().backward()
+        loss = sum(alone(input_of(2 * step + r), uses[r]).square().sum(1).mean() for r in range(2))
+        (loss / 2).backward()
+        unused = [p.grad is None for layer in model.layers for p in layer["more"].parameters()]
+        assert all(unused) is not any(uses)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = alone.state_dict()
+        for name, found in full_state_dict(model).items():
+            torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def gradients_of_some(rank: int) -> None:
+    """``torch.autograd.grad`` sends nothing, and the next step is right."""
+    training = Training(rank, 2)
+    first = training.model.layers[0].weight
+    (found,) = torch.autograd.grad(training.model(input_of(rank)).sum(), first)
+    (expected,) = torch.autograd.grad(
+        training.alone(input_of(rank)).sum(), training.alone.layers[0].weight
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    training.step(0)
+    training.check()
+
+
+def skips_a_unit(rank: int) -> None:
+    training = Training(rank, 2)
+    run_of(training.model).watch.timeout_s = 3
+    training.model.short = rank == 1
+    for seed in range(3):
+        training.together(seed)
+
+
+def test_a_unit_skipped_on_one_rank_ends_in_a_sentence(ranks):
+    outcomes = ranks(2).outcomes(skips_a_unit)
+    assert [outcome.kind for outcome in outcomes] == ["RunError"] * 2
+    said = " ".join(outcome.error for outcome in outcomes)
+    assert "on all ranks" in said or "on every rank" in said
+
+
 def is_freed_with_its_model(rank: int) -> None:
     training = Training(rank, 2)
     training.step(0)
@@ -391,6 +478,9 @@ def is_freed_with_its_model(rank: int) -> None:
         regularises,
         freezes_and_thaws,
         saves_and_loads,
+        loads_between_forward_and_backward,
+        parameters_unused,
+        gradients_of_some,
         is_freed_with_its_model,
     ],
     ids=lambda check: check.__name__,

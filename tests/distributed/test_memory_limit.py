@@ -172,9 +172,10 @@ def accounts_for_what_it_held(rank: int) -> None:
     with budget(int(1.5 * size), workload.model.parameters()), pytest.raises(MemoryError) as caught:
         train_step(workload, plan, batch, optimizer)
     assert overflowed(caught.value)
-    text = account(caught.value)
-    assert text is not None
-    assert f"rank {rank} ran out of memory" in text
+    told = account(caught.value)
+    assert told is not None
+    assert f"rank {rank} ran out of memory" in told.sentence
+    text = " ".join((*told.details, told.remedy))
     assert f"held now: weights {size / 2**20:,.1f} MiB" in text
     assert "--batch 8" in text
     assert f"--memory-limit {int(1.5 * size) // 2**20}MiB" in text

@@ -278,6 +278,20 @@ def test_parameters_unused_on_some_ranks_or_on_all(ranks, feedback):
     ranks(2)(*work, "topk", feedback=feedback)
 
 
+HOWS = (
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.1, "momentum": 0.9},
+    {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True},
+)
+
+
+@pytest.mark.parametrize("feedback", ["residual", "in_place", "mirror"])
+def test_weight_decay_and_momentum_of_what_a_rank_does_not_use(ranks, feedback):
+    """Ranks keep equal weights, whoever of them decays a parameter."""
+    for how in HOWS:
+        ranks(2)(unused_on_some_ranks, "topk", how, feedback=feedback)
+
+
 def test_a_mirror_on_the_host_is_the_same(ranks):
     ranks(2)(on_the_host, equals_error_feedback, "host_mirror", 0.9)
 

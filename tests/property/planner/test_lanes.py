@@ -9,8 +9,8 @@ from meshwright.planner.goal import Goal
 from meshwright.planner.lanes import lanes_of, simulate_lanes
 from meshwright.planner.layout import Layout, data_parallel
 from meshwright.planner.options import Option
+from meshwright.planner.parcels import step_of
 from meshwright.planner.profile import EdgeProfile
-from meshwright.planner.schedule import step_of
 from meshwright.planner.simulate import simulate
 
 from tests.strategies import chain_profile, cluster, decided, linear

@@ -151,7 +151,27 @@ def test_options_of_plan(meshwright, profile_file, cluster_file, options, words)
 
 
 def test_unknown_verb(meshwright):
-    refused(meshwright("plam"), 2, "'plam'")
+    refused(meshwright("plam"), 2, "'plam'", "'meshwright --help' lists commands")
+
+
+def test_wrong_usage_points_to_the_help_of_the_verb(meshwright, profile_file, cluster_file):
+    done = meshwright("plan", profile_file, "-c", cluster_file)
+    refused(done, 2, "--batch", "'meshwright plan --help' lists its options")
+    refused(meshwright("compare", "a.json"), 2, "'meshwright compare --help'")
+
+
+def test_choices_are_listed_in_plain_words(meshwright, profile_file, cluster_file):
+    base = ("plan", profile_file, "-c", cluster_file, "--batch", "8")
+    for wrong in (("--solver", "magic"), ("--pin", "32.liner=4x2"), ("--micro-batches", "2,4")):
+        sentence = meshwright(*base, *wrong).sentence
+        assert "[" not in sentence.replace("[8,1]", ""), sentence
+    assert "choose from auto, heuristic" in meshwright(*base, "--solver", "magic").sentence
+
+
+def test_a_gpu_that_is_not_here(meshwright, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = meshwright("profile", "mlp", "--device", "cuda")
+    refused(done, 2, "'cuda'", "built for CUDA", "'cpu'", "'h100-sxm'")
 
 
 # -- documents --------------------------------------------------------------------------------
@@ -216,6 +236,21 @@ def test_missing_files(meshwright, profile_file, cluster_file):
 def test_a_folder_as_file(meshwright, profile_file, tmp_path):
     done = meshwright("plan", profile_file, "-c", tmp_path, "--batch", 256)
     refused(done, 2, str(tmp_path), "directory")
+
+
+def test_another_kind_of_document_names_the_option_and_the_way_to_make_it(
+    meshwright, plan_file, profile_file, cluster_file
+):
+    done = meshwright("plan", profile_file, "-c", plan_file, "--batch", 256)
+    refused(done, 2, "--cluster", "plan.json is a Plan", "a Cluster is needed", "meshwright probe")
+    done = meshwright("plan", cluster_file, "-c", cluster_file, "--batch", 256)
+    refused(done, 2, "TARGET", "cluster.json is a Cluster", "meshwright profile TARGET")
+    done = meshwright("launch", profile_file)
+    refused(done, 2, "PLAN", "profile.json is a ModelProfile", "meshwright plan TARGET")
+    done = meshwright("explain", plan_file, "--profile", cluster_file)
+    refused(done, 2, "--profile", "cluster.json is a Cluster", "a ModelProfile is needed")
+    done = meshwright("compare", plan_file, cluster_file)
+    refused(done, 2, "B", "cluster.json is a Cluster", "a Plan is needed")
 
 
 def test_plan_with_a_step_of_nan(meshwright, plan_file):

@@ -25,3 +25,21 @@ def test_the_script_begins_after_the_plan(given, script):
         assert "--" not in found
     else:
         assert found[found.index("--") + 1 :] == script.split()
+
+
+def test_what_is_not_as_planned_is_said_before_anything_starts(meshwright, plan_file, monkeypatch):
+    """A plan for eight A100s, on a host with two cores: said first, whatever the run does."""
+    started: list[object] = []
+    monkeypatch.setattr("meshwright.launching.cores", lambda: 2)
+    monkeypatch.setattr("meshwright.launching.run_task", lambda *given: started.append(given))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = meshwright("launch", plan_file)
+    assert len(started) == 1
+    notes = [line for line in done.err.splitlines() if line.startswith("note: ")]
+    assert "8 ranks of the plan start on this host, which has 2 cores" in notes[0]
+    assert "made for a100 and this host has cpu" in notes[1]
+    started.clear()
+    done = meshwright("launch", plan_file, "--nproc", 2)
+    assert (done.code, started) == (2, [])
+    assert "the plan is for 8 ranks and 2 would be started" in done.sentence
+    assert "note: " not in done.err

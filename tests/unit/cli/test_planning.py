@@ -9,9 +9,14 @@ from itertools import pairwise
 
 import msgspec
 import pytest
+from meshwright import __version__
+from meshwright.comparisons import SETTINGS
+from meshwright.planner.cluster import Cluster, Device, Level, Node
+from meshwright.planner.goal import Goal
 from meshwright.planner.noun import encode, load, save
 from meshwright.planner.plan import Plan
 from meshwright.planner.profile import FidelityProfile, ModelProfile
+from meshwright.tables import gain, verdict
 
 from .conftest import cluster_of
 
@@ -66,7 +71,9 @@ def test_a_limit_below_data_parallelism_gives_a_plan_that_fits(
     assert done.code == 0
     made = load(Plan, path)
     assert max(made.baseline.peak_bytes) > limit >= max(made.prediction.peak_bytes)
-    assert "which does not fit in memory" in done.out
+    words = " ".join(done.out.split())
+    assert "Plain data parallelism does not fit in memory (it needs " in words
+    assert "; this plan does, and is predicted to " in words
 
 
 def test_status_bound_and_gap_are_printed(meshwright, profile_file, cluster_file, tmp_path):
@@ -80,6 +87,38 @@ def test_status_bound_and_gap_are_printed(meshwright, profile_file, cluster_file
     words = " ".join(meshwright(*arguments, "--solver", "heuristic").out.split())
     assert "found by the heuristic solver, not proved best" in words
     assert "below" not in words
+
+
+def test_what_a_plan_that_fits_costs_is_said_the_right_way_round(plan):
+    slow = msgspec.structs.replace(plan.prediction, step_s=2 * plan.baseline.step_s)
+    tight = msgspec.structs.replace(plan, baseline_fits=False)
+    assert "is predicted to be " in gain(tight)
+    assert "times as fast as that would be" in gain(tight)
+    slower = msgspec.structs.replace(tight, prediction=slow)
+    assert "is predicted to take 2.00 times as long as that would" in gain(slower)
+    assert gain(msgspec.structs.replace(slower, baseline_fits=True)) == (
+        "Predicted to be 0.50 times as fast as plain data parallelism"
+    )
+
+
+def test_a_proof_says_which_figure_it_is_of(plan):
+    proof = msgspec.structs.replace(plan.provenance, bound_s=0.8, gap=0.2)
+    near = msgspec.structs.replace(plan.prediction, step_s=1.001)
+    far = msgspec.structs.replace(plan.prediction, step_s=1.15)
+    made = msgspec.structs.replace(plan, provenance=proof, prediction=near)
+    assert "The proof is about" not in verdict(made)
+    text = verdict(msgspec.structs.replace(made, prediction=far))
+    assert "The proof is about the formula, by which this plan takes 1.00 s; the 1.15 s" in text
+
+
+def test_the_version_is_the_packages(meshwright):
+    done = meshwright("--version")
+    assert (done.code, done.out) == (0, f"meshwright {__version__}\n")
+
+
+def test_columns_are_explained(meshwright, profile_file, cluster_file):
+    done = meshwright("plan", profile_file, "-c", cluster_file, "--batch", 256)
+    assert "comm.: waiting for inputs" in " ".join(done.out.split())
 
 
 @pytest.mark.parametrize("solver", ["heuristic", "integer", "multipliers"])
@@ -202,6 +241,20 @@ def test_explain_says_what_binds_and_what_more_would_buy(meshwright, plan_file):
     assert "planned again" not in meshwright("explain", plan_file, "--no-what-if").out
 
 
+def test_explain_says_why_nothing_is_known_of_more_devices(meshwright, profile_file, tmp_path):
+    device = Device(name="a100", memory_bytes=40 * 2**30)
+    level = Level(name="intra", latency_s=5e-6, bytes_per_s=1e9)
+    one = Cluster(name="here", nodes=(Node(name="host", devices=(device,) * 2),), levels=(level,))
+    here, made = tmp_path / "here.json", tmp_path / "p.json"
+    save(one, here)
+    base = ("plan", profile_file, "-c", here, "--batch", 64, "--solver", "heuristic", "-o", made)
+    assert meshwright(*base).code == 0
+    words = " ".join(meshwright("explain", made).out.split())
+    assert "4 devices for 2" in words
+    assert "not known" in words
+    assert "no links between nodes" in words
+
+
 def test_explain_finds_what_the_plan_was_made_from(meshwright, plan_file):
     done = meshwright("explain", plan_file)
     assert done.code == 0
@@ -237,6 +290,25 @@ def test_compare_names_units_decided_differently(meshwright, plan_file, profile_
     ]
     assert different
     assert all(name in done.out for name in different)
+
+
+def test_compare_names_settings_as_people_do(meshwright, plan_file, profile_file, tmp_path):
+    tight, other = tmp_path / "tight.json", tmp_path / "other.json"
+    save(cluster_of(8), tight)
+    options = ("--memory-limit", "3GiB", "--micro-batches", "1,2", "--forbid", "34.linear=column")
+    done = meshwright("plan", profile_file, "-c", tight, "--batch", 512, *options, "-o", other)
+    assert done.code == 0, done.err
+    words = " ".join(meshwright("compare", plan_file, other).out.split())
+    assert "global batch 256 512" in words
+    assert "memory limit of a rank the device's own 3.00 GiB" in words
+    assert "micro-batches allowed 1 1, 2" in words
+    assert "pins none 34.linear not column" in words
+    for raw in ("goal.", "memory_limit_bytes", "None", "Pin(", "world_size"):
+        assert raw not in words
+
+
+def test_every_setting_of_a_goal_has_a_name_for_people():
+    assert {f"goal.{name}" for name in Goal.__struct_fields__} <= set(SETTINGS)
 
 
 def test_compare_json(meshwright, plan_file):

@@ -1,0 +1,125 @@
+"""What the planner simulates is what the executor sends: the same messages."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from meshwright import models
+from meshwright.executor.apply import apply
+from meshwright.executor.exchange.picked import PickedSlice
+from meshwright.executor.parallel import run_of
+from meshwright.planner.cost import CostModel
+from meshwright.planner.evaluate import make_plan
+from meshwright.planner.goal import Goal
+from meshwright.planner.layout import Layout
+from meshwright.planner.options import Decisions, Option
+from meshwright.planner.parcels import parcel_messages, parcels
+from meshwright.planner.plan import Plan
+from meshwright.planner.profile import ModelProfile
+from meshwright.profiler.describe import describe_cluster
+from meshwright.profiler.estimate import estimate
+
+DEVICE = "a100-sxm-40gb"
+SLICE_BYTES = 2**17 + 100
+"""So that small parameters are packed, and large ones are cut unevenly."""
+Sent = list[tuple[list[str], list[tuple[tuple[str, ...], int, int]]]]
+"""The parcels: names of their gradients, and of each slice the names, part and parts."""
+
+
+@cache
+def profiled(name: str) -> ModelProfile:
+    return estimate(models.build(name), DEVICE, batches=(8,))
+
+
+def decided(profile: ModelProfile, world: int, degree: int, **how: Any) -> Decisions:
+    """Data parallelism, or linear units divided by columns and by rows in turn."""
+    found, turn = [], 0
+    for unit in profile.units:
+        style = ("column", "row")[turn % 2]
+        if degree > 1 and unit.kind == "linear" and unit.split(style) is not None:
+            turn += 1
+            found.append(Option(Layout(groups=world // degree, degree=degree), style, **how))
+        else:
+            found.append(Option(Layout(groups=world), **({} if unit.fixed else how)))
+    return tuple(found)
+
+
+def planned(name: str, world: int, degree: int, **how: Any) -> tuple[Plan, CostModel, Decisions]:
+    profile, goal = profiled(name), Goal(batch=8 * world)
+    cluster = describe_cluster(device=DEVICE, nodes=world, inter_gbit_s=10.0)
+    decisions = decided(profile, world, degree, **how)
+    model = CostModel(profile, cluster, goal, bucket_bytes=SLICE_BYTES, sliced=True)
+    plain = tuple(Option(o.layout, o.style) for o in decisions)
+    plan = make_plan(profile, cluster, goal, plain, schedule="priority", bucket_bytes=SLICE_BYTES)
+    units = [
+        msgspec.structs.replace(u, exchange=o.exchange, exchange_ratio=o.ratio)
+        for u, o in zip(plan.units, decisions, strict=True)
+    ]
+    return msgspec.structs.replace(plan, units=tuple(units)), model, decisions
+
+
+def sent(rank: int, name: str, plan: Plan) -> tuple[Sent, list[int]]:
+    """What this rank will send, and the bytes of each message."""
+    torch.manual_seed(0)
+    model = models.build(name).model
+    apply(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, timeout_s=30)
+    priority = run_of(model).priority
+    assert priority is not None
+    found, sizes = [], []
+    for parcel in priority.parcels:
+        if parcel.entries[0].group.handle is None:
+            continue
+        slices = []
+        for one in parcel.slices:
+            names = tuple(e.name for e in one.entries)
+            slices.append((names, one.cut.part, one.cut.parts))
+            assert isinstance(one, PickedSlice) == (
+                parcel.entries[0].exchange == "topk" and not one.entries[0].whole
+            )
+            sizes.append(one.bytes)
+        found.append(([e.name for e in parcel.entries], slices))
+    return found, sizes
+
+
+def simulated(model: CostModel, decisions: Decisions) -> Sent:
+    """The same of the planner's simulation; parcels in forward order, as the executor lists."""
+    found: Sent = []
+    for parcel in parcels(model, decisions):
+        names = [g.name for g in parcel.gradients]
+        slices = [(tuple(names[i] for i in c.parameters), c.part, c.parts) for c in parcel.cuts]
+        found.append((names, slices))
+    return found
+
+
+CASES = [
+    ("gpt-tiny", 2, 1, {}),  # tied weights
+    ("gpt-tiny", 2, 1, {"exchange": "sharded"}),
+    ("cnn-digits", 2, 1, {}),
+    ("gpt-tiny", 2, 1, {"exchange": "topk", "ratio": 0.1}),
+    ("gpt-tiny", 2, 1, {"exchange": "dropped", "ratio": 0.1}),
+    pytest.param("mlp", 4, 2, {}, marks=pytest.mark.slow),
+    pytest.param("resnet50-32", 2, 1, {"exchange": "fully_sharded"}, marks=pytest.mark.slow),
+    pytest.param("vgg11", 4, 2, {}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "world", "degree", "how"), CASES)
+def test_the_planner_simulates_the_messages_that_are_sent(ranks, name, world, degree, how):
+    plan, model, decisions = planned(name, world, degree, **how)
+    theirs, sizes = ranks(world)(sent, name, plan)[0]
+    ours = simulated(model, decisions)
+    assert sorted(ours) == sorted(theirs)
+    if how:
+        return
+    messages = parcel_messages(model, decisions)
+    assert len(messages) == len(sizes)
+    assert len({m.units for m in messages}) < len(messages)
+    assert sum(len(m.units) > 1 for m in messages) > 0, "no small units that share a message"
+    ring = {unit.layout.groups for unit in plan.units}
+    if ring == {world}:
+        predicted = sum(m.sent_bytes for m in messages)
+        assert predicted == pytest.approx(sum(2 * (world - 1) / world * s for s in sizes), rel=1e-3)

@@ -1,0 +1,22 @@
+"""What ``verify`` calls the classes of parameters that it compares."""
+
+import msgspec
+from meshwright.executor.verify import _kinds
+from meshwright.planner.evaluate import make_plan
+from meshwright.planner.goal import Goal
+from meshwright.planner.layout import Layout
+
+from tests.strategies import chain_profile, cluster, linear
+
+
+def test_units_are_named_by_how_they_are_divided_and_exchanged():
+    made = make_plan(chain_profile([linear(n) for n in "abc"]), cluster(4), Goal(batch=16))
+    how = {
+        "a": {"exchange": "fully_sharded"},
+        "b": {"layout": Layout(groups=2, degree=2), "style": "column", "exchange": "sharded"},
+    }
+    units = [msgspec.structs.replace(u, **how.get(u.name, {})) for u in made.units]
+    kind = _kinds(msgspec.structs.replace(made, units=tuple(units)))
+    assert kind("a.weight") == "parameters, data parallel, fully_sharded"
+    assert kind("b.weight") == "parameters, column (2,2), sharded"
+    assert kind("c.weight") == kind("elsewhere") == "parameters, data parallel"
