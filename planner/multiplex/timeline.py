@@ -15,8 +15,9 @@ from ..evaluate import rank_memory
 from ..lanes import simulate_lanes
 from ..memory import PositionClass, position_classes
 from ..options import Decisions, Option
+from ..parcels import step_of
 from ..plan import ScheduleName
-from ..schedule import COMPUTE, step_of
+from ..schedule import COMPUTE
 from ..shares import backward_s, busiest_samples, forward_s
 from ..simulate import Span, simulate
 
