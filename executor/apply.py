@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..planner.errors import InputError
 from ..planner.noun import fingerprint
 from ..planner.plan import SHARDING, Plan
+from .background.signals import tell_pacer
 from .capability import CAPABILITY
 from .division import Division, check_ties, divide, divided, split_of, tensor_named
 from .exchange import optimizer as optimizers
@@ -79,6 +80,7 @@ def apply(
     watch_memory(run, model, optimizer)
     if optimizer is not None:
         run.make_lazy(optimizer)
+    tell_pacer(run.watch, model.parameters(), run.watch.number)
     return model, optimizer
 
 
