@@ -6,7 +6,6 @@ checkpoint if there is one, until it is told to end; it then writes the checkpoi
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -122,8 +121,8 @@ def sentence(state: State, limit: float) -> str:
     had = f"it was let run {part:.0%} of the time ({state.priority}), {state.cpu_s:.1f} s of CPU"
     if state.steps:
         cost = (
-            f"the foreground's steps took {state.slowdown:.2f} times their {state.undisturbed_s:.3g}"
-            f" s without it (limit {limit:g})"
+            f"the foreground's steps took {state.slowdown:.2f} times their "
+            f"{state.undisturbed_s:.3g} s without it (limit {limit:g})"
         )
     else:
         cost = "the foreground made too few steps to tell what it cost"
@@ -185,7 +184,7 @@ def _save(
     state = {"step": number, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
     part = checkpoint.with_suffix(".pt.part")
     torch.save(state, part)
-    os.replace(part, checkpoint)  # whole or not at all
+    part.replace(checkpoint)  # whole or not at all
     print(f"wrote {checkpoint} after step {number}", flush=True)
 
 

@@ -50,15 +50,17 @@ def gaps(job: Job, pipe: int) -> tuple[float, float]:
 def main() -> None:
     """Measures and prints."""
     busy = (sys.executable, "-c", "while True: pass")
-    with tempfile.TemporaryDirectory() as name:
-        with beside(Settings(busy, str(Path(name) / "log"), 1.1, grace_s=0.2)) as job:
-            pipe = os.open(job.environment[VARIABLE], os.O_WRONLY)
-            os.write(pipe, Record(Kind.BEGAN, 0, 0).packed())
-            word_s, held_s = gaps(job, pipe)
-            for number in range(1, FIRST_HELD + 11):  # the share rises past a half: all of each gap
-                os.write(pipe, Record(Kind.STEPPED, 0, 0, number, STEP_S).packed())
-            _, switched_s = gaps(job, pipe)
-            open_part = job.state().open_s / job.state().seconds
+    with (
+        tempfile.TemporaryDirectory() as name,
+        beside(Settings(busy, f"{name}/log", 1.1, grace_s=0.2)) as job,
+    ):
+        pipe = os.open(job.environment[VARIABLE], os.O_WRONLY)
+        os.write(pipe, Record(Kind.BEGAN, 0, 0).packed())
+        word_s, held_s = gaps(job, pipe)
+        for number in range(1, FIRST_HELD + 11):  # the share rises past a half: all of each gap
+            os.write(pipe, Record(Kind.STEPPED, 0, 0, number, STEP_S).packed())
+        _, switched_s = gaps(job, pipe)
+        open_part = job.state().open_s / job.state().seconds
     row = {"word_s": word_s, "answer_s": held_s, "switched_s": switched_s, "open": open_part}
     print("  ".join(f"{key} {value:.3g}" for key, value in row.items()))
     print(json.dumps(row))

@@ -164,9 +164,9 @@ def _stat(pid: int) -> list[str]:
 
 def _parents() -> Iterator[tuple[int, int]]:
     """(process, parent) of all processes that are not dead."""
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := _stat(int(name))) and fields[0] not in "ZX":
-            yield int(name), int(fields[1])
+    for pid in _processes():
+        if (fields := _stat(pid)) and fields[0] not in "ZX":
+            yield pid, int(fields[1])
 
 
 def _descendants() -> list[int]:
@@ -183,11 +183,13 @@ def _descendants() -> list[int]:
 
 def _children(parent: int) -> list[int]:
     """This process's children, dead ones that nobody has waited for among them."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := _stat(int(name))) and int(fields[1]) == parent:
-            found.append(int(name))
-    return found
+    return [p for p in _processes() if (fields := _stat(p)) and int(fields[1]) == parent]
+
+
+def _processes() -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            yield int(entry.name)
 
 
 def _alive(pids: list[int]) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shlex
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -96,10 +96,9 @@ class Job:
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        try:
+        # Where the job has ended meanwhile its last state is in the pipe.
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line.encode() + b"\n")
-        except BrokenPipeError:  # the job has ended meanwhile: its last state is in the pipe
-            pass
 
     def _read(self, limit_s: float | None) -> bool:
         """Takes the next state; False where the pacer has gone without one."""
@@ -132,7 +131,7 @@ def _close(end: IO[bytes] | None) -> None:
     end.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def beside(settings: Settings) -> Iterator[Job]:
     """A background job that runs inside the block, and has ended after it.
 

@@ -9,6 +9,7 @@ and the job is told to end.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -65,7 +66,7 @@ class Foreground:
         share, overdue_s = self.current.share, self.current.overdue_s()
         if not share or overdue_s is None or now_s >= self.began_s + overdue_s:
             return Opening(False, FOREVER)
-        # One processor is free as soon as one rank waits, and the kernel moves the background to it.
+        # One rank that waits leaves a processor free, and the kernel moves the background there.
         gap = max(self._gaps.values(), key=lambda g: g.closes_s, default=None)
         found = opening(now_s, share, gap)
         return Opening(found.runs, min(found.until_s, self.began_s + overdue_s))
@@ -186,10 +187,8 @@ class Pacer:
             slowdown=found.slowdown,
             priority=self.child.priority,
         )
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the launcher is gone
             os.write(1, state.text().encode())
-        except BrokenPipeError:  # the launcher is gone
-            pass
 
 
 def _woken_by_signals() -> int:
