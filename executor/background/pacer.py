@@ -108,6 +108,8 @@ class Pacer:
         while not self._ended:
             now_s = time.monotonic()
             until_s = self._turn(now_s)
+            if self._ended:
+                break
             wait_s = None if until_s == FOREVER else max(0.0, until_s - now_s)
             watched = [self._pipe, self._signals, self.child.descriptor, *self._launcher]
             ready, _, _ = select.select(watched, [], [], wait_s)
