@@ -60,9 +60,9 @@ MODELS = {"vgg11-32": 32, CONVOLUTIONS: 32}
 MBIT_S = 1000.0
 BACKGROUND_BATCHES = (8, 16, 32, 64)
 PROFILE_S, PROBE_S, PLAN_S = 12.0, 4.0, 10.0
-RUN_IN = FIRST_HELD + 30
+RUN_IN = FIRST_HELD + 14
 """Steps before the first turn with a background: the law measures the undisturbed step, and its
-share rises from a quarter to all where nothing is wrong."""
+share rises from a quarter towards the whole where nothing is wrong."""
 SLICE_BYTES = 4 * 2**20
 COLUMNS = (
     "model", "hosts", "batch", "mbit_s", "idle_share", "dp_samples_s", "burst_samples_s",
@@ -205,13 +205,16 @@ class Rank:
                     self._turn(key, way)
                 for key in ("burst", "dp"):
                     self._beside(key, ways[key], job, paced)
-            state = job.state()
+            law = job.state()
             for way in ways.values():
                 if not isinstance(way.model, DistributedDataParallel):
                     run_of(way.model).finish_steps()
         narrow = [u.name for u in burst.units if u.layout.size < self.world]
-        return {**self._figures(), "idle_share": idle, "narrowed": narrow,
-                "background_batch": best, "priority": state.priority}  # fmt: skip
+        return {
+            **self._figures(), "idle_share": idle, "narrowed": narrow, "background_batch": best,
+            "priority": law.priority, "law_slowdown": law.slowdown,
+            "disturbed_share": law.disturbed / max(law.steps, 1),
+        }  # fmt: skip
 
     def _profile(self) -> ModelProfile:
         share = max(self.size // self.world, 1)
@@ -270,6 +273,7 @@ class Rank:
         share = {k: mean(h[k] / h["alone"] for h in hosts) for k in ("burst", "dp")}
         dp = self.size / min(s["ddp"], s["dp"])
         return {
+            **{f"{key}_s": value for key, value in s.items()},
             "model": self.name, "hosts": self.world, "batch": self.size,
             "mbit_s": self.asked["mbit_s"],
             "dp_samples_s": dp, "ddp_samples_s": self.size / s["ddp"],
