@@ -11,11 +11,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from meshwright.background import Background
+from meshwright.background import Background, idle_share, outlook
 from meshwright.executor.background.job import beside
 from meshwright.executor.background.settings import Settings
 from meshwright.planner.errors import InputError
+from meshwright.planner.layout import Layout
 from meshwright.planner.noun import save
+from meshwright.planner.plan import UnitPlan
+from plans import NOTHING
 from plans import plan as plan_by_hand
 
 pytestmark = [
@@ -184,6 +187,22 @@ def test_a_plan_for_several_ranks_is_refused(tmp_path):
     save(plan_by_hand(2), tmp_path / "plan.json")
     with pytest.raises(InputError, match="2 ranks"):
         Background(str(tmp_path / "plan.json")).settings()
+
+
+def test_what_a_plan_leaves_idle_is_told():
+    narrow = UnitPlan(
+        name="fc", kind="linear", modules=("fc",), layout=Layout(groups=1), forward_s=0.1,
+        backward_s=0.2,
+    )  # fmt: skip
+    wide = msgspec.structs.replace(narrow, name="conv", modules=("conv",), layout=Layout(groups=2))
+    made = msgspec.structs.replace(
+        plan_by_hand(2, [wide, narrow], placement=(1, 0)),
+        prediction=msgspec.structs.replace(NOTHING, step_s=0.6),
+    )
+    assert idle_share(made, 0) == pytest.approx(0.5)  # at position 1, which fc leaves out
+    assert idle_share(made, 1) == 0
+    assert "0% to 50%" in outlook(made, range(2))
+    assert "no rank here idle" in outlook(made, [1])
 
 
 # -- beside a launch -----------------------------------------------------------------------------
