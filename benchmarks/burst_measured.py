@@ -62,7 +62,7 @@ BACKGROUND_BATCHES = (8, 16, 32, 64)
 PROFILE_S, PROBE_S, PLAN_S = 12.0, 4.0, 10.0
 RUN_IN = FIRST_HELD + 14
 """Steps before the first turn with a background: the law measures the undisturbed step, and its
-share rises from a quarter towards the whole where nothing is wrong."""
+share rises from a half towards the whole where nothing is wrong."""
 SLICE_BYTES = 4 * 2**20
 COLUMNS = (
     "model", "hosts", "batch", "mbit_s", "idle_share", "dp_samples_s", "burst_samples_s",

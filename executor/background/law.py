@@ -35,8 +35,9 @@ REFRESH_EVERY, REFRESH_HELD = 100, 5
 the background's data is still in the caches."""
 REMEMBERED = 10
 """The undisturbed time is the median of so many held steps."""
-START_SHARE = 0.25
-RISE = 0.03
+START_SHARE = 0.5
+"""All of the gaps, and nothing else: see ``gate``."""
+RISE = 0.05
 """What a good step adds to the share."""
 CALM = 0.7
 """A step that takes more than this part of the allowed excess adds nothing."""
