@@ -195,9 +195,9 @@ def _low_priority(model: torch.nn.Module, device: torch.device) -> torch.cuda.St
     import torch
 
     if device.type != "cuda":
-        return torch.cuda.stream(None)  # type: ignore[arg-type]  # a context that does nothing
-    least, _ = torch.cuda.Stream.priority_range()
-    stream = torch.cuda.Stream(device, priority=least)
+        return torch.cuda.stream(None)  # a context that does nothing
+    least, _ = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is static
+    stream = torch.cuda.Stream(device, priority=least)  # type: ignore[no-untyped-call]
     for module in model.modules():
         if not list(module.children()):
             module.register_forward_hook(_when_done(stream))

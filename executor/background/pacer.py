@@ -105,11 +105,11 @@ class Pacer:
 
     def run(self) -> None:
         """Until the job has ended."""
-        while not self._ended:
+        while True:
             now_s = time.monotonic()
             until_s = self._turn(now_s)
             if self._ended:
-                break
+                return
             wait_s = None if until_s == FOREVER else max(0.0, until_s - now_s)
             watched = [self._pipe, self._signals, self.child.descriptor, *self._launcher]
             ready, _, _ = select.select(watched, [], [], wait_s)
@@ -121,6 +121,7 @@ class Pacer:
                 self._obey()
             if self.child.descriptor in ready:
                 self._finish()
+                return
 
     def _turn(self, now_s: float) -> float:
         """Lets the job run or not; when to look again."""
@@ -204,7 +205,8 @@ def _woken_by_signals() -> int:
 
 def main() -> None:
     """See the module."""
-    settings = Settings.read(sys.stdin.buffer.raw.readline().decode())  # type: ignore[attr-defined]
+    with os.fdopen(_STDIN, "rb", buffering=0, closefd=False) as orders:
+        settings = Settings.read(orders.readline().decode())
     become_reaper()
     pacer = Pacer(settings, Path(sys.argv[1]))
     for number in (signal.SIGTERM, signal.SIGINT):
