@@ -80,7 +80,7 @@ def apply(
     watch_memory(run, model, optimizer)
     if optimizer is not None:
         run.make_lazy(optimizer)
-    tell_pacer(run.watch, model.parameters(), run.watch.number)
+    tell_pacer(run.watch, model.parameters(), optimizer, run.watch.number)
     return model, optimizer
 
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -84,9 +85,14 @@ class Signals:
             self._descriptor = None
 
 
-def tell_pacer(watch: Watch, parameters: Iterable[nn.Parameter], foreground: int) -> None:
+def tell_pacer(
+    watch: Watch,
+    parameters: Iterable[nn.Parameter],
+    optimizer: Optimizer | None,
+    foreground: int,
+) -> None:
     """Lets the pacer of this host know of the run's waits and steps, where the launcher has started
-    one; does nothing else."""
+    one; does nothing else. Without ``optimizer`` steps are those of any that has ``parameters``."""
     path = os.environ.get(VARIABLE)
     if not path:
         return
@@ -96,10 +102,28 @@ def tell_pacer(watch: Watch, parameters: Iterable[nn.Parameter], foreground: int
         return
     signals = Signals(descriptor, foreground, int(os.environ.get("LOCAL_RANK", "0")))
     watch.on_wait = signals.waiting
+    if optimizer is not None:
+        _after_each(optimizer, signals.stepped)
+        return
     mine = {id(p) for p in parameters}
 
-    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+    def stepped(used: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(id(p) in mine for group in used.param_groups for p in group["params"]):
             signals.stepped()
 
     register_optimizer_step_post_hook(stepped)
+
+
+def _after_each(optimizer: Optimizer, stepped: Callable[[], None]) -> None:
+    """Calls ``stepped`` after each of the user's steps. Not by torch's hooks: a lazy step is applied
+    unit by unit, and each of these would call them."""
+    before = optimizer.step
+
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        loss = before(*args, **kwargs)
+        stepped()
+        return loss
+
+    if hasattr(before, "_wrapped_by_lr_sched"):  # a scheduler looks for its own mark
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
