@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PERIOD_S = 0.02
-"""Pieces of gaps are cut from periods of this length: a switch costs the pacer some 40 µs (measured
-by ``benchmarks/burst_signals.py``), two of them 0.4% of a period."""
+"""Pieces of gaps are cut from periods of this length: a switch costs the pacer some 100 µs of
+processor (measured by ``benchmarks/burst_signals.py``), two of them 1% of a period."""
 LEAD_S = 0.001
 """The background stops so long before a gap is expected to end, so that the rank finds the
 processor free when its data arrives."""

@@ -115,8 +115,8 @@ def tell_pacer(
 
 
 def _after_each(optimizer: Optimizer, stepped: Callable[[], None]) -> None:
-    """Calls ``stepped`` after each of the user's steps. Not by torch's hooks: a lazy step is applied
-    unit by unit, and each of these would call them."""
+    """Calls ``stepped`` after each of the user's steps. Not by torch's hooks, which a lazy step
+    calls for every unit that it is applied to."""
     before = optimizer.step
 
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
