@@ -309,7 +309,7 @@ def measured(
     hosts: int = 2,
     mbit_s: float = MBIT_S,
     turn_s: float = 4.0,
-    rounds: int = 3,
+    rounds: int = 2,
 ) -> list[dict[str, Any]]:
     """A row for each model, given with its global batch."""
     rows = []
@@ -329,7 +329,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--mbit", type=float, default=MBIT_S)
     parser.add_argument("--turn", type=float, default=4.0, help="seconds of a turn, about")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each system")
     asked = parser.parse_args()
     models = {name: asked.batch or MODELS[name] for name in asked.models}
     rows = measured(

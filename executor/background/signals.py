@@ -101,11 +101,13 @@ def tell_pacer(
     except OSError:  # nobody reads: the background and its pacer have ended
         return
     signals = Signals(descriptor, foreground, int(os.environ.get("LOCAL_RANK", "0")))
-    watch.on_wait = signals.waiting
+    trained = list(parameters)
+    if all(p.device.type == "cpu" for p in trained):  # elsewhere the host waits, not the device
+        watch.on_wait = signals.waiting
     if optimizer is not None:
         _after_each(optimizer, signals.stepped)
         return
-    mine = {id(p) for p in parameters}
+    mine = {id(p) for p in trained}
 
     def stepped(used: Optimizer, args: Any, kwargs: Any) -> None:
         if any(id(p) in mine for group in used.param_groups for p in group["params"]):
