@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -188,14 +189,14 @@ def _save(
     print(f"wrote {checkpoint} after step {number}", flush=True)
 
 
-def _low_priority(model: torch.nn.Module, device: torch.device) -> torch.cuda.StreamContext:
+def _low_priority(model: torch.nn.Module, device: torch.device) -> AbstractContextManager[None]:
     """On a GPU a stream of the lowest priority, and work in short pieces: a stopped process's
     kernels that are queued already would still run, so no more than one module's are. On the CPU
     the process's own priority does it all."""
     import torch
 
     if device.type != "cuda":
-        return torch.cuda.stream(None)  # a context that does nothing
+        return nullcontext()
     least, _ = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is static
     stream = torch.cuda.Stream(device, priority=least)  # type: ignore[no-untyped-call]
     for module in model.modules():
