@@ -11,14 +11,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from meshwright.background import Background, idle_share, outlook
+from meshwright.executor.apply import apply
 from meshwright.executor.background.job import beside
+from meshwright.executor.background.messages import VARIABLE, Kind, unpacked
 from meshwright.executor.background.settings import Settings
 from meshwright.planner.errors import InputError
 from meshwright.planner.layout import Layout
 from meshwright.planner.noun import save
 from meshwright.planner.plan import UnitPlan
-from plans import NOTHING
+from plans import NOTHING, scheduled
 from plans import plan as plan_by_hand
 
 pytestmark = [
@@ -205,6 +208,33 @@ def test_what_a_plan_leaves_idle_is_told():
     assert "no rank here idle" in outlook(made, [1])
 
 
+def told_by(rank: int, folder: str) -> list[int]:
+    """The numbers of the steps that a rank tells of, which are applied lazily."""
+    path = Path(folder) / f"pipe{rank}"
+    os.mkfifo(path)
+    read = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    os.environ[VARIABLE] = str(path)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with scheduled("priority"):
+            apply(model, optimizer, plan_by_hand(2, statistics="local"))
+    finally:
+        del os.environ[VARIABLE]
+    for _ in range(5):
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.state_dict()
+    records = list(unpacked(os.read(read, 2**16)))
+    os.close(read)
+    return [r.number for r in records if r.kind == Kind.STEPPED]
+
+
+def test_lazy_steps_are_told_once(ranks, tmp_path):
+    assert ranks(2)(told_by, str(tmp_path)) == [[1, 2, 3, 4]] * 2
+
+
 # -- beside a launch -----------------------------------------------------------------------------
 
 TRAINING = """
@@ -270,8 +300,6 @@ def ran(command: list[str], code: int = 0) -> str:
 
 @pytest.mark.slow
 def test_killing_it_leaves_the_foregrounds_trajectory_as_it_was(tmp_path):
-    import torch
-
     ran([*launch(tmp_path), "none", "alone.pt", "60"])
     said = ran([*launch(tmp_path, *with_background(tmp_path)), "kill", "beside.pt", "60"])
     assert "ended with SIGKILL" in said
@@ -303,8 +331,6 @@ def _line(pid: int) -> bytes:
 @pytest.mark.slow
 def test_a_second_plan_goes_on_from_its_checkpoint(tmp_path):
     """As it is started, but at ordinary priority: beside busy processors it might never begin."""
-    import torch
-
     save(msgspec.structs.replace(plan_by_hand(1), target="mlp"), tmp_path / "small.json")
     command, said, steps = Background(str(tmp_path / "small.json")).settings().command, "", []
     for _ in range(2):
