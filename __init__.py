@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         sizes,
         verify,
     )
+    from .background import Background
     from .demonstration import demo
     from .executor.exchange.residual import Lossy
     from .executor.exchange_state import exchange_state_dict, load_exchange_state_dict
@@ -57,6 +58,7 @@ _HOMES = {
         "sizes",
         "verify",
     ),
+    ".background": ("Background",),
     ".demonstration": ("demo",),
     ".executor.exchange.residual": ("Lossy",),
     ".executor.exchange_state": ("exchange_state_dict", "load_exchange_state_dict"),
@@ -79,6 +81,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Background",
     "Batch",
     "Cluster",
     "Goal",

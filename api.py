@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,6 +42,7 @@ from .remember import remember
 from .screen import Step
 
 if TYPE_CHECKING:
+    from .background import Background
     from .executor.report import RunReport
     from .executor.verify import Verification
     from .units.workload import Workload
@@ -311,6 +312,9 @@ def launch(
     rendezvous: str | None = None,
     timeout_s: float | None = None,
     quiet: bool = False,
+    background: Background | str | None = None,
+    at_end: Callable[[RunReport | None], None] = lambda report: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> RunReport | None:
     """Runs ``plan`` and returns what was predicted beside what was measured.
 
@@ -321,8 +325,14 @@ def launch(
     than 0, and where a script made too few optimizer steps under the plan to measure. Raises
     ``InputError`` for a plan that cannot be run so, ``RunError`` for a run that failed; no process
     is left behind.
+
+    ``background`` is a job for what the run leaves idle on this host: a command, a plan's file, or
+    ``Background`` with settings. ``at_end`` is told the result when the run is over, the return may
+    be later: when the background job is. ``say`` is told what that has had and cost.
     """
+    from .background import Background
     from .launching import launch, ranks_for
 
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
-    return launch(plan, script, steps, ranks)
+    beside = Background(background) if isinstance(background, str) else background
+    return launch(plan, script, steps, ranks, beside, at_end, say)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
+from .background import Background, outlook, sentence
+from .executor.background.job import beside
 from .executor.launch import Ranks, check_plan, run_ranks
-from .executor.report import PLAN_VARIABLE, REPORT_VARIABLE, RunReport, collect, report_of_script
+from .executor.report import (
+    PLAN_VARIABLE,
+    REPORT_VARIABLE,
+    RunReport,
+    background_figures,
+    collect,
+    report_of_script,
+)
 from .executor.start import cores
 from .executor.worker import STDOUT_TO_STDERR
 from .overflow import with_a_plan_that_fits
@@ -22,12 +32,41 @@ from .remember import find
 from .tasks import PLAN, Task, run_task
 
 
-def launch(plan: Plan, script: Sequence[str], steps: int, ranks: Ranks) -> RunReport | None:
+def launch(
+    plan: Plan,
+    script: Sequence[str],
+    steps: int,
+    ranks: Ranks,
+    background: Background | None = None,
+    at_end: Callable[[RunReport | None], None] = lambda report: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> RunReport | None:
     """See ``api.launch``. None where this host has no rank 0, or where a script made too few
-    optimizer steps under the plan to measure."""
+    optimizer steps under the plan to measure. ``say`` is told of the background job."""
     check_plan(plan, ranks.world_size)
     if script:
         _check_script(script)
+    if background is None:
+        report = run(plan, script, steps, ranks)
+        at_end(report)
+        return report
+    here = range(ranks.node_rank * ranks.nproc, (ranks.node_rank + 1) * ranks.nproc)
+    with beside(background.settings()) as job:
+        say(outlook(plan, here))
+        report = run(plan, script, steps, ranks.telling(job.environment))
+        state = job.state()
+        if report is not None:
+            report = msgspec.structs.replace(report, background=background_figures(state))
+        at_end(report)
+        say(sentence(state, background.limit))
+        if background.finishes and not state.ended:
+            say(f"the background job goes on, output in {background.log}; Ctrl-C ends it")
+            say(sentence(job.wait(), background.limit))
+    return report
+
+
+def run(plan: Plan, script: Sequence[str], steps: int, ranks: Ranks) -> RunReport | None:
+    """Runs a plan that was checked; what was measured."""
     try:
         if not script:
             return run_task(Task(name="train", steps=steps), ranks, RunReport, plan)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ..background import AtEnd, Background
 from ..comparisons import measured_table, verification_table
+from ..goals import parse_bytes
 from ..planner.errors import InputError, RunError
 from ..planner.noun import load
 from ..planner.plan import Plan
 from ..screen import console, size
 from .output import Json, check_out, deliver, note, out
+
+if TYPE_CHECKING:  # it loads torch
+    from ..executor.report import RunReport
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan's file.")]
 Timeout = Annotated[
@@ -100,6 +105,32 @@ def launch(
     ] = None,
     timeout: Timeout = None,
     report: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
+    background: Annotated[
+        str | None,
+        typer.Option(
+            help="Another training job for what this run leaves idle here: a command, or a plan "
+            "for one device."
+        ),
+    ] = None,
+    background_limit: Annotated[
+        float, typer.Option(help="The run's steps may take so many times as long for it.")
+    ] = 1.1,
+    background_memory: Annotated[
+        str | None, typer.Option(help="Most data of each of its processes, such as 4GiB.")
+    ] = None,
+    background_at_end: Annotated[
+        str | None,
+        typer.Option(
+            help="When the run has ended it may finish (default of a command), or is told to stop "
+            "(of a plan)."
+        ),
+    ] = None,
+    background_grace: Annotated[
+        float, typer.Option(help="Seconds between SIGTERM, for its checkpoint, and SIGKILL.")
+    ] = 30.0,
+    background_log: Annotated[Path, typer.Option(help="Where its output is appended.")] = Path(
+        "background.log"
+    ),
     json: Json = False,
 ) -> None:
     """Run a plan, and end with what was predicted beside what was measured."""
@@ -110,7 +141,28 @@ def launch(
     _positive("--timeout", timeout)
     made = load(Plan, plan_file, "PLAN")
     _say_differences(made, nproc, nnodes)
-    found = api.launch(
+    beside = None
+    if background is not None:
+        beside = Background(
+            run=background,
+            limit=background_limit,
+            memory_bytes=None if background_memory is None else parse_bytes(background_memory),
+            at_end=_at_end(background_at_end),
+            grace_s=background_grace,
+            log=str(background_log),
+        )
+
+    def show(found: RunReport | None) -> None:
+        if found is not None:
+            deliver(found, report, json, measured_table(found))
+            note(_over(made, found.measured.peak_bytes))
+        elif node_rank == 0:
+            note(
+                "nothing was measured: the script made fewer than two optimizer steps under the "
+                "plan"
+            )
+
+    api.launch(
         made,
         script or (),
         steps=steps,
@@ -120,12 +172,17 @@ def launch(
         rendezvous=rendezvous,
         timeout_s=timeout,
         quiet=json,
+        background=beside,
+        at_end=show,
+        say=note,
     )
-    if found is not None:
-        deliver(found, report, json, measured_table(found))
-        note(_over(made, found.measured.peak_bytes))
-    elif node_rank == 0:
-        note("nothing was measured: the script made fewer than two optimizer steps under the plan")
+
+
+def _at_end(word: str | None) -> AtEnd | None:
+    words: dict[str, AtEnd] = {"finish": "finish", "stop": "stop"}
+    if word is not None and word not in words:
+        raise InputError(f"--background-at-end {word!r} cannot be: choose finish or stop")
+    return None if word is None else words[word]
 
 
 def _say_differences(plan: Plan, nproc: int | None, nodes: int) -> None:

@@ -14,6 +14,7 @@ from ..planner.errors import InputError
 from ..planner.layout import Layout
 from ..planner.noun import fingerprint
 from ..planner.plan import SHARDING, Plan
+from .background.signals import tell_pacer
 from .capability import CAPABILITY
 from .division import Division, check_ties, divide, divided, split_of, tensor_named
 from .exchange import optimizer as optimizers
@@ -83,6 +84,7 @@ def apply(
     watch_memory(run, model, optimizer)
     if optimizer is not None:
         run.make_lazy(optimizer)
+    tell_pacer(run.watch, model.parameters(), optimizer, run.watch.number)
     return model, optimizer
 
 

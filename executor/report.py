@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..planner.noun import Bytes, Count, Noun, Seconds, load, save
+from ..planner.noun import Bytes, Count, Index, Noun, Seconds, Share, load, save
 from ..planner.plan import Plan, Prediction
+from .background.settings import State
 from .parallel import run_of
 from .train import Measured
 
@@ -51,6 +52,22 @@ class RankFigures(Noun, frozen=True, kw_only=True):
     figures: Figures
 
 
+class BackgroundFigures(Noun, frozen=True, kw_only=True):
+    """What a background job on this host has had when the foreground ended, and cost it.
+
+    It was let run for ``open_share`` of the time and used ``cpu_s`` of processors. Over ``steps``
+    of the foreground, those included in which it was held, a step took ``slowdown`` times
+    ``undisturbed_s``. ``ended`` says how it ended, if it had.
+    """
+
+    open_share: Share
+    cpu_s: Seconds
+    steps: Index
+    slowdown: float
+    undisturbed_s: Seconds
+    ended: str = ""
+
+
 class RunReport(Noun, frozen=True, kw_only=True):
     """A run's end: predicted, measured, and what data parallelism was predicted to take.
 
@@ -66,6 +83,19 @@ class RunReport(Noun, frozen=True, kw_only=True):
     data_parallel: Figures
     loss: float | None = None
     accuracy: float | None = None
+    background: BackgroundFigures | None = None
+
+
+def background_figures(state: State) -> BackgroundFigures:
+    """The figures that a report has of a background job."""
+    return BackgroundFigures(
+        open_share=min(state.open_s / state.seconds, 1.0) if state.seconds else 0.0,
+        cpu_s=state.cpu_s,
+        steps=state.steps,
+        slowdown=state.slowdown,
+        undisturbed_s=state.undisturbed_s,
+        ended=state.ended,
+    )
 
 
 def predicted_figures(prediction: Prediction) -> Figures:

@@ -11,6 +11,7 @@ import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
@@ -53,8 +54,12 @@ class Watch:
     def __init__(self, rank: int, size: int, timeout_s: float, *, run: int = 0) -> None:
         self.rank = rank
         self.size = size
+        self.number = run
         self.timeout_s = timeout_s
         self.waited_s = 0.0
+        self.on_wait: Callable[[], Callable[[], None] | None] | None = None
+        """Called when this rank begins to wait for a collective on the host; what it returns, when
+        it goes on."""
         self.pulse = pulse_of(rank, size, timeout_s) if size > 1 else None
         self._store = distributed_c10d._get_default_store() if size > 1 else None
         self._prefix = f"meshwright/place/{run}"
@@ -103,12 +108,20 @@ class Watch:
         if group.on_stream:
             work.wait()
         else:
-            self._wait_on_host(work, group, doing)
+            self._wait_and_tell(work, group, doing)
         if self._ledger is not None:
             self._ledger.compared(group)
         taken = time.perf_counter() - start
         self.waited_s += taken
         return taken
+
+    def _wait_and_tell(self, work: dist.Work, group: Group, doing: str) -> None:
+        goes_on = self.on_wait() if self.on_wait is not None else None
+        try:
+            self._wait_on_host(work, group, doing)
+        finally:
+            if goes_on is not None:
+                goes_on()
 
     def _wait_on_host(self, work: dist.Work, group: Group, doing: str) -> None:
         """Waits piece by piece, as another rank may give up meanwhile."""

@@ -22,8 +22,9 @@ INSIDE_EXECUTOR = {
     "layout": {"ranks"},
     "exchange": {"ranks", "layout"},
     "memory": {"ranks", "layout"},
+    "background": {"ranks"},
 }
-"""The same inside the executor, whose own modules may import all four."""
+"""The same inside the executor, whose own modules may import all of them."""
 
 
 def modules(room):

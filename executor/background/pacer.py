@@ -1,0 +1,220 @@
+"""The pacer: one process on each host that runs the background job and lets it have its share.
+
+``python -m meshwright.executor.background.pacer PIPE`` reads ``Settings`` as the first line of its
+stdin; further lines are orders (``state``, ``hold``, ``release``, ``stop``), each answered by the
+job's ``State`` on stdout. PIPE is where the host's ranks write their ``Record``s. It sleeps until
+one of these, the job's end or the end of a piece wakes it. When stdin closes, the launcher is gone,
+and the job is told to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+from .child import Child, become_reaper
+from .gate import FOREVER, Gap, Opening, opening
+from .law import Law, Summary
+from .messages import SIZE, Kind, Record, unpacked
+from .settings import Settings, State
+
+_READ = 256 * SIZE
+_STDIN = 0
+
+
+class Foreground:
+    """What the ranks of this host have told: their waits, and their steps, as their first tells
+    them, since all make the same."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self.attached = False
+        self.laws: dict[int, Law] = {}
+        self.current = Law(limit)
+        self.began_s = 0.0
+        self._gaps: dict[int, Gap] = {}
+
+    def heard(self, record: Record, now_s: float) -> None:
+        """Takes note of a record."""
+        self.attached = True
+        began = record.kind == Kind.BEGAN and record.rank == 0
+        if began or record.foreground not in self.laws:
+            self.laws[record.foreground] = Law(self._limit)
+        self.current = self.laws[record.foreground]
+        if record.kind == Kind.WAITS:
+            self._gaps[record.rank] = Gap(now_s, record.seconds)
+        elif record.kind == Kind.WORKS:
+            self._gaps.pop(record.rank, None)
+        elif record.kind == Kind.STEPPED and record.rank == 0:
+            self.current.stepped(record.number, record.seconds)
+            self.began_s = now_s
+
+    def left(self) -> None:
+        """No rank is there any more."""
+        self.attached = False
+        self._gaps.clear()
+
+    def opening(self, now_s: float) -> Opening:
+        """Whether the background may run, and until when."""
+        if not self.attached:
+            return Opening(True, FOREVER)
+        share, overdue_s = self.current.share, self.current.overdue_s()
+        if not share or overdue_s is None or now_s >= self.began_s + overdue_s:
+            return Opening(False, FOREVER)
+        # One rank that waits leaves a processor free, and the kernel moves the background there.
+        gap = max(self._gaps.values(), key=lambda g: g.closes_s, default=None)
+        found = opening(now_s, share, gap)
+        return Opening(found.runs, min(found.until_s, self.began_s + overdue_s))
+
+    def summary(self) -> Summary:
+        """Of the foreground that has made most steps."""
+        found = [law.summary() for law in (*self.laws.values(), self.current)]
+        return max(found, key=lambda summary: summary.steps)
+
+
+class Pacer:
+    """The loop and what it holds."""
+
+    def __init__(self, settings: Settings, pipe: Path) -> None:
+        self.settings = settings
+        self.foreground = Foreground(settings.limit)
+        self._path = pipe
+        self._pipe = self._listen()
+        self._signals = _woken_by_signals()
+        with Path(settings.log).open("ab") as log:
+            self.child = Child(
+                settings.command, log, dict(settings.environment), settings.memory_bytes
+            )
+        self._launcher: list[int] = [_STDIN]
+        self._started_s = self._turned_s = time.monotonic()
+        self._open_s = 0.0
+        self._held = False
+        self._kill_s = FOREVER
+        self._orders = b""
+        self._ended = ""
+        self._cpu_s = 0.0
+
+    def _listen(self) -> int:
+        """Opens the pipe: anew where its writers have gone, as it would report that for ever."""
+        return os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def run(self) -> None:
+        """Until the job has ended."""
+        while True:
+            now_s = time.monotonic()
+            until_s = self._turn(now_s)
+            if self._ended:
+                return
+            wait_s = None if until_s == FOREVER else max(0.0, until_s - now_s)
+            watched = [self._pipe, self._signals, self.child.descriptor, *self._launcher]
+            ready, _, _ = select.select(watched, [], [], wait_s)
+            if self._pipe in ready:
+                self._hear()
+            if self._signals in ready:
+                os.read(self._signals, 64)
+            if _STDIN in ready:
+                self._obey()
+            if self.child.descriptor in ready:
+                self._finish()
+                return
+
+    def _turn(self, now_s: float) -> float:
+        """Lets the job run or not; when to look again."""
+        if now_s >= self._kill_s:
+            self._finish()
+            return now_s
+        if self._kill_s < FOREVER:  # it writes its checkpoint
+            return self._kill_s
+        found = Opening(False, FOREVER) if self._held else self.foreground.opening(now_s)
+        if self.child.running:
+            self._open_s += now_s - self._turned_s
+        self._turned_s = now_s
+        self.child.let_run(found.runs)
+        return found.until_s
+
+    def _hear(self) -> None:
+        try:
+            data = os.read(self._pipe, _READ)
+        except BlockingIOError:
+            return
+        now_s = time.monotonic()
+        if not data:
+            self.foreground.left()
+            os.close(self._pipe)
+            self._pipe = self._listen()
+        for record in unpacked(data):
+            self.foreground.heard(record, now_s)
+
+    def _obey(self) -> None:
+        data = os.read(_STDIN, 4096)
+        if not data:
+            self._launcher.clear()
+            self.stop()
+        *orders, self._orders = (self._orders + data).split(b"\n")
+        for order in orders:
+            if order == b"stop":
+                self.stop()
+            elif order in (b"hold", b"release"):
+                self._held = order == b"hold"
+                self._turn(time.monotonic())
+            if not self._ended:
+                self.tell()
+
+    def stop(self) -> None:
+        """Tells the job to end; kills it when its time is over."""
+        if self._kill_s == FOREVER:
+            self._kill_s = time.monotonic() + self.settings.grace_s
+            self.child.ask_to_end()
+
+    def _finish(self) -> None:
+        if not self._ended:
+            self._ended, self._cpu_s = self.child.end()
+
+    def tell(self) -> None:
+        """The job's state, to stdout."""
+        now_s, found = time.monotonic(), self.foreground.summary()
+        state = State(
+            pid=self.child.pid,
+            ended=self._ended,
+            seconds=now_s - self._started_s,
+            open_s=self._open_s,
+            cpu_s=self._cpu_s if self._ended else self.child.cpu_s(),
+            steps=found.steps,
+            disturbed=found.disturbed,
+            undisturbed_s=found.undisturbed_s,
+            slowdown=found.slowdown,
+            priority=self.child.priority,
+        )
+        with contextlib.suppress(BrokenPipeError):  # the launcher is gone
+            os.write(1, state.text().encode())
+
+
+def _woken_by_signals() -> int:
+    """A descriptor that becomes readable with a signal, which by itself ends no wait."""
+    read, write = os.pipe()
+    for descriptor in (read, write):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(write)
+    return read
+
+
+def main() -> None:
+    """See the module."""
+    with os.fdopen(_STDIN, "rb", buffering=0, closefd=False) as orders:
+        settings = Settings.read(orders.readline().decode())
+    become_reaper()
+    pacer = Pacer(settings, Path(sys.argv[1]))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: pacer.stop())
+    pacer.tell()
+    pacer.run()
+    pacer.tell()
+
+
+if __name__ == "__main__":
+    main()

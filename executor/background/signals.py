@@ -1,0 +1,131 @@
+"""A rank of the foreground tells the pacer of its host when it waits, and what its steps take."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from ..ranks.watch import Watch
+from .messages import VARIABLE, Kind, Record
+
+GAP_S = 0.002
+"""Waits that are expected to be shorter are not worth a word: starting and stopping the background
+and the word itself would take a good part of them."""
+
+
+class Signals:
+    """What one rank says, to the pipe that ``descriptor`` writes to.
+
+    Waits are known by their place in the step: the k-th of a step is expected to take what the k-th
+    of the steps before took, the shorter of the last two. Only the thread that makes the steps has
+    gaps: another that waits leaves the processor to it.
+    """
+
+    def __init__(self, descriptor: int, foreground: int, rank: int) -> None:
+        self._descriptor: int | None = descriptor
+        self._foreground, self._rank = foreground, rank
+        self._steps = 0
+        self._ended_s: float | None = None
+        self._thread: int | None = None
+        self._place = 0
+        self._taken: list[float] = []
+        self._taken_before: list[float] = []
+        self._expected: list[float] = []
+        self._tell(Kind.BEGAN)
+
+    def waiting(self) -> Callable[[], None] | None:
+        """The rank begins to wait; what to call when it goes on (None: nothing)."""
+        if self._descriptor is None or threading.get_ident() != self._thread:
+            return None
+        place, self._place = self._place, self._place + 1
+        expected_s = self._expected[place] if place < len(self._expected) else 0.0
+        if expected_s >= GAP_S:
+            self._tell(Kind.WAITS, seconds=expected_s)
+        start_s = time.monotonic()
+
+        def goes_on() -> None:
+            self._taken.append(time.monotonic() - start_s)
+            if expected_s >= GAP_S:
+                self._tell(Kind.WORKS)
+
+        return goes_on
+
+    def stepped(self) -> None:
+        """The rank has made an optimizer step."""
+        now_s, self._thread = time.monotonic(), threading.get_ident()
+        if self._ended_s is not None:
+            self._steps += 1
+            self._tell(Kind.STEPPED, self._steps, now_s - self._ended_s)
+        self._ended_s = now_s
+        self._learn()
+
+    def _learn(self) -> None:
+        """Makes what was waited in the step that ends the next one's expectation."""
+        before = self._taken_before if len(self._taken_before) == len(self._taken) else self._taken
+        self._expected = [min(pair) for pair in zip(self._taken, before, strict=True)]
+        self._place, self._taken_before, self._taken = 0, self._taken, []
+
+    def _tell(self, kind: Kind, number: int = 0, seconds: float = 0.0) -> None:
+        if self._descriptor is None:
+            return
+        record = Record(kind, self._foreground, self._rank, number, seconds)
+        try:
+            os.write(self._descriptor, record.packed())
+        except BlockingIOError:
+            pass  # the pacer is behind: later records say the same
+        except OSError:  # it is gone
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def tell_pacer(
+    watch: Watch,
+    parameters: Iterable[nn.Parameter],
+    optimizer: Optimizer | None,
+    foreground: int,
+) -> None:
+    """Lets the pacer of this host know of the run's waits and steps, where the launcher has started
+    one; does nothing else. Without ``optimizer`` steps are those of any that has ``parameters``."""
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:  # nobody reads: the background and its pacer have ended
+        return
+    signals = Signals(descriptor, foreground, int(os.environ.get("LOCAL_RANK", "0")))
+    trained = list(parameters)
+    if all(p.device.type == "cpu" for p in trained):  # elsewhere the host waits, not the device
+        watch.on_wait = signals.waiting
+    if optimizer is not None:
+        _after_each(optimizer, signals.stepped)
+        return
+    mine = {id(p) for p in trained}
+
+    def stepped(used: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(id(p) in mine for group in used.param_groups for p in group["params"]):
+            signals.stepped()
+
+    register_optimizer_step_post_hook(stepped)
+
+
+def _after_each(optimizer: Optimizer, stepped: Callable[[], None]) -> None:
+    """Calls ``stepped`` after each of the user's steps. Not by torch's hooks, which a lazy step
+    calls for every unit that it is applied to."""
+    before = optimizer.step
+
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        loss = before(*args, **kwargs)
+        stepped()
+        return loss
+
+    if hasattr(before, "_wrapped_by_lr_sched"):  # a scheduler looks for its own mark
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]

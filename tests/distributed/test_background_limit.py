@@ -1,0 +1,111 @@
+"""The feedback holds a real foreground to the limit beside a hostile background."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from meshwright.executor.background.job import beside
+from meshwright.executor.background.law import FIRST_HELD, PAUSE, is_measured
+from meshwright.executor.background.settings import Settings
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel"),
+]
+MIB = 2**20
+CAP = 700 * MIB
+LIMIT = 1.1
+
+FOREGROUND = """
+import json, os, sys, time
+import numpy as np
+from meshwright.executor.background.messages import VARIABLE
+from meshwright.executor.background.signals import Signals
+
+path = os.environ.get(VARIABLE)
+signals = Signals(os.open(path or os.devnull, os.O_WRONLY | os.O_NONBLOCK), 0, 0)
+data, seconds = np.ones(2**22), float(sys.argv[1])
+end = time.monotonic() + seconds
+taken, last = [], None
+while time.monotonic() < end:
+    for _ in range(24):
+        data *= 1.0000001
+    goes_on = signals.waiting()
+    time.sleep(0.02)
+    if goes_on is not None:
+        goes_on()
+    signals.stepped()
+    now = time.monotonic()
+    if last is not None:
+        taken.append(now - last)
+    last = now
+print(json.dumps(taken))
+"""
+"""Steps that are bound by memory, with a gap in each."""
+
+HOG = """
+import os, sys, time
+import numpy as np
+
+os.fork()  # one for each of two processors
+held = []
+try:
+    while True:
+        held.append(np.ones(2**21))
+except MemoryError:
+    print("MemoryError", flush=True)
+    held.pop()
+while True:
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        for part in held:
+            part += 1.0
+    time.sleep(0.7)
+"""
+"""Takes all the memory that it may have and streams through it, in bursts, in two processes."""
+
+
+def foreground(folder: Path, seconds: float, environment: dict[str, str]) -> list[float]:
+    """The seconds of its steps."""
+    script = folder / "foreground.py"
+    script.write_text(FOREGROUND)
+    done = subprocess.run(
+        [sys.executable, str(script), str(seconds)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=True,
+    )
+    return [float(t) for t in json.loads(done.stdout)]
+
+
+def test_the_limit_holds_beside_a_hog(tmp_path):
+    script = tmp_path / "hog.py"
+    script.write_text(HOG)
+    hog = (sys.executable, str(script))
+    command = Settings(hog, str(tmp_path / "log"), LIMIT, grace_s=0.5, memory_bytes=CAP)
+    with beside(command) as job:
+        end = time.monotonic() + 20
+        while "MemoryError" not in (tmp_path / "log").read_text() and time.monotonic() < end:
+            time.sleep(0.1)
+        unpaced = foreground(tmp_path, 4.0, {})  # nobody tells the pacer, so it runs freely
+        taken = foreground(tmp_path, 15.0, job.environment)
+        state = job.state()
+    assert "MemoryError" in (tmp_path / "log").read_text()
+    alone_s = state.undisturbed_s
+    assert sum(unpaced) / len(unpaced) > 1.2 * alone_s, "the hog does no harm: nothing is tested"
+    counted = [t / alone_s for t in taken[FIRST_HELD:] if t <= (LIMIT + PAUSE) * alone_s]
+    assert len(counted) > 0.95 * len(taken) - FIRST_HELD
+    held = [t / alone_s for n, t in enumerate(taken, 1) if is_measured(n)]
+    noise = max(1.0, sum(held) / len(held))  # of a machine that does other things too
+    assert sum(counted) / len(counted) <= LIMIT * noise + 0.03, state
+    assert state.slowdown <= LIMIT * noise + 0.03
+    assert state.disturbed > 0.1 * state.steps

@@ -1,0 +1,143 @@
+"""What a rank tells its pacer, and what the pacer makes of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from meshwright.executor.background.law import FIRST_HELD
+from meshwright.executor.background.messages import VARIABLE, Kind, Record, unpacked
+from meshwright.executor.background.pacer import Foreground
+from meshwright.executor.background.signals import GAP_S, Signals, tell_pacer
+from meshwright.executor.ranks.watch import Watch
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    read, write = os.pipe()
+    for descriptor in (read, write):
+        os.set_blocking(descriptor, False)
+    yield read, write
+    os.close(read)
+
+
+def heard(read: int) -> list[Record]:
+    try:
+        return list(unpacked(os.read(read, 2**16)))
+    except BlockingIOError:
+        return []
+
+
+def waits(signals: Signals, *seconds: float) -> None:
+    """One step with waits of so long."""
+    for taken in seconds:
+        goes_on = signals.waiting()
+        time.sleep(taken)
+        if goes_on is not None:
+            goes_on()
+    signals.stepped()
+
+
+def test_only_waits_that_were_long_before_are_told(pipe):
+    read, write = pipe
+    signals = Signals(write, 0, 0)
+    waits(signals, 0.01)  # before the first step nothing is known
+    waits(signals, 2 * GAP_S, 0.0)
+    assert [r.kind for r in heard(read)] == [Kind.BEGAN, Kind.STEPPED]
+    waits(signals, 3 * GAP_S, 0.0)
+    told = heard(read)
+    assert [r.kind for r in told] == [Kind.WAITS, Kind.WORKS, Kind.STEPPED]
+    assert told[0].seconds == pytest.approx(2 * GAP_S, abs=0.5 * GAP_S)
+    assert told[-1].number == 2
+    assert told[-1].seconds > 3 * GAP_S
+
+
+def test_another_thread_that_waits_leaves_no_gap(pipe):
+    read, write = pipe
+    signals = Signals(write, 0, 0)
+    for _ in range(3):
+        waits(signals, 2 * GAP_S)
+    heard(read)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(signals.waiting()))
+    thread.start()
+    thread.join()
+    assert found == [None]
+    assert heard(read) == []
+
+
+def test_neither_a_full_pipe_nor_a_dead_pacer_holds_the_rank_up():
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signals = Signals(write, 0, 0)
+    for _ in range(10_000):
+        signals.stepped()
+    os.close(read)
+    signals.stepped()
+    signals.stepped()
+    assert signals.waiting() is None
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_step_is_told_once_however_it_is_applied(tmp_path, monkeypatch, given):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    read = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setenv(VARIABLE, str(path))
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    watch = Watch(0, 1, 10.0)
+    tell_pacer(watch, model.parameters(), optimizer if given else None, 5)
+    assert watch.on_wait is not None
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+        other.step()
+    told = heard(read)
+    os.close(read)
+    assert [r.kind for r in told] == [Kind.BEGAN, Kind.STEPPED, Kind.STEPPED]
+    assert {r.foreground for r in told} == {5}
+
+
+def stepped(foreground: Foreground, count: int, now_s: float = 0.0) -> None:
+    foreground.heard(Record(Kind.BEGAN, 0, 0), now_s)
+    for number in range(1, count + 1):
+        foreground.heard(Record(Kind.STEPPED, 0, 0, number, 0.1), now_s)
+
+
+def test_the_background_runs_freely_before_and_after_the_foreground():
+    foreground = Foreground(1.1)
+    assert foreground.opening(0.0).runs
+    stepped(foreground, FIRST_HELD)
+    assert not foreground.opening(0.0).runs  # a share of a half is for gaps only
+    foreground.left()
+    assert foreground.opening(0.0).runs
+
+
+def test_it_runs_in_gaps_and_never_past_the_limit():
+    foreground = Foreground(1.1)
+    stepped(foreground, FIRST_HELD)
+    foreground.heard(Record(Kind.WAITS, 0, 1, seconds=0.05), 0.01)
+    opened = foreground.opening(0.01)
+    assert opened.runs
+    assert opened.until_s == pytest.approx(0.059)
+    foreground.heard(Record(Kind.WORKS, 0, 1), 0.05)
+    assert not foreground.opening(0.05).runs
+    foreground.heard(Record(Kind.WAITS, 0, 1, seconds=10.0), 0.06)
+    assert foreground.opening(0.06).until_s == pytest.approx(0.11)  # of 0.1 s undisturbed
+    assert not foreground.opening(0.111).runs
+
+
+def test_a_foreground_that_begins_anew_is_measured_anew():
+    foreground = Foreground(1.1)
+    stepped(foreground, FIRST_HELD)
+    foreground.left()
+    foreground.heard(Record(Kind.BEGAN, 0, 0), 1.0)
+    assert foreground.current.undisturbed_s is None
+    assert not foreground.opening(1.0).runs
