@@ -98,7 +98,7 @@ def auto_parallelize(
             chosen = _make_plan(workload, goal, device, schedule, solver, time_limit_s, forbidden)
     settings = lossy if isinstance(lossy, Lossy) else None
     model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
-    record_run(model_, chosen)
+    record_run(model_, optimizer_)
     return model_, optimizer_, chosen
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..planner.noun import Bytes, Count, Index, Noun, Seconds, Share, load, save
 from ..planner.plan import Plan, Prediction
 from .background.settings import State
 from .parallel import run_of
+from .ranks.steps import after_each_step
 from .train import Measured
 
 PLAN_VARIABLE = "MESHWRIGHT_PLAN"
@@ -154,18 +154,14 @@ def _largest(values: Iterable[Any]) -> Any:
 class _Recorder:
     """Notes the time and the waits at the end of every optimizer step of one model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._run = run_of(model)
-        self._parameters = {id(p) for p in model.parameters()}
         self._times: list[float] = []
         self._exposed: list[float] = []
         self._redistributed: list[float] = []
-        register_optimizer_step_post_hook(self._stepped)
+        after_each_step(model.parameters(), optimizer, self._stepped)
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        mine = (id(p) for group in optimizer.param_groups for p in group["params"])
-        if not any(p in self._parameters for p in mine):
-            return  # another model's
+    def _stepped(self, _: torch.optim.Optimizer) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             if len(self._times) == WARM_UP:
@@ -198,13 +194,13 @@ def _differences(values: list[float]) -> list[float]:
     return [b - a for a, b in pairwise(values)]
 
 
-def record_run(model: nn.Module, plan: Plan) -> None:
+def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Measures the steps of ``model`` from now on where the launcher asked for it; when the process
     ends its figures are left in the launcher's folder."""
     folder = os.environ.get(REPORT_VARIABLE)
     if not folder:
         return
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, optimizer)
 
     def leave() -> None:
         found = recorder.figures()

@@ -6,12 +6,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from types import MethodType
-from typing import Any
 
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim import Optimizer
 
+from ..ranks.steps import after_each_step
 from ..ranks.watch import Watch
 from .messages import VARIABLE, Kind, Record
 
@@ -104,28 +103,4 @@ def tell_pacer(
     trained = list(parameters)
     if all(p.device.type == "cpu" for p in trained):  # elsewhere the host waits, not the device
         watch.on_wait = signals.waiting
-    if optimizer is not None:
-        _after_each(optimizer, signals.stepped)
-        return
-    mine = {id(p) for p in trained}
-
-    def stepped(used: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(id(p) in mine for group in used.param_groups for p in group["params"]):
-            signals.stepped()
-
-    register_optimizer_step_post_hook(stepped)
-
-
-def _after_each(optimizer: Optimizer, stepped: Callable[[], None]) -> None:
-    """Calls ``stepped`` after each of the user's steps. Not by torch's hooks, which a lazy step
-    calls for every unit that it is applied to."""
-    before = optimizer.step
-
-    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        loss = before(*args, **kwargs)
-        stepped()
-        return loss
-
-    if hasattr(before, "_wrapped_by_lr_sched"):  # a scheduler looks for its own mark
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    after_each_step(trained, optimizer, lambda _: signals.stepped())

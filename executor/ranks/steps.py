@@ -1,0 +1,47 @@
+"""Being told of the end of a user's optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+def after_each_step(
+    parameters: Iterable[nn.Parameter],
+    optimizer: Optimizer | None,
+    stepped: Callable[[Optimizer], None],
+) -> None:
+    """Calls ``stepped`` after each of the user's steps: of ``optimizer``, or without one of any
+    that has some of ``parameters``.
+
+    A lazy step calls torch's hooks for everything that it is applied to, so an optimizer that may
+    be lazy has its own ``step`` wrapped, after whatever makes it lazy.
+    """
+    if optimizer is not None:
+        _wrap(optimizer, stepped)
+        return
+    mine = {id(p) for p in parameters}
+
+    def hook(used: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(id(p) in mine for group in used.param_groups for p in group["params"]):
+            stepped(used)
+
+    register_optimizer_step_post_hook(hook)
+
+
+def _wrap(optimizer: Optimizer, stepped: Callable[[Optimizer], None]) -> None:
+    before = optimizer.step
+
+    def step(used: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        loss = before(*args, **kwargs)
+        stepped(used)
+        return loss
+
+    if hasattr(before, "_wrapped_by_lr_sched"):  # a scheduler looks for its own mark
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
