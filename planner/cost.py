@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from .beside import Beside, besides
 from .cluster import Cluster
 from .collectives import (
     Fabric,
@@ -80,6 +81,11 @@ class CostModel(Exchanges):
     def baseline(self) -> Decisions:
         """Plain data parallelism."""
         return (Option(data_parallel(self.world_size)),) * len(self.profile.units)
+
+    @cached_property
+    def besides(self) -> tuple[Beside, ...]:
+        """What units hold while others work."""
+        return besides(self)
 
     # -- costs -----------------------------------------------------------------------------------
 

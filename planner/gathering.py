@@ -26,12 +26,15 @@ ARRIVING = 2
 
 class Gathered(NamedTuple):
     """Bytes of one unit: ``saved`` of parameters, and as many of their gradients, that this rank
-    need not keep between uses; ``at_work`` of parameters that are whole while it works, ``behind``
-    of what there is besides in its backward."""
+    need not keep between uses; ``at_work`` of parameters that are whole while it works, ``before``
+    of more of them in its backward, and ``behind`` of these and the gradients on their way;
+    ``whole`` its own while they are."""
 
     saved: int = 0
     at_work: int = 0
+    before: int = 0
     behind: int = 0
+    whole: int = 0
 
 
 def gathered(structure: Structure, k: int, option: Option) -> Gathered:
@@ -39,29 +42,30 @@ def gathered(structure: Structure, k: int, option: Option) -> Gathered:
     groups, degree = option.layout.groups, option.layout.degree
     if not option.gathers or groups == 1:
         return Gathered()
-    own = _own_bytes(structure, k, option)
+    own = own_bytes(structure, k, option)
     last = len(structure.profile.units) - 1
     plain = Option(option.layout) if degree == 1 else option
-    after = _own_bytes(structure, k + 1, plain) if k < last else 0
-    before = _own_bytes(structure, k - 1, plain) if k else 0
+    after = own_bytes(structure, k + 1, plain) if k < last else 0
+    before = own_bytes(structure, k - 1, plain) if k else 0
     least = min(before, after)
-    return Gathered(own - ceil(own / groups), own + least, before - least + ARRIVING * after)
+    behind = before - least + ARRIVING * after
+    return Gathered(own - ceil(own / groups), own + least, before - least, behind, own)
 
 
-def neighbours(structure: Structure, k: int) -> tuple[int, int]:
-    """All of a unit's neighbours that ``gathered`` depends on."""
-    whole = range(len(structure.profile.units))
-    return tuple(  # type: ignore[return-value]
-        sum(p.bytes for p in structure.owned[i] if p.trainable) if i in whole else 0
-        for i in (k - 1, k + 1)
-    )
+def neighbours(structure: Structure, k: int) -> tuple[int, ...]:
+    """All of a unit and its neighbours that ``gathered`` depends on."""
+    known = range(len(structure.profile.units))
+    return tuple(own_bytes(structure, i) if i in known else 0 for i in (k - 1, k, k + 1))
 
 
-def _own_bytes(structure: Structure, k: int, option: Option) -> int:
-    """A member's parameters of a unit that are trained, and nobody else's."""
+def own_bytes(structure: Structure, k: int, option: Option | None = None) -> int:
+    """A member's parameters of a unit that are trained, and nobody else's; without an ``option``
+    those of the whole unit."""
     unit, tied = structure.profile.units[k], set[str]()
     for other in structure.ties[k]:
         if other != k:
             tied |= {p.shared for p in structure.profile.units[other].parameters}
     alone = tuple(p for p in structure.owned[k] if p.trainable and p.shared not in tied)
+    if option is None:
+        return sum(p.bytes for p in alone)
     return shard_bytes(unit, option.style, option.layout.degree, alone)
