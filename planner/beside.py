@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .gathering import ARRIVING, own_bytes
+from .gathering import ARRIVING, own_bytes, whole_after, whole_before
 from .step import Vector
 from .structure import Structure
 
@@ -70,20 +70,19 @@ Entry = tuple[Point, Whose, int, int, float]
 def _whole(structure: Structure) -> Iterator[Entry]:
     """Units without parameters of their own, between the nearest ones that have some. Nothing is
     called for in forward before the first of these is reached."""
-    count = len(structure.profile.units)
-    owners = {k for k in range(count) if own_bytes(structure, k)}
-    before: int | None = None
-    for at in range(count):
-        before = at if at in owners else before
-        if at not in owners and before is not None:
-            yield "beside_forward", "whole", at, before, 1.0
-            yield "beside_backward", "whole", at, before, 1.0
-    after: int | None = None
-    for at in reversed(range(count)):
-        after = at if at in owners else after
-        if at not in owners and after is not None:
-            if at > min(owners):
+    last: int | None = None
+    for at in range(len(structure.profile.units)):
+        if own_bytes(structure, at):
+            last = at
+            continue
+        before, after = whole_before(structure, at), whole_after(structure, at)
+        if last is not None:
+            yield "beside_forward", "whole", at, last, 1.0
+            if after is not None:
                 yield "beside_forward", "whole", at, after, 1.0
+        if before is not None:
+            yield "beside_backward", "whole", at, before, 1.0
+        if after is not None:
             yield "beside_backward", "whole", at, after, float(ARRIVING)
 
 

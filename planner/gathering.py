@@ -3,12 +3,13 @@
 Each rank keeps its chunk of them. While a unit works, forward or backward, its own are whole, and
 those of the unit that comes next are on their way. In backward, the gradients of the unit after it
 are on their way too, as sent and as received; the executor waits before there are more of these
-than the largest unit has.
+than the largest unit has. An embedding's backward does not use its parameters: the unit that comes
+next there is the one before it.
 
-The neighbours count whatever their own exchange is, so that a unit's bytes depend on its own
-decision alone: an upper bound. Forward is taken to hold the smaller neighbour, as the backward of
-the same unit holds more anyway. Tied parameters count as whole throughout: in backward they are,
-from their first use to their last. With micro-batches gradients are added up whole.
+The neighbours (of units with such parameters) count whatever their own exchange is, so that a
+unit's bytes depend on its own decision alone: an upper bound. Tied parameters count as whole
+throughout: in backward they are, from their first use to their last. With micro-batches gradients
+are added up whole.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ ARRIVING = 2
 
 class Gathered(NamedTuple):
     """Bytes of one unit: ``saved`` of parameters, and as many of their gradients, that this rank
-    need not keep between uses; ``at_work`` of parameters that are whole while it works, ``before``
-    of more of them in its backward, and ``behind`` of these and the gradients on their way;
-    ``whole`` its own while they are."""
+    need not keep between uses; ``at_work`` of parameters that are whole in its forward, ``before``
+    of others in its backward, ``behind`` of what its backward has more than its forward; ``whole``
+    its own while they are."""
 
     saved: int = 0
     at_work: int = 0
@@ -43,19 +44,32 @@ def gathered(structure: Structure, k: int, option: Option) -> Gathered:
     if not option.gathers or groups == 1:
         return Gathered()
     own = own_bytes(structure, k, option)
-    last = len(structure.profile.units) - 1
     plain = Option(option.layout) if degree == 1 else option
-    after = own_bytes(structure, k + 1, plain) if k < last else 0
-    before = own_bytes(structure, k - 1, plain) if k else 0
-    least = min(before, after)
-    behind = before - least + ARRIVING * after
-    return Gathered(own - ceil(own / groups), own + least, before - least, behind, own)
+    before, after = (
+        0 if near is None else own_bytes(structure, near, plain)
+        for near in (whole_before(structure, k), whole_after(structure, k))
+    )
+    behind = before + (ARRIVING - 1) * after
+    return Gathered(own - ceil(own / groups), own + after, before, behind, own)
 
 
 def neighbours(structure: Structure, k: int) -> tuple[int, ...]:
     """All of a unit and its neighbours that ``gathered`` depends on."""
-    known = range(len(structure.profile.units))
-    return tuple(own_bytes(structure, i) if i in known else 0 for i in (k - 1, k, k + 1))
+    near = (whole_before(structure, k), k, whole_after(structure, k))
+    return tuple(0 if i is None else own_bytes(structure, i) for i in near)
+
+
+def whole_before(structure: Structure, k: int) -> int | None:
+    """The last unit before ``k`` whose parameters backward uses, and which may gather them."""
+    units = structure.profile.units
+    earlier = (i for i in reversed(range(k)) if units[i].kind != "embedding")
+    return next((i for i in earlier if own_bytes(structure, i)), None)
+
+
+def whole_after(structure: Structure, k: int) -> int | None:
+    """The first unit after ``k`` that may gather parameters."""
+    later = range(k + 1, len(structure.profile.units))
+    return next((i for i in later if own_bytes(structure, i)), None)
 
 
 def own_bytes(structure: Structure, k: int, option: Option | None = None) -> int:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import ceil
 
 import numpy as np
@@ -23,7 +24,8 @@ from .unit_bytes import FIELD, UnitBytes
 
 UPDATE_COPIES = {"sgd": (0, 0), "momentum": (0, 0), "adam": (2, 1), "adamw": (2, 1)}
 """How many copies of what it updates a step of torch's own optimizer makes (2.13): of one parameter
-at a time on a CPU, of all parameters together (``foreach``) on CUDA."""
+at a time on a CPU, of all parameters together (``foreach``) on CUDA. On a CPU one of the last
+parameter's stays until the next one's are made."""
 
 _QUANTITIES: tuple[Quantity, ...] = (
     lambda s: s.saved,
@@ -63,7 +65,8 @@ class MemoryModel:
             saved += entered
         else:
             saved, resident = saved + entered, resident + entered
-        largest, trained = self._largest_bytes(k, option), cost.trained_bytes
+        largest = max(self._sizes_bytes(k, option), default=0)
+        trained = cost.trained_bytes
         chosen = chosen_bytes(self.model, option, largest)
         held = held_bytes(option.exchange, option.feedback, trained, largest, chosen)
         part, many = gathered(self.model, k, option), self.model.micro_batches > 1
@@ -81,7 +84,7 @@ class MemoryModel:
             workspace=workspace + saved - resident + part.at_work,
             leaving=self._leaving_bytes(k, option, samples, held.moment) if sliced else 0.0,
             exchanged=cost.gradient_bytes,
-            renewed=self._renewed_bytes(k, option, trained, largest),
+            renewed=self._renewed_bytes(k, option, trained),
             whole=part.whole,
             away=saved - resident if option.memory == "offload" else 0.0,
         )
@@ -96,7 +99,7 @@ class MemoryModel:
         taken = moment + doubled_bytes(self.model, k, option)
         part = gathered(self.model, k, option)
         if part.whole:
-            taken += part.at_work + part.before
+            taken += part.before + part.whole
             taken += part.saved if self.model.micro_batches == 1 else 0
         return taken + self.model.passing_bytes[k] * samples
 
@@ -109,11 +112,11 @@ class MemoryModel:
         whole = sum(edge.bytes_per_sample for edge in edges) * samples
         return whole / (option.layout.degree if option.style == "row" else 1)
 
-    def _largest_bytes(self, k: int, option: Option) -> int:
-        """A member's shard of the unit's largest parameter that has a gradient."""
-        unit, trained = self.model.profile.units[k], (p for p in self.model.owned[k] if p.trainable)
-        degree = option.layout.degree
-        return max((shard_bytes(unit, option.style, degree, (p,)) for p in trained), default=0)
+    def _sizes_bytes(self, k: int, option: Option) -> list[int]:
+        """A member's shards of the unit's parameters that have a gradient."""
+        unit, degree = self.model.profile.units[k], option.layout.degree
+        trained = (p for p in self.model.owned[k] if p.trainable)
+        return [shard_bytes(unit, option.style, degree, (p,)) for p in trained]
 
     def _fresh_bytes(self, option: Option, fresh_bytes: float) -> float:
         """New gradients that do not stand: one that is added to others or copied into a bucket
@@ -121,25 +124,31 @@ class MemoryModel:
         sent = option.layout.groups > 1 and not self.model.sliced
         return fresh_bytes if sent or self.model.micro_batches > 1 else 0.0
 
-    def _renewed_bytes(
-        self, k: int, option: Option, trained_bytes: int, largest_bytes: int
-    ) -> float:
-        """Temporaries of the update: for one parameter after the other on a CPU, on CUDA for all of
-        them at once. What top-k has sent is copied out of its messages before, and they are gone
-        when the update is at work."""
-        one, together = UPDATE_COPIES[self.model.goal.optimizer]
-        on_cuda = self.model.profile.device_type == "cuda"
+    def _renewed_bytes(self, k: int, option: Option, trained_bytes: int) -> float:
+        """Temporaries of the update. What top-k has sent is copied out of its messages before, and
+        they are gone when the update is at work."""
         if option.exchange == "sharded":
             return 0.0  # its gradient and the copies that travelled have gone by then
-        parts = option.layout.groups if option.gathers else 1
-        copies = float(together * trained_bytes if on_cuda else one * largest_bytes) / parts
+        copies = self._copies_bytes(k, option, trained_bytes)
         if option.exchange != "topk":
-            return copies
+            return copies / (option.layout.groups if option.gathers else 1)
         copies += averaged_bytes(option.exchange, option.feedback, trained_bytes)
         if option.feedback in AT_ONCE:
             copies += arrived_bytes(self.model, option, trained_bytes)
-        first = arrived_bytes(self.model, option, largest_bytes)
+        largest = max(self._sizes_bytes(k, option), default=0)
+        first = arrived_bytes(self.model, option, largest)
         return max(first, copies - travelling_bytes(self.model, k, option))
+
+    def _copies_bytes(self, k: int, option: Option, trained_bytes: int) -> float:
+        """What the optimizer's step copies: for one parameter after the other on a CPU, on CUDA for
+        all of them at once."""
+        one, together = UPDATE_COPIES[self.model.goal.optimizer]
+        if self.model.profile.device_type == "cuda":
+            return float(together * trained_bytes)
+        if not one:
+            return 0.0
+        sizes = self._sizes_bytes(k, option)
+        return float(max((one * own + last for last, own in pairwise([0, *sizes])), default=0))
 
     @property
     def updates_together(self) -> bool:

@@ -46,7 +46,7 @@ def test_a_rank_holds_its_chunks_and_the_units_at_work():
     assert {p.weights for p in fully} == {5 * MIB / 4}
     assert [p.optimizer for p in fully] == [p.optimizer for p in sharded]
     forward = [p.workspace / MIB for p in fully if p.phase == "forward"]
-    assert forward == [0, 1, 2, 3, 1, 1]  # its own, and the smaller neighbour's
+    assert forward == [0, 2, 3, 3, 1, 1]  # its own, and the next unit's
     less = [p.workspace / MIB for p in sharded if p.phase == "forward"]
     assert less == [0] * 6
     # Chunks of weights and state, chunks of gradients that are complete; then its own parameters

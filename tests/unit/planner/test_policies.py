@@ -116,7 +116,7 @@ def test_topk_gathers_values_and_numbers_and_takes_time_to_choose(model):
     # has values, numbers in int64 and in int32.
     assert found["residual"] == size
     assert found["leaving"] == pytest.approx((1 + 2 + 1) / 4 * size, abs=8)
-    assert found["renewed"] == pytest.approx(4 * size / 2, abs=8)
+    assert "renewed" not in found  # what comes from four takes no more than Adam's two copies
     assert found["travelling"] == pytest.approx(0.25 * 2 * size * (4 + 1), abs=8)
 
 
