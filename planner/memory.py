@@ -189,7 +189,8 @@ class MemoryModel:
         return Holding(
             table=table,
             received=received,
-            **beside,
+            beside_forward=beside["beside_forward"],
+            beside_backward=beside["beside_backward"],
             buckets_bytes=self.buckets_bytes(decisions),
             sliced=self.model.sliced,
             together=self.updates_together,

@@ -171,7 +171,9 @@ class Finish:
         found: Vector = np.select([units < j, units == j], parts[:2], parts[2])
         for one in self.rounding.sheet.model.besides:
             if weight := rows.at[track][AT[one.point]]:
-                times = one.returned(np.arange(len(self.plan.figures)) == j)
+                here = np.zeros(len(self.plan.figures))
+                here[j] = 1.0
+                times = one.returned(here)
                 found = found + weight * times[units] * figures[:, AT[one.figure]]
         return found if slower < 0 else found + (units == slower) * figures[:, SLICES[track]]
 
