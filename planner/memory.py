@@ -100,7 +100,8 @@ class MemoryModel:
         part = gathered(self.model, k, option)
         if part.whole:
             taken += part.before + part.whole
-            taken += part.saved if self.model.micro_batches == 1 else 0
+            many = self.model.micro_batches > 1  # then gradients are whole, else chunks
+            taken += part.whole - part.saved if many else part.whole
         return taken + self.model.passing_bytes[k] * samples
 
     def gathered_bytes(self, k: int, option: Option, samples: int | None) -> float:
