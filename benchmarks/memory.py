@@ -1,12 +1,15 @@
 """Predicted against measured peak memory of a step.
 
     OMP_NUM_THREADS=1 python benchmarks/memory.py [--models mlp gpt-mini] [--policies keep sharded]
+        [--keep rows.jsonl]
 
 Starts two ranks. Each model is profiled once, at batch sizes around those that are run; then it is
 trained for a few steps under every policy that the executor has, with two batches and two
 optimizers, and the bytes of live tensors are counted (on CUDA the allocator's). Prints a table,
 with the most resident memory of the process beside, and as the last line one JSON object: rows, and
-the median and the largest relative error |predicted - measured| / measured.
+the median and the largest relative error |predicted - measured| / measured. With ``--keep`` rows
+are written to a file as they come, and those that it has already are not run again, so that the
+whole can be run in pieces.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -31,6 +34,7 @@ from meshwright.executor.train import run_steps
 from meshwright.models import build
 from meshwright.planner.cluster import Cluster, Device, Level, Node
 from meshwright.planner.evaluate import make_plan
+from meshwright.planner.feedback import LINEAR, MIRRORS
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import data_parallel
 from meshwright.planner.options import Option
@@ -61,7 +65,9 @@ class Policy:
     schedule: ScheduleName = "barrier"
     memory: str = "keep"
     exchange: str = "dense"
+    feedback: str = "residual"
     early: bool = False
+    optimizers: tuple[str, ...] = OPTIMIZERS
 
     def option(self, unit: UnitProfile) -> Option:
         """The decision for a unit: plain where it has nothing that the policy could be about."""
@@ -74,7 +80,11 @@ class Policy:
         known = [f for f in unit.fidelity if f.exchange == self.exchange]
         if lossy and known:
             ratio = min(known[0].ratios, key=lambda r: abs(r - RATIO))
-            plain = plain._replace(exchange=self.exchange, ratio=ratio)  # type: ignore[arg-type]
+            plain = plain._replace(
+                exchange=self.exchange,  # type: ignore[arg-type]
+                ratio=ratio,
+                feedback=self.feedback,  # type: ignore[arg-type]
+            )
         elif not lossy:
             plain = plain._replace(exchange=self.exchange)  # type: ignore[arg-type]
         return plain._replace(early_release=self.early)
@@ -93,6 +103,12 @@ def policies() -> Iterator[Policy]:
     for exchange in CAPABILITY.exchange:
         if exchange != "dense":
             yield Policy(exchange, "priority", exchange=exchange)
+    for feedback in CAPABILITY.feedback:
+        if feedback == "residual" or (feedback == "host_mirror" and not torch.cuda.is_available()):
+            continue  # a CPU's mirror on the host is a mirror
+        linear = tuple(o for o in OPTIMIZERS if feedback not in MIRRORS or o in LINEAR)
+        yield Policy(f"topk, {feedback}", "priority", exchange="topk", feedback=feedback,
+                     optimizers=linear)  # fmt: skip
     if CAPABILITY.early_release:
         yield Policy("early release", "priority", early=True)
 
@@ -184,20 +200,35 @@ def profiled(model: str) -> ModelProfile:
 
 
 def on_rank(asked: argparse.Namespace, show: Console) -> list[Row]:
-    """All rows. Collective."""
-    rows = []
+    """All rows that were not known. Collective."""
+    rows = known(asked.keep)
+    there = {(row.model, row.policy, row.batch, row.optimizer) for row in rows}
+    chosen = [p for p in policies() if p.name in asked.policies or not asked.policies]
     for model in asked.models:
-        found = profiled(model)
-        for policy in policies():
-            if asked.policies and policy.name not in asked.policies:
-                continue
-            for batch in BATCHES:
-                for optimizer in OPTIMIZERS:
-                    row = run(model, found, policy, batch, optimizer)
-                    rows.append(row)
-                    if dist.get_rank() == 0:
-                        show.print(f"{model} {policy.name} {batch} {optimizer}: {row.error:+.1%}")
+        wanted = [
+            (policy, batch, optimizer)
+            for policy in chosen
+            for batch in BATCHES
+            for optimizer in policy.optimizers
+            if (model, policy.name, batch, optimizer) not in there
+        ]
+        found = profiled(model) if wanted else None
+        for policy, batch, optimizer in wanted:
+            assert found is not None
+            rows.append(row := run(model, found, policy, batch, optimizer))
+            if dist.get_rank() == 0:
+                show.print(f"{model} {policy.name} {batch} {optimizer}: {row.error:+.1%}")
+                if asked.keep is not None:
+                    with asked.keep.open("a") as kept:
+                        kept.write(json.dumps(asdict(row)) + "\n")
     return rows
+
+
+def known(kept: Path | None) -> list[Row]:
+    """The rows of an earlier run."""
+    if kept is None or not kept.exists():
+        return []
+    return [Row(**json.loads(line)) for line in kept.read_text().splitlines()]
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -223,10 +254,8 @@ def table_of(rows: Sequence[Row]) -> Table:
 def summary_of(rows: Sequence[Row]) -> dict[str, object]:
     """The rows for machines."""
     errors = [abs(row.error) for row in rows]
-    names = ("model", "policy", "batch", "optimizer", "predicted_bytes", "measured_bytes",
-             "resident_bytes")  # fmt: skip
     return {
-        "rows": [{name: getattr(row, name) for name in names} for row in rows],
+        "rows": [asdict(row) for row in rows],
         "median_abs_error": median(errors),
         "max_abs_error": max(errors),
     }
@@ -238,6 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--policies", nargs="+", default=[])
+    parser.add_argument("--keep", type=lambda name: Path(name).resolve())
     asked = parser.parse_args()
     if "RANK" not in os.environ:
         with tempfile.TemporaryDirectory(prefix="memory-") as folder:

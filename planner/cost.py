@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from .beside import Beside, besides
 from .cluster import Cluster
 from .collectives import (
     Fabric,
@@ -96,6 +97,11 @@ class CostModel(Exchanges):
         )  # fmt: skip
         made._moved = self._moved
         return made
+
+    @cached_property
+    def besides(self) -> tuple[Beside, ...]:
+        """What units hold while others work."""
+        return besides(self)
 
     # -- costs -----------------------------------------------------------------------------------
 

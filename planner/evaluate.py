@@ -21,24 +21,18 @@ from .errors import InputError
 from .goal import Goal
 from .lanes import simulate_lanes
 from .layout import data_parallel
-from .memory import (
-    Holding,
-    MemoryModel,
-    MemoryPoint,
-    moment_of,
-    peak_bytes,
-    position_classes,
-    timeline,
-)
+from .memory import MemoryModel
 from .noun import fingerprint
 from .options import Decisions, Option
 from .parcels import step_of
 from .peak import Moment
 from .plan import Plan, Prediction, Provenance, UnitPlan
+from .positions import position_classes
 from .profile import ModelProfile
 from .schedule import ScheduleName, Step
 from .simulate import Simulation, simulate
 from .step import Chain
+from .timeline import Holding, MemoryPoint, moment_of, peak_bytes, timeline
 
 
 class RankMemory(NamedTuple):

@@ -9,8 +9,8 @@ For P bytes of a unit's trained parameters (a member's), in each of top-k's ways
     host_mirror   P on the host, which is copied to the device and back in the unit's backward: P
                   while that is at work
 
-In each, the choice takes twice the unit's largest parameter for a moment in its backward: the
-gradient (a copy of it, for residuals), and the magnitudes of what is held.
+In each, the choice takes more than twice the unit's largest parameter for a moment at the end of
+its backward (see ``travelling.chosen_bytes``).
 
 So in place never holds more than a residual, and a mirror never more than in place, in the same
 time: of those that the executor has, and the optimizer allows, one is planned. A mirror takes the
@@ -37,27 +37,32 @@ LINEAR = ("sgd", "momentum")
 
 class Held(NamedTuple):
     """Bytes of a unit on a device: ``always``; ``gradients`` that live from its backward to the end
-    of the step; and while its backward is at work (``moment``)."""
+    of the step; of others as they are ``computed``, and for a ``moment`` as they are taken in."""
 
     always: float
     gradients: float
+    computed: float
     moment: float
 
 
 def held_bytes(
-    exchange: ExchangePolicy, feedback: FeedbackPolicy, trained_bytes: float, largest_bytes: float
+    exchange: ExchangePolicy,
+    feedback: FeedbackPolicy,
+    trained_bytes: float,
+    largest_bytes: float,
+    chosen_bytes: float,
 ) -> Held:
-    """What gradients and feedback of a unit take under an exchange. Those of micro-batches add up
-    in what is held, or in the velocity."""
+    """What gradients and feedback of a unit take under an exchange whose choice takes
+    ``chosen_bytes``. Those of micro-batches add up in what is held, or in the velocity."""
     if exchange == "dropped":
-        return Held(trained_bytes, 0.0, trained_bytes)
+        return Held(trained_bytes, 0.0, trained_bytes, trained_bytes)
     if exchange != "topk":
-        return Held(0.0, trained_bytes, 0.0)
+        return Held(0.0, trained_bytes, 0.0, 0.0)
     if feedback == "residual":
-        return Held(trained_bytes, trained_bytes, 2 * largest_bytes)
+        return Held(trained_bytes, trained_bytes, 0.0, chosen_bytes)
     if feedback == "host_mirror":
-        return Held(0.0, 0.0, trained_bytes + 2 * largest_bytes)
-    return Held(trained_bytes, 0.0, 2 * largest_bytes)
+        return Held(0.0, 0.0, largest_bytes, trained_bytes + chosen_bytes)
+    return Held(trained_bytes, 0.0, largest_bytes, chosen_bytes)
 
 
 def averaged_bytes(

@@ -3,12 +3,13 @@
 Each rank keeps its chunk of them. While a unit works, forward or backward, its own are whole, and
 those of the unit that comes next are on their way. In backward, the gradients of the unit after it
 are on their way too, as sent and as received; the executor waits before there are more of these
-than the largest unit has.
+than the largest unit has. An embedding's backward does not use its parameters: the unit that comes
+next there is the one before it.
 
-The neighbours count whatever their own exchange is, so that a unit's bytes depend on its own
-decision alone: an upper bound. Forward is taken to hold the smaller neighbour, as the backward of
-the same unit holds more anyway. Tied parameters count as whole throughout: in backward they are,
-from their first use to their last. With micro-batches gradients are added up whole.
+The neighbours (of units with such parameters) count whatever their own exchange is, so that a
+unit's bytes depend on its own decision alone: an upper bound. Tied parameters count as whole
+throughout: in backward they are, from their first use to their last. With micro-batches gradients
+are added up whole.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ ARRIVING = 2
 
 class Gathered(NamedTuple):
     """Bytes of one unit: ``saved`` of parameters, and as many of their gradients, that this rank
-    need not keep between uses; ``at_work`` of parameters that are whole while it works, ``behind``
-    of what there is besides in its backward."""
+    need not keep between uses; ``at_work`` of parameters that are whole in its forward, ``before``
+    of others in its backward, ``behind`` of what its backward has more than its forward; ``whole``
+    its own while they are."""
 
     saved: int = 0
     at_work: int = 0
+    before: int = 0
     behind: int = 0
+    whole: int = 0
 
 
 def gathered(structure: Structure, k: int, option: Option) -> Gathered:
@@ -39,29 +43,43 @@ def gathered(structure: Structure, k: int, option: Option) -> Gathered:
     groups, degree = option.layout.groups, option.layout.degree
     if not option.gathers or groups == 1:
         return Gathered()
-    own = _own_bytes(structure, k, option)
-    last = len(structure.profile.units) - 1
+    own = own_bytes(structure, k, option)
     plain = Option(option.layout) if degree == 1 else option
-    after = _own_bytes(structure, k + 1, plain) if k < last else 0
-    before = _own_bytes(structure, k - 1, plain) if k else 0
-    least = min(before, after)
-    return Gathered(own - ceil(own / groups), own + least, before - least + ARRIVING * after)
-
-
-def neighbours(structure: Structure, k: int) -> tuple[int, int]:
-    """All of a unit's neighbours that ``gathered`` depends on."""
-    whole = range(len(structure.profile.units))
-    return tuple(  # type: ignore[return-value]
-        sum(p.bytes for p in structure.owned[i] if p.trainable) if i in whole else 0
-        for i in (k - 1, k + 1)
+    before, after = (
+        0 if near is None else own_bytes(structure, near, plain)
+        for near in (whole_before(structure, k), whole_after(structure, k))
     )
+    behind = before + (ARRIVING - 1) * after
+    return Gathered(own - ceil(own / groups), own + after, before, behind, own)
 
 
-def _own_bytes(structure: Structure, k: int, option: Option) -> int:
-    """A member's parameters of a unit that are trained, and nobody else's."""
+def neighbours(structure: Structure, k: int) -> tuple[int, ...]:
+    """All of a unit and its neighbours that ``gathered`` depends on."""
+    near = (whole_before(structure, k), k, whole_after(structure, k))
+    return tuple(0 if i is None else own_bytes(structure, i) for i in near)
+
+
+def whole_before(structure: Structure, k: int) -> int | None:
+    """The last unit before ``k`` whose parameters backward uses, and which may gather them."""
+    units = structure.profile.units
+    earlier = (i for i in reversed(range(k)) if units[i].kind != "embedding")
+    return next((i for i in earlier if own_bytes(structure, i)), None)
+
+
+def whole_after(structure: Structure, k: int) -> int | None:
+    """The first unit after ``k`` that may gather parameters."""
+    later = range(k + 1, len(structure.profile.units))
+    return next((i for i in later if own_bytes(structure, i)), None)
+
+
+def own_bytes(structure: Structure, k: int, option: Option | None = None) -> int:
+    """A member's parameters of a unit that are trained, and nobody else's; without an ``option``
+    those of the whole unit."""
     unit, tied = structure.profile.units[k], set[str]()
     for other in structure.ties[k]:
         if other != k:
             tied |= {p.shared for p in structure.profile.units[other].parameters}
     alone = tuple(p for p in structure.owned[k] if p.trainable and p.shared not in tied)
+    if option is None:
+        return sum(p.bytes for p in alone)
     return shard_bytes(unit, option.style, option.layout.degree, alone)

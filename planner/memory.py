@@ -1,140 +1,31 @@
-"""What a rank holds at each point of a step.
+"""What the units of a cost model hold under their decisions, and a position with all of them.
 
-The points are each unit's forward in order, each unit's backward in reverse, and the update. Alive
-are, in bytes:
-
-    weights        shards and buffers, always; divided over the groups where the parameters are
-                   sharded too (``gathering`` says what is whole while units work)
-    optimizer      its state, always, divided over the groups where the exchange is sharded
-    residuals      what a lossy exchange has not sent (see ``feedback``), always
-    gradients      of weights, from a unit's backward to the end of the step; with micro-batches
-                   always, since the last micro-batch adds to those of the others
-    feature_maps   what units behind have made and backward needs, until their own backward is over:
-                   all of it (keep), their output (recompute), nothing (offload)
-    map_gradients  gradients of feature maps and what else the unit at work needs in backward; with
-                   early release, and with feedback in place or in mirrors, its weight gradients
-                   too, which are gone when it has finished
-    buffers        in flight: what a redistribution receives, the part of open buckets that is not
-                   filled yet, a new gradient until it is copied into its bucket or added, and
-                   copies of gradients that travel
-    workspace      temporaries of the unit at work, of its update, and those of its feature maps
-                   that are only there meanwhile (recompute, offload)
-
-How long a gradient lives depends on the wire, so it counts to the end of the step, and under
-priority to its unit's next forward, whatever its exchange. The figures are additive: a unit's
-choice adds bytes to each point, and a plan holds their sum (open buckets aside).
-What the framework itself takes (allocator slack, a CUDA context) is not counted.
+``timeline`` says what is alive when; here are the bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from .cost import CostModel
-from .feedback import averaged_bytes, held_bytes
+from .feedback import AT_ONCE, averaged_bytes, held_bytes
 from .gathering import gathered
 from .layout import Layout
 from .options import Option
-from .ownership import group_bounds
-from .peak import CLASS_NAMES, Moment, Phase
 from .shares import Quantity, shard_bytes, share_of
 from .step import Vector
-from .travelling import copied_bytes, travelling_bytes
-
-
-class MemoryPoint(NamedTuple):
-    """Bytes alive at one point, by class; ``unit`` is the index of the unit at work."""
-
-    unit: int
-    phase: Phase
-    weights: float = 0.0
-    optimizer: float = 0.0
-    residuals: float = 0.0
-    gradients: float = 0.0
-    feature_maps: float = 0.0
-    map_gradients: float = 0.0
-    buffers: float = 0.0
-    workspace: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """All bytes alive."""
-        return sum(self[2:])
-
-
-def moment_of(point: MemoryPoint, names: Sequence[str]) -> Moment:
-    """The point with its unit's name, in whole bytes."""
-    held = {name: round(max(float(getattr(point, name)), 0.0)) for name in CLASS_NAMES}
-    return Moment(unit=names[point.unit], phase=point.phase, **held)
-
-
-class Holding(NamedTuple):
-    """What the units of one position hold, one value for each unit, in bytes: the fields of
-    ``UnitBytes``, and ``received``, the largest tensor that a redistribution brings.
-
-    ``buckets_bytes`` is the most that buckets being filled may take together; gradients are views
-    of these. ``sliced`` gradients have none, and are applied as the next forward needs them;
-    ``together`` says that the update's temporaries are those of all units at once.
-    """
-
-    weights: Vector
-    optimizer: Vector
-    residual: Vector
-    gradients: Vector
-    travelling: Vector
-    saved: Vector
-    map_gradients: Vector
-    fresh: Vector
-    spared: Vector
-    workspace: Vector
-    exchanged: Vector
-    renewed: Vector
-    received: Vector
-    buckets_bytes: float
-    sliced: bool
-    together: bool
-
-
-class PositionClass(NamedTuple):
-    """Positions that hold the same; ``samples`` of their group under each layout in use."""
-
-    positions: tuple[int, ...]
-    samples: dict[Layout, int | None]
-
-
-def group_samples(counts: tuple[int, ...], layout: Layout) -> list[int | None]:
-    """For each position the samples of its group, None where it takes no part."""
-    bounds = group_bounds(counts, layout)
-    found: list[int | None] = [None] * len(counts)
-    for g in range(layout.groups):
-        for position in layout.group(g):
-            found[position] = bounds[g + 1] - bounds[g]
-    return found
-
-
-def position_classes(counts: tuple[int, ...], layouts: Sequence[Layout]) -> list[PositionClass]:
-    """The positions, those together that take equal parts in all of the layouts."""
-    different = list(dict.fromkeys(layouts))
-    columns = [group_samples(counts, layout) for layout in different]
-    classes: dict[tuple[int | None, ...], list[int]] = {}
-    for position, key in enumerate(zip(*columns, strict=True)):
-        classes.setdefault(key, []).append(position)
-    return [
-        PositionClass(tuple(positions), dict(zip(different, key, strict=True)))
-        for key, positions in classes.items()
-    ]
-
-
-Table = npt.NDArray[np.float64]
+from .timeline import Holding, Table
+from .travelling import arrived_bytes, chosen_bytes, doubled_bytes, travelling_bytes
+from .unit_bytes import FIELD, UnitBytes
 
 UPDATE_COPIES = {"sgd": (0, 0), "momentum": (0, 0), "adam": (2, 1), "adamw": (2, 1)}
 """How many copies of what it updates a step of torch's own optimizer makes (2.13): of one parameter
-at a time on a CPU, of all parameters together (``foreach``) on CUDA."""
+at a time on a CPU, of all parameters together (``foreach``) on CUDA. On a CPU one of the last
+parameter's stays until the next one's are made."""
 
 _QUANTITIES: tuple[Quantity, ...] = (
     lambda s: s.saved,
@@ -143,54 +34,6 @@ _QUANTITIES: tuple[Quantity, ...] = (
     lambda s: s.fresh,
     lambda s: s.spared,
 )
-
-
-class UnitBytes(NamedTuple):
-    """What one unit holds on a position, in bytes.
-
-    ``residual`` is what a lossy exchange has not sent, ``travelling`` the copies of gradients that
-    live until their exchange has been waited for, ``map_gradients`` those of feature maps while the
-    unit's backward is at work, ``fresh`` new gradients that are not kept as they are,
-    ``spared`` what of its gradients and feature maps is never there together,
-    ``exchanged`` the part of gradients that travels in buckets, and ``renewed`` the temporaries of
-    its parameters' update.
-    """
-
-    weights: float = 0.0
-    optimizer: float = 0.0
-    residual: float = 0.0
-    gradients: float = 0.0
-    travelling: float = 0.0
-    saved: float = 0.0
-    map_gradients: float = 0.0
-    fresh: float = 0.0
-    spared: float = 0.0
-    workspace: float = 0.0
-    exchanged: float = 0.0
-    renewed: float = 0.0
-
-    @property
-    def figures(self) -> tuple[float, ...]:
-        """The same as ``rows`` has them: standing, gradients, saved, maps, workspace, exchanged,
-        fresh, spared, renewed."""
-        return (
-            self.weights + self.optimizer + self.residual,
-            self.gradients + self.travelling,
-            self.saved,
-            self.map_gradients,
-            self.workspace,
-            self.exchanged,
-            self.fresh,
-            self.spared,
-            self.renewed,
-        )
-
-    def released(self) -> UnitBytes:
-        """With gradients that are gone when the unit's backward has finished."""
-        own = self.gradients + self.travelling
-        return self._replace(
-            map_gradients=self.map_gradients + own, gradients=0.0, travelling=0.0, exchanged=0.0
-        )
 
 
 class MemoryModel:
@@ -216,30 +59,50 @@ class MemoryModel:
         saved, maps, workspace, fresh, spared = (
             share_of(unit, style, degree, q, samples, divides=False) for q in _QUANTITIES
         )
-        resident = self._resident(k, option, samples, saved)
+        sliced, resident = self.model.sliced, self._resident(k, option, samples, saved)
         entered = self.gathered_bytes(k, option, samples)
         if option.memory == "offload":
             saved += entered
         else:
             saved, resident = saved + entered, resident + entered
-        largest, trained = self._largest_bytes(k, option), cost.trained_bytes
-        held = held_bytes(option.exchange, option.feedback, trained, largest)
-        part = gathered(self.model, k, option)
+        largest = max(self._sizes_bytes(k, option), default=0)
+        trained = cost.trained_bytes
+        chosen = chosen_bytes(self.model, option, largest)
+        held = held_bytes(option.exchange, option.feedback, trained, largest, chosen)
+        part, many = gathered(self.model, k, option), self.model.micro_batches > 1
+        taken = 0 if many else part.saved  # a gradient whose chunk alone stays
         found = UnitBytes(
             weights=cost.shard_bytes + unit.state_bytes - part.saved,
             optimizer=self._state_bytes(option, trained),
             residual=held.always,
-            gradients=held.gradients - (part.saved if self.model.micro_batches == 1 else 0),
+            gradients=held.gradients - taken,
             travelling=travelling_bytes(self.model, k, option),
             saved=resident,
-            map_gradients=maps + held.moment + part.behind,
-            fresh=self._fresh_bytes(option, fresh or largest) + copied_bytes(self.model, k, option),
+            map_gradients=maps + (held.computed if sliced else held.moment) + part.behind + taken,
+            fresh=self._fresh_bytes(option, fresh or largest),
             spared=spared,
             workspace=workspace + saved - resident + part.at_work,
+            leaving=self._leaving_bytes(k, option, samples, held.moment) if sliced else 0.0,
             exchanged=cost.gradient_bytes,
-            renewed=self._renewed_bytes(option, trained, largest),
+            renewed=self._renewed_bytes(k, option, trained),
+            whole=part.whole,
+            away=saved - resident if option.memory == "offload" else 0.0,
         )
         return found.released() if option.early_release else found
+
+    def _leaving_bytes(self, k: int, option: Option, samples: int, moment: float) -> float:
+        """What there is besides as the unit's gradients leave, where that takes anything. Where
+        parameters are whole only while they are used, others' gradients have arrived by then, its
+        own parameters are gone and those before are whole; and it receives as much as it sends."""
+        if option.exchange == "dense" and not option.early_release:
+            return 0.0
+        taken = moment + doubled_bytes(self.model, k, option)
+        part = gathered(self.model, k, option)
+        if part.whole:
+            taken += part.before + part.whole
+            many = self.model.micro_batches > 1  # then gradients are whole, else chunks
+            taken += part.whole - part.saved if many else part.whole
+        return taken + self.model.passing_bytes[k] * samples
 
     def gathered_bytes(self, k: int, option: Option, samples: int | None) -> float:
         """The input of a divided unit, which its members have put together (or a slice of it) and
@@ -250,11 +113,11 @@ class MemoryModel:
         whole = sum(edge.bytes_per_sample for edge in edges) * samples
         return whole / (option.layout.degree if option.style == "row" else 1)
 
-    def _largest_bytes(self, k: int, option: Option) -> int:
-        """A member's shard of the unit's largest parameter that has a gradient."""
-        unit, trained = self.model.profile.units[k], (p for p in self.model.owned[k] if p.trainable)
-        degree = option.layout.degree
-        return max((shard_bytes(unit, option.style, degree, (p,)) for p in trained), default=0)
+    def _sizes_bytes(self, k: int, option: Option) -> list[int]:
+        """A member's shards of the unit's parameters that have a gradient."""
+        unit, degree = self.model.profile.units[k], option.layout.degree
+        trained = (p for p in self.model.owned[k] if p.trainable)
+        return [shard_bytes(unit, option.style, degree, (p,)) for p in trained]
 
     def _fresh_bytes(self, option: Option, fresh_bytes: float) -> float:
         """New gradients that do not stand: one that is added to others or copied into a bucket
@@ -262,16 +125,31 @@ class MemoryModel:
         sent = option.layout.groups > 1 and not self.model.sliced
         return fresh_bytes if sent or self.model.micro_batches > 1 else 0.0
 
-    def _renewed_bytes(self, option: Option, trained_bytes: int, largest_bytes: int) -> float:
-        """Temporaries of the update: for one parameter after the other on a CPU, on CUDA for all of
-        them at once."""
-        one, together = UPDATE_COPIES[self.model.goal.optimizer]
-        on_cuda = self.model.profile.device_type == "cuda"
+    def _renewed_bytes(self, k: int, option: Option, trained_bytes: int) -> float:
+        """Temporaries of the update. What top-k has sent is copied out of its messages before, and
+        they are gone when the update is at work."""
         if option.exchange == "sharded":
             return 0.0  # its gradient and the copies that travelled have gone by then
-        parts = option.layout.groups if option.gathers else 1
-        copies = float(together * trained_bytes if on_cuda else one * largest_bytes) / parts
-        return copies + averaged_bytes(option.exchange, option.feedback, trained_bytes)
+        copies = self._copies_bytes(k, option, trained_bytes)
+        if option.exchange != "topk":
+            return copies / (option.layout.groups if option.gathers else 1)
+        copies += averaged_bytes(option.exchange, option.feedback, trained_bytes)
+        if option.feedback in AT_ONCE:
+            copies += arrived_bytes(self.model, option, trained_bytes)
+        largest = max(self._sizes_bytes(k, option), default=0)
+        first = arrived_bytes(self.model, option, largest)
+        return max(first, copies - travelling_bytes(self.model, k, option))
+
+    def _copies_bytes(self, k: int, option: Option, trained_bytes: int) -> float:
+        """What the optimizer's step copies: for one parameter after the other on a CPU, on CUDA for
+        all of them at once."""
+        one, together = UPDATE_COPIES[self.model.goal.optimizer]
+        if self.model.profile.device_type == "cuda":
+            return float(together * trained_bytes)
+        if not one:
+            return 0.0
+        sizes = self._sizes_bytes(k, option)
+        return float(max((one * own + last for last, own in pairwise([0, *sizes])), default=0))
 
     @property
     def updates_together(self) -> bool:
@@ -306,9 +184,18 @@ class MemoryModel:
 
     def holding(self, table: Table, received: Vector, decisions: Sequence[Option]) -> Holding:
         """The ``table`` [field of ``UnitBytes``, unit] with what concerns all units."""
-        together = self.updates_together
-        buckets = self.buckets_bytes(decisions)
-        return Holding._make([*table, received, buckets, self.model.sliced, together])
+        beside = {name: np.zeros_like(received) for name in ("beside_forward", "beside_backward")}
+        for one in self.model.besides if table[FIELD["whole"] :].any() else ():
+            beside[one.point] += one.added(table[FIELD[one.figure]])
+        return Holding(
+            table=table,
+            received=received,
+            beside_forward=beside["beside_forward"],
+            beside_backward=beside["beside_backward"],
+            buckets_bytes=self.buckets_bytes(decisions),
+            sliced=self.model.sliced,
+            together=self.updates_together,
+        )
 
     def received(self, k: int, decisions: Sequence[Option], samples: int | None) -> float:
         """Bytes of the largest tensor that unit ``k`` receives from a redistribution."""
@@ -326,108 +213,3 @@ class MemoryModel:
             return 0.0
         kinds = len({o.layout for o in decisions if o.layout.groups > 1})
         return float(kinds * self.model.bucket_bytes)
-
-
-class _Alive(NamedTuple):
-    """By unit what lives as its backward is reached: feature maps (forward has them too), weight
-    gradients, copies of them that travel, and open buckets' unfilled parts; ``before`` are the
-    gradients that are there in forward, ``renewing`` what lives while the unit is updated."""
-
-    maps: Vector
-    gradients: Vector
-    travelling: Vector
-    unfilled: Vector
-    before: float
-    renewing: Vector
-
-
-def _alive(held: Holding, micro_batches: int) -> _Alive:
-    maps = held.saved.cumsum()
-    to_come = held.exchanged.cumsum() - held.exchanged
-    unfilled = np.minimum(to_come, held.buckets_bytes)
-    every = float(held.gradients.sum() + held.travelling.sum())
-    if micro_batches > 1:
-        gradients = np.full_like(maps, held.gradients.sum())
-        travelling, before = np.full_like(maps, held.travelling.sum()), every
-    else:
-        gradients, travelling = _from(held.gradients), _from(held.travelling)
-        before = 0.0
-    if held.sliced:  # in the next forward, before the unit's own feature maps
-        renewing = maps - held.saved + _from(held.gradients + held.travelling) + held.renewed
-    else:
-        temporaries = np.full_like(maps, held.renewed.sum()) if held.together else held.renewed
-        renewing = every + temporaries
-    return _Alive(maps, gradients, travelling, unfilled, before, renewing)
-
-
-def _from(values: Vector) -> Vector:
-    """For each unit the sum of its own and later units' values."""
-    found: Vector = values[::-1].cumsum()[::-1]
-    return found
-
-
-def timeline(held: Holding, micro_batches: int) -> list[MemoryPoint]:
-    """What a position holds at each point of a step's last micro-batch, and at the update."""
-    alive = _alive(held, micro_batches)
-    units = range(len(held.saved))
-    points = [_forward(held, alive, k, micro_batches) for k in units]
-    points += [_backward(held, alive, k) for k in reversed(units)]
-    return [*points, _update(held, alive)]
-
-
-def _point(held: Holding, unit: int, phase: Phase, **bytes_: float) -> MemoryPoint:
-    standing = (float(v.sum()) for v in (held.weights, held.optimizer, held.residual))
-    return MemoryPoint(unit, phase, *standing, **{k: float(v) for k, v in bytes_.items()})
-
-
-def _forward(held: Holding, alive: _Alive, k: int, micro_batches: int) -> MemoryPoint:
-    many = micro_batches > 1
-    return _point(
-        held, k, "forward",
-        gradients=held.gradients.sum() if many else 0.0,
-        feature_maps=alive.maps[k],
-        buffers=held.received[k] + (held.travelling.sum() if many else 0.0),
-        workspace=held.workspace[k],
-    )  # fmt: skip
-
-
-def _backward(held: Holding, alive: _Alive, k: int) -> MemoryPoint:
-    buffers = alive.unfilled[k] + alive.travelling[k] + held.fresh[k] + held.received[k]
-    spared = min(held.spared[k], held.saved[k])
-    return _point(
-        held, k, "backward",
-        gradients=alive.gradients[k] - (held.spared[k] - spared),
-        feature_maps=alive.maps[k] - spared,
-        map_gradients=held.map_gradients[k],
-        buffers=buffers,
-        workspace=held.workspace[k],
-    )  # fmt: skip
-
-
-def _update(held: Holding, alive: _Alive) -> MemoryPoint:
-    """The update that takes most."""
-    k = int(alive.renewing.argmax())
-    later = slice(k, None) if held.sliced else slice(None)
-    every = held.together or slice(k, k + 1)
-    return _point(
-        held, k, "update",
-        gradients=held.gradients[later].sum(),
-        feature_maps=held.saved[:k].sum() if held.sliced else 0.0,
-        buffers=held.travelling[later].sum(),
-        workspace=held.renewed[every].sum(),
-    )  # fmt: skip
-
-
-def peak_bytes(held: Holding, micro_batches: int) -> tuple[float, int]:
-    """(the largest total of the timeline, the unit at work there), without making the table."""
-    alive = _alive(held, micro_batches)
-    always = held.weights.sum() + held.optimizer.sum() + held.residual.sum()
-    work = alive.maps + held.workspace + held.received
-    forward = alive.before + work
-    backward = (
-        alive.gradients + alive.travelling + work + held.map_gradients + held.fresh
-        - held.spared + alive.unfilled
-    )  # fmt: skip
-    most = np.maximum(np.maximum(forward, backward), alive.renewing)
-    k = int(most.argmax())
-    return float(always + most[k]), k

@@ -7,11 +7,11 @@ from .cluster import Cluster
 from .cost import CostModel
 from .evaluate import decisions_of, limits_bytes, rank_memory
 from .explain import check_belongs
-from .memory import moment_of
 from .noun import Bytes, Count, Index, Noun
 from .peak import Moment
 from .plan import Plan
 from .profile import ModelProfile
+from .timeline import moment_of
 
 
 class RankTimeline(Noun, frozen=True, kw_only=True):

@@ -13,10 +13,12 @@ from typing import NamedTuple
 from .budget import energy_budget, gpu_seconds, gpu_seconds_limit, lost_energy
 from .cost import CostModel
 from .evaluate import limits_bytes
-from .memory import MemoryModel, peak_bytes, position_classes
+from .memory import MemoryModel
 from .options import Option
+from .positions import position_classes
 from .schedule import ScheduleName
 from .step import barrier_step, priority_step
+from .timeline import peak_bytes
 
 ROUNDING = 1 + 1e-9
 """Limits may be overdrawn by this much: sums of floats differ by their order."""

@@ -13,8 +13,12 @@ are two running sums. Weights on the rows turn into a price for each unit's figu
 
     track            before                at                       after
     time on link l   gradients on the wire, compute and waiting, as ``step`` has them
-    memory forward   standing + saved      + workspace + received   standing
+    memory forward   standing + saved      + workspace + received   standing (by priority
+                                           + beside                 + gradients)
     memory backward  standing + saved      + gradients, maps, …     standing + gradients
+                                           + beside
+    memory leaving   standing + saved      + gradients, leaving     standing + gradients
+                                           + beside
     memory update    standing + gradients  + renewed                standing + gradients
                      (by priority standing + saved for units before, as it is in the next forward)
 
@@ -30,6 +34,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .beside import Beside
 from .schedule import ScheduleName
 from .step import LINKS, Chain, Terms, Vector, priority_terms
 
@@ -40,16 +45,23 @@ _PER_LINK = ("inner_forward", "inner_backward", "exchange", "entry_forward", "en
 _BYTES = (
     "standing",
     "gradients",
+    "travelling",
     "saved",
     "maps",
     "workspace",
     "exchanged",
     "fresh",
     "spared",
+    "leaving",
     "renewed",
+    "whole",
+    "away",
     "received",
+    "beside_forward",
+    "beside_backward",
 )
-"""Bytes, as ``memory.UnitBytes.figures`` has them."""
+"""Bytes, as ``UnitBytes.figures`` has them; what a unit receives, and what others have there while
+it works, follow from other units' decisions too (``write_beside``)."""
 FIGURES: tuple[str, ...] = (
     *_VECTORS,
     *(f"{name}.{link}" for name in _PER_LINK for link in LINKS),
@@ -64,6 +76,9 @@ the seconds of its compute), and seconds of one slice of its exchange (see ``sli
 AT = {name: i for i, name in enumerate(FIGURES)}
 ENTRY: tuple[int, ...] = tuple(i for i, n in enumerate(FIGURES) if n.startswith("entry_"))
 RECEIVED = AT["received"]
+BESIDE: tuple[int, ...] = (AT["beside_forward"], AT["beside_backward"])
+OWN_BYTES = slice(AT["standing"], AT["received"])
+"""The figures of memory that are a unit's own."""
 SLICES: tuple[int, ...] = tuple(AT[f"slice.{link}"] for link in LINKS)
 LOST_FIGURE = AT["lost"]
 EXCHANGES: tuple[int, ...] = tuple(AT[f"exchange.{link}"] for link in LINKS)
@@ -159,25 +174,29 @@ def _unit_chain() -> Chain:
 def _memory(
     micro_batches: int, bucket: float, *, sliced: bool, together: bool
 ) -> tuple[Matrix, Matrix, Matrix, Matrix]:
-    """(before, at, after) for memory in forward, in backward and at each unit's update, and the
-    total of the update. With micro-batches all gradients stand always.
+    """(before, at, after) for memory in forward, in backward, at each unit's update and as its
+    gradients leave, and the total of the update. With micro-batches all gradients stand always.
     """
     eye = np.eye(len(FIGURES))
     figure = {name: eye[AT[name]] for name in _BYTES}
-    many = micro_batches > 1
-    standing = figure["standing"] + (figure["gradients"] if many else 0.0)
-    backward = figure["standing"] + figure["gradients"]
-    early = (backward if many else figure["standing"]) + bucket * figure["exchanged"]
+    standing = figure["standing"] + (figure["gradients"] if micro_batches > 1 else 0.0)
+    own = figure["standing"] + figure["gradients"]
+    backward = own + figure["travelling"]
+    early = standing + bucket * figure["exchanged"]
     work = figure["saved"] + figure["workspace"] + figure["received"]
+    pending = backward if sliced and micro_batches == 1 else standing
     others = backward + (figure["renewed"] if together else 0.0)
     past = figure["standing"] + figure["saved"] if sliced else others
-    before = np.stack([standing + figure["saved"], early + figure["saved"], past])
+    left = standing + figure["saved"]
+    before = np.stack([left, early + figure["saved"], past, left])
     at = np.stack([
-        standing + work,
-        backward + work + figure["maps"] + figure["fresh"] - figure["spared"],
+        standing + work + figure["beside_forward"],
+        own + work + figure["maps"] + figure["fresh"] - figure["spared"]
+        + figure["beside_backward"],
         backward + figure["renewed"],
+        backward + figure["leaving"] + figure["beside_backward"],
     ])  # fmt: skip
-    after = np.stack([standing, backward, others])
+    after = np.stack([pending, backward, others, backward])
     return before, at, after, backward[None]
 
 
@@ -197,6 +216,13 @@ def rows(
         totals=np.concatenate([terms.always[None], update, np.eye(len(FIGURES))[AT["lost"]][None]]),
         timed=len(LINKS),
     )
+
+
+def write_beside(figures: Matrix, besides: Sequence[Beside]) -> None:
+    """Writes into a plan's ``figures`` [unit, figure] what others have at each unit's points."""
+    figures[:, list(BESIDE)] = 0.0
+    for one in besides:
+        figures[:, AT[one.point]] += one.added(figures[:, AT[one.figure]])
 
 
 def bucket_share(exchanged_bytes: float, bucket_bytes: int) -> float:

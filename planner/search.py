@@ -19,11 +19,12 @@ from .choices import layouts_of, unit_options
 from .cost import CostModel
 from .evaluate import limits_bytes
 from .layout import Layout
-from .memory import MemoryModel, peak_bytes
+from .memory import MemoryModel
 from .options import Decisions, Option, ties_agree
 from .schedule import ScheduleName, bucketed_s
 from .shares import busiest_samples
 from .step import barrier_step, priority_step
+from .timeline import peak_bytes
 
 ROUNDING = 1e-9
 BETTER = 1 - 1e-6

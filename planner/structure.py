@@ -38,6 +38,17 @@ class Structure:
         return tuple(tuple(e for e, (a, _) in enumerate(self.ends) if a == k) for k in units)
 
     @cached_property
+    def passing_bytes(self) -> tuple[float, ...]:
+        """For each unit the bytes per sample of gradients of feature maps that are there when its
+        backward ends: of all that was made before it and is used by it or after it."""
+        found = [0.0] * len(self.profile.units)
+        for a, edges in enumerate(self.edges_from):
+            known = [(self.ends[e][1], self.profile.edges[e]) for e in edges]
+            for k in range(a + 1, max((b for b, _ in known), default=a) + 1):
+                found[k] += max(e.gradient_bytes_per_sample for b, e in known if b >= k)
+        return tuple(found)
+
+    @cached_property
     def owned(self) -> tuple[tuple[ParameterProfile, ...], ...]:
         """The parameters that count at each unit: a tied one at its first user only."""
         seen: set[str] = set()

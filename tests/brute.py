@@ -12,8 +12,9 @@ from meshwright.planner.budget import energy_budget, gpu_seconds_limit, idle_s, 
 from meshwright.planner.choices import unit_options
 from meshwright.planner.evaluate import limits_bytes
 from meshwright.planner.exact.cases import models
-from meshwright.planner.memory import MemoryModel, group_samples
+from meshwright.planner.memory import MemoryModel
 from meshwright.planner.options import ties_agree
+from meshwright.planner.positions import group_samples
 from meshwright.planner.splits import placed
 
 CHUNK = 40_000
@@ -229,15 +230,23 @@ class _Table:
             )
 
         weights = held("weights") + held("optimizer") + held("residual")
-        gradients, saved = held("gradients") + held("travelling"), held("saved")
+        gradients, saved, travelling = held("gradients"), held("saved"), held("travelling")
         maps = held("map_gradients") + held("fresh") - held("spared")
         workspace, exchanged, renewed = held("workspace"), held("exchanged"), held("renewed")
+        leaving = held("leaving")
         part = self.unit(chosen, lambda k, o, c: samples[o.layout] is not None)
         received = received * part
+        beside = {n: np.zeros(chosen.shape) for n in ("beside_forward", "beside_backward")}
+        for one in self.model.besides:
+            figures, found = held(one.figure), np.zeros(chosen.shape)
+            for at, of, times in zip(one.at, one.of, one.times, strict=True):
+                found[:, at] += times * figures[:, of]
+            beside[one.point] = beside[one.point] + found
         always = weights.sum(axis=1)
         open_ = self._kinds(chosen) * self.model.bucket_bytes * (not self.model.sliced)
         to_come = exchanged.cumsum(axis=1) - exchanged
-        every = gradients.sum(axis=1)
+        own = gradients.sum(axis=1)
+        every = own + travelling.sum(axis=1)
         many = self.model.micro_batches > 1
         peak = always + every
         behind = np.zeros(len(chosen))
@@ -245,12 +254,21 @@ class _Table:
             behind = behind + saved[:, k]
             work = behind + workspace[:, k] + received[:, k]
             later = gradients[:, k:].sum(axis=1)
-            alive = (every if many else later) + np.minimum(to_come[:, k], open_)
-            before = every if many else 0.0
-            peak = np.maximum(peak, always + before + work)
-            peak = np.maximum(peak, always + alive + work + maps[:, k])
-            past = later + behind - saved[:, k] if self.model.sliced else every
-            peak = np.maximum(peak, always + past + renewed[:, k])
+            past = travelling[:, k + 1 :].sum(axis=1)
+            alive = (own if many else later) + past
+            before = own if many else 0.0
+            if self.model.sliced and not many:
+                before = later - gradients[:, k] + past
+            there = work + beside["beside_forward"][:, k]
+            peak = np.maximum(peak, always + before + there)
+            there = work + beside["beside_backward"][:, k]
+            filling = np.minimum(to_come[:, k], open_)
+            peak = np.maximum(peak, always + alive + filling + there + maps[:, k])
+            left = alive + behind - saved[:, k] + travelling[:, k] + leaving[:, k]
+            peak = np.maximum(peak, always + left + beside["beside_backward"][:, k])
+            if self.model.sliced:
+                every = later + past + travelling[:, k] + behind - saved[:, k]
+            peak = np.maximum(peak, always + every + renewed[:, k])
         return peak
 
     def _kinds(self, chosen):

@@ -49,6 +49,15 @@ class Stage:
         self.sent = threading.Event()
         """Set when its gathering has been issued, or never will be."""
 
+    def update(self) -> None:
+        """Updates this rank's chunks, and lets go of their gradients."""
+        self.apply()
+        self.apply, self.updated = _nothing, True
+
+
+def _nothing() -> None:
+    """What is left to apply of an updated stage."""
+
 
 class Trip:
     """The parcels of one step, in forward order. ``waited(parcel, seconds)`` is told how long each
@@ -124,5 +133,4 @@ class Trip:
     def _update(self, stage: Stage) -> None:
         if not stage.updated:
             self._waited(stage.parcel, stage.parcel.reduce(self._watch))
-            stage.apply()
-            stage.updated = True
+            stage.update()

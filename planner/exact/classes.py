@@ -14,11 +14,12 @@ import numpy as np
 
 from ..cost import CostModel
 from ..evaluate import limits_bytes
+from ..gathering import ARRIVING
 from ..layout import Layout
-from ..memory import group_samples
-from ..rows import AT, Matrix
+from ..positions import group_samples
+from ..rows import AT, OWN_BYTES, Matrix
 from ..step import Vector
-from .ledger import BYTES, Ledger
+from .ledger import Ledger
 
 
 class MemoryClass(NamedTuple):
@@ -66,7 +67,7 @@ def _covers(more: MemoryClass, less: MemoryClass) -> bool:
         more.limit_bytes <= less.limit_bytes
         and all((a >= b).all() for a, b in zip(more.takes_part, less.takes_part, strict=True))
         and all(
-            (a[:, BYTES] >= b[:, BYTES]).all()
+            (a[:, OWN_BYTES] >= b[:, OWN_BYTES]).all()
             for a, b in zip(more.figures, less.figures, strict=True)
         )
     )
@@ -74,7 +75,8 @@ def _covers(more: MemoryClass, less: MemoryClass) -> bool:
 
 def _always_fits(ledger: Ledger, each: MemoryClass) -> bool:
     """Whether even the largest of everything together stays under the limit."""
-    most = sum(float(f[:, BYTES].max(axis=0).sum() + f[:, AT["gradients"]].max())
+    most = sum(float(f[:, OWN_BYTES].max(axis=0).sum() + f[:, AT["gradients"]].max()
+                     + ARRIVING * f[:, AT["whole"]].max())
                for f in each.figures)  # fmt: skip
     received = [e.figures[-1].max(initial=0.0) for e in ledger.edges]
     return most + max(received, default=0.0) <= each.limit_bytes

@@ -17,14 +17,12 @@ from ..cost import CostModel
 from ..layout import Layout, Style
 from ..memory import MemoryModel
 from ..options import Decisions, Option
-from ..rows import AT, ENTRY, FIGURES, RECEIVED, Matrix
+from ..rows import AT, ENTRY, FIGURES, OWN_BYTES, RECEIVED, Matrix
 from ..step import LINKS, Vector
 
 State = tuple[Layout, Style]
 EDGE_FIGURES: tuple[int, ...] = (*ENTRY, RECEIVED)
 """The figures that an edge adds to its target."""
-BYTES = slice(AT["standing"], AT["renewed"] + 1)
-"""The figures of memory that depend on the position; the unit's own."""
 
 
 class UnitLedger(NamedTuple):
@@ -89,7 +87,7 @@ class Ledger:
         """[option, figure] of what a position holds of unit ``k`` that has so many ``samples``."""
         table = np.zeros((len(self.options[k]), len(FIGURES)))
         for row, option in zip(table, self.options[k], strict=True):
-            row[BYTES] = self.memory.unit(k, option, samples[option.layout]).figures
+            row[OWN_BYTES] = self.memory.unit(k, option, samples[option.layout]).figures
         return table
 
     @cached_property

@@ -34,15 +34,31 @@ class Timeline:
         tracks = [(timed, received, none), (timed + 1, received, flight)]
         if any(f[:, AT["renewed"]].any() for f in figures):
             tracks.append((timed + 2, nothing, none))  # else backward's rows hold it
+        if any(f[:, [AT["leaving"], AT["spared"]]].any() for f in figures):
+            tracks.append((timed + 3, nothing, none))
         for track, coming, flying in tracks:
             family = (self.rows.before[track], self.rows.at[track], self.rows.after[track])
             parts = [tuple(self.program.form(k, w, figures[k]) for w in family) for k in units]
             table = self.program.track(f"m{i}_{track}", parts)  # type: ignore[arg-type]
-            for row, into, buckets in zip(table, coming, flying, strict=True):
+            there = self._beside(track, figures)
+            for row, into, buckets, others in zip(table, coming, flying, there, strict=True):
                 for terms in into:
-                    self._fits([*row.items(), *terms.items(), *buckets.items()])
+                    self._fits([*row.items(), *terms.items(), *buckets.items(), *others])
         update = (self.program.form(k, self.rows.totals[1], figures[k]).items() for k in units)
         self._fits([t for part in update for t in part])
+
+    def _beside(
+        self, track: int, figures: Sequence[Matrix]
+    ) -> list[list[tuple[pulp.LpVariable, float]]]:
+        """For each unit what others have at its point."""
+        found: list[list[tuple[pulp.LpVariable, float]]] = [[] for _ in figures]
+        for one in self.program.model.besides:
+            weight = self.rows.at[track][AT[one.point]]
+            for at, of, times in zip(one.at, one.of, one.times, strict=True):
+                held = figures[of][:, AT[one.figure]] * (weight * times)
+                if held.any():
+                    found[at] += zip(self.program.x[of], held, strict=True)
+        return found
 
     def _fits(self, parts: Iterable[tuple[pulp.LpVariable, float]]) -> None:
         """A row of bytes, in units of the limit, stays under it (or under 1 + v)."""

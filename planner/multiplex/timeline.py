@@ -13,10 +13,10 @@ from typing import NamedTuple
 from ..cost import CostModel
 from ..evaluate import rank_memory
 from ..lanes import simulate_lanes
-from ..memory import PositionClass, position_classes
 from ..options import Decisions, Option
 from ..parcels import step_of
 from ..plan import ScheduleName
+from ..positions import PositionClass, position_classes
 from ..schedule import COMPUTE
 from ..shares import backward_s, busiest_samples, forward_s
 from ..simulate import Span, simulate

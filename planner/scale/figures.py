@@ -9,8 +9,9 @@ import numpy as np
 
 from ..choices import STYLES
 from ..layout import Layout
-from ..memory import MemoryModel, group_samples
+from ..memory import MemoryModel
 from ..options import Option, allowed
+from ..positions import group_samples
 from ..rows import AT, FIGURES
 from ..search import Space
 from ..shares import busiest_samples

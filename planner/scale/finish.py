@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse import coo_array, csr_array, vstack
 
-from ..rows import ALWAYS, ENTRY, LOST, LOST_FIGURE, RECEIVED, SLICES, Matrix, slice_waits
+from ..rows import ALWAYS, AT, ENTRY, LOST, LOST_FIGURE, RECEIVED, SLICES, Matrix, slice_waits
 from ..step import Vector
 from .limits import INFINITE
 from .program import Program
@@ -169,6 +169,12 @@ class Finish:
             return total
         parts = [figures @ m[track] for m in (rows.before, rows.at, rows.after)]
         found: Vector = np.select([units < j, units == j], parts[:2], parts[2])
+        for one in self.rounding.sheet.model.besides:
+            if weight := rows.at[track][AT[one.point]]:
+                here = np.zeros(len(self.plan.figures))
+                here[j] = 1.0
+                times = one.returned(here)
+                found = found + weight * times[units] * figures[:, AT[one.figure]]
         return found if slower < 0 else found + (units == slower) * figures[:, SLICES[track]]
 
     def _limits(self, scale: float) -> tuple[Matrix, Vector]:

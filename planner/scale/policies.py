@@ -60,6 +60,7 @@ def _offloaded(
     copy_s = busiest.values(unit, lambda s: s.saved, divides=False) / host_bytes_per_s
     found[:, AT["forward"]] += copy_s
     found[:, AT["backward"]] += copy_s
+    found[:, AT["away"]] = plain[:, AT["saved"]]
     return _released(source, found, plain, np.zeros(len(states)), states)
 
 
@@ -82,7 +83,9 @@ def exchange_block(source: Figures, k: int) -> Block:
     lossy = tuple(
         (c.exchange, r) for c in unit.fidelity for r in _affordable(source, k, c.exchange, c.ratios)
     )
-    key = source.states_of(k), source.shape(k), neighbours(source.model, k), lossy
+    model = source.model
+    around = neighbours(model, k), model.passing_bytes[k]
+    key = source.states_of(k), source.shape(k), around, lossy
     if key not in source.exchanges:
         source.exchanges[key] = _exchange(source, k, lossy)
     shared = source.exchanges[key]

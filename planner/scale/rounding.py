@@ -16,7 +16,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..rows import AT, ENTRY, RECEIVED, Matrix, Rows, Values, changes, slice_waits, values
+from ..rows import (
+    AT,
+    BESIDE,
+    ENTRY,
+    RECEIVED,
+    Matrix,
+    Rows,
+    Values,
+    changes,
+    slice_waits,
+    values,
+    write_beside,
+)
 from .limits import Limits, Score, score
 from .sheet import Sheet
 from .tables import Numbers
@@ -181,7 +193,10 @@ class Rounding:
             touched.update(self.after[k])
         for k in touched:
             self.write_entry(figures, numbers, k)
-        changed = sorted(touched)
+        write_beside(figures, self.sheet.model.besides)
+        beside = list(BESIDE)
+        moved = (figures[:, beside] != plan.figures[:, beside]).any(axis=1)
+        changed = sorted(touched | {int(k) for k in np.flatnonzero(moved)})
         gained = changes(self.rows, changed, figures[changed] - plan.figures[changed], len(numbers))
         return self._standing(numbers, figures, plan.rows.plus(gained))
 

@@ -18,7 +18,7 @@ import numpy as np
 from ..choices import unit_options
 from ..memory import MemoryModel
 from ..options import Decisions, Option, ties_agree
-from ..rows import ENTRY, FIGURES, RECEIVED, Matrix
+from ..rows import ENTRY, FIGURES, RECEIVED, Matrix, write_beside
 from ..search import Space
 from .edges import EdgeFigures
 from .figures import Figures
@@ -128,4 +128,5 @@ class Sheet(Figures):
             cost = edge.figures[:, states[edge.source], states[edge.target]]
             figures[edge.target, list(ENTRY)] += cost[:-1]
             figures[edge.target, RECEIVED] = max(figures[edge.target, RECEIVED], cost[-1])
+        write_beside(figures, self.model.besides)
         return figures

@@ -17,9 +17,11 @@ from meshwright.planner.collectives import (
 from meshwright.planner.cost import CostModel
 from meshwright.planner.evaluate import evaluation
 from meshwright.planner.layout import lattice
-from meshwright.planner.memory import MemoryModel, peak_bytes, position_classes, timeline
+from meshwright.planner.memory import MemoryModel
 from meshwright.planner.ownership import entry, exit_, traffic, transfers
+from meshwright.planner.positions import position_classes
 from meshwright.planner.search import Point, Space
+from meshwright.planner.timeline import peak_bytes, timeline
 
 from tests.strategies import clusters, decided
 

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.planner.cost import CostModel
 from meshwright.planner.evaluate import evaluation
-from meshwright.planner.memory import group_samples
 from meshwright.planner.multiplex.gaps import share_beside
 from meshwright.planner.multiplex.jobs import Assumptions, Background, Foreground
 from meshwright.planner.multiplex.report import report
 from meshwright.planner.multiplex.simulation import simulate_cluster
 from meshwright.planner.multiplex.timeline import timelines
+from meshwright.planner.positions import group_samples
 from meshwright.planner.shares import backward_s, forward_s
 
 from tests.strategies import decided

@@ -7,7 +7,7 @@ import pytest
 from meshwright.planner.cost import CostModel
 from meshwright.planner.errors import InputError
 from meshwright.planner.evaluate import decisions_of, evaluate, rank_memory
-from meshwright.planner.gathering import gathered
+from meshwright.planner.gathering import Gathered, gathered
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import data_parallel
 from meshwright.planner.options import Option
@@ -45,18 +45,45 @@ def test_a_rank_holds_its_chunks_and_the_units_at_work():
     assert {p.weights for p in sharded} == {5 * MIB}
     assert {p.weights for p in fully} == {5 * MIB / 4}
     assert [p.optimizer for p in fully] == [p.optimizer for p in sharded]
-    more = [(a.unit, a.phase, (a.workspace - b.workspace) / MIB)
-            for a, b in zip(fully, sharded, strict=True)]  # fmt: skip
-    whole = {0: 0, 1: 1, 2: 2, 3: 3, 4: 1, 5: 0}  # its own, and the smaller neighbour's
-    assert more[:-1] == [
-        *((k, "forward", whole[k]) for k in range(6)),
-        *((k, "backward", whole[k]) for k in reversed(range(6))),
-    ]
-    backward = {p.unit: p for p in fully if p.phase == "backward"}
-    assert backward[0].gradients == 5 * MIB / 4
-    less = {p.unit: p for p in sharded if p.phase == "backward"}
-    behind = [(backward[k].map_gradients - less[k].map_gradients) / MIB for k in range(6)]
-    assert behind == [0, 2, 4, 2, 2, 0]  # the rest of the one before, and what travels
+    forward = [p.workspace / MIB for p in fully if p.phase == "forward"]
+    assert forward == [0, 2, 3, 3, 1, 1]  # its own, and the next unit's
+    less = [p.workspace / MIB for p in sharded if p.phase == "forward"]
+    assert less == [0] * 6
+    # Chunks of weights and state, chunks of gradients that are complete; then its own parameters
+    # and those of the unit before it, its gradient, and twice that of the unit after it. Beside the
+    # input the first unit's gradient travels, beside the output the last one's parameters are.
+    expected = {
+        5: 3.75 + 1,
+        4: 3.75 + 1 / 4 + 2 + 1 + 1,  # as it leaves: sent, received
+        3: 3.75 + 3 / 4 + 1 + 2 + 2 + 2,  # and copied, as it is cut into slices
+        2: 3.75 + 4 / 4 + 1 + 1 + 3 / 4 + 2 * 2,
+        1: 3.75 + 5 / 4 + 1 + 0 + 3 / 4 + 2 * 1,
+        0: 3.75 + 5 / 4 + 2 * 1,
+    }
+    backward = {p.unit: p.total / MIB for p in fully if p.phase == "backward"}
+    assert backward == pytest.approx(expected, abs=0.05)  # and feature maps
+
+
+def relu(name):
+    unit = linear(name, 1, 1, 1e-5)
+    return msgspec.structs.replace(unit, kind="relu", parameters=(), splits=())
+
+
+def test_units_without_parameters_work_beside_their_neighbours_whole_ones():
+    """Two of them between units of 2 and 3 MiB, of which any may be fully sharded or not."""
+    units = [linear("fc0", 512, 1024), relu("a"), relu("b"), linear("fc1", 1024, 768)]
+    goal = Goal(batch=64, optimizer="adam")
+    model = CostModel(chain_profile(units), cluster(4), goal, bucket_bytes=MIB, sliced=True)
+    home = Option(data_parallel(4))
+    for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        chosen = [home] * 6
+        chosen[1] = home._replace(exchange="fully_sharded" if first else "dense")
+        chosen[4] = home._replace(exchange="fully_sharded" if second else "dense")
+        points = rank_memory(model, tuple(chosen))[0].points
+        there = {(p.unit, p.phase): p.workspace / MIB for p in points}
+        for k in (2, 3):
+            assert there[k, "forward"] == 2 * first + 3 * second
+            assert there[k, "backward"] == 2 * first + 2 * 3 * second
 
 
 def test_micro_batches_add_up_whole_gradients():
@@ -68,7 +95,7 @@ def test_micro_batches_add_up_whole_gradients():
 def test_nothing_is_gathered_where_nothing_is_divided():
     model = model_of()
     alone = Option(msgspec.structs.replace(data_parallel(4), groups=1), exchange="fully_sharded")
-    assert gathered(model, 1, alone) == gathered(model, 1, Option(data_parallel(4))) == (0, 0, 0)
+    assert gathered(model, 1, alone) == gathered(model, 1, Option(data_parallel(4))) == Gathered()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -8,8 +8,8 @@ from meshwright.planner.cost import BUCKET_BYTES, CostModel
 from meshwright.planner.evaluate import evaluate, evaluation, excess, rank_memory
 from meshwright.planner.goal import Goal
 from meshwright.planner.layout import Layout, data_parallel
-from meshwright.planner.memory import group_samples, position_classes
 from meshwright.planner.options import Option
+from meshwright.planner.positions import group_samples, position_classes
 
 from tests.strategies import chain_profile, cluster, linear
 
@@ -50,6 +50,23 @@ def test_buckets_are_there_before_they_are_full():
     assert backward[0] == [0, 1, 1, 1, 0]  # the new gradient, until its bucket has it
     assert backward[1] == [3, 3, 2, 1, 0]  # and the bucket's part that is to come
     assert [p.buffers for c in (small, large) for p in c.points if p.phase == "update"] == [0, 0]
+
+
+@pytest.mark.parametrize("saved", [1e3, 1e7])
+def test_copies_are_made_when_the_unit_s_own_feature_maps_are_gone(saved):
+    """The fuller of two moments: with feature maps, or with what a sharded exchange copies."""
+    goal = Goal(batch=8, optimizer="sgd")
+    profile = chain_profile(units(saved=saved))
+    m = CostModel(profile, cluster(4), goal, bucket_bytes=MIB // 4, sliced=True)
+    home = Option(data_parallel(4))
+    chosen = (home, *(home._replace(exchange="sharded"),) * 3, home)
+    (found,) = rank_memory(m, chosen)
+    (point,) = (p for p in found.points if p.phase == "backward" and p.unit == 2)
+    maps = saved * 2  # two samples on each rank, as many bytes of their gradients
+    working = 3 * MIB + 2 * maps + maps + 2 * MIB + 1.25 * MIB
+    leaving = 3 * MIB + maps + 2 * 256 + 2 * MIB + 2 * 1.25 * MIB + MIB
+    assert point.total == max(working, leaving)
+    assert (working > leaving) == (saved == 1e7)
 
 
 def test_micro_batches_hold_one_of_feature_maps_and_all_gradients():

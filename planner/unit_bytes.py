@@ -1,0 +1,72 @@
+"""What one unit holds, in bytes: the figures of memory that its decision amounts to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class UnitBytes(NamedTuple):
+    """What one unit holds on a position, in bytes.
+
+    ``residual`` is what a lossy exchange has not sent, ``travelling`` the copies of gradients that
+    live until their exchange has been waited for, ``map_gradients`` those of feature maps while the
+    unit's backward is at work, ``fresh`` new gradients that are not kept as they are,
+    ``spared`` what of its gradients and feature maps is never there together,
+    ``exchanged`` the part of gradients that travels in buckets, and ``renewed`` the temporaries of
+    its parameters' update. ``leaving`` is what there is besides when its gradients leave, at the
+    end of its backward: copies, what a choice among them takes, gradients of feature maps.
+    ``whole`` and ``away`` count where other units work (see ``beside``): parameters that are whole
+    only while they are used, and feature maps that come back early.
+    """
+
+    weights: float = 0.0
+    optimizer: float = 0.0
+    residual: float = 0.0
+    gradients: float = 0.0
+    travelling: float = 0.0
+    saved: float = 0.0
+    map_gradients: float = 0.0
+    fresh: float = 0.0
+    spared: float = 0.0
+    workspace: float = 0.0
+    exchanged: float = 0.0
+    leaving: float = 0.0
+    renewed: float = 0.0
+    whole: float = 0.0
+    away: float = 0.0
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """The same as ``rows`` has them: standing, gradients, travelling, saved, maps, workspace,
+        exchanged, fresh, spared, leaving, renewed, whole, away."""
+        return (
+            self.weights + self.optimizer + self.residual,
+            self.gradients,
+            self.travelling,
+            self.saved,
+            self.map_gradients,
+            self.workspace,
+            self.exchanged,
+            self.fresh,
+            self.spared,
+            self.leaving,
+            self.renewed,
+            self.whole,
+            self.away,
+        )
+
+    def released(self) -> UnitBytes:
+        """With gradients that are applied and gone when the unit's backward has finished."""
+        own = self.gradients + self.travelling
+        return self._replace(
+            map_gradients=self.map_gradients + self.gradients,
+            leaving=self.leaving + own + self.renewed,
+            gradients=0.0,
+            travelling=0.0,
+            exchanged=0.0,
+            renewed=0.0,
+        )
+
+
+FIELD = {name: i for i, name in enumerate(UnitBytes._fields)}
+"""The number of each field, as tables of units have them in their rows."""
