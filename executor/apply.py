@@ -38,7 +38,7 @@ from .narrowing import check_narrowed, lives_at, narrowed
 from .parallel import ModelT, adopt, is_parallel
 from .ranks.broadcast import broadcast, changing_buffers
 from .ranks.control import digest
-from .ranks.groups import Group, flat, make_world, place_of
+from .ranks.groups import Group, Place, flat, make_world, place_of
 from .ranks.watch import Watch, time_limit
 from .run import Run
 
@@ -93,11 +93,16 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
     places = {unit.name: place_of(unit.layout, plan.world_size) for unit in plan.units}
     degrees = {place for place in places.values() if isinstance(place, int)}
     sharded = {places[unit.name] for unit in plan.units if unit.exchange in SHARDING}
-    sharded |= {flat(place) for place in sharded if isinstance(place, Layout)}
     fetched = {places[unit.name] for unit in plan.units if unit.exchange == "fully_sharded"}
+    # What a divided unit has whole (a bias behind partial sums) is shared by all of its ranks.
+    sharded, fetched = ({*some, *map(_undivided, some)} for some in (sharded, fetched))
     parts = {unit.layout for unit in narrowed(plan)}
     world = make_world(plan.placement, degrees, device, limit, sharded, fetched, parts)
     return Run(plan, world, Watch(world.rank, world.size, limit, run=next(_runs)), lossy)
+
+
+def _undivided(place: Place) -> Place:
+    return flat(place) if isinstance(place, Layout) else 1
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -84,7 +84,7 @@ class Recomputed:
 
     def _rerun(self) -> None:
         self._check_unchanged()
-        args, kwargs = pytree.tree_map_only(Tensor, _leaf, (self._args, self._kwargs))
+        args, kwargs = _leaves((self._args, self._kwargs))
         number = 0
 
         def keep(tensor: Tensor) -> None:
@@ -192,9 +192,17 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    """The same values without the graph that made them."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+def _leaves(inputs: Any) -> Any:
+    """The same values without the graph that made them. What is one tensor stays one: attention
+    takes another path where query, key and value are."""
+    made: dict[int, Tensor] = {}
+
+    def leaf(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return made[id(tensor)]
+
+    return pytree.tree_map_only(Tensor, leaf, inputs)
 
 
 def _no_backward(_: Any) -> Tensor:

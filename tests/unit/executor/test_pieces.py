@@ -133,7 +133,7 @@ def test_a_shard_is_a_plain_tensor_but_for_its_norm():
     class Members:
         """A group where the other member holds the same."""
 
-        group = object()
+        group, counted = object(), True
 
         def reduce(self, values, op):
             return values.mul_(2) if op == torch.distributed.ReduceOp.SUM else values
