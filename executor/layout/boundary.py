@@ -59,12 +59,20 @@ class Boundary:
             last.register_forward_hook(leave)
 
     def enter(self, args: Any, kwargs: Any) -> Any:
-        """The call's inputs in the form that the unit needs. Collective over the group."""
+        """The call's inputs in the form that the unit needs. Collective over the group.
+
+        One tensor that is several inputs (attention's query, key and value) travels once and stays
+        one tensor.
+        """
         leaves, structure = pytree.tree_flatten((args, kwargs))
+        brought: dict[tuple[int, Form], Tensor] = {}
         for i, index in enumerate(self.unit.batched_inputs):
-            if isinstance(leaves[index], Tensor):
-                sliced = self.unit.style == "row" and i == 0
-                leaves[index] = self._bring(leaves[index], "features" if sliced else "whole", i)
+            given = leaves[index]
+            if isinstance(given, Tensor):
+                form: Form = "features" if self.unit.style == "row" and i == 0 else "whole"
+                if (id(given), form) not in brought:
+                    brought[id(given), form] = self._bring(given, form, i)
+                leaves[index] = brought[id(given), form]
         return pytree.tree_unflatten(leaves, structure)
 
     def _bring(self, tensor: Tensor, form: Form, index: int) -> Tensor:
