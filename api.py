@@ -33,6 +33,7 @@ from .planning import (
     Schedules,
     capability_of,
     check_time_limit,
+    leaves_idle,
     made_from,
     problem_for,
     problem_of,
@@ -104,6 +105,7 @@ def plan(
     *,
     solver: str = "auto",
     time_limit_s: float | None = None,
+    bursts: bool = False,
     hypothetical: bool = False,
     forbidden: Sequence[str] = (),
     schedule: Schedules = "auto",
@@ -113,14 +115,15 @@ def plan(
 
     ``what`` is a profile, or a target that is measured here (where the cluster is of this machine's
     devices) or estimated (where its devices are catalogued). Plans only what the executor can run,
-    unless ``hypothetical``; never the policies ``forbidden``. ``schedule`` says how gradients
+    unless ``hypothetical``; never the policies ``forbidden``. With ``bursts`` units may take a part
+    of the ranks and leave the others idle. ``schedule`` says how gradients
     travel: ``barrier``, ``priority``, or ``auto`` for what is predicted quicker. The goal's pins
     may name patterns of units. Raises ``InputError``, and ``InfeasibleError`` where nothing fits.
     """
     check_time_limit(time_limit_s)
     problem = problem_for(
-        what, cluster, goal, hypothetical=hypothetical, forbidden=forbidden, schedule=schedule,
-        progress=progress,
+        what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
+        schedule=schedule, progress=progress,
     )  # fmt: skip
     found = solve(settled(problem), solver, time_limit_s).checked()
     remember(problem.profile)
@@ -143,10 +146,10 @@ def quicker_in_parts(
     more micro-batches the training loop goes through ``micro_batches(model, batch, count)``.
     """
     made, there = made_from(plan, profile, cluster)
-    hypothetical = bool(plan.hypothetical)
     problem = problem_for(
-        made, there, plan.goal, hypothetical=hypothetical, forbidden=forbidden, schedule=schedule
-    )
+        made, there, plan.goal, bursts=leaves_idle(plan), hypothetical=bool(plan.hypothetical),
+        forbidden=forbidden, schedule=schedule,
+    )  # fmt: skip
     return find_quicker(problem, plan)
 
 
@@ -158,6 +161,7 @@ def sizes(
     *,
     solver: str = "auto",
     time_limit_s: float | None = None,
+    bursts: bool = False,
     hypothetical: bool = False,
     forbidden: Sequence[str] = (),
     schedule: Schedules = "auto",
@@ -169,8 +173,8 @@ def sizes(
     if not ranks:
         raise InputError("no cluster sizes to plan for: name at least one, such as 8")
     problem = problem_for(
-        what, cluster, goal, hypothetical=hypothetical, forbidden=forbidden, schedule=schedule,
-        progress=progress,
+        what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
+        schedule=schedule, progress=progress,
     )  # fmt: skip
     return plan_sizes(problem, ranks, solver, time_limit_s)
 
@@ -183,6 +187,7 @@ def front(
     points: int = 8,
     solver: str = "auto",
     time_limit_s: float | None = None,
+    bursts: bool = False,
     hypothetical: bool = False,
     forbidden: Sequence[str] = (),
     schedule: Schedules = "auto",
@@ -194,8 +199,8 @@ def front(
     if points < 2:
         raise InputError(f"a front of {points} points has no two ends: ask for at least 2")
     problem = problem_for(
-        what, cluster, goal, hypothetical=hypothetical, forbidden=forbidden, schedule=schedule,
-        progress=progress,
+        what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
+        schedule=schedule, progress=progress,
     )  # fmt: skip
     return described_front(settled(problem), points, solver, time_limit_s)
 

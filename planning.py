@@ -31,14 +31,15 @@ def problem_for(
     cluster: Cluster,
     goal: Goal,
     *,
+    bursts: bool = False,
     hypothetical: bool = False,
     forbidden: Sequence[str] = (),
     schedule: Schedules = "auto",
     progress: Step | None = None,
 ) -> Problem:
-    """What is to be planned: within what the executor can run, or with ``hypothetical`` all that
-    can be decided (gradients by priority, unless told). ``forbidden`` are policies that no unit
-    shall have."""
+    """What is to be planned: within what the executor can run (units on a part of the ranks only
+    with ``bursts``), or with ``hypothetical`` all that can be decided (gradients by priority,
+    unless told). ``forbidden`` are policies that no unit shall have."""
     check_schedule(schedule)
     made = profile_for(what, cluster, goal, progress)
     if goal.allow_lossy and not any(unit.fidelity for unit in made.units):
@@ -48,7 +49,8 @@ def problem_for(
         )
     from .executor.capability import CAPABILITY, SEARCHED
 
-    capability = without(EVERYTHING if hypothetical else SEARCHED, forbidden)
+    runs = CAPABILITY if bursts else SEARCHED
+    capability = without(EVERYTHING if hypothetical else runs, forbidden)
     asked = "priority" if hypothetical and schedule == "auto" else schedule
     if asked == "priority" and not goal.slice_bytes:
         goal = msgspec.structs.replace(goal, slice_bytes=SLICE_BYTES)
@@ -102,8 +104,12 @@ def capability_of(plan: Plan) -> Capability:
 
     if plan.hypothetical:
         return EVERYTHING
-    idle = any(unit.layout.size < plan.world_size for unit in plan.units)
-    return CAPABILITY if idle else SEARCHED
+    return CAPABILITY if leaves_idle(plan) else SEARCHED
+
+
+def leaves_idle(plan: Plan) -> bool:
+    """Whether some unit takes a part of the ranks only."""
+    return any(unit.layout.size < plan.world_size for unit in plan.units)
 
 
 def made_from(

@@ -95,6 +95,10 @@ def plan(
             "first that forward needs first), or auto for the quicker."
         ),
     ] = "auto",
+    bursts: Annotated[
+        bool,
+        typer.Option("--bursts", help="Units may take a part of the ranks and leave others idle."),
+    ] = False,
     hypothetical: Annotated[
         bool, typer.Option("--hypothetical", help="Plan more than the executor can run.")
     ] = False,
@@ -147,6 +151,7 @@ def plan(
     options = {
         "solver": solver,
         "time_limit_s": time_limit,
+        "bursts": bursts,
         "hypothetical": hypothetical,
         "forbidden": wishes.without,
         "schedule": schedule,
@@ -225,5 +230,5 @@ def _front(
     with progress(f"planning {title}") as step:
         found = api.front(*asked, **options, progress=step)
     deliver(found, path, json, *front_table(found))
-    if not options["hypothetical"]:
-        note("the executor leaves no device idle: add --hypothetical to trade time for devices")
+    if not (options["bursts"] or options["hypothetical"]):
+        note("no unit leaves devices idle: add --bursts to trade time for devices")

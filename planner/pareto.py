@@ -15,7 +15,6 @@ import msgspec
 
 from .budget import single_device_s
 from .cost import CostModel
-from .exact.cases import models
 from .goal import Goal
 from .noun import Count, Noun, Seconds
 from .objective import value
@@ -171,10 +170,9 @@ def _asked(problem: Problem, goal: Goal, solver: str, time_limit_s: float | None
     if result.plan is None or result.decisions is None:
         return None
     plan = result.plan
-    model = next(
-        m
-        for m in models(asked)
-        if (m.micro_batches, m.bucket_bytes) == (plan.micro_batches, plan.bucket_bytes)
-    )
-    found = value(model, result.decisions, asked.schedule)
+    model = CostModel(
+        asked.profile, asked.cluster, goal, plan.micro_batches, plan.placement,
+        plan.bucket_bytes, plan.schedule == "priority",
+    )  # fmt: skip
+    found = value(model, result.decisions, plan.schedule)
     return Point(found.step_s, found.gpu_seconds, result)

@@ -13,7 +13,7 @@ from tests.unit.cli.conftest import cluster_of
 def burst_file(meshwright, profile_file, cluster_file, tmp_path):
     path = tmp_path / "burst.json"
     done = meshwright(
-        "plan", profile_file, "-c", cluster_file, "--batch", 64, "--hypothetical",
+        "plan", profile_file, "-c", cluster_file, "--batch", 64, "--bursts",
         "--objective", "gpu-seconds", "--forbid", "column", "--forbid", "row",
         "--time-limit", 5, "-o", path,
     )  # fmt: skip

@@ -139,7 +139,7 @@ def test_pins_hold_whoever_searches(meshwright, profile_file, cluster_file, tmp_
 def test_device_seconds_within_a_step_limit(meshwright, profile_file, tmp_path):
     links = tmp_path / "fast.json"
     save(cluster_of(8, gbit_s=100), links)
-    base = ("plan", profile_file, "-c", links, "--batch", 64, "--hypothetical", "--slices", "4MiB")
+    base = ("plan", profile_file, "-c", links, "--batch", 64, "--bursts", "--slices", "4MiB")
     base = (*base, "--solver", "multipliers", "--time-limit", 10)
     fast, cheap, between = (tmp_path / f"{name}.json" for name in ("fast_plan", "cheap", "between"))
     assert meshwright(*base, "-o", fast).code == 0
@@ -215,7 +215,7 @@ def test_the_front_falls(meshwright, profile_file, tmp_path):
     links = tmp_path / "fast.json"
     save(cluster_of(8, gbit_s=100), links)
     base = ("plan", profile_file, "-c", links, "--batch", 64, "--front", "--solver", "multipliers")
-    done = meshwright(*base, "--hypothetical", "--slices", "4MiB", "--time-limit", 3, "--json")
+    done = meshwright(*base, "--bursts", "--slices", "4MiB", "--time-limit", 3, "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)
     points = found["points"]
@@ -226,7 +226,7 @@ def test_the_front_falls(meshwright, profile_file, tmp_path):
     for point in points:
         assert point["amplification"] == pytest.approx(point["gpu_seconds"] / found["alone_s"])
     plain = meshwright(*base)
-    assert "--hypothetical" in plain.err
+    assert "--bursts" in plain.err
 
 
 def test_explain_says_what_binds_and_what_more_would_buy(meshwright, plan_file):
