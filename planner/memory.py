@@ -169,9 +169,17 @@ class MemoryModel:
             return 0.0
         # A feature map counts to the unit that made it. What the next unit needs to run again, or
         # has saved itself, is this unit's output.
+        if not self._needed(k):
+            return 0.0
         whole = self.model.output_bytes_per_sample(k)[0] * samples
         split = option.layout.degree if option.style == "column" else 1
         return min(whole / split, saved)
+
+    def _needed(self, k: int) -> bool:
+        """Whether a unit's output stays: somebody saves it, or may have to run again from it."""
+        units = self.model.profile.units
+        targets = (units[self.model.ends[e][1]] for e in self.model.edges_from[k])
+        return units[k].output_kept or any(unit.modules for unit in targets)
 
     def held(self, decisions: Sequence[Option], samples: dict[Layout, int | None]) -> Holding:
         """What a position of a class holds."""

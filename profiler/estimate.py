@@ -159,7 +159,9 @@ class _Estimator:
             for degree in DEGREES
             if degrees(base, split.style, degree)
         ]
-        return unit_profile(self.model, unit, whole, unused, shares)
+        made = unit_profile(self.model, unit, whole, unused, shares)
+        kept = unit.name not in self.footprints.smallest.discarded
+        return msgspec.structs.replace(made, output_kept=kept)
 
     def _work(self, unit: UnitSpec) -> _Work:
         if not unit.modules:

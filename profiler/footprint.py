@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,7 @@ from .timeline import Loss, Timeline
 class Footprint:
     """Bytes by node: feature maps ``saved`` for backward, the largest ``gradient`` of feature maps
     alive at once, the largest ``workspace`` besides; ``fresh`` and ``spared`` as in
-    ``ShareProfile``.
+    ``ShareProfile``. ``discarded`` are the units whose output nobody saves.
     """
 
     saved: dict[str, int] = field(default_factory=dict)
@@ -27,6 +29,7 @@ class Footprint:
     workspace: dict[str, int] = field(default_factory=dict)
     fresh: dict[str, int] = field(default_factory=dict)
     spared: dict[str, int] = field(default_factory=dict)
+    discarded: set[str] = field(default_factory=set)
 
 
 class SavedTensors:
@@ -95,6 +98,8 @@ class _Walk:
         self._most: dict[str, dict[str, int]] = {"forward": {}, "backward": {}, "apart": {}}
         self._complete = 0
         self._saved: dict[str, int] = {}
+        self._outputs: dict[str, list[weakref.ref[Any]]] = {}
+        self._discarded: set[str] = set()
 
     def _node(self) -> str:
         return self.timeline.node
@@ -116,11 +121,15 @@ class _Walk:
         """Forward and backward."""
         timeline = self.timeline
         timeline.mark(self.units[0].name)
-        output = self.model(*batch.args, **batch.kwargs)
+        with self._noting_outputs():
+            output = self.model(*batch.args, **batch.kwargs)
         timeline.mark(self.units[-1].name)
         value = loss(output, batch.target)
         del output
         self._saved = self.live.held()
+        for name, storages in self._outputs.items():
+            if not any(storage() is not None for storage in storages):
+                self._discarded.add(name)
         self._phase = "backward"
         # torch has not typed its hooks
         trained: list[Any] = [p for p in self.model.parameters() if p.requires_grad]
@@ -131,9 +140,27 @@ class _Walk:
             for hook in hooks:
                 hook.remove()
 
+    @contextmanager
+    def _noting_outputs(self) -> Iterator[None]:
+        """Notes the storages that units leave, without holding them."""
+
+        def note(name: str, output: Any) -> None:
+            storages = [t.untyped_storage() for t in tensors_in(output)]
+            self._outputs.setdefault(name, []).extend(weakref.ref(s) for s in storages)
+
+        with ExitStack() as hooks:
+            for unit in self.units:
+                if unit.modules:
+                    last = self.model.get_submodule(unit.modules[-1])
+                    handle = last.register_forward_hook(
+                        lambda _, args, output, name=unit.name: note(name, output)
+                    )
+                    hooks.callback(handle.remove)
+            yield
+
     def footprint(self) -> Footprint:
         """What the step has shown."""
-        found = Footprint()
+        found = Footprint(discarded=self._discarded)
         standing = self._saved.pop(_STANDING, 0)
         gradients, held = _gradients_from(self.model, self.units), 0
         for unit in self.units:

@@ -212,7 +212,11 @@ def _units(
         shares = meter.shares(unit, bases[unit.name], calls[unit.name], degrees)
         unused = found.unused if unit is last else ()
         bases[unit.name] = unit_profile(model, unit, wholes[unit.name], unused, shares)
-    return tuple(bases[u.name] for u in found.units)
+    discarded = measured[0].footprint.discarded
+    return tuple(
+        msgspec.structs.replace(bases[u.name], output_kept=u.name not in discarded)
+        for u in found.units
+    )
 
 
 def _with_fidelity(job: _Job, units: Sequence[UnitProfile], size: int) -> tuple[UnitProfile, ...]:

@@ -65,6 +65,20 @@ def test_recompute_runs_forward_again_and_keeps_the_output(model):
     assert found == {"saved": -freed, "workspace": freed}
 
 
+def test_an_output_that_nobody_saves_does_not_stay_under_recompute(model):
+    again = HOME._replace(memory="recompute")
+    units = list(model.profile.units)
+
+    def stays(kept, modules):
+        units[1] = msgspec.structs.replace(units[1], output_kept=kept)
+        units[2] = msgspec.structs.replace(units[2], modules=modules)
+        other = msgspec.structs.replace(model.profile, units=tuple(units))
+        return holds(model.of(other), again).saved
+
+    assert stays(True, ()) == stays(False, ("head",)) == 256 * 8  # the head may run again from it
+    assert stays(False, ()) == 0
+
+
 def test_recompute_issues_the_inner_collectives_again(model):
     row = Option(Layout(groups=2, degree=2), "row")
     keep, again = model.unit(1, row), model.unit(1, row._replace(memory="recompute"))
