@@ -146,6 +146,7 @@ class DroppedParcel(LossyParcel):
     """Gradients of which only the pieces that are due are sent; the others are held."""
 
     agreement: Dropping
+    _kept = torch.empty(0, device="cpu")
 
     def sends(self, entry: Entry) -> bool:
         """Whether an entry is sent in this backward."""
@@ -173,10 +174,13 @@ class DroppedParcel(LossyParcel):
                 feedback.take_all(gradient)
 
     def hold(self, entry: Entry) -> None:
-        """Keeps a piece that is not sent."""
+        """Keeps a piece that is not sent, once: an empty tensor stands for it from then on."""
         gradient = self.gradients[entry]
+        if gradient is self._kept:
+            return
         new = l1(gradient)
         self.agreement.note(entry, l1(self.feedback[entry].add(gradient)) + new)
+        self.gradients[entry] = self._kept
 
 
 def _bytes(entry: Entry) -> int:

@@ -127,7 +127,7 @@ class PriorityExchange:
         """The entry's gradient is complete: its slices leave if it is their turn."""
         parcel = self.home[entry]
         self._take(entry, as_sent(entry))
-        if isinstance(parcel.gradients[entry], SparseGradient):
+        if isinstance(parcel.gradients[entry], SparseGradient) or not parcel.sends(entry):
             self._show(entry)  # its memory is free from here on
         if parcel.full:
             parcel.ready_s = time.perf_counter() - self._start_s
