@@ -17,6 +17,7 @@ from ..units.storages import tensors_in
 from ..units.workload import Batch, Workload
 from .apply import apply
 from .exchange.chunks import held_parameters
+from .exchange.dropping import DroppedParcel
 from .memory.peak import peak_bytes
 from .micro import micro_batches
 from .parallel import is_parallel, run_of
@@ -177,7 +178,9 @@ def _drawing(workload: Workload, plan: Plan) -> Callable[[int], Batch]:
 def _standing(workload: Workload, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What lives from step to step."""
     states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-    tensors = [*held_parameters(workload.model), *workload.model.buffers(), *states]
+    parcels = getattr(run_of(workload.model).gradients, "parcels", ())
+    held = [held for p in parcels if isinstance(p, DroppedParcel) for held in p.held_back()]
+    tensors = [*held_parameters(workload.model), *workload.model.buffers(), *states, *held]
     return [t.detach() for t in tensors]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..ranks.control import Control, Gathered
 from .buckets import Entry
@@ -172,6 +173,11 @@ class DroppedParcel(LossyParcel):
                 # Nothing of it will be held: the next will be about as large as this one.
                 self.agreement.note(entry, l1(gradient))
                 feedback.take_all(gradient)
+
+    def held_back(self) -> list[Tensor]:
+        """What waits to be sent."""
+        found = (feedback.held for feedback in self.feedback.values())
+        return [held for held in found if held is not None]
 
     def hold(self, entry: Entry) -> None:
         """Keeps a piece that is not sent, once: an empty tensor stands for it from then on."""
