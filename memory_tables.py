@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from rich.table import Table
 from .planner.errors import InputError
 from .planner.moments import MemoryTimeline, RankTimeline
 from .planner.peak import CLASS_NAMES, Moment
+from .plots import pyplot
 from .screen import empty_table, size
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
@@ -84,12 +83,9 @@ def _sentence(one: RankTimeline) -> str:
 def plot_memory(found: MemoryTimeline, path: Path) -> None:
     """Draws the fullest ranks' timeline into ``path`` (.png, .svg or .pdf). Raises ``InputError``
     where matplotlib is missing or cannot write such a file."""
-    if find_spec("matplotlib") is None:
-        raise InputError("a plot needs the package matplotlib: pip install 'meshwright[report]'")
-    import_module("matplotlib").use("Agg")
-    pyplot = import_module("matplotlib.pyplot")
+    drawing = pyplot()
     one = found.timelines[0]
-    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
+    figure, axes = drawing.subplots(figsize=(10, 5), layout="constrained")
     _draw(axes, one)
     axes.set_title(f"{found.target}: {_ranks(one)}")
     try:
@@ -97,7 +93,7 @@ def plot_memory(found: MemoryTimeline, path: Path) -> None:
     except (OSError, ValueError) as error:
         raise InputError(f"the plot cannot be written to {path}: {error}") from None
     finally:
-        pyplot.close(figure)
+        drawing.close(figure)
 
 
 def _draw(axes: Any, one: RankTimeline) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from .planner.noun import write_whole
 from .planner.plan import Plan
 from .planner.profile import ModelProfile
 from .planning import made_from
+from .plots import pyplot
 from .screen import figures_table, seconds
 
 COLOURS = {"foreground": "#1f5fa8", "communication": "#f0a030", "background": "#8cc08c"}
@@ -167,11 +166,8 @@ def _classes(found: ClusterReport) -> Table:
 def plot_cluster(run: ClusterRun, path: Path) -> None:
     """Draws the device map of the first steps and the utilisation over the horizon into ``path``
     (.png, .svg or .pdf). Raises ``InputError`` where matplotlib is missing or cannot write it."""
-    if find_spec("matplotlib") is None:
-        raise InputError("a plot needs the package matplotlib: pip install 'meshwright[report]'")
-    import_module("matplotlib").use("Agg")
-    pyplot = import_module("matplotlib.pyplot")
-    figure, (top, bottom) = pyplot.subplots(
+    drawing = pyplot()
+    figure, (top, bottom) = drawing.subplots(
         2, 1, figsize=(11, 7), layout="constrained", height_ratios=(3, 1)
     )
     _draw_map(top, run)
@@ -181,7 +177,7 @@ def plot_cluster(run: ClusterRun, path: Path) -> None:
     except (OSError, ValueError) as error:
         raise InputError(f"the plot cannot be written to {path}: {error}") from None
     finally:
-        pyplot.close(figure)
+        drawing.close(figure)
 
 
 def _draw_map(axes: Any, run: ClusterRun) -> None:

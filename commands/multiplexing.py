@@ -14,6 +14,7 @@ from ..planner.multiplex.jobs import Assumptions
 from ..planner.noun import load
 from ..planner.plan import Plan
 from ..planner.profile import ModelProfile
+from ..plots import check_plots
 from .output import Json, check_out, deliver, note, out
 
 _DEFAULT = Assumptions()
@@ -75,6 +76,8 @@ def multiplex(
 
     for path in (trace, plot, out_):
         check_out(path)
+    if plot is not None:
+        check_plots()
     found = api.multiplex(
         [load(Plan, path) for path in plan_files],
         [load(ModelProfile, path) for path in background or ()],

@@ -89,6 +89,7 @@ def _dtype(name: str) -> Literal["float64", "float32"]:
 
 
 def launch(
+    context: typer.Context,
     plan_file: PlanFile,
     script: Annotated[
         list[str] | None,
@@ -142,7 +143,9 @@ def launch(
     made = load(Plan, plan_file, "PLAN")
     _say_differences(made, nproc, nnodes)
     beside = None
-    if background is not None:
+    if background is None:
+        _refuse_stray(context)
+    else:
         beside = Background(
             run=background,
             limit=background_limit,
@@ -176,6 +179,14 @@ def launch(
         at_end=show,
         say=note,
     )
+
+
+def _refuse_stray(context: typer.Context) -> None:
+    """What concerns a background job asks for one."""
+    for name, source in ((n, context.get_parameter_source(n)) for n in context.params):
+        if name.startswith("background_") and source is not None and source.name == "COMMANDLINE":
+            option = "--" + name.replace("_", "-")
+            raise InputError(f"{option} concerns a background job: add --background COMMAND")
 
 
 def _at_end(word: str | None) -> AtEnd | None:

@@ -79,8 +79,10 @@ class Enlargement(NamedTuple):
 
 
 LIMITS = {
-    "amplification_limit": "the limit on device-seconds (amplification_limit)",
-    "unit_amplification_limit": "the limit on a unit's device-seconds (unit_amplification_limit)",
+    "amplification_limit": "the limit on device-seconds (--amplification-limit, "
+    "Goal.amplification_limit)",
+    "unit_amplification_limit": "the limit on a unit's device-seconds "
+    "(--unit-amplification-limit, Goal.unit_amplification_limit)",
     "time_limit_s": "the limit on a step's time (--step-limit, Goal.time_limit_s)",
 }
 """What sentences call the limits of a goal that are not memory's."""

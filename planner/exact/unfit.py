@@ -29,6 +29,7 @@ from .integer import Program
 
 EFFORT_S = 20.0
 """Seconds that may go into each explanation."""
+DEVICE_LIMITS = ("unit_amplification_limit", "amplification_limit", "time_limit_s")
 MARGIN = 1e-6
 """A relaxed limit is this share above what the plan needs, against rounding."""
 
@@ -196,11 +197,18 @@ def _larger(problem: Problem, what: str, end: float) -> Enlargement | None:
     return more_ranks(problem, lambda larger: _fits(larger, end), end)
 
 
+def explain_unproved(problem: Problem) -> Infeasibility:
+    """What is missing where a search found nothing and a proof would take too long."""
+    return _nothing(problem, next(models(problem)))
+
+
 def _nothing(problem: Problem, model: CostModel) -> Infeasibility:
-    """No single limit is to blame: a unit has no option, or several limits exclude each other."""
+    """No single limit is to blame: a unit has no option, or several limits exclude each other; or
+    which one was not found out."""
     figures = value(model, model.baseline, problem.schedule)
     tight = excess(model, rank_memory(model, model.baseline))
-    limit = "several limits" if figures.over_bytes > 0 else "unit_amplification_limit"
+    asked = [what for what in DEVICE_LIMITS if getattr(problem.goal, what) is not None]
+    limit = asked[0] if len(asked) == 1 and figures.over_bytes <= 0 else "several limits"
     pinned = _pinned(problem, model)
     return Infeasibility(
         rank=model.placement[tight.position],

@@ -18,10 +18,11 @@ from ..cost import CostModel
 from ..evaluate import limits_bytes
 from ..exact.cases import models
 from ..exact.solve import Integer
+from ..exact.unfit import DEVICE_LIMITS, explain_unproved
 from ..infeasible import explain_infeasible
 from ..memory import MemoryModel
 from ..options import Decisions
-from ..problem import Problem, Result
+from ..problem import INTEGER_PAIRS, Problem, Result, state_pairs
 from ..rows import AT, Rows, bucket_share, rows
 from ..search import Space
 from ..splits import placed
@@ -84,9 +85,13 @@ class Multipliers:
     def _nothing(self, problem: Problem, start: float, deadline: float) -> Result:
         """No plan that keeps the limits was found. That proves nothing: where the integer program
         is quick it has the last word, else the heuristic's closest plan says what is missing."""
-        if len(problem.profile.units) <= FEW_UNITS:
+        few = state_pairs(problem) <= INTEGER_PAIRS
+        if len(problem.profile.units) <= FEW_UNITS and few:
             return Integer().solve(problem, max(deadline - time.perf_counter(), 1.0))
-        why = explain_infeasible(problem, heuristic_search(problem, TIME_LIMIT_S))
+        if any(getattr(problem.goal, what) is not None for what in DEVICE_LIMITS):
+            why = explain_unproved(problem)
+        else:
+            why = explain_infeasible(problem, heuristic_search(problem, TIME_LIMIT_S))
         seconds = time.perf_counter() - start
         return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
 
