@@ -113,7 +113,7 @@ def test_equals_a_barrier(ranks, name, optimizer):
 
 
 TINY = ["mlp", "cnn-digits", "gpt-tiny", "seq2seq-tiny", "bert-tiny", "gpt2-tiny", "vit-tiny"]
-THUMBNAILS = ["vgg11-32", "vgg16-32", "vgg19-32", "resnet50-32"]
+THUMBNAILS = ["vgg11-32", "vgg16-32", "vgg16-32-narrow", "vgg19-32", "resnet50-32"]
 SMALL = [*THUMBNAILS, "alexnet", "seq2seq-mini", "seq2seq", "gpt-mini"]
 PUBLISHED = ["vgg11", "vgg16", "vgg19", "resnet50", "wide_resnet101", "gpt-small"]
 
