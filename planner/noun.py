@@ -91,7 +91,7 @@ def _check_head(cls: type[Document], data: bytes, origin: str) -> None:
     if not isinstance(head, dict):
         return
     kind, version = head.get("document"), head.get("schema_version")
-    if kind in MADE_BY and kind != cls.__name__:
+    if isinstance(kind, str) and kind in MADE_BY and kind != cls.__name__:
         raise InputError(
             f"{origin} is a {kind}, and a {cls.__name__} is needed: make one with "
             f"{MADE_BY[cls.__name__]}"

@@ -118,3 +118,8 @@ def test_truncated_and_overwritten_bytes(cls, data):
         junk = data.draw(st.binary(min_size=1, max_size=4))
         written[start : start + len(junk)] = junk
     attempt(cls, bytes(written))
+
+
+def test_a_kind_of_document_that_is_no_word_is_refused():
+    with pytest.raises(InputError):
+        decode(ModelProfile, b'{"document": [], "schema_version": 1}', "plan.json")
