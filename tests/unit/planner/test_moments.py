@@ -1,7 +1,7 @@
 """The memory timeline as a document, a table and a plot."""
 
 import pytest
-from meshwright import memory_tables
+from meshwright import memory_tables, plots
 from meshwright.memory_tables import plot_memory
 from meshwright.planner.errors import InputError
 from meshwright.planner.evaluate import make_plan
@@ -49,7 +49,7 @@ def test_a_folded_table_shows_the_peak(timeline):
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(timeline, monkeypatch, tmp_path):
-    monkeypatch.setattr(memory_tables, "find_spec", lambda name: None)
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="meshwright\\[report\\]"):
         plot_memory(timeline[1], tmp_path / "memory.png")
 
