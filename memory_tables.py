@@ -8,10 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from .planner.errors import InputError
 from .planner.moments import MemoryTimeline, RankTimeline
 from .planner.peak import CLASS_NAMES, Moment
-from .plots import pyplot
+from .plots import figure_in
 from .screen import empty_table, size
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
@@ -83,17 +82,10 @@ def _sentence(one: RankTimeline) -> str:
 def plot_memory(found: MemoryTimeline, path: Path) -> None:
     """Draws the fullest ranks' timeline into ``path`` (.png, .svg or .pdf). Raises ``InputError``
     where matplotlib is missing or cannot write such a file."""
-    drawing = pyplot()
     one = found.timelines[0]
-    figure, axes = drawing.subplots(figsize=(10, 5), layout="constrained")
-    _draw(axes, one)
-    axes.set_title(f"{found.target}: {_ranks(one)}")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"the plot cannot be written to {path}: {error}") from None
-    finally:
-        drawing.close(figure)
+    with figure_in(path, figsize=(10, 5)) as axes:
+        _draw(axes, one)
+        axes.set_title(f"{found.target}: {_ranks(one)}")
 
 
 def _draw(axes: Any, one: RankTimeline) -> None:

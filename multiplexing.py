@@ -21,7 +21,7 @@ from .planner.noun import write_whole
 from .planner.plan import Plan
 from .planner.profile import ModelProfile
 from .planning import made_from
-from .plots import pyplot
+from .plots import figure_in
 from .screen import figures_table, seconds
 
 COLOURS = {"foreground": "#1f5fa8", "communication": "#f0a030", "background": "#8cc08c"}
@@ -166,18 +166,9 @@ def _classes(found: ClusterReport) -> Table:
 def plot_cluster(run: ClusterRun, path: Path) -> None:
     """Draws the device map of the first steps and the utilisation over the horizon into ``path``
     (.png, .svg or .pdf). Raises ``InputError`` where matplotlib is missing or cannot write it."""
-    drawing = pyplot()
-    figure, (top, bottom) = drawing.subplots(
-        2, 1, figsize=(11, 7), layout="constrained", height_ratios=(3, 1)
-    )
-    _draw_map(top, run)
-    _draw_utilisation(bottom, run)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"the plot cannot be written to {path}: {error}") from None
-    finally:
-        drawing.close(figure)
+    with figure_in(path, 2, 1, figsize=(11, 7), height_ratios=(3, 1)) as (top, bottom):
+        _draw_map(top, run)
+        _draw_utilisation(bottom, run)
 
 
 def _draw_map(axes: Any, run: ClusterRun) -> None:
