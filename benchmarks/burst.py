@@ -26,9 +26,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import deeppool
 import msgspec
 from meshwright.planner.capability import Capability
-from meshwright.planner.cluster import Cluster, CollectiveCurve, Device, Level, Node
+from meshwright.planner.cluster import Cluster, CollectiveCurve, Device
 from meshwright.planner.curve import Curve
 from meshwright.planner.errors import InputError
 from meshwright.planner.goal import Goal, Pin
@@ -194,23 +195,12 @@ def tree_curve(ranks: int, latency_s: float, bytes_per_s: float) -> CollectiveCu
 
 
 def cluster_of(ranks: int, bytes_per_s: float) -> Cluster:
-    """Devices that are all as far from one another: of one node at 300 GB/s, else each alone."""
-    device = Device(name="A100", memory_bytes=MEMORY_BYTES)
-    inside = bytes_per_s >= 100e9
-    nodes = (
-        (Node(name="node", devices=(device,) * ranks),)
-        if inside
-        else tuple(Node(name=f"node{i}", devices=(device,)) for i in range(ranks))
-    )
-    latency = 5e-6 if inside else 2e-5
+    """The devices of the DeepPool benchmark, with trees for their all-reduce too."""
+    plain = deeppool.cluster_of(ranks, bytes_per_s, MEMORY_BYTES)
+    level = plain.levels[0]
     counts = [2**i for i in range(1, ranks.bit_length()) if 2**i <= ranks]
-    level = Level(
-        name="intra" if inside else "inter",
-        latency_s=latency,
-        bytes_per_s=bytes_per_s,
-        curves=tuple(tree_curve(n, latency, bytes_per_s) for n in counts),
-    )
-    return Cluster(name=f"{ranks} devices", nodes=nodes, levels=(level,))
+    curves = tuple(tree_curve(n, level.latency_s, bytes_per_s) for n in counts)
+    return msgspec.structs.replace(plain, levels=(msgspec.structs.replace(level, curves=curves),))
 
 
 def profile_of(name: str, global_statistics: bool = False) -> ModelProfile:

@@ -63,9 +63,9 @@ class Comparison(NamedTuple):
         )
 
 
-def cluster_of(ranks: int, bytes_per_s: float) -> Cluster:
+def cluster_of(ranks: int, bytes_per_s: float, memory_bytes: int = 80 * 10**9) -> Cluster:
     """Devices that are all as far from one another: of one node at 300 GB/s, else each alone."""
-    device = Device(name="A100", memory_bytes=80 * 10**9)
+    device = Device(name="A100", memory_bytes=memory_bytes)
     inside = bytes_per_s >= 100e9
     nodes = (
         (Node(name="node", devices=(device,) * ranks),)

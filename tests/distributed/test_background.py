@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -23,6 +22,8 @@ from meshwright.planner.noun import save
 from meshwright.planner.plan import UnitPlan
 from plans import NOTHING, scheduled
 from plans import plan as plan_by_hand
+
+from tests.processes import alive, wait_until
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -41,28 +42,6 @@ def python(folder: Path, code: str) -> tuple[str, ...]:
 def settings(folder: Path, code: str, **options) -> Settings:
     told = {"limit": 1.1, "grace_s": 5.0, **options}
     return Settings(python(folder, code), str(folder / "log"), **told)
-
-
-def alive(folder: Path) -> list[int]:
-    """Processes that run something in that folder, dead ones not among them."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            line, state = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
-        except OSError:
-            continue
-        if str(folder).encode() in line and state.rpartition(")")[2].split()[0] not in "ZX":
-            found.append(int(entry.name))
-    return found
-
-
-def wait_until(condition, seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def status(pid: int, field: str) -> str:

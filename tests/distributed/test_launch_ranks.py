@@ -16,6 +16,8 @@ from meshwright.planner.goal import Goal
 from meshwright.planner.noun import save
 from meshwright.profiler.tables import load_table
 
+from tests.processes import alive, wait_until
+
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -54,25 +56,7 @@ def sentence(done: subprocess.CompletedProcess[str]) -> str:
 
 def ranks_alive(plan_file: Path) -> list[int]:
     """Processes whose command line names this test's script."""
-    mark = str(plan_file.parent / "script.py").encode()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if mark in line:
-            found.append(int(entry.name))
-    return found
-
-
-def wait_until(condition, seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
+    return alive(plan_file.parent / "script.py")
 
 
 def test_ranks_are_told_who_they_are(plan_file):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from meshwright.planner.errors import InputError, RunError
 from meshwright.testbed import Bed, Host, missing
+
+from tests.processes import wait_until
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
@@ -133,15 +134,6 @@ def test_a_link_can_be_cut_and_joined_again(bed: Bed) -> None:
 def namespaces() -> list[str]:
     done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     return [line.split()[0] for line in done.stdout.splitlines() if line]
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_nothing_is_left() -> None:
