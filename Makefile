@@ -87,7 +87,7 @@ bench-exchange: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/exchange.py
 
 bench-burst: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/burst.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/burst.py --markdown docs/results/burst.md
 
 testbed: $(VENV)/run.stamp
 	$(BIN)/python -m meshwright.testbed

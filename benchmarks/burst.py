@@ -13,6 +13,8 @@ in mind (``planner/multiplex/choose.py``), among plans whose step beside the bac
 than that of data parallelism alone. All rates are of the steady state by simulation.
 
     python benchmarks/burst.py [--part simulated|measured|both] [--markdown FILE] [--batch-only]
+
+With ``--markdown`` the tables are put between that page's marks.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ from meshwright.planner.options import Decisions
 from meshwright.planner.problem import Problem
 from meshwright.planner.profile import ModelProfile
 from meshwright.profiler.tables import load_table
+from page import put_into
 
 RANKS = (8, 64, 256, 1024)
 LINKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9, "300 GB/s": 300e9}
@@ -441,9 +444,11 @@ def main() -> int:
     if asked.part != "measured":
         result["simulated"], code = run_simulated(asked)
     if asked.part != "simulated":
-        from burst_measured import measured
+        from burst_measured import measured, table_of
 
         result["measured"] = measured()
+        if asked.markdown:
+            put_into(asked.markdown, "measured", table_of(result["measured"]))
     print(json.dumps(result))
     return code
 
@@ -463,7 +468,8 @@ def run_simulated(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], int]
     lines = [*text, "", *sensitivity(others), "", f"{time.perf_counter() - start:.0f} s"]
     print("\n".join(lines))
     if asked.markdown:
-        asked.markdown.write_text("\n".join([*lines, ""]))
+        put_into(asked.markdown, "simulated", "\n".join(text))
+        put_into(asked.markdown, "sensitivity", "\n".join(sensitivity(others)))
     slow = [c for c in cases if c.burst.step_s > c.plain.step_s * ROUNDING]
     for case in slow:
         print(f"SLOWER than data parallelism: {line(case)}")

@@ -53,6 +53,7 @@ from meshwright.planner.solver import solve
 from meshwright.profiler.model import profile
 from meshwright.profiler.probe import probe
 from meshwright.units.workload import Batch
+from page import put_into
 from torch.nn.parallel import DistributedDataParallel
 
 MODELS = {"vgg11-32": 32, CONVOLUTIONS: 32}
@@ -65,9 +66,9 @@ RUN_IN = FIRST_HELD + 14
 share rises from a half towards the whole where nothing is wrong."""
 SLICE_BYTES = 4 * 2**20
 COLUMNS = (
-    "model", "hosts", "batch", "mbit_s", "idle_share", "dp_samples_s", "burst_samples_s",
-    "foreground_slowdown", "background_share", "ratio", "bounded_ratio", "peer_slowdown",
-    "peer_background_share", "peer_ratio",
+    "model", "hosts", "batch", "mbit_s", "idle_share", "dp_samples_s", "ddp_samples_s",
+    "burst_samples_s", "foreground_slowdown", "background_share", "ratio", "bounded_ratio",
+    "peer_slowdown", "peer_background_share", "peer_ratio",
 )  # fmt: skip
 
 
@@ -308,7 +309,7 @@ def measured(
     *,
     hosts: int = 2,
     mbit_s: float = MBIT_S,
-    turn_s: float = 4.0,
+    turn_s: float = 10.0,
     rounds: int = 2,
 ) -> list[dict[str, Any]]:
     """A row for each model, given with its global batch."""
@@ -321,6 +322,11 @@ def measured(
     return rows
 
 
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    return table(rows, COLUMNS)
+
+
 def main() -> None:
     """Measures what was asked for and prints it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -328,8 +334,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="the global batch, in place of each model's")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--mbit", type=float, default=MBIT_S)
-    parser.add_argument("--turn", type=float, default=4.0, help="seconds of a turn, about")
+    parser.add_argument("--turn", type=float, default=10.0, help="seconds of a turn, about")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each system")
+    parser.add_argument("--markdown", type=Path, help="puts the table into that page")
     asked = parser.parse_args()
     models = {name: asked.batch or MODELS[name] for name in asked.models}
     rows = measured(
@@ -337,7 +344,9 @@ def main() -> None:
     )
     for row in rows:
         print("  ".join(f"{k} {shown(v)}" for k, v in row.items()), flush=True)
-    print(table(rows, COLUMNS))
+    print(table_of(rows))
+    if asked.markdown:
+        put_into(asked.markdown, "measured", table_of(rows))
     print(json.dumps({"measured": rows}), flush=True)
 
 

@@ -1,13 +1,15 @@
 """Gradient exchange on the test bed: priority, DDP, FSDP2 and the planner's choice, and the bound.
 
-    python benchmarks/exchange.py --markdown docs/results/exchange.md
+    python benchmarks/exchange.py --keep rows.jsonl --markdown docs/results/exchange.md
 
 Needs root. Builds a bed of hosts with a core each, starts a rank on every one with torchrun, and
 measures each model at bandwidths where plain communication takes ``ratio`` times the compute.
-Systems take turns in the same processes. ``--ablation`` compares the four ways {first come first
-served, priority} × {whole gradients, slices} instead, with what the planner's simulation says. The
-last line is one JSON object: rows. An efficiency (bound / measured) above 1.02 means that the
-benchmark is wrong, and fails it.
+Systems take turns in the same processes. With ``--keep`` rows are written to a file as they come,
+and those that it has are not measured again; with ``--markdown`` all of them are put between the
+page's marks. ``--ablation`` compares the four ways {first come first served, priority} × {whole
+gradients, slices} instead, with what the planner's simulation says. The last line is one JSON
+object: rows. An efficiency (bound / measured) above 1.02 means that the benchmark is wrong, and
+fails it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from statistics import median
 from typing import Any
 
 from meshwright.testbed import Bed
+from page import keep, known, put_into
 
 BATCHES = {"vgg19-32": 32, "resnet50-32": 8, "seq2seq": 12, "gpt-mini": 8}
 """Samples of a rank in a step."""
@@ -31,8 +34,9 @@ START_MBIT_S = 1000.0
 TOO_GOOD = 1.02
 WATCH_S = 0.02
 COLUMNS = (
-    "model", "ratio", "mbit_s", "compute_s", "ddp_default_s", "ddp_best_s", "fsdp_s", "priority_s",
-    "plan_s", "bound_s", "efficiency", "ddp_jitter_s", "priority_jitter_s",
+    "model", "hosts", "batch", "ratio", "mbit_s", "compute_s", "ddp_default_s", "ddp_best_s",
+    "fsdp_s", "priority_s", "plan_s", "bound_s", "efficiency", "ddp_jitter_s", "priority_jitter_s",
+    "ddp_default / priority", "ddp_best / priority", "ddp_best / plan",
 )  # fmt: skip
 
 
@@ -68,9 +72,13 @@ def on_a_bed(
 
 
 def measure(model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """A model's rows."""
+    """A model's rows at the ratios of which none is known."""
+    there = {(r["model"], r["hosts"], r["ratio"]) for r in known(asked.keep)}
+    ratios = [r for r in asked.ratios if (model, asked.hosts, r) not in there]
+    if not ratios:
+        return []
     told = {
-        "model": model, "batch": BATCHES[model], "ratios": asked.ratios,
+        "model": model, "batch": BATCHES[model], "ratios": ratios,
         "steps": asked.steps, "rounds": asked.rounds, "ablation": asked.ablation,
     }  # fmt: skip
     script = str(Path(__file__).with_name("exchange_rank.py"))
@@ -80,7 +88,9 @@ def measure(model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
 
 def shown(value: object) -> str:
     """A figure for people."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> str:
@@ -88,6 +98,22 @@ def table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "| --- " + "| --: " * (len(columns) - 1) + "|"]
     lines += ["| " + " | ".join(shown(row[c]) for c in columns) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def with_gains(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with how many times as fast priority and the planner's choice are."""
+    pairs = (("ddp_default", "priority"), ("ddp_best", "priority"), ("ddp_best", "plan"))
+    gains = {f"{a} / {b}": f"{row[f'{a}_s'] / row[f'{b}_s']:.2f}" for a, b in pairs}
+    return {**row, **gains}
+
+
+def page_of(rows: Sequence[dict[str, Any]]) -> str:
+    """All rows, by model, and what the targets make of those of two hosts."""
+    models = list(BATCHES)
+    ordered = sorted(rows, key=lambda r: (r["hosts"], models.index(r["model"]), r["ratio"]))
+    two = [row for row in ordered if row["hosts"] == 2]
+    parts = [table([with_gains(row) for row in ordered], COLUMNS)]
+    return "\n\n".join(parts + ([verdict(two)] if two else []))
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
@@ -123,15 +149,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
     parser.add_argument("--ablation", action="store_true")
-    parser.add_argument("--markdown", type=Path, help="writes the table there")
+    parser.add_argument("--keep", type=Path, help="a file of rows (JSON lines), to go on from")
+    parser.add_argument("--markdown", type=Path, help="puts the table into that page")
     asked = parser.parse_args()
-    rows = []
+    if asked.ablation and (asked.keep or asked.markdown):
+        parser.error("--ablation prints its rows only: leave --keep and --markdown out")
+    rows = known(asked.keep)
     for model in asked.models:
         for row in measure(model, asked):
             rows.append(row)
+            keep(asked.keep, row)
             print("  ".join(f"{k} {shown(v)}" for k, v in row.items()), flush=True)
-    if asked.markdown and not asked.ablation:
-        asked.markdown.write_text(f"{table(rows, COLUMNS)}\n\n{verdict(rows)}\n")
+    if asked.markdown:
+        put_into(asked.markdown, "rows", page_of(rows))
     print(json.dumps({"rows": rows}), flush=True)
     wrong = [row for row in rows if row.get("efficiency", 0.0) > TOO_GOOD]
     if wrong:

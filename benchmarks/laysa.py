@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from exchange import on_a_bed
-from laysa_page import page, put
+from laysa_page import page
 from meshwright.testbed import missing
+from page import put_into
 
 PROGRAM = str(Path(__file__).with_name("laysa_ranks.py"))
 MIB = 2**20
@@ -71,8 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         part = page(found)
         print(part, flush=True)
         if asked.markdown:
-            before = asked.markdown.read_text() if asked.markdown.exists() else ""
-            asked.markdown.write_text(put(before, model, part))
+            put_into(asked.markdown, model, part)
         rows += found["rows"]
     print(json.dumps({"rows": rows}), flush=True)
 

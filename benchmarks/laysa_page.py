@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -119,13 +118,3 @@ def _class_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name in used:
         columns[CLASS_NAMES[name]] = lambda r, name=name: mb(r["classes"][name])
     return {**columns, "at the peak": lambda r: mb(r["classes"]["total"])}
-
-
-def put(text: str, model: str, part: str) -> str:
-    """The page with a model's part between its marks; at the end of the page where there are
-    none."""
-    first, last = f"<!-- {model} -->", f"<!-- end of {model} -->"
-    block = f"{first}\n{part}{last}"
-    if first not in text:
-        return f"{text.rstrip()}\n\n{block}\n"
-    return re.sub(f"{re.escape(first)}.*?{re.escape(last)}", lambda _: block, text, flags=re.S)

@@ -1,7 +1,7 @@
 """Predicted against measured peak memory of a step.
 
     OMP_NUM_THREADS=1 python benchmarks/memory.py [--models mlp gpt-mini] [--policies keep sharded]
-        [--keep rows.jsonl]
+        [--keep rows.jsonl] [--markdown docs/results/memory.md]
 
 Starts two ranks. Each model is profiled once, at batch sizes around those that are run; then it is
 trained for a few steps under every policy that the executor has, with two batches and two
@@ -9,7 +9,7 @@ optimizers, and the bytes of live tensors are counted (on CUDA the allocator's).
 with the most resident memory of the process beside, and as the last line one JSON object: rows, and
 the median and the largest relative error |predicted - measured| / measured. With ``--keep`` rows
 are written to a file as they come, and those that it has already are not run again, so that the
-whole can be run in pieces.
+whole can be run in pieces. ``--markdown`` puts all of them between that page's marks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from memory_page import page_of
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.launch import Ranks, run_ranks
 from meshwright.executor.ranks.agreement import rank_zero_decides
@@ -41,6 +42,7 @@ from meshwright.planner.options import Option
 from meshwright.planner.plan import ScheduleName
 from meshwright.planner.profile import ModelProfile, UnitProfile
 from meshwright.profiler.model import profile
+from page import keep, known, put_into
 from rich.console import Console
 from rich.table import Table
 
@@ -201,7 +203,7 @@ def profiled(model: str) -> ModelProfile:
 
 def on_rank(asked: argparse.Namespace, show: Console) -> list[Row]:
     """All rows that were not known. Collective."""
-    rows = known(asked.keep)
+    rows = [Row(**row) for row in known(asked.keep)]
     there = {(row.model, row.policy, row.batch, row.optimizer) for row in rows}
     chosen = [p for p in policies() if p.name in asked.policies or not asked.policies]
     for model in asked.models:
@@ -218,17 +220,8 @@ def on_rank(asked: argparse.Namespace, show: Console) -> list[Row]:
             rows.append(row := run(model, found, policy, batch, optimizer))
             if dist.get_rank() == 0:
                 show.print(f"{model} {policy.name} {batch} {optimizer}: {row.error:+.1%}")
-                if asked.keep is not None:
-                    with asked.keep.open("a") as kept:
-                        kept.write(json.dumps(asdict(row)) + "\n")
+                keep(asked.keep, asdict(row))
     return rows
-
-
-def known(kept: Path | None) -> list[Row]:
-    """The rows of an earlier run."""
-    if kept is None or not kept.exists():
-        return []
-    return [Row(**json.loads(line)) for line in kept.read_text().splitlines()]
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -268,6 +261,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--policies", nargs="+", default=[])
     parser.add_argument("--keep", type=lambda name: Path(name).resolve())
+    parser.add_argument("--markdown", type=lambda name: Path(name).resolve())
     asked = parser.parse_args()
     if "RANK" not in os.environ:
         with tempfile.TemporaryDirectory(prefix="memory-") as folder:
@@ -279,6 +273,8 @@ def main() -> None:
     rows = on_rank(asked, Console(file=sys.stderr, width=150))
     if dist.get_rank() == 0:
         Console(width=150).print(table_of(rows))
+        if asked.markdown:
+            put_into(asked.markdown, "rows", page_of(rows, MODELS))
         print(json.dumps(summary_of(rows)), flush=True)
 
 

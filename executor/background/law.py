@@ -98,11 +98,16 @@ class Law:
             return 0.0
         return self._share
 
-    def stepped(self, number: int, seconds: float) -> None:
-        """The foreground's step of that number took so long."""
-        free = self.share > 0
+    def passed(self, number: int) -> None:
+        """The foreground made its step of that number, of which nothing can be learned."""
         self._number = number
-        if is_measured(number) and not free:
+
+    def stepped(self, number: int, seconds: float, held: bool = False) -> None:
+        """The foreground's step of that number took so long; ``held`` says that the background was
+        held throughout it from outside, whatever its share."""
+        free = self.share > 0 and not held
+        self._number = number
+        if number > WARM_UP and (held or (is_measured(number) and not free)):
             self._undisturbed.append(seconds)
         alone_s = self.undisturbed_s
         if alone_s is None or number <= WARM_UP:

@@ -38,6 +38,8 @@ class Foreground:
         self.current = Law(limit)
         self.began_s = 0.0
         self._gaps: dict[int, Gap] = {}
+        self._held_since_s: float | None = None
+        self._held_until_s = -FOREVER
 
     def heard(self, record: Record, now_s: float) -> None:
         """Takes note of a record."""
@@ -51,8 +53,25 @@ class Foreground:
         elif record.kind == Kind.WORKS:
             self._gaps.pop(record.rank, None)
         elif record.kind == Kind.STEPPED and record.rank == 0:
-            self.current.stepped(record.number, record.seconds)
+            self._stepped(record, now_s)
             self.began_s = now_s
+
+    def _stepped(self, record: Record, now_s: float) -> None:
+        """A step in which the launcher's hold began or ended was disturbed in part: it says
+        nothing."""
+        since_s = self._held_since_s
+        throughout = since_s is not None and since_s <= self.began_s
+        if (since_s is not None or self._held_until_s > self.began_s) and not throughout:
+            self.current.passed(record.number)
+        else:
+            self.current.stepped(record.number, record.seconds, held=throughout)
+
+    def hold(self, held: bool, now_s: float) -> None:
+        """From now on the launcher holds the background, or no longer does."""
+        if held and self._held_since_s is None:
+            self._held_since_s = now_s
+        elif not held and self._held_since_s is not None:
+            self._held_since_s, self._held_until_s = None, now_s
 
     def left(self) -> None:
         """No rank is there any more."""
@@ -160,8 +179,10 @@ class Pacer:
             if order == b"stop":
                 self.stop()
             elif order in (b"hold", b"release"):
+                now_s = time.monotonic()
                 self._held = order == b"hold"
-                self._turn(time.monotonic())
+                self.foreground.hold(self._held, now_s)
+                self._turn(now_s)
             if not self._ended:
                 self.tell()
 

@@ -41,9 +41,10 @@ def laysa() -> Iterator[SimpleNamespace]:
         import laysa_page as pages
         import laysa_plans as plans
         import laysa_units as units
+        import page
     finally:
         sys.path.remove(folder)
-    yield SimpleNamespace(figures=figures, pages=pages, plans=plans, units=units)
+    yield SimpleNamespace(figures=figures, pages=pages, plans=plans, units=units, page=page)
     travelling.FIRST_RATIO = before
 
 
@@ -165,9 +166,9 @@ def test_the_page_holds_each_models_part_once(laysa) -> None:
     assert "workspace" not in part  # no variant has any
     assert "1.12 times the best" in part
     assert "1.50 times the worst" in part
-    once = laysa.pages.put("# Head\n", "m", part)
-    both = laysa.pages.put(once, "other", "text\n")
-    again = laysa.pages.put(both, "m", "new\\1\n")
+    once = laysa.page.put("# Head\n", "m", part)
+    both = laysa.page.put(once, "other", "text\n")
+    again = laysa.page.put(both, "m", "new\\1\n")
     assert again == both.replace(part, "new\\1\n")
     json.dumps({"rows": rows()})
 

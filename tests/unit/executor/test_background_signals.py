@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from meshwright.executor.background.law import FIRST_HELD
+from meshwright.executor.background.law import FIRST_HELD, REMEMBERED
 from meshwright.executor.background.messages import VARIABLE, Kind, Record, unpacked
 from meshwright.executor.background.pacer import Foreground
 from meshwright.executor.background.signals import GAP_S, Signals, tell_pacer
@@ -141,3 +141,31 @@ def test_a_foreground_that_begins_anew_is_measured_anew():
     foreground.heard(Record(Kind.BEGAN, 0, 0), 1.0)
     assert foreground.current.undisturbed_s is None
     assert not foreground.opening(1.0).runs
+
+
+def test_steps_held_by_the_launcher_count_as_undisturbed_and_those_held_in_part_as_nothing():
+    foreground = Foreground(1.1)
+    stepped(foreground, FIRST_HELD)
+    assert foreground.opening(0.0).runs is False
+    share = foreground.current.share
+    number, now_s = FIRST_HELD, 0.0
+
+    def steps(seconds: float, count: int) -> None:
+        nonlocal number, now_s
+        for _ in range(count):
+            number, now_s = number + 1, now_s + seconds
+            foreground.heard(Record(Kind.STEPPED, 0, 0, number, seconds), now_s)
+
+    foreground.hold(True, now_s + 0.05)
+    steps(1.9, 1)  # held in part: neither a debt nor an undisturbed time
+    assert foreground.current.debt == 0
+    assert foreground.current.undisturbed_s == pytest.approx(0.1)
+    steps(0.2, REMEMBERED)
+    assert foreground.current.undisturbed_s == pytest.approx(0.2)
+    assert foreground.current.share == share  # nothing was learned of what the background does
+    foreground.hold(False, now_s + 0.05)
+    steps(1.9, 1)
+    assert foreground.current.debt == 0
+    steps(0.21, 1)
+    assert foreground.current.share > share
+    assert foreground.summary().disturbed == 1
