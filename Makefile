@@ -6,6 +6,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # One thread for each process, as in a training run: several ranks share the cores.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Tests of a single process share the cores; those that start ranks have them for themselves.
+SINGLE := $(TEST) -n auto --dist loadfile tests/unit tests/property
+SEVERAL := $(TEST) tests/distributed tests/testbed tests/gpu
 
 .PHONY: help demo test test-all test-long lint types bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-laysa bench-exchange bench-sharded testbed clean
 
@@ -42,14 +45,16 @@ demo: $(VENV)/run.stamp
 	$(BIN)/meshwright demo
 
 test: $(VENV)/test.stamp
-	$(TEST) -m "not slow and not long"
+	$(SINGLE) -m "not slow and not long"
+	$(SEVERAL) -m "not slow and not long"
 
 test-all: $(VENV)/test.stamp
-	$(TEST) -m "not long"
+	$(SINGLE) -m "not long"
+	$(SEVERAL) -m "not long"
 
 test-long: $(VENV)/test.stamp
 	$(TEST) -m long
-	HYPOTHESIS_PROFILE=search $(TEST) tests/property
+	HYPOTHESIS_PROFILE=search $(TEST) -n auto tests/property
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check

@@ -255,14 +255,21 @@ WAYS = [
 ]
 """Even shares once, uneven ones with both optimizers and precisions."""
 
-EACH = 3
+EACH, OF_LARGE = 3, 1
 """Of each model so many are drawn for every run of the slow tests; all are in the long ones."""
+LARGE = ("vgg11-32", "resnet50-32")
 
 
 def sample() -> list[tuple[Case, str, str]]:
     draw = random.Random(0)
     models = dict.fromkeys(case.model for case in BROAD)
-    return [w for m in models for w in draw.sample([w for w in WAYS if w[0].model == m], EACH)]
+    return [
+        way
+        for model in models
+        for way in draw.sample(
+            [w for w in WAYS if w[0].model == model], OF_LARGE if model in LARGE else EACH
+        )
+    ]
 
 
 @pytest.mark.slow

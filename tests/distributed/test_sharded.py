@@ -32,6 +32,8 @@ from reference import twin
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.sampling import sampled
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
@@ -208,8 +210,10 @@ def equals_one_process(rank: int, world: int, optimizer: str, steps: int) -> Non
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("optimizer", "world"),
+    [*((name, 2) for name in OPTIMIZERS), *sampled([(name, 4) for name in OPTIMIZERS], 2)],
+)
 def test_equals_one_process(ranks, world, optimizer):
     steps = 20 if optimizer in ("sgd", "adamw") else 3
     ranks(world)(equals_one_process, world, optimizer, steps)
@@ -494,8 +498,10 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("check", "world"),
+    [*((check, 2) for check in CHECKS), *sampled([(check, 4) for check in CHECKS], 4)],
+)
 def test_user(ranks, check, world):
     ranks(world)(check, world)
 

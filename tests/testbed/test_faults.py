@@ -1,5 +1,5 @@
 """A slow host is slower and right; a stalled one or a cut link ends every other rank in time, with
-a sentence that names rank and host of who is missing, and leaves no process."""
+a sentence that names rank and host of who is missing, and leaves no process. A case takes 20 s."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ import torch
 from meshwright.planner.plan import SHARDING
 from meshwright.testbed import Bed, Host, missing
 
+from tests.sampling import sampled
+
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
     pytest.mark.timeout(150),
-    pytest.mark.slow,  # each case takes 20 s
 ]
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
@@ -95,7 +96,7 @@ def nothing_left(host: Host) -> bool:
     return not running(host)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", sampled(SCHEDULES, 1))
 def test_a_slow_host_is_slower_and_right(schedule: str, tmp_path: Path) -> None:
     with Bed(2, 200.0) as bed:
         undisturbed = Training(bed, schedule, 16, tmp_path / "undisturbed").results()
@@ -109,7 +110,7 @@ def test_a_slow_host_is_slower_and_right(schedule: str, tmp_path: Path) -> None:
         assert all(torch.equal(mine[name], right[name]) for name in right)
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "headers"])
+@pytest.mark.parametrize("schedule", sampled([*SCHEDULES, "headers"], 1))
 def test_a_stalled_rank_is_named_on_every_other(bed: Bed, schedule: str, tmp_path: Path) -> None:
     training = Training(bed, schedule, 0, tmp_path / "run")
     training.reach(3)
@@ -129,7 +130,7 @@ def test_a_stalled_rank_is_named_on_every_other(bed: Bed, schedule: str, tmp_pat
     assert nothing_left(bed.hosts[1])
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, *SHARDING])
+@pytest.mark.parametrize("schedule", sampled([*SCHEDULES, *SHARDING], 2))
 def test_a_cut_link_is_named_on_both_sides(bed: Bed, schedule: str, tmp_path: Path) -> None:
     training = Training(bed, schedule, 0, tmp_path / "run")
     training.reach(3)
@@ -145,6 +146,7 @@ def test_a_cut_link_is_named_on_both_sides(bed: Bed, schedule: str, tmp_path: Pa
     assert all(nothing_left(host) for host in bed.hosts)
 
 
+@pytest.mark.slow
 def test_the_host_of_the_store_is_cut_off(bed: Bed, tmp_path: Path) -> None:
     training = Training(bed, "priority", 0, tmp_path / "run")
     training.reach(3)
@@ -158,6 +160,7 @@ def test_the_host_of_the_store_is_cut_off(bed: Bed, tmp_path: Path) -> None:
     assert all(nothing_left(host) for host in bed.hosts)
 
 
+@pytest.mark.slow
 def test_launch_says_the_sentence_and_ends(tmp_path: Path) -> None:
     """``meshwright launch``'s own engine, whose workers leave word instead of a traceback."""
     start = (
