@@ -94,9 +94,13 @@ class Law:
     @property
     def share(self) -> float:
         """The share of the time that the background may have in the step that runs now."""
-        if is_held(self._number + 1) or self.debt > 0 or not self._undisturbed:
-            return 0.0
-        return self._share
+        return 0.0 if self.learns or self.debt > 0 else self._share
+
+    @property
+    def learns(self) -> bool:
+        """Whether the background is held in the step that runs now to measure the undisturbed
+        time."""
+        return is_held(self._number + 1) or not self._undisturbed
 
     def stepped(self, number: int, seconds: float) -> None:
         """The foreground's step of that number took so long."""
