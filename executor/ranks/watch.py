@@ -128,19 +128,16 @@ class Watch:
         start = time.monotonic()
         while True:
             left = start + self.timeout_s - time.monotonic()
-            try:
-                work.wait(timedelta(seconds=max(min(left, POLL_S), 0.001)))
+            failure = _ended_within(work, max(min(left, POLL_S), 0.001))
+            if failure == "":
                 return
-            except RuntimeError as error:
-                waited_s = time.monotonic() - start
-                lagging = self._compare(group)
-                if work.is_completed():
-                    self._give_up(
-                        f"{doing}{lagging}", waited_s, f" and lost a peer ({_first_line(error)})"
-                    )
-                if waited_s >= self.timeout_s:
-                    self._give_up(f"{doing}{lagging}", waited_s)
-                self._heed_alarm(f"{doing}{lagging}", waited_s)
+            waited_s = time.monotonic() - start
+            lagging = self._compare(group)
+            if failure is not None:
+                self._give_up(f"{doing}{lagging}", waited_s, failure)
+            if waited_s >= self.timeout_s:
+                self._give_up(f"{doing}{lagging}", waited_s)
+            self._heed_alarm(f"{doing}{lagging}", waited_s)
 
     def _heed_alarm(self, doing: str, waited_s: float) -> None:
         if self.pulse is None or self.pulse.alarm is None:
@@ -148,7 +145,7 @@ class Watch:
         by, reason = self.pulse.alarm
         if reason:
             raise RunError(f"{self.pulse.name(by)} has given up: {reason}")
-        self._give_up(doing, waited_s, f", and {self.pulse.name(by)} has given up waiting")
+        self._give_up(doing, waited_s, also=f", and {self.pulse.name(by)} has given up waiting")
 
     def _compare(self, group: Group) -> str:
         """In debug mode: raises where ranks issue different collectives; who issues none."""
@@ -165,25 +162,28 @@ class Watch:
                     self._give_up(doing, age_s)
                 return
             self._followed.popleft()
-            try:
-                work.wait(timedelta(seconds=POLL_S))
-            except RuntimeError as error:
-                self._give_up(doing, age_s, f" and lost a peer ({_first_line(error)})")
+            if failure := _ended_within(work, POLL_S):
+                self._give_up(doing, age_s, failure)
 
-    def _give_up(self, doing: str, waited_s: float, more: str = "") -> NoReturn:
-        """Raises the sentence that says where every rank is, and lets the others say theirs."""
+    def _give_up(
+        self, doing: str, waited_s: float, failure: str = "", *, also: str = ""
+    ) -> NoReturn:
+        """Raises the sentence that says where every rank is, and lets the others say theirs.
+        ``failure`` is what the collective ended with."""
         assert self.pulse is not None
         self._publish(f"waits in {doing}")
         self.pulse.give_up()
         heard = self.pulse.ask([f"{self._prefix}/{rank}" for rank in range(self.size)])
-        sentence = self._sentence(f"{doing} since {waited_s:.0f} s{more}", heard)
+        since = f"{doing} since {waited_s:.{1 if waited_s < 10 else 0}f} s"
+        sentence = self._sentence(f"{since}{also}", heard, failure)
         self.pulse.part(r for r, h in enumerate(heard or []) if _present(h))
         raise RunError(sentence) from None
 
-    def _sentence(self, doing: str, heard: list[Heard] | None) -> str:
+    def _sentence(self, doing: str, heard: list[Heard] | None, failure: str = "") -> str:
         pulse = self.pulse
         assert pulse is not None
-        start = f"{pulse.name(self.rank)} waits in {doing}; "
+        lost = f" and lost the connection to another rank ({failure})" if failure else ""
+        start = f"{pulse.name(self.rank)} waits in {doing}{lost}; "
         others = [r for r in range(self.size) if r != self.rank]
         if heard is None:
             return start + (
@@ -196,7 +196,11 @@ class Watch:
         places = [f"{pulse.name(r)} {_place(heard[r])}" for r in shown]
         if len(others) > len(shown):
             places.append(f"{len(others) - len(shown)} more ranks are not listed")
-        return f"{start}{'; '.join(places)}{_SILENT_REMEDY if silent else _REMEDY}"
+        ended = any(_ended(heard[r]) for r in others)
+        remedy = _remedy(
+            silent=bool(silent), failed=bool(failure) and not ended, one_host=pulse.one_host
+        )
+        return f"{start}{'; '.join(places)}: {remedy}"
 
     def _publish(self, doing: str) -> None:
         if self._store is None:
@@ -218,13 +222,49 @@ class _Followed(NamedTuple):
 
 
 _ENDED = "has ended"
-_REMEDY = (
-    ": every rank must call the model and backward equally often, with an empty batch where it has "
-    "no samples"
-)
-_SILENT_REMEDY = (
-    ": a rank that is not heard of has stalled or ended, or its link is cut; look at its host"
-)
+
+
+def _ended_within(work: dist.Work, seconds: float) -> str | None:
+    """Waits so long for a collective: "" where it has completed, else what it failed with; None
+    where it is still on its way.
+
+    A wait that has run out of time and a collective that has failed raise alike. One may complete
+    between the two lines, as it does on a busy machine: so it is asked again, which returns at
+    once, before a peer is called lost.
+    """
+    limit = timedelta(seconds=seconds)
+    try:
+        work.wait(limit)
+    except RuntimeError:
+        if not work.is_completed():
+            return None
+        try:
+            work.wait(limit)
+        except RuntimeError as error:
+            return _first_line(error)
+    return ""
+
+
+def _remedy(*, silent: bool, failed: bool, one_host: bool) -> str:
+    """What to look at. On one host there is no link to be cut."""
+    if silent and one_host:
+        return (
+            "a rank that is not heard of has stalled or ended; what it printed last says more, or "
+            "the kernel's log where memory ran out"
+        )
+    if silent:
+        return (
+            "a rank that is not heard of has stalled or ended, or its link is cut; look at its host"
+        )
+    if failed:
+        where = "what the ranks printed last" if one_host else "the link between their hosts"
+        return (
+            f"all ranks still run, so their connections have failed by themselves; look at {where}"
+        )
+    return (
+        "every rank must call the model and backward equally often, with an empty batch where it "
+        f"has no samples; where ranks are only slow, set {TIMEOUT_VARIABLE} to more seconds"
+    )
 
 
 def _present(heard: Heard) -> bool:
@@ -248,7 +288,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _say_goodbye(reference: weakref.ref[Watch]) -> None:

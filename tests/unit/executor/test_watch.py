@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
+from typing import NoReturn
 
 import pytest
+from meshwright.executor.ranks.groups import Group
 from meshwright.executor.ranks.ledger import _ordinal
 from meshwright.executor.ranks.pulse import Heard, within
 from meshwright.executor.ranks.watch import Watch
 
 
 class Hosts:
+    """What a pulse says of ranks that have a host each, or share one."""
+
+    alarm = None
+
+    def __init__(self, *, one_host: bool = False) -> None:
+        self.one_host = one_host
+
     def name(self, rank: int) -> str:
-        return f"rank {rank} on h{rank}"
+        return f"rank {rank}" if self.one_host else f"rank {rank} on h{rank}"
 
 
-def watch(size: int) -> Watch:
+def watch(size: int, *, one_host: bool = False) -> Watch:
     made = Watch(0, 1, 5.0)
-    made.size, made.pulse = size, Hosts()  # type: ignore[assignment]
+    made.size, made.pulse = size, Hosts(one_host=one_host)  # type: ignore[assignment]
     return made
 
 
@@ -54,6 +64,60 @@ def test_a_store_that_does_not_answer() -> None:
     sentence = watch(12)._sentence("forward 2 since 5 s", None)
     assert "nothing is heard of rank 1 on h1, rank 2 on h2" in sentence
     assert "rank 8 on h8 and 3 more: the link" in sentence
+
+
+def test_on_one_host_no_link_is_blamed() -> None:
+    gone = [Heard(None, True), Heard("is in forward 1", False)]
+    said = watch(2, one_host=True)._sentence("forward 1 since 0.3 s", gone, "Connection closed")
+    assert said.startswith(
+        "rank 0 waits in forward 1 since 0.3 s and lost the connection to another rank "
+        "(Connection closed); rank 1 is not heard of any more"
+    )
+    assert "printed last" in said
+    assert "host" not in said.replace("other", "")
+    there = [Heard(None, True), Heard("is in forward 1", True)]
+    said = watch(2, one_host=True)._sentence("forward 1 since 0.3 s", there, "Connection closed")
+    assert "all ranks still run" in said
+    assert "link" not in said
+
+
+class Collective:
+    """One that completes, with an ``error`` or not, in the moment between the end of a piece of the
+    wait for it and the look whether it has."""
+
+    def __init__(self, pieces: int, error: str = "") -> None:
+        self.left, self.error = pieces, error
+
+    def wait(self, limit: timedelta) -> None:
+        if not self.is_completed():
+            self.left -= 1
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(f"{self.error}\nat some line")
+
+    def is_completed(self) -> bool:
+        return self.left == 0
+
+
+class GaveUpError(Exception):
+    pass
+
+
+def waits_for(work: Collective, monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(doing: str, waited_s: float, failure: str = "", *, also: str = "") -> NoReturn:
+        raise GaveUpError(failure)
+
+    made = watch(2)
+    monkeypatch.setattr(made, "_give_up", give_up)
+    group = Group(ranks=(0, 1), member=0, handle=None, label="world")
+    made.wait(work, group, "forward 1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_a_collective_that_completes_late_is_no_lost_peer(pieces, monkeypatch) -> None:
+    waits_for(Collective(pieces), monkeypatch)
+    with pytest.raises(GaveUpError, match=r"^Connection closed by peer$"):
+        waits_for(Collective(pieces, "Connection closed by peer"), monkeypatch)
 
 
 def test_a_read_that_never_returns_is_left_behind() -> None:
