@@ -11,6 +11,7 @@ _TO = {
     Hold.LEARN: "to learn what steps take without it",
     Hold.LIMIT: "to keep the limit",
     Hold.GAP: "as the run left no gap",
+    Hold.ELSE: "while the run did something else than steps",
 }
 """Why it was held."""
 
@@ -77,6 +78,11 @@ def _remedy(reason: Hold, limit: float) -> str:
         return (
             f"beside it steps soon took more than {limit:g} times as long; allow more with "
             "--background-limit, or give a background that needs less memory bandwidth"
+        )
+    if reason is Hold.ELSE:
+        return (
+            "the run was mostly busy with something else than steps (an evaluation, a checkpoint), "
+            "and is left alone in that; train for more steps"
         )
     return (
         "the ranks here hardly wait as long as 2 ms at a time; plan with --bursts --objective "

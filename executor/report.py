@@ -58,9 +58,10 @@ class BackgroundFigures(Noun, frozen=True, kw_only=True):
     It was let run for ``open_share`` of the time and used ``cpu_s`` of processors. While the
     foreground made its steps, for ``beside_s``, these were ``beside_open_share`` and
     ``beside_cpu_s``; it was stopped ``stops`` times then, and held for ``held_shares`` of that
-    time: to ``learn`` the steps' undisturbed time, to keep the ``limit``, for want of a ``gap``.
-    Over ``steps`` of the foreground, those included in which it was held, a step took ``slowdown``
-    times ``undisturbed_s``. ``ended`` says how it ended, if it had.
+    time: to ``learn`` the steps' undisturbed time, to keep the ``limit``, for want of a ``gap``,
+    and while the foreground did something ``else`` than steps. Over ``steps`` of the foreground,
+    those included in which it was held, a step took ``slowdown`` times ``undisturbed_s``.
+    ``ended`` says how it ended, if it had.
     """
 
     open_share: Share

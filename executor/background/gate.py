@@ -37,11 +37,13 @@ class Gap(NamedTuple):
 
 class Hold(enum.StrEnum):
     """Why the background is held: to ``LEARN`` what the foreground's steps take without it, to keep
-    the ``LIMIT``, or because there is no ``GAP`` and its share is for gaps."""
+    the ``LIMIT``, because there is no ``GAP`` and its share is for gaps, or while the foreground
+    does something ``ELSE`` than steps."""
 
     LEARN = "learn"
     LIMIT = "limit"
     GAP = "gap"
+    ELSE = "else"
 
 
 class Opening(NamedTuple):

@@ -135,6 +135,12 @@ class Law:
         alone_s = self.undisturbed_s
         return None if alone_s is None else self.limit * alone_s
 
+    def paused_s(self) -> float | None:
+        """So long after its beginning a step contains something else; None where that is not known
+        yet."""
+        alone_s = self.undisturbed_s
+        return None if alone_s is None else (self.limit + PAUSE) * alone_s
+
     def summary(self) -> Summary:
         """What has happened so far; slowdowns are 1 where nothing was counted."""
         return Summary(

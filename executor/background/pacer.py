@@ -65,10 +65,14 @@ class Foreground:
         if not self.attached:
             return Opening(True, FOREVER)
         share, overdue_s = self.current.share, self.current.overdue_s()
-        if self.current.learns or overdue_s is None:
+        paused_s = self.current.paused_s()
+        if overdue_s is None or paused_s is None:
             return Opening(False, FOREVER, Hold.LEARN)
+        if now_s >= self.began_s + paused_s:
+            return Opening(False, FOREVER, Hold.ELSE)
         if not share or now_s >= self.began_s + overdue_s:
-            return Opening(False, FOREVER, Hold.LIMIT)
+            why = Hold.LEARN if self.current.learns else Hold.LIMIT
+            return Opening(False, self.began_s + paused_s, why)
         # One rank that waits leaves a processor free, and the kernel moves the background there.
         gap = max(self._gaps.values(), key=lambda g: g.closes_s, default=None)
         found = opening(now_s, share, gap)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from meshwright.executor.background.gate import FOREVER, Hold, Opening, opening
-from meshwright.executor.background.law import FIRST_HELD
+from meshwright.executor.background.law import FIRST_HELD, PAUSE
 from meshwright.executor.background.messages import Kind, Record
 from meshwright.executor.background.pacer import Foreground
 from meshwright.executor.background.settings import Beside, State
@@ -55,9 +55,11 @@ def test_why_it_is_held():
     first = [0.1] * FIRST_HELD
     stepped(foreground, *first)
     assert foreground.opening(0.0) == Opening(False, pytest.approx(0.11), Hold.GAP)
-    assert foreground.opening(0.12) == held(Hold.LIMIT)  # the step is past its limit
+    paused_s = pytest.approx(0.1 * (1.1 + PAUSE))
+    assert foreground.opening(0.12) == Opening(False, paused_s, Hold.LIMIT)  # it is overdue
+    assert foreground.opening(0.32) == held(Hold.ELSE)
     stepped(foreground, *first, 0.2)
-    assert foreground.opening(0.0) == held(Hold.LIMIT)  # the debt
+    assert foreground.opening(0.0) == Opening(False, paused_s, Hold.LIMIT)  # the debt
     assert opening(0.0, 0.2, None).why is Hold.LIMIT  # cut to less than all of the gaps
     assert opening(0.0, 1.0, None).why is None
 
@@ -91,6 +93,7 @@ def test_what_it_had_is_said_in_shares_of_the_time_beside_the_run():
         (0.0, {"learn": 15.0, "gap": 5.0}, "more steps"),
         (0.1, {"limit": 15.0, "learn": 4.9}, "more than 1.05 times as long; allow more with"),
         (0.1, {"gap": 15.0, "learn": 4.9}, "--objective gpu-seconds"),
+        (0.0, {"else": 15.0, "learn": 5.0}, "something else than steps"),
         (9.0, {"gap": 9.0, "learn": 2.0}, "fewer ranks or threads"),
     ],
 )
