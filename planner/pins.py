@@ -69,15 +69,16 @@ def _pin(text: str) -> Pin:
 
 
 def _prohibition(text: str) -> Pin:
-    unit, layouts, style = _parts(text if "=" in text else f"*={text}")
+    unit, layouts, style = _parts(text, everywhere="=" not in text)
     if layouts and style:
         raise InputError(f"{text!r} forbids a layout and a style at once: forbid one of them")
     return Pin(unit=unit, never=layouts, never_styles=(style,) if style else ())
 
 
-def _parts(text: str) -> tuple[str, tuple[Layout, ...], Style | None]:
-    """(unit, layouts, style) of ``UNIT=LAYOUT/LAYOUT:STYLE``, each part of WHAT optional."""
-    unit, _, what = text.rpartition("=")
+def _parts(text: str, *, everywhere: bool = False) -> tuple[str, tuple[Layout, ...], Style | None]:
+    """(unit, layouts, style) of ``UNIT=LAYOUT/LAYOUT:STYLE``, each part of WHAT optional; of
+    ``LAYOUT/LAYOUT:STYLE`` for all units where it holds ``everywhere``."""
+    unit, what = ("*", text) if everywhere else text.rpartition("=")[::2]
     first, _, second = what.partition(":")
     words = [w for w in (first.strip(), second.strip()) if w]
     style: Style | None = None
@@ -99,11 +100,12 @@ def _layout(part: str, text: str) -> Layout:
 
 def _unreadable(text: str) -> InputError:
     _, _, style = text.rpartition("=")[2].rpartition(":")
-    near = nearest(style, (*STYLES, *POLICIES[1:]))
+    policies = [policy for policy in POLICIES if policy not in ALWAYS]
+    near = nearest(style, (*STYLES, *policies))
     return InputError(
         f"{text!r} says no layout: {f'try {quoted(near)}, or ' if near else ''}"
         "write UNIT=GROUPSxMEMBERS such as fc1=4x2, a style "
-        f"({', '.join(STYLES)}) or both as 4x2:row; a policy ({', '.join(POLICIES[1:])}) can only "
+        f"({', '.join(STYLES)}) or both as 4x2:row; a policy ({', '.join(policies)}) can only "
         "be forbidden, for all units"
     )
 

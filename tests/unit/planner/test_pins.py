@@ -149,5 +149,5 @@ def test_a_misspelt_unit_is_told_the_nearest_and_how_to_list_them(profile):
 
 @pytest.mark.parametrize(("text", "near"), [("recomput", "recompute"), ("fc=colum", "column")])
 def test_a_misspelt_policy_or_style_is_told_the_nearest(text, near):
-    with pytest.raises(InputError, match=f"try '{near}', or write"):
+    with pytest.raises(InputError, match=rf"^'{text}' says no layout: try '{near}', or write"):
         wish((), [text])
