@@ -18,7 +18,10 @@ def rows(cluster) -> list[tuple[str, str]]:
 
 
 def test_equal_nodes_share_a_row(meshwright):
-    arguments = ("cluster", "--device", "a100-sxm-40gb", "--nodes", 64, "--devices-per-node", 8)
+    arguments = (
+        *("cluster", "--device", "a100-sxm-40gb", "--nodes", 64, "--devices-per-node", 8),
+        *("--inter-gbit-s", 100, "--intra-gbyte-s", 300),
+    )
     done = meshwright(*arguments)
     assert done.code == 0, done.err
     lines = [line for line in done.out.splitlines() if "node" in line]
@@ -33,7 +36,8 @@ def test_nodes_that_differ_have_rows_of_their_own():
     made = cluster_of(5)
     mixed = Node(name="mixed", devices=(small, small, *made.nodes[0].devices))
     nodes = (*made.nodes[:3], mixed, *made.nodes[3:])
-    assert rows(msgspec.structs.replace(made, nodes=nodes))[:3] == [
+    levels = (*made.levels, msgspec.structs.replace(made.levels[0], name="intra"))
+    assert rows(msgspec.structs.replace(made, nodes=nodes, levels=levels))[:3] == [
         ("host0 … host2 (3)", "1 x a100, 40.00 GiB"),
         ("mixed", "2 x t4, 16.00 GiB; 1 x a100, 40.00 GiB"),
         ("host3, host4", "1 x a100, 40.00 GiB"),

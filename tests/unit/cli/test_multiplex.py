@@ -66,8 +66,8 @@ def test_the_map_is_drawn(meshwright, burst_file, profile_file, tmp_path):
 
 WRONG = (
     (("--devices", "3"), "for 8 devices and the cluster has 3"),
-    (("--slowdown", "0.5"), "give at least 1"),
-    (("--speed", "1.5"), "give 0 to 1"),
+    (("--slowdown", "0.5"), "--slowdown 0.5 cannot be: give 1 or more"),
+    (("--speed", "1.5"), "--speed 1.5 cannot be: give 0 to 1"),
     (("--piece", "0"), "write it like"),
     (("--horizon", "100000s"), "ask for at most"),
     (("--trace", "nowhere/t.json"), "there is no folder"),
