@@ -1,4 +1,4 @@
-"""Waiting with a limit, and the sentence that says where every rank is when the limit is reached.
+"""Waiting with a limit, and word of where every rank is when the limit is reached.
 
 Each rank posts its place to the key-value store of the process group (2.5 µs on a loopback
 TCPStore, torch 2.13, two cores): a rank that never arrives cannot answer, but its last post can.
@@ -21,14 +21,12 @@ from torch.distributed import distributed_c10d
 from ...planner.errors import InputError, RunError
 from .groups import Group
 from .ledger import Ledger, debugging
-from .pulse import Heard, in_a_file, pulse_of
+from .places import ENDED, TIMEOUT_VARIABLE, is_present, where_all_are
+from .pulse import in_a_file, pulse_of
 
 DEFAULT_TIMEOUT_S = 600.0
-TIMEOUT_VARIABLE = "MESHWRIGHT_TIMEOUT_S"
 POLL_S = 0.25
 """So often a rank that waits looks whether another has given up."""
-_LISTED = 8
-"""So many other ranks are named in a sentence; the rest are counted."""
 
 
 def time_limit(timeout_s: float | None) -> float:
@@ -175,32 +173,9 @@ class Watch:
         self.pulse.give_up()
         heard = self.pulse.ask([f"{self._prefix}/{rank}" for rank in range(self.size)])
         since = f"{doing} since {waited_s:.{1 if waited_s < 10 else 0}f} s"
-        sentence = self._sentence(f"{since}{also}", heard, failure)
-        self.pulse.part(r for r, h in enumerate(heard or []) if _present(h))
+        sentence = where_all_are(self.pulse, f"{since}{also}", heard, failure)
+        self.pulse.part(r for r, h in enumerate(heard or []) if is_present(h))
         raise RunError(sentence) from None
-
-    def _sentence(self, doing: str, heard: list[Heard] | None, failure: str = "") -> str:
-        pulse = self.pulse
-        assert pulse is not None
-        lost = f" and lost the connection to another rank ({failure})" if failure else ""
-        start = f"{pulse.name(self.rank)} waits in {doing}{lost}; "
-        others = [r for r in range(self.size) if r != self.rank]
-        if heard is None:
-            return start + (
-                f"the process group's store does not answer, so nothing is heard of "
-                f"{_listed([pulse.name(r) for r in others])}: the link or the host between them "
-                "is gone"
-            )
-        silent = [r for r in others if not _present(heard[r]) and not _ended(heard[r])]
-        shown = (silent + [r for r in others if r not in silent])[:_LISTED]
-        places = [f"{pulse.name(r)} {_place(heard[r])}" for r in shown]
-        if len(others) > len(shown):
-            places.append(f"{len(others) - len(shown)} more ranks are not listed")
-        ended = any(_ended(heard[r]) for r in others)
-        remedy = _remedy(
-            silent=bool(silent), failed=bool(failure) and not ended, one_host=pulse.one_host
-        )
-        return f"{start}{'; '.join(places)}: {remedy}"
 
     def _publish(self, doing: str) -> None:
         if self._store is None:
@@ -212,16 +187,13 @@ class Watch:
 
     def goodbye(self) -> None:
         """Posts that this rank's process ends, in case others still wait for it."""
-        self._publish(f"{_ENDED} (it last {self._doing})")
+        self._publish(f"{ENDED} (it last {self._doing})")
 
 
 class _Followed(NamedTuple):
     work: dist.Work
     doing: str
     since_s: float
-
-
-_ENDED = "has ended"
 
 
 def _ended_within(work: dist.Work, seconds: float) -> str | None:
@@ -243,48 +215,6 @@ def _ended_within(work: dist.Work, seconds: float) -> str | None:
         except RuntimeError as error:
             return _first_line(error)
     return ""
-
-
-def _remedy(*, silent: bool, failed: bool, one_host: bool) -> str:
-    """What to look at. On one host there is no link to be cut."""
-    if silent and one_host:
-        return (
-            "a rank that is not heard of has stalled or ended; what it printed last says more, or "
-            "the kernel's log where memory ran out"
-        )
-    if silent:
-        return (
-            "a rank that is not heard of has stalled or ended, or its link is cut; look at its host"
-        )
-    if failed:
-        where = "what the ranks printed last" if one_host else "the link between their hosts"
-        return (
-            f"all ranks still run, so their connections have failed by themselves; look at {where}"
-        )
-    return (
-        "every rank must call the model and backward equally often, with an empty batch where it "
-        f"has no samples; where ranks are only slow, set {TIMEOUT_VARIABLE} to more seconds"
-    )
-
-
-def _present(heard: Heard) -> bool:
-    return heard.alive and not _ended(heard)
-
-
-def _ended(heard: Heard) -> bool:
-    return heard.place is not None and heard.place.startswith(_ENDED)
-
-
-def _place(heard: Heard) -> str:
-    place = heard.place or "has not called the model yet"
-    if heard.alive or _ended(heard):
-        return place
-    return f"is not heard of any more (its last word: it {place})"
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
 
 
 def _first_line(error: Exception) -> str:
