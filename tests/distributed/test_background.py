@@ -329,7 +329,12 @@ def test_ctrl_c_ends_both_and_the_background_writes_its_checkpoint(tmp_path, whe
     command = [*launch(tmp_path, *beside_it), "wait" if training else "none", "x.pt"]
     command.append("60" if training else "5")
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell lets what it starts in the background ignore Ctrl-C, this test among it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as launcher:
         assert launcher.stderr is not None
         if training:
