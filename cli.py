@@ -71,6 +71,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # Without arguments typer has shown the help and says nothing more.
         usage = _usage(words(), getattr(getattr(error, "ctx", None), "command_path", ""))
         return _say(usage, InputError.exit_code) if words() else InputError.exit_code
+    if code == STOPPED:  # what some of typer's versions return in place of KeyboardInterrupt
+        return _say("stopped", STOPPED)
     return code if isinstance(code, int) else 0
 
 

@@ -18,9 +18,8 @@ _TO = {
 
 def sentence(state: State, limit: float) -> str:
     """What the background has had and done beside the foreground."""
-    parts = [_had(state), _cost(state, limit)]
     ended = f", ended with {state.ended}" if state.ended else ""
-    return f"background job {state.pid}{ended}: {'; '.join(p for p in parts if p)}"
+    return f"background job {state.pid}{ended}: {_had(state)}; {_cost(state, limit)}"
 
 
 def _had(state: State) -> str:
@@ -30,9 +29,10 @@ def _had(state: State) -> str:
     shares = {why: beside.held_s.get(why, 0.0) / beside.seconds for why in _TO}
     held = [f"{share:.0%} {_TO[why]}" for why, share in shares.items() if share >= 0.005]
     return (
-        f"in the {beside.seconds:.1f} s beside the run's steps it was let run "
+        f"in the {beside.seconds:.1f} s beside the run it was let run "
         f"{beside.open_s / beside.seconds:.0%} of the time ({state.priority}) and used "
-        f"{beside.cpu_s:.1f} s of CPU; it was stopped {beside.stops} times"
+        f"{beside.cpu_s:.1f} s of CPU; it was stopped {beside.stops} "
+        + ("time" if beside.stops == 1 else "times")
         + (f", held {', '.join(held)}" if held else "")
     )
 

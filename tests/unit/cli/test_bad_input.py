@@ -351,6 +351,15 @@ def test_the_console_script_says_it_in_one_sentence(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+def test_ctrl_c_is_said_and_has_its_exit_code(meshwright, monkeypatch):
+    def pressed(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshwright.api.describe_cluster", pressed)
+    done = meshwright("cluster", "--device", "a100-sxm-40gb")
+    assert (done.code, done.sentence) == (130, "meshwright: stopped")
+
+
 def test_without_a_verb_the_help_is_the_answer(meshwright):
     done = meshwright()
     assert (done.code, done.err) == (2, "")

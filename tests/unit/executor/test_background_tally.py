@@ -78,7 +78,7 @@ BUSY = Beside(20.0, 5.0, 4.0, 310, {"learn": 4.0, "limit": 3.0, "gap": 8.0})
 def test_what_it_had_is_said_in_shares_of_the_time_beside_the_run():
     said = sentence(state(BUSY), 1.1)
     for words in (
-        "in the 20.0 s beside the run's steps it was let run 25% of the time",
+        "in the 20.0 s beside the run it was let run 25% of the time",
         "4.0 s of CPU; it was stopped 310 times",
         "held 20% to learn what steps take without it, 15% to keep the limit, 40% as the run left",
         "1.04 times their 0.1 s without it (limit 1.1)",
