@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from .executor.background.job import check_limit, command_of
 from .executor.background.law import LIMIT
-from .executor.background.settings import GRACE_S, Settings, State
+from .executor.background.settings import GRACE_S, Settings
 from .planner.errors import InputError
 from .planner.noun import load
 from .planner.plan import Plan
@@ -114,21 +114,6 @@ def outlook(plan: Plan, ranks: Iterable[int]) -> str:
     least, most = min(shares), max(shares)
     span = f"{most:.0%}" if least == most else f"{least:.0%} to {most:.0%}"
     return f"the plan leaves the ranks here idle for {span} of a step, by its prediction"
-
-
-def sentence(state: State, limit: float) -> str:
-    """What the background has had and done, for people."""
-    part = state.open_s / state.seconds if state.seconds else 0.0
-    had = f"it was let run {part:.0%} of the time ({state.priority}), {state.cpu_s:.1f} s of CPU"
-    if state.steps:
-        cost = (
-            f"the foreground's steps took {state.slowdown:.2f} times their "
-            f"{state.undisturbed_s:.3g} s without it (limit {limit:g})"
-        )
-    else:
-        cost = "the foreground made too few steps to tell what it cost"
-    ended = f", ended with {state.ended}" if state.ended else ""
-    return f"background job {state.pid}{ended}: {had}; {cost}"
 
 
 # -- the training of a second plan -------------------------------------------------------------

@@ -66,10 +66,24 @@ def run(arguments: Sequence[str] | None = None) -> int:
         words = getattr(error, "format_message", None)
         if words is None:
             raise
+        if wrong := _wrong_value(error):
+            return _say(wrong, InputError.exit_code)
         # Without arguments typer has shown the help and says nothing more.
         usage = _usage(words(), getattr(getattr(error, "ctx", None), "command_path", ""))
         return _say(usage, InputError.exit_code) if words() else InputError.exit_code
+    if code == STOPPED:  # what some of typer's versions return in place of KeyboardInterrupt
+        return _say("stopped", STOPPED)
     return code if isinstance(code, int) else 0
+
+
+def _wrong_value(error: Exception) -> str:
+    """The sentence of an option that refuses its value (``commands.values``), after the option's
+    name; "" for any other error."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    message = getattr(error, "message", "") or ""
+    if not names or not message:  # an option that is missing has no message
+        return ""
+    return f"{max(names, key=len)} {message.removeprefix('Value error, ')}"
 
 
 def _usage(message: str, command: str) -> str:

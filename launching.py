@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
-from .background import Background, outlook, sentence
-from .executor.background.job import beside
+from .background import Background, outlook
+from .executor.background.job import Job, beside
 from .executor.launch import Ranks, check_plan, run_ranks
 from .executor.report import (
     PLAN_VARIABLE,
@@ -22,6 +23,7 @@ from .executor.report import (
 )
 from .executor.start import cores
 from .executor.worker import STDOUT_TO_STDERR
+from .outcomes import hardly_ran, has_ended, sentence
 from .overflow import with_a_plan_that_fits
 from .planner.cluster import Cluster
 from .planner.errors import InputError, MemoryRunError
@@ -51,18 +53,30 @@ def launch(
         at_end(report)
         return report
     here = range(ranks.node_rank * ranks.nproc, (ranks.node_rank + 1) * ranks.nproc)
-    with beside(background.settings()) as job:
+    with beside(background.settings()) as job, _stopped_with_run(job, say):
         say(outlook(plan, here))
         report = run(plan, script, steps, ranks.telling(job.environment))
         state = job.state()
         if report is not None:
             report = msgspec.structs.replace(report, background=background_figures(state))
         at_end(report)
-        say(sentence(state, background.limit))
+        for told in (sentence(state, background.limit), hardly_ran(state, background.limit)):
+            say(told or "")
         if background.finishes and not state.ended:
             say(f"the background job goes on, output in {background.log}; Ctrl-C ends it")
             say(sentence(job.wait(), background.limit))
     return report
+
+
+@contextlib.contextmanager
+def _stopped_with_run(job: Job, say: Callable[[str], None]) -> Iterator[None]:
+    """Where the block fails or is stopped (Ctrl-C), so is the background, and how it ended is
+    said."""
+    try:
+        yield
+    except BaseException:
+        say(has_ended(job.stop(), job.settings.log))
+        raise
 
 
 def run(plan: Plan, script: Sequence[str], steps: int, ranks: Ranks) -> RunReport | None:

@@ -111,17 +111,29 @@ def _backgrounds(
 
 
 def cluster_tables(found: ClusterReport) -> list[Table | str]:
-    """Jobs, classes of devices, and the cluster's throughput in one sentence."""
-    shown: list[Table | str] = [_jobs(found), _classes(found)]
-    total = f"{found.samples_per_s:,.0f} samples/s on {found.devices} devices"
+    """Jobs, classes of devices, and the cluster's throughput in a few sentences."""
+    return [_jobs(found), _classes(found), "\n".join(_throughput(found))]
+
+
+def _throughput(found: ClusterReport) -> list[str]:
+    """Each measure in a sentence of its own, with what it is a ratio of."""
+    total = f"Cluster throughput, all jobs together: {found.samples_per_s:,.0f} samples/s"
     if found.ratio is None or found.bounded_ratio is None:
-        return [*shown, f"Foregrounds and backgrounds together: {total}."]
-    return [
-        *shown,
-        f"Foregrounds and backgrounds together: {total}, {found.ratio:.2f} times data parallelism "
-        f"alone; as speeds, {found.bounded_ratio:.2f} (foreground over data parallelism, plus the "
-        "share of its speed alone that the background keeps).",
+        return [f"{total} on {found.devices} devices."]
+    jobs = "the plan" if len(found.foregrounds) == 1 else "the plans"
+    said = [
+        f"{total}, which is {found.ratio:.2f} times that of plain data parallelism on the devices "
+        f"of {jobs} without any background job."
     ]
+    if found.backgrounds:
+        shares = sum(b.share * b.devices for b in found.backgrounds) / found.devices
+        said.append(
+            f"In device equivalents: the foreground runs at {found.bounded_ratio - shares:.2f} "
+            "times the speed of plain data parallelism, and the background gets what "
+            f"{shares:.0%} of the {found.devices} devices would give it alone; the sum is "
+            f"{found.bounded_ratio:.2f}."
+        )
+    return said
 
 
 def _jobs(found: ClusterReport) -> Table:

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from rich.table import Table
 
-from .planner.cluster import Cluster
+from .planner.cluster import Cluster, Node
 from .planner.compare import policy_words
 from .planner.plan import Plan, Prediction, UnitPlan
 from .planner.profile import ModelProfile, UnitProfile
@@ -163,15 +163,19 @@ def units_table(profile: ModelProfile, *, fold: bool = True) -> Table:
     return table
 
 
+def _devices(node: Node) -> str:
+    """A node's devices, equal ones counted."""
+    shown = groupby(f"{device.name}, {size(device.memory_bytes)}" for device in node.devices)
+    return "; ".join(f"{len(list(equal))} x {text}" for text, equal in shown)
+
+
 def cluster_table(cluster: Cluster) -> Table:
-    """Nodes, devices and links."""
+    """Nodes, devices and links; neighbouring nodes that are equal share a row."""
     hosts = "one node" if len(cluster.nodes) == 1 else f"{len(cluster.nodes)} nodes"
     title = f"{cluster.name}: {cluster.world_size} devices on {hosts}"
     table = empty_table(title, ("", "", "latency", "bandwidth"), left=2)
-    for node in cluster.nodes:
-        device = node.devices[0]
-        count = len(node.devices)
-        table.add_row(node.name, f"{count} x {device.name}, {size(device.memory_bytes)}", "", "")
+    for devices, equal in groupby(cluster.nodes, _devices):
+        table.add_row(names_of([node.name for node in equal]), devices, "", "")
     for level in cluster.levels:
         where = "between nodes" if level.name == "inter" else "inside a node"
         curves = f"{len(level.curves)} curves measured" if level.curves else "by formula"

@@ -17,6 +17,7 @@ from ..planner.plan import Plan
 from ..planner.profile import ModelProfile
 from ..screen import progress
 from .output import Json, check_out, deliver, note
+from .values import number, whole
 
 
 def add_to(app: typer.Typer) -> None:
@@ -33,7 +34,7 @@ def explain(
     cluster: Annotated[
         Path | None, typer.Option(help="The cluster it was made for (else found by fingerprint).")
     ] = None,
-    best: Annotated[int, typer.Option(help="So many alternatives of each unit.")] = 2,
+    best: Annotated[int, whole("So many alternatives of each unit.")] = 2,
     what_if: Annotated[
         bool,
         typer.Option(
@@ -41,7 +42,7 @@ def explain(
         ),
     ] = True,
     time_limit: Annotated[
-        float, typer.Option(help="Seconds for each time that it is planned again.")
+        float, number("Seconds for each time that it is planned again.", above=0)
     ] = 10.0,
     memory: Annotated[
         bool, typer.Option("--memory", help="Show what ranks hold at each point of a step instead.")

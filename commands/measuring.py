@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..goals import parse_bytes, parse_counts
 from ..screen import progress
 from ..tables import cluster_table, units_table
 from .output import Json, check_out, deliver, out
+from .values import amount, counts, number, whole
 
 Target = Annotated[
     str,
@@ -36,10 +37,10 @@ def profile(
         typer.Option(help="cpu, cuda, or a catalogued device to estimate for, such as h100-sxm."),
     ] = None,
     batches: Annotated[
-        str | None, typer.Option(help="Batch sizes to measure, such as 8,16,32.")
+        Sequence[int] | None, counts("Batch sizes to measure, such as 8,16,32.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option(help="Measure while so many processes compute, as in a run on one host.")
+        int, whole("Measure while so many processes compute, as in a run on one host.")
     ] = 1,
     all_units: Annotated[bool, typer.Option("--all-units", help="Fold no rows.")] = False,
     json: Json = False,
@@ -48,17 +49,15 @@ def profile(
     from .. import api
 
     check_out(out_)
-    sizes = parse_counts(batches) if batches else None
     with progress(f"profiling {target}") as step:
-        found = api.profile(target, batches=sizes, device=device, ranks=ranks, progress=step)
+        found = api.profile(target, batches=batches, device=device, ranks=ranks, progress=step)
     deliver(found, out_, json, units_table(found, fold=not all_units))
 
 
 def probe(
     out_: Annotated[Path | None, out("cluster")] = None,
     ranks: Annotated[
-        int | None,
-        typer.Option(help="Start so many ranks here (default: one for each GPU, else 2)."),
+        int | None, whole("Start so many ranks here (default: one for each GPU, else 2).")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -74,23 +73,21 @@ def probe(
 
 def cluster(
     device: Annotated[str, typer.Option(help="A catalogued device, such as a100-sxm-40gb.")],
-    nodes: Annotated[int, typer.Option(help="Hosts.")] = 1,
-    devices_per_node: Annotated[int, typer.Option(help="Devices of each host.")] = 1,
+    nodes: Annotated[int, whole("Hosts.")] = 1,
+    devices_per_node: Annotated[int, whole("Devices of each host.")] = 1,
     inter_gbit_s: Annotated[
-        float | None, typer.Option(help="Gbit/s of a host's network interface, each way.")
+        float | None, number("Gbit/s of a host's network interface, each way.", above=0)
     ] = None,
     intra_gbyte_s: Annotated[
-        float | None, typer.Option(help="GB/s between devices of a host, each way.")
+        float | None, number("GB/s between devices of a host, each way.", above=0)
     ] = None,
     inter_latency_us: Annotated[
-        float | None, typer.Option(help="Microseconds between hosts.")
+        float | None, number("Microseconds between hosts.", least=0)
     ] = None,
     intra_latency_us: Annotated[
-        float | None, typer.Option(help="Microseconds between devices of a host.")
+        float | None, number("Microseconds between devices of a host.", least=0)
     ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory of a device, where it differs: 40GB.")
-    ] = None,
+    memory: Annotated[int | None, amount("Memory of a device, where it differs: 40GB.")] = None,
     name: Annotated[str | None, typer.Option(help="What to call it.")] = None,
     out_: Annotated[Path | None, out("cluster")] = None,
     json: Json = False,
@@ -107,7 +104,7 @@ def cluster(
         intra_gbyte_s=intra_gbyte_s,
         inter_latency_us=inter_latency_us,
         intra_latency_us=intra_latency_us,
-        memory_bytes=parse_bytes(memory) if memory else None,
+        memory_bytes=memory,
         name=name,
     )
     deliver(found, out_, json, cluster_table(found))

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from ..goals import parse_seconds
 from ..multiplexing import assumptions_of, cluster_tables
 from ..planner.cluster import Cluster
 from ..planner.multiplex.jobs import Assumptions
@@ -16,8 +15,13 @@ from ..planner.plan import Plan
 from ..planner.profile import ModelProfile
 from ..plots import check_plots
 from .output import Json, check_out, deliver, note, out
+from .values import duration, number, whole
 
 _DEFAULT = Assumptions()
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:g}us"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -42,25 +46,28 @@ def multiplex(
         typer.Option(help="The cluster of each plan, in their order (else by fingerprint)."),
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(help="Devices (default: what the plans need together).")
+        int | None, whole("Devices (default: what the plans need together).")
     ] = None,
     horizon: Annotated[
-        str | None, typer.Option(help="How long, such as 2s (default: eight of the longest steps).")
+        float | None, duration("How long, such as 2s (default: eight of the longest steps).")
     ] = None,
     slowdown: Annotated[
-        float, typer.Option(help="How much longer a foreground computes on shared devices.")
+        float, number("How much longer a foreground computes on shared devices.", least=1)
     ] = _DEFAULT.slowdown,
     piece: Annotated[
-        str, typer.Option(help="Length of the background's pieces.")
-    ] = f"{_DEFAULT.piece_s * 1e6:g}us",
+        float, duration(f"Length of the background's pieces (default: {_us(_DEFAULT.piece_s)}).")
+    ] = _DEFAULT.piece_s,
     switch: Annotated[
-        str, typer.Option(help="What each gap loses before the background runs.")
-    ] = f"{_DEFAULT.switch_s * 1e6:g}us",
+        float,
+        duration(
+            f"What each gap loses before the background runs (default: {_us(_DEFAULT.switch_s)})."
+        ),
+    ] = _DEFAULT.switch_s,
     speed: Annotated[
-        float, typer.Option(help="Share of its speed that the background has in a gap.")
+        float, number("Share of its speed that the background has in a gap.", least=0, most=1)
     ] = _DEFAULT.idle_speed,
     communicating_speed: Annotated[
-        float, typer.Option(help="The same while the foreground communicates.")
+        float, number("The same while the foreground communicates.", least=0, most=1)
     ] = _DEFAULT.communicating_speed,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing here.")
@@ -85,13 +92,13 @@ def multiplex(
         clusters=[load(Cluster, path) for path in cluster or ()],
         assumptions=assumptions_of(
             slowdown=slowdown,
-            piece_s=parse_seconds(piece),
-            switch_s=parse_seconds(switch),
+            piece_s=piece,
+            switch_s=switch,
             idle_speed=speed,
             communicating_speed=communicating_speed,
         ),
         devices=devices,
-        horizon_s=parse_seconds(horizon) if horizon else None,
+        horizon_s=horizon,
         trace=trace,
         plot=plot,
     )

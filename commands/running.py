@@ -10,20 +10,16 @@ import typer
 
 from ..background import AtEnd, Background
 from ..comparisons import measured_table, verification_table
-from ..goals import parse_bytes
 from ..planner.errors import InputError, RunError
 from ..planner.noun import load
 from ..planner.plan import Plan
 from ..screen import console, size
+from . import launch_options as given
 from .output import Json, check_out, deliver, note, out
+from .values import whole
 
 if TYPE_CHECKING:  # it loads torch
     from ..executor.report import RunReport
-
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan's file.")]
-Timeout = Annotated[
-    float | None, typer.Option(help="End the run after so many seconds, whatever it does.")
-]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -51,18 +47,13 @@ def separate_script(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-def _positive(what: str, value: float | None) -> None:
-    if value is not None and not 0 < value < float("inf"):
-        raise InputError(f"{what} {value:g} cannot be: give more than 0")
-
-
 def verify(
-    plan_file: PlanFile,
+    plan_file: given.PlanFile,
     dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
     batch: Annotated[
-        int | None, typer.Option(help="Samples of a step (default: up to 4 for each rank).")
+        int | None, whole("Samples of a step (default: up to 4 for each rank).")
     ] = None,
-    timeout: Timeout = None,
+    timeout: given.Timeout = None,
     out_: Annotated[Path | None, out("result")] = None,
     json: Json = False,
 ) -> None:
@@ -70,7 +61,6 @@ def verify(
     from .. import api
 
     check_out(out_)
-    _positive("--timeout", timeout)
     made = load(Plan, plan_file, "PLAN")
     found = api.verify(made, dtype=_dtype(dtype), batch=batch, timeout_s=timeout)
     for remark in found.notes:
@@ -90,56 +80,27 @@ def _dtype(name: str) -> Literal["float64", "float32"]:
 
 def launch(
     context: typer.Context,
-    plan_file: PlanFile,
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SCRIPT ARGS…]", help="What every rank runs (default: training)."),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps to train, where no script is given.")] = 30,
-    nproc: Annotated[
-        int | None, typer.Option(help="Ranks to start here (default: the plan's over the hosts).")
-    ] = None,
-    nnodes: Annotated[int, typer.Option(help="Hosts.")] = 1,
-    node_rank: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
-    rendezvous: Annotated[
-        str | None, typer.Option(help="HOST:PORT of host 0, the same on all hosts.")
-    ] = None,
-    timeout: Timeout = None,
-    report: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
-    background: Annotated[
-        str | None,
-        typer.Option(
-            help="Another training job for what this run leaves idle here: a command, or a plan "
-            "for one device."
-        ),
-    ] = None,
-    background_limit: Annotated[
-        float, typer.Option(help="The run's steps may take so many times as long for it.")
-    ] = 1.1,
-    background_memory: Annotated[
-        str | None, typer.Option(help="Most data of each of its processes, such as 4GiB.")
-    ] = None,
-    background_at_end: Annotated[
-        str | None,
-        typer.Option(
-            help="When the run has ended it may finish (default of a command), or is told to stop "
-            "(of a plan)."
-        ),
-    ] = None,
-    background_grace: Annotated[
-        float, typer.Option(help="Seconds between SIGTERM, for its checkpoint, and SIGKILL.")
-    ] = 30.0,
-    background_log: Annotated[Path, typer.Option(help="Where its output is appended.")] = Path(
-        "background.log"
-    ),
+    plan_file: given.PlanFile,
+    script: given.Script = None,
+    steps: given.Steps = 30,
+    nproc: given.RanksHere = None,
+    nnodes: given.Hosts = 1,
+    node_rank: given.HostNumber = 0,
+    rendezvous: given.Rendezvous = None,
+    timeout: given.Timeout = None,
+    report: given.Report = None,
+    background: given.BackgroundJob = None,
+    background_limit: given.BackgroundLimit = 1.1,
+    background_memory: given.BackgroundMemory = None,
+    background_at_end: given.BackgroundAtEnd = None,
+    background_grace: given.BackgroundGrace = 30.0,
+    background_log: given.BackgroundLog = Path("background.log"),
     json: Json = False,
 ) -> None:
     """Run a plan, and end with what was predicted beside what was measured."""
     from .. import api
 
     check_out(report)
-    _positive("--steps", steps)
-    _positive("--timeout", timeout)
     made = load(Plan, plan_file, "PLAN")
     _say_differences(made, nproc, nnodes)
     beside = None
@@ -149,22 +110,11 @@ def launch(
         beside = Background(
             run=background,
             limit=background_limit,
-            memory_bytes=None if background_memory is None else parse_bytes(background_memory),
+            memory_bytes=background_memory,
             at_end=_at_end(background_at_end),
             grace_s=background_grace,
             log=str(background_log),
         )
-
-    def show(found: RunReport | None) -> None:
-        if found is not None:
-            deliver(found, report, json, measured_table(found))
-            note(_over(made, found.measured.peak_bytes))
-        elif node_rank == 0:
-            note(
-                "nothing was measured: the script made fewer than two optimizer steps under the "
-                "plan"
-            )
-
     api.launch(
         made,
         script or (),
@@ -176,9 +126,20 @@ def launch(
         timeout_s=timeout,
         quiet=json,
         background=beside,
-        at_end=show,
+        at_end=lambda found: _show(found, made, report, first=node_rank == 0, json=json),
         say=note,
     )
+
+
+def _show(
+    found: RunReport | None, plan: Plan, path: Path | None, *, first: bool, json: bool
+) -> None:
+    """What was measured, on the ``first`` host."""
+    if found is not None:
+        deliver(found, path, json, measured_table(found))
+        note(_over(plan, found.measured.peak_bytes))
+    elif first:
+        note("nothing was measured: the script made fewer than two optimizer steps under the plan")
 
 
 def _refuse_stray(context: typer.Context) -> None:

@@ -55,13 +55,22 @@ class RankFigures(Noun, frozen=True, kw_only=True):
 class BackgroundFigures(Noun, frozen=True, kw_only=True):
     """What a background job on this host has had when the foreground ended, and cost it.
 
-    It was let run for ``open_share`` of the time and used ``cpu_s`` of processors. Over ``steps``
-    of the foreground, those included in which it was held, a step took ``slowdown`` times
-    ``undisturbed_s``. ``ended`` says how it ended, if it had.
+    It was let run for ``open_share`` of the time and used ``cpu_s`` of processors. While the
+    foreground made its steps, for ``beside_s``, these were ``beside_open_share`` and
+    ``beside_cpu_s``; it was stopped ``stops`` times then, and held for ``held_shares`` of that
+    time: to ``learn`` the steps' undisturbed time, to keep the ``limit``, for want of a ``gap``,
+    and while the foreground did something ``else`` than steps. Over ``steps`` of the foreground,
+    those included in which it was held, a step took ``slowdown`` times ``undisturbed_s``.
+    ``ended`` says how it ended, if it had.
     """
 
     open_share: Share
     cpu_s: Seconds
+    beside_s: Seconds
+    beside_open_share: Share
+    beside_cpu_s: Seconds
+    stops: Index
+    held_shares: dict[str, Share]
     steps: Index
     slowdown: float
     undisturbed_s: Seconds
@@ -88,14 +97,24 @@ class RunReport(Noun, frozen=True, kw_only=True):
 
 def background_figures(state: State) -> BackgroundFigures:
     """The figures that a report has of a background job."""
+    beside = state.beside
     return BackgroundFigures(
-        open_share=min(state.open_s / state.seconds, 1.0) if state.seconds else 0.0,
+        open_share=_part(state.open_s, state.seconds),
         cpu_s=state.cpu_s,
+        beside_s=beside.seconds,
+        beside_open_share=_part(beside.open_s, beside.seconds),
+        beside_cpu_s=beside.cpu_s,
+        stops=beside.stops,
+        held_shares={str(why): _part(s, beside.seconds) for why, s in beside.held_s.items()},
         steps=state.steps,
         slowdown=state.slowdown,
         undisturbed_s=state.undisturbed_s,
         ended=state.ended,
     )
+
+
+def _part(seconds: float, of_s: float) -> float:
+    return min(seconds / of_s, 1.0) if of_s else 0.0
 
 
 def predicted_figures(prediction: Prediction) -> Figures:

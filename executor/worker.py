@@ -19,8 +19,10 @@ import traceback
 from pathlib import Path
 
 # Nothing of the package is imported before it is needed: until the program runs, Ctrl-C is to end
-# this process without a word, and the less there is until then the better.
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+# this process without a word, and the less there is until then the better. Not so where a launcher
+# imports this module, whose own Ctrl-C ends what runs beside its ranks.
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 STDOUT_TO_STDERR = "MESHWRIGHT_STDOUT_TO_STDERR"
 """Set where stdout is kept for machines: what the program prints goes to stderr."""

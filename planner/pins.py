@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import product
 from typing import NamedTuple, get_args
@@ -24,9 +23,10 @@ from .capability import Capability
 from .errors import InputError
 from .goal import Goal, Pin
 from .layout import Layout, Style, lattice
+from .nearest import nearest, quoted
 from .options import Option, allowed, tied_units, ties_agree
 from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy
-from .profile import ModelProfile
+from .profile import FIXED_KINDS, ModelProfile
 
 STYLES: tuple[Style, ...] = get_args(Style)
 EARLY_RELEASE = "early-release"
@@ -38,11 +38,6 @@ POLICIES: tuple[str, ...] = (
 )
 ALWAYS = ("keep", "dense", "residual")
 """Policies that a unit falls back on."""
-
-
-def quoted(names: Iterable[str]) -> str:
-    """Names to choose from, in a sentence."""
-    return " or ".join(repr(name) for name in names)
 
 
 class Wishes(NamedTuple):
@@ -74,15 +69,16 @@ def _pin(text: str) -> Pin:
 
 
 def _prohibition(text: str) -> Pin:
-    unit, layouts, style = _parts(text if "=" in text else f"*={text}")
+    unit, layouts, style = _parts(text, everywhere="=" not in text)
     if layouts and style:
         raise InputError(f"{text!r} forbids a layout and a style at once: forbid one of them")
     return Pin(unit=unit, never=layouts, never_styles=(style,) if style else ())
 
 
-def _parts(text: str) -> tuple[str, tuple[Layout, ...], Style | None]:
-    """(unit, layouts, style) of ``UNIT=LAYOUT/LAYOUT:STYLE``, each part of WHAT optional."""
-    unit, _, what = text.rpartition("=")
+def _parts(text: str, *, everywhere: bool = False) -> tuple[str, tuple[Layout, ...], Style | None]:
+    """(unit, layouts, style) of ``UNIT=LAYOUT/LAYOUT:STYLE``, each part of WHAT optional; of
+    ``LAYOUT/LAYOUT:STYLE`` for all units where it holds ``everywhere``."""
+    unit, what = ("*", text) if everywhere else text.rpartition("=")[::2]
     first, _, second = what.partition(":")
     words = [w for w in (first.strip(), second.strip()) if w]
     style: Style | None = None
@@ -103,9 +99,13 @@ def _layout(part: str, text: str) -> Layout:
 
 
 def _unreadable(text: str) -> InputError:
+    _, _, style = text.rpartition("=")[2].rpartition(":")
+    policies = [policy for policy in POLICIES if policy not in ALWAYS]
+    near = nearest(style, (*STYLES, *policies))
     return InputError(
-        f"{text!r} says no layout: write UNIT=GROUPSxMEMBERS such as fc1=4x2, a style "
-        f"({', '.join(STYLES)}) or both as 4x2:row; a policy ({', '.join(POLICIES[1:])}) can only "
+        f"{text!r} says no layout: {f'try {quoted(near)}, or ' if near else ''}"
+        "write UNIT=GROUPSxMEMBERS such as fc1=4x2, a style "
+        f"({', '.join(STYLES)}) or both as 4x2:row; a policy ({', '.join(policies)}) can only "
         "be forbidden, for all units"
     )
 
@@ -140,6 +140,18 @@ def spelled_out(goal: Goal, profile: ModelProfile, capability: Capability, world
     return found
 
 
+def no_such_unit(pin: Pin, profile: ModelProfile) -> InputError:
+    """That a pin or a prohibition names no unit; the nearest names, and what lists them all."""
+    every = [unit.name for unit in profile.units]
+    names = [unit.name for unit in profile.units if unit.kind not in FIXED_KINDS] or every
+    near = nearest(pin.unit, names)
+    units = f"try {quoted(near)}" if near else f"they are {names[0]!r} to {names[-1]!r}"
+    return InputError(
+        f"no unit is called {pin.unit!r}, which shall be {pin.wish}: {units}; 'meshwright plan' "
+        f"without that and with --all-units lists all {len(names)}"
+    )
+
+
 class _States:
     """What the units can be without pins."""
 
@@ -164,11 +176,7 @@ class _States:
         named = [name for name in self.of if fnmatchcase(name, pin.unit)]
         able = [name for name in named if self.left(name, (pin,))]
         if not named:
-            part = [name for name in self.of if pin.unit.strip("*") in name][:3]
-            near = part or get_close_matches(pin.unit, self.of, 3) or list(self.of)[:3]
-            raise InputError(
-                f"a pin names unit {pin.unit!r}, which is not there: try {quoted(near)}"
-            )
+            raise no_such_unit(pin, self.profile)
         if not able:
             raise InputError(self._cannot(named[0], (pin,)))
         return [msgspec.structs.replace(pin, unit=name) for name in able]

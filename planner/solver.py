@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Protocol
 
 from .errors import InputError
-from .pins import quoted, spelled_out
+from .pins import no_such_unit, spelled_out
 from .problem import INTEGER_PAIRS, Problem, Result, state_pairs
 from .schedules import by_either, sharding_sparingly
 
@@ -104,10 +103,7 @@ def _check(problem: Problem) -> None:
     names = [unit.name for unit in problem.profile.units]
     for pin in goal.pins:
         if pin.unit not in names:
-            near = get_close_matches(pin.unit, names, 3) or names[:3]
-            raise InputError(
-                f"a pin names unit {pin.unit!r}, which is not there: try {quoted(near)}"
-            )
+            raise no_such_unit(pin, problem.profile)
     if problem.placement is not None and sorted(problem.placement) != list(range(world)):
         order = ", ".join(map(str, problem.placement))
         raise InputError(f"placement {order} is not an order of ranks 0 to {world - 1}")

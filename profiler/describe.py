@@ -42,7 +42,8 @@ def describe_cluster(
     if nodes * devices_per_node > 1 and inter_gbit_s is None and intra_gbyte_s is None:
         raise InputError(
             f"the cluster of {nodes * devices_per_node} devices has no links: give inter_gbit_s "
-            "(between hosts), intra_gbyte_s (inside a host), or both"
+            f"({_option('inter_gbit_s')}, between hosts), intra_gbyte_s "
+            f"({_option('intra_gbyte_s')}, inside a host), or both"
         )
     levels = []
     if devices_per_node > 1:
@@ -71,8 +72,12 @@ def _positive(name: str, value: float) -> None:
         raise InputError(f"{name} is {value}: give a number above zero")
 
 
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _required(name: str, value: float | None, where: str) -> float:
     if value is None:
-        raise InputError(f"the cluster has no links {where}: give {name}")
+        raise InputError(f"the cluster has no links {where}: give {name} ({_option(name)})")
     _positive(name, value)
     return value

@@ -110,10 +110,10 @@ class Child:
                     os.waitpid(pid, os.WNOHANG)
 
     def cpu_s(self) -> float:
-        """Processor seconds of the first process and those of its children that it has waited for,
-        from /proc/PID/stat: utime, stime, cutime, cstime."""
-        fields = _stat(self.pid)
-        return sum(int(f) for f in fields[11:15]) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+        """Processor seconds of all its processes that live and of children that they have waited
+        for, from /proc/PID/stat: utime, stime, cutime, cstime. It reads all of /proc."""
+        fields = [f for pid in _descendants() for f in _stat(pid)[11:15]]
+        return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK")
 
 
 def _prepare(parent: int, memory_bytes: int | None) -> None:

@@ -7,7 +7,10 @@ background gets what its lowest priority leaves it. Shares between are pieces of
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
+
+from .law import START_SHARE
 
 PERIOD_S = 0.02
 """Pieces of gaps are cut from periods of this length: a switch costs the pacer some 100 µs of
@@ -32,28 +35,42 @@ class Gap(NamedTuple):
         return self.since_s + self.expected_s - LEAD_S
 
 
+class Hold(enum.StrEnum):
+    """Why the background is held: to ``LEARN`` what the foreground's steps take without it, to keep
+    the ``LIMIT``, because there is no ``GAP`` and its share is for gaps, or while the foreground
+    does something ``ELSE`` than steps."""
+
+    LEARN = "learn"
+    LIMIT = "limit"
+    GAP = "gap"
+    ELSE = "else"
+
+
 class Opening(NamedTuple):
-    """Whether the background runs, and until when that is so unless something happens."""
+    """Whether the background runs, and until when that is so unless something happens; where it
+    does not, why."""
 
     runs: bool
     until_s: float
+    why: Hold | None = None
 
 
 def opening(now_s: float, share: float, gap: Gap | None) -> Opening:
     """Whether the background runs at ``now_s`` with that share of the time (0 to 1)."""
     inside, outside = min(1.0, 2 * share), max(0.0, 2 * share - 1)
+    # A share below the first one was cut by the limit.
     if gap is None or now_s >= gap.closes_s:
-        return _in_pieces(now_s, outside)
-    found = _in_pieces(now_s, inside)
-    return Opening(found.runs, min(found.until_s, gap.closes_s))
+        return _in_pieces(now_s, outside, Hold.GAP if share >= START_SHARE else Hold.LIMIT)
+    found = _in_pieces(now_s, inside, Hold.LIMIT)
+    return found._replace(until_s=min(found.until_s, gap.closes_s))
 
 
-def _in_pieces(now_s: float, part: float) -> Opening:
-    """The first ``part`` of every period."""
+def _in_pieces(now_s: float, part: float, why: Hold) -> Opening:
+    """The first ``part`` of every period; ``why`` it is no more."""
     if part <= 0 or part >= 1:
-        return Opening(part > 0, FOREVER)
+        return Opening(part > 0, FOREVER, None if part > 0 else why)
     phase_s = now_s % PERIOD_S
     turn_s = part * PERIOD_S
     runs = phase_s < turn_s
     left_s = (turn_s if runs else PERIOD_S) - phase_s
-    return Opening(runs, now_s + max(left_s, SHORTEST_S))
+    return Opening(runs, now_s + max(left_s, SHORTEST_S), None if runs else why)

@@ -94,9 +94,13 @@ class Law:
     @property
     def share(self) -> float:
         """The share of the time that the background may have in the step that runs now."""
-        if is_held(self._number + 1) or self.debt > 0 or not self._undisturbed:
-            return 0.0
-        return self._share
+        return 0.0 if self.learns or self.debt > 0 else self._share
+
+    @property
+    def learns(self) -> bool:
+        """Whether the background is held in the step that runs now to measure the undisturbed
+        time."""
+        return is_held(self._number + 1) or not self._undisturbed
 
     def passed(self, number: int) -> None:
         """The foreground made its step of that number, of which nothing can be learned."""
@@ -135,6 +139,12 @@ class Law:
         None where that is not known yet."""
         alone_s = self.undisturbed_s
         return None if alone_s is None else self.limit * alone_s
+
+    def paused_s(self) -> float | None:
+        """So long after its beginning a step contains something else; None where that is not known
+        yet."""
+        alone_s = self.undisturbed_s
+        return None if alone_s is None else (self.limit + PAUSE) * alone_s
 
     def summary(self) -> Summary:
         """What has happened so far; slowdowns are 1 where nothing was counted."""

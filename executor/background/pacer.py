@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 
 from .child import Child, become_reaper
-from .gate import FOREVER, Gap, Opening, opening
+from .gate import FOREVER, Gap, Hold, Opening, opening
 from .law import Law, Summary
 from .messages import SIZE, Kind, Record, unpacked
 from .settings import Settings, State
+from .tally import Tally
 
 _READ = 256 * SIZE
 _STDIN = 0
@@ -83,12 +84,18 @@ class Foreground:
         if not self.attached:
             return Opening(True, FOREVER)
         share, overdue_s = self.current.share, self.current.overdue_s()
-        if not share or overdue_s is None or now_s >= self.began_s + overdue_s:
-            return Opening(False, FOREVER)
+        paused_s = self.current.paused_s()
+        if overdue_s is None or paused_s is None:
+            return Opening(False, FOREVER, Hold.LEARN)
+        if now_s >= self.began_s + paused_s:
+            return Opening(False, FOREVER, Hold.ELSE)
+        if not share or now_s >= self.began_s + overdue_s:
+            why = Hold.LEARN if self.current.learns else Hold.LIMIT
+            return Opening(False, self.began_s + paused_s, why)
         # One rank that waits leaves a processor free, and the kernel moves the background there.
         gap = max(self._gaps.values(), key=lambda g: g.closes_s, default=None)
         found = opening(now_s, share, gap)
-        return Opening(found.runs, min(found.until_s, self.began_s + overdue_s))
+        return found._replace(until_s=min(found.until_s, self.began_s + overdue_s))
 
     def summary(self) -> Summary:
         """Of the foreground that has made most steps."""
@@ -110,8 +117,8 @@ class Pacer:
                 settings.command, log, dict(settings.environment), settings.memory_bytes
             )
         self._launcher: list[int] = [_STDIN]
-        self._started_s = self._turned_s = time.monotonic()
-        self._open_s = 0.0
+        self._started_s = time.monotonic()
+        self._tally = Tally(self._started_s)
         self._held = False
         self._kill_s = FOREVER
         self._orders = b""
@@ -150,9 +157,7 @@ class Pacer:
         if self._kill_s < FOREVER:  # it writes its checkpoint
             return self._kill_s
         found = Opening(False, FOREVER) if self._held else self.foreground.opening(now_s)
-        if self.child.running:
-            self._open_s += now_s - self._turned_s
-        self._turned_s = now_s
+        self._tally.turned(now_s, found, self.foreground.attached, self.child.cpu_s)
         self.child.let_run(found.runs)
         return found.until_s
 
@@ -199,12 +204,14 @@ class Pacer:
     def tell(self) -> None:
         """The job's state, to stdout."""
         now_s, found = time.monotonic(), self.foreground.summary()
+        cpu_s = self._cpu_s if self._ended else self.child.cpu_s()
         state = State(
             pid=self.child.pid,
             ended=self._ended,
             seconds=now_s - self._started_s,
-            open_s=self._open_s,
-            cpu_s=self._cpu_s if self._ended else self.child.cpu_s(),
+            open_s=self._tally.open_s,
+            cpu_s=cpu_s,
+            beside=self._tally.beside(cpu_s),
             steps=found.steps,
             disturbed=found.disturbed,
             undisturbed_s=found.undisturbed_s,

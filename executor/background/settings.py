@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 GRACE_S = 30.0
@@ -37,13 +38,30 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What a background job has had while a foreground made its steps.
+
+    Of ``seconds`` it was let run for ``open_s``, and was stopped ``stops`` times; ``held_s`` says
+    for how long it was held for each reason (``gate.Hold``). It used ``cpu_s`` of processors
+    meanwhile.
+    """
+
+    seconds: float = 0.0
+    open_s: float = 0.0
+    cpu_s: float = 0.0
+    stops: int = 0
+    held_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class State:
     """A background job as its pacer sees it.
 
     ``ended`` says how, in words, and is empty while it runs. It was let run for ``open_s`` of the
-    ``seconds`` since it started, and has used ``cpu_s`` of processors (children that it has not
-    waited for left out). The foreground made ``steps`` steps that count, in ``disturbed`` of which
-    the background might run; ``slowdown`` is their mean over ``undisturbed_s``, held ones included.
+    ``seconds`` since it started, and has used ``cpu_s`` of processors; ``beside`` is the part of it
+    while a foreground made its steps. That made ``steps`` steps that count, in ``disturbed`` of
+    which the background might run; ``slowdown`` is their mean over ``undisturbed_s``, held ones
+    included.
     """
 
     pid: int
@@ -56,6 +74,7 @@ class State:
     undisturbed_s: float
     slowdown: float
     priority: str
+    beside: Beside = Beside()
 
     def text(self) -> str:
         """As one line of JSON."""
@@ -64,4 +83,6 @@ class State:
     @classmethod
     def read(cls, text: str) -> State:
         """The state that ``text`` has written."""
-        return cls(**json.loads(text))
+        told: dict[str, Any] = json.loads(text)
+        told["beside"] = Beside(**told["beside"])
+        return cls(**told)

@@ -104,9 +104,14 @@ class Pulse:
         with contextlib.suppress(RuntimeError):  # the store has ended: a wait will say so
             self._store.set(key, value)
 
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on one host."""
+        return len(set(self.hosts)) <= 1
+
     def name(self, rank: int) -> str:
         """The rank and, where there are several hosts, which it is on."""
-        return f"rank {rank} on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else f"rank {rank}"
+        return f"rank {rank}" if self.one_host else f"rank {rank} on {self.hosts[rank]}"
 
     def beat(self, number: int) -> None:
         """One sign of life; looks whether a rank has given up."""

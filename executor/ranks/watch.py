@@ -1,4 +1,4 @@
-"""Waiting with a limit, and the sentence that says where every rank is when the limit is reached.
+"""Waiting with a limit, and word of where every rank is when the limit is reached.
 
 Each rank posts its place to the key-value store of the process group (2.5 µs on a loopback
 TCPStore, torch 2.13, two cores): a rank that never arrives cannot answer, but its last post can.
@@ -21,14 +21,12 @@ from torch.distributed import distributed_c10d
 from ...planner.errors import InputError, RunError
 from .groups import Group
 from .ledger import Ledger, debugging
-from .pulse import Heard, in_a_file, pulse_of
+from .places import ENDED, TIMEOUT_VARIABLE, is_present, where_all_are
+from .pulse import in_a_file, pulse_of
 
 DEFAULT_TIMEOUT_S = 600.0
-TIMEOUT_VARIABLE = "MESHWRIGHT_TIMEOUT_S"
 POLL_S = 0.25
 """So often a rank that waits looks whether another has given up."""
-_LISTED = 8
-"""So many other ranks are named in a sentence; the rest are counted."""
 
 
 def time_limit(timeout_s: float | None) -> float:
@@ -128,19 +126,16 @@ class Watch:
         start = time.monotonic()
         while True:
             left = start + self.timeout_s - time.monotonic()
-            try:
-                work.wait(timedelta(seconds=max(min(left, POLL_S), 0.001)))
+            failure = _ended_within(work, max(min(left, POLL_S), 0.001))
+            if failure == "":
                 return
-            except RuntimeError as error:
-                waited_s = time.monotonic() - start
-                lagging = self._compare(group)
-                if work.is_completed():
-                    self._give_up(
-                        f"{doing}{lagging}", waited_s, f" and lost a peer ({_first_line(error)})"
-                    )
-                if waited_s >= self.timeout_s:
-                    self._give_up(f"{doing}{lagging}", waited_s)
-                self._heed_alarm(f"{doing}{lagging}", waited_s)
+            waited_s = time.monotonic() - start
+            lagging = self._compare(group)
+            if failure is not None:
+                self._give_up(f"{doing}{lagging}", waited_s, failure)
+            if waited_s >= self.timeout_s:
+                self._give_up(f"{doing}{lagging}", waited_s)
+            self._heed_alarm(f"{doing}{lagging}", waited_s)
 
     def _heed_alarm(self, doing: str, waited_s: float) -> None:
         if self.pulse is None or self.pulse.alarm is None:
@@ -148,7 +143,7 @@ class Watch:
         by, reason = self.pulse.alarm
         if reason:
             raise RunError(f"{self.pulse.name(by)} has given up: {reason}")
-        self._give_up(doing, waited_s, f", and {self.pulse.name(by)} has given up waiting")
+        self._give_up(doing, waited_s, also=f", and {self.pulse.name(by)} has given up waiting")
 
     def _compare(self, group: Group) -> str:
         """In debug mode: raises where ranks issue different collectives; who issues none."""
@@ -165,38 +160,22 @@ class Watch:
                     self._give_up(doing, age_s)
                 return
             self._followed.popleft()
-            try:
-                work.wait(timedelta(seconds=POLL_S))
-            except RuntimeError as error:
-                self._give_up(doing, age_s, f" and lost a peer ({_first_line(error)})")
+            if failure := _ended_within(work, POLL_S):
+                self._give_up(doing, age_s, failure)
 
-    def _give_up(self, doing: str, waited_s: float, more: str = "") -> NoReturn:
-        """Raises the sentence that says where every rank is, and lets the others say theirs."""
+    def _give_up(
+        self, doing: str, waited_s: float, failure: str = "", *, also: str = ""
+    ) -> NoReturn:
+        """Raises the sentence that says where every rank is, and lets the others say theirs.
+        ``failure`` is what the collective ended with."""
         assert self.pulse is not None
         self._publish(f"waits in {doing}")
         self.pulse.give_up()
         heard = self.pulse.ask([f"{self._prefix}/{rank}" for rank in range(self.size)])
-        sentence = self._sentence(f"{doing} since {waited_s:.0f} s{more}", heard)
-        self.pulse.part(r for r, h in enumerate(heard or []) if _present(h))
+        since = f"{doing} since {waited_s:.{1 if waited_s < 10 else 0}f} s"
+        sentence = where_all_are(self.pulse, f"{since}{also}", heard, failure)
+        self.pulse.part(r for r, h in enumerate(heard or []) if is_present(h))
         raise RunError(sentence) from None
-
-    def _sentence(self, doing: str, heard: list[Heard] | None) -> str:
-        pulse = self.pulse
-        assert pulse is not None
-        start = f"{pulse.name(self.rank)} waits in {doing}; "
-        others = [r for r in range(self.size) if r != self.rank]
-        if heard is None:
-            return start + (
-                f"the process group's store does not answer, so nothing is heard of "
-                f"{_listed([pulse.name(r) for r in others])}: the link or the host between them "
-                "is gone"
-            )
-        silent = [r for r in others if not _present(heard[r]) and not _ended(heard[r])]
-        shown = (silent + [r for r in others if r not in silent])[:_LISTED]
-        places = [f"{pulse.name(r)} {_place(heard[r])}" for r in shown]
-        if len(others) > len(shown):
-            places.append(f"{len(others) - len(shown)} more ranks are not listed")
-        return f"{start}{'; '.join(places)}{_SILENT_REMEDY if silent else _REMEDY}"
 
     def _publish(self, doing: str) -> None:
         if self._store is None:
@@ -208,7 +187,7 @@ class Watch:
 
     def goodbye(self) -> None:
         """Posts that this rank's process ends, in case others still wait for it."""
-        self._publish(f"{_ENDED} (it last {self._doing})")
+        self._publish(f"{ENDED} (it last {self._doing})")
 
 
 class _Followed(NamedTuple):
@@ -217,38 +196,29 @@ class _Followed(NamedTuple):
     since_s: float
 
 
-_ENDED = "has ended"
-_REMEDY = (
-    ": every rank must call the model and backward equally often, with an empty batch where it has "
-    "no samples"
-)
-_SILENT_REMEDY = (
-    ": a rank that is not heard of has stalled or ended, or its link is cut; look at its host"
-)
+def _ended_within(work: dist.Work, seconds: float) -> str | None:
+    """Waits so long for a collective: "" where it has completed, else what it failed with; None
+    where it is still on its way.
 
-
-def _present(heard: Heard) -> bool:
-    return heard.alive and not _ended(heard)
-
-
-def _ended(heard: Heard) -> bool:
-    return heard.place is not None and heard.place.startswith(_ENDED)
-
-
-def _place(heard: Heard) -> str:
-    place = heard.place or "has not called the model yet"
-    if heard.alive or _ended(heard):
-        return place
-    return f"is not heard of any more (its last word: it {place})"
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    A wait that has run out of time and a collective that has failed raise alike. One may complete
+    between the two lines, as it does on a busy machine: so it is asked again, which returns at
+    once, before a peer is called lost.
+    """
+    limit = timedelta(seconds=seconds)
+    try:
+        work.wait(limit)
+    except RuntimeError:
+        if not work.is_completed():
+            return None
+        try:
+            work.wait(limit)
+        except RuntimeError as error:
+            return _first_line(error)
+    return ""
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _say_goodbye(reference: weakref.ref[Watch]) -> None:

@@ -263,11 +263,13 @@ def launch(folder: Path, *options: str) -> list[str]:
     ]
 
 
-def with_background(folder: Path) -> list[str]:
-    command = (*python(folder, BESIDE), str(folder / "pid"))
+def with_background(
+    folder: Path, code: str = BESIDE, grace: str = "0.5", at_end: str = "stop"
+) -> list[str]:
+    command = (*python(folder, code), str(folder / "pid"))
     return [
         *("--background", " ".join(command), "--background-log", str(folder / "log")),
-        *("--background-grace", "0.5", "--background-at-end", "stop"),
+        *("--background-grace", grace, "--background-at-end", at_end),
     ]
 
 
@@ -301,6 +303,53 @@ def test_a_killed_foreground_leaves_no_orphan(tmp_path, victim):
         launcher.communicate(timeout=60)
     assert launcher.returncode == (-signal.SIGKILL if victim == "launcher" else 1)
     assert wait_until(lambda: not alive(tmp_path), 10)
+
+
+CHECKPOINTED = (
+    """
+import pathlib, signal, sys, time
+
+def end(*_):
+    time.sleep(0.3)
+    pathlib.Path(sys.argv[1]).with_name("checkpoint").write_text("whole")
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, end)
+"""
+    + BESIDE
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["in training", "after it"])
+def test_ctrl_c_ends_both_and_the_background_writes_its_checkpoint(tmp_path, when):
+    """As a terminal sends it, to all of the launcher's process group."""
+    training = when == "in training"
+    beside_it = with_background(tmp_path, CHECKPOINTED, "20", "stop" if training else "finish")
+    command = [*launch(tmp_path, *beside_it), "wait" if training else "none", "x.pt"]
+    command.append("60" if training else "5")
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell lets what it starts in the background ignore Ctrl-C, this test among it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as launcher:
+        assert launcher.stderr is not None
+        if training:
+            assert wait_until((tmp_path / "begun1").exists, 60)
+        else:
+            assert any("the background job goes on" in line for line in launcher.stderr)
+        assert wait_until((tmp_path / "pid").exists)
+        os.killpg(launcher.pid, signal.SIGINT)
+        _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130, said
+    assert (tmp_path / "checkpoint").read_text() == "whole"
+    assert "meshwright: stopped" in said
+    assert "has ended with exit code 0; its output is in" in said
+    assert "Traceback" not in said
+    assert not alive(tmp_path)
 
 
 def _line(pid: int) -> bytes:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from lossy import Training, assert_equal_on_all_ranks, lossy_plan, net, share
 from meshwright.executor.apply import apply
 from meshwright.executor.exchange.residual import Lossy
 from meshwright.planner.errors import InputError, RunError
-from test_dropped import resumes, unused_on_some_ranks
+from test_dropped import Branches, resumes, unused_on_some_ranks
 from torch.nn import functional as F
 
 AT_ONCE = Lossy(stages=0)
@@ -105,6 +106,32 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks):
 
 def test_parameters_unused_on_some_ranks_or_on_all(ranks):
     ranks(2)(unused_on_some_ranks, "topk")
+
+
+def decays(rank: int, gathered: float, share_of_decay: float) -> None:
+    """One step in which rank 0 alone uses a branch, with a gradient of zero."""
+    torch.manual_seed(3)
+    model = Branches()
+    chosen = lossy_plan("topk", 1.0)
+    names = ("head", "branches.0", "branches.1", "branches.2")
+    units = [
+        msgspec.structs.replace(u, modules=(n,), name=n)
+        for u, n in zip(chosen.units, names, strict=True)
+    ]
+    chosen = msgspec.structs.replace(chosen, units=tuple(units))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=gathered, weight_decay=0.5)
+    apply(model, optimizer, chosen, timeout_s=20, lossy=AT_ONCE)
+    before = model.branches[0].weight.detach().clone()
+    (0 * model(torch.randn(2, 4), rank).sum()).backward()
+    optimizer.step()
+    after = model.branches[0].weight.detach()
+    torch.testing.assert_close(after, before * (1 - 0.1 * 0.5 * share_of_decay))
+
+
+def test_who_does_not_use_a_parameter_adds_no_decay_before_the_choice(ranks):
+    """With momentum each rank decays what it has used; without, the optimizer decays it all."""
+    ranks(2)(decays, 0.9, 0.5)
+    ranks(2)(decays, 0.0, 1.0)
 
 
 def closures(rank: int) -> None:

@@ -102,29 +102,29 @@ def test_file_that_does_not_run(meshwright, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--batch", "0"), ("batch of 0", "at least 1")),
-        (("--batch", "-8"), ("batch of -8",)),
-        (("--batch", "many"), ("--batch", "integer")),
+        (("--batch", "0"), ("--batch 0", "at least 1")),
+        (("--batch", "-8"), ("--batch -8",)),
+        (("--batch", "many"), ("--batch 'many'", "whole number", "at least 1")),
         (("--batch", "8", "--memory-limit", "lots"), ("'lots'", "8GiB")),
         (("--batch", "8", "--memory-limit", "-3GB"), ("-3GB",)),
         (("--batch", "8", "--micro-batches", "1,x"), ("'1,x'", "1,2,4")),
-        (("--batch", "8", "--micro-batches", "0"), ("micro-batches of 0",)),
+        (("--batch", "8", "--micro-batches", "0"), ("--micro-batches '0'", "at least 1")),
         (("--batch", "8", "--micro-batches", "64"), ("micro-batches", "at most 1")),
         (("--batch", "8", "--optimizer", "lion"), ("'lion'", "adamw")),
         (("--batch", "8", "--batch-statistics", "mine"), ("'mine'", "global")),
         (("--batch", "8", "--solver", "magic"), ("'magic'", "heuristic")),
-        (("--batch", "8", "--time-limit", "0"), ("time limit of 0",)),
+        (("--batch", "8", "--time-limit", "0"), ("--time-limit 0", "more than 0")),
         (("--batch", "8", "--time-limit", "nan"), ("nan",)),
         (("--batch", "8", "--objective", "money"), ("'money'", "gpu-seconds")),
         (("--batch", "8", "--step-limit", "soon"), ("'soon'", "250ms")),
         (("--batch", "8", "--step-limit", "0"), ("'0'", "above 0")),
-        (("--batch", "8", "--amplification-limit", "0"), ("limit of 0", "more than 0")),
-        (("--batch", "8", "--unit-amplification-limit", "nan"), ("limit of nan", "more than 0")),
+        (("--batch", "8", "--amplification-limit", "0"), ("-limit 0", "more than 0")),
+        (("--batch", "8", "--unit-amplification-limit", "nan"), ("-limit nan", "more than 0")),
         (("--batch", "8", "--min-fidelity", "0.9"), ("0.9", "--allow-lossy")),
         (("--batch", "8", "--allow-lossy"), ("--min-fidelity",)),
         (("--batch", "8", "--allow-lossy", "--min-fidelity", "1.5"), ("1.5", "0 to 1")),
         (("--batch", "8", "--allow-lossy", "--min-fidelity", "0.9"), ("vgg16", "(fidelity)")),
-        (("--batch", "8", "--slices", "1MiB", "--schedule", "barrier"), ("'1MiB'", "--schedule")),
+        (("--batch", "8", "--slices", "1MiB", "--schedule", "barrier"), ("--slices", "'barrier'")),
         (("--batch", "8", "--schedule", "fifo"), ("'fifo'", "auto, barrier, priority")),
         (("--batch", "8", "--pin", "32.linear"), ("'32.linear'", "UNIT=LAYOUT")),
         (("--batch", "8", "--pin", "32.linear=big"), ("'32.linear=big'", "4x2")),
@@ -139,7 +139,7 @@ def test_file_that_does_not_run(meshwright, tmp_path):
             ("(8,1) and not (8,1)", "choose from"),
         ),
         (("--batch", "8", "--ranks", "8", "--front"), ("--ranks", "--front")),
-        (("--batch", "8", "--ranks", "0"), ("0 ranks",)),
+        (("--batch", "8", "--ranks", "0"), ("--ranks '0'", "at least 1")),
         (("--batch", "8", "--ranks", "few"), ("'few'", "1,2,4")),
         (("--batch", "8", "-o", "no/such/folder/p.json"), ("no/such/folder",)),
         (("--batch", "8", "--wrong"), ("--wrong",)),
@@ -349,6 +349,15 @@ def test_the_console_script_says_it_in_one_sentence(tmp_path):
     assert done.stdout == ""
     assert done.stderr.startswith("meshwright: cannot read a.json")
     assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_is_said_and_has_its_exit_code(meshwright, monkeypatch):
+    def pressed(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshwright.api.describe_cluster", pressed)
+    done = meshwright("cluster", "--device", "a100-sxm-40gb")
+    assert (done.code, done.sentence) == (130, "meshwright: stopped")
 
 
 def test_without_a_verb_the_help_is_the_answer(meshwright):

@@ -38,7 +38,14 @@ def test_a_burst_and_a_background(meshwright, burst_file, profile_file, tmp_path
     assert total == pytest.approx(8 * found["horizon_s"])
     assert len(json.loads(trace.read_text())["traceEvents"]) > 50
     shown = meshwright("multiplex", burst_file, "--background", profile_file)
-    assert "times data parallelism" in shown.out
+    words = " ".join(shown.out.split())
+    share = sum(b["share"] * b["devices"] for b in found["backgrounds"]) / 8
+    assert f"{found['ratio']:.2f} times that of plain data parallelism on the devices" in words
+    assert f"runs at {found['bounded_ratio'] - share:.2f} times the speed of plain data" in words
+    assert f"what {share:.0%} of the 8 devices would give it alone" in words
+    assert f"the sum is {found['bounded_ratio']:.2f}." in words
+    alone = meshwright("multiplex", burst_file)
+    assert "In device equivalents" not in alone.out
 
 
 def test_two_plans_share_a_larger_cluster(meshwright, plan_file, burst_file):
@@ -59,8 +66,8 @@ def test_the_map_is_drawn(meshwright, burst_file, profile_file, tmp_path):
 
 WRONG = (
     (("--devices", "3"), "for 8 devices and the cluster has 3"),
-    (("--slowdown", "0.5"), "give at least 1"),
-    (("--speed", "1.5"), "give 0 to 1"),
+    (("--slowdown", "0.5"), "--slowdown 0.5 cannot be: give 1 or more"),
+    (("--speed", "1.5"), "--speed 1.5 cannot be: give 0 to 1"),
     (("--piece", "0"), "write it like"),
     (("--horizon", "100000s"), "ask for at most"),
     (("--trace", "nowhere/t.json"), "there is no folder"),

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
+from typing import NoReturn
 
 import pytest
+from meshwright.executor.ranks.groups import Group
 from meshwright.executor.ranks.ledger import _ordinal
+from meshwright.executor.ranks.places import where_all_are
 from meshwright.executor.ranks.pulse import Heard, within
 from meshwright.executor.ranks.watch import Watch
 
 
 class Hosts:
+    """What a pulse says of ranks that have a host each, or share one."""
+
+    alarm = None
+
+    def __init__(self, size: int, *, one_host: bool = False) -> None:
+        self.rank, self.size, self.one_host = 0, size, one_host
+
     def name(self, rank: int) -> str:
-        return f"rank {rank} on h{rank}"
+        return f"rank {rank}" if self.one_host else f"rank {rank} on h{rank}"
 
 
-def watch(size: int) -> Watch:
-    made = Watch(0, 1, 5.0)
-    made.size, made.pulse = size, Hosts()  # type: ignore[assignment]
-    return made
+def said_of(size: int, *heard: object, one_host: bool = False) -> str:
+    """The sentence of rank 0 of so many; ``heard`` as ``where_all_are`` takes it."""
+    return where_all_are(Hosts(size, one_host=one_host), *heard)  # type: ignore[arg-type]
 
 
 def test_who_is_silent_comes_first_and_changes_the_remedy() -> None:
@@ -28,7 +38,7 @@ def test_who_is_silent_comes_first_and_changes_the_remedy() -> None:
         Heard("waits in forward 2", True),
         Heard("is in forward 2", False),
     ]
-    assert watch(3)._sentence("forward 2 since 5 s", heard) == (
+    assert said_of(3, "forward 2 since 5 s", heard) == (
         "rank 0 on h0 waits in forward 2 since 5 s; rank 2 on h2 is not heard of any more (its "
         "last word: it is in forward 2); rank 1 on h1 waits in forward 2: a rank that is not heard "
         "of has stalled or ended, or its link is cut; look at its host"
@@ -37,7 +47,7 @@ def test_who_is_silent_comes_first_and_changes_the_remedy() -> None:
 
 def test_a_rank_that_ended_is_not_silent() -> None:
     heard = [Heard(None, True), Heard("has ended (it last is in forward 1)", False)]
-    sentence = watch(2)._sentence("forward 2 since 5 s", heard)
+    sentence = said_of(2, "forward 2 since 5 s", heard)
     assert "rank 1 on h1 has ended (it last is in forward 1)" in sentence
     assert "not heard of" not in sentence
     assert "every rank must call the model" in sentence
@@ -45,15 +55,72 @@ def test_a_rank_that_ended_is_not_silent() -> None:
 
 def test_a_silent_rank_is_listed_among_many() -> None:
     heard = [Heard("waits", rank != 60) for rank in range(64)]
-    sentence = watch(64)._sentence("forward 2 since 5 s", heard)
+    sentence = said_of(64, "forward 2 since 5 s", heard)
     assert "rank 60 on h60 is not heard of any more" in sentence
     assert "55 more ranks are not listed" in sentence
 
 
 def test_a_store_that_does_not_answer() -> None:
-    sentence = watch(12)._sentence("forward 2 since 5 s", None)
+    sentence = said_of(12, "forward 2 since 5 s", None)
     assert "nothing is heard of rank 1 on h1, rank 2 on h2" in sentence
     assert "rank 8 on h8 and 3 more: the link" in sentence
+    sentence = said_of(2, "forward 2 since 5 s", None, one_host=True)
+    assert "nothing is heard of rank 1: the launcher or rank 0" in sentence
+
+
+def test_on_one_host_no_link_is_blamed() -> None:
+    gone = [Heard(None, True), Heard("is in forward 1", False)]
+    said = said_of(2, "forward 1 since 0.3 s", gone, "Connection closed", one_host=True)
+    assert said.startswith(
+        "rank 0 waits in forward 1 since 0.3 s and lost the connection to another rank "
+        "(Connection closed); rank 1 is not heard of any more"
+    )
+    assert "printed last" in said
+    assert "host" not in said.replace("other", "")
+    there = [Heard(None, True), Heard("is in forward 1", True)]
+    said = said_of(2, "forward 1 since 0.3 s", there, "Connection closed", one_host=True)
+    assert "all ranks still run" in said
+    assert "link" not in said
+
+
+class Collective:
+    """One that completes, with an ``error`` or not, in the moment between the end of a piece of the
+    wait for it and the look whether it has."""
+
+    def __init__(self, pieces: int, error: str = "") -> None:
+        self.left, self.error = pieces, error
+
+    def wait(self, limit: timedelta) -> None:
+        if not self.is_completed():
+            self.left -= 1
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(f"{self.error}\nat some line")
+
+    def is_completed(self) -> bool:
+        return self.left == 0
+
+
+class GaveUpError(Exception):
+    pass
+
+
+def waits_for(work: Collective, monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(doing: str, waited_s: float, failure: str = "", *, also: str = "") -> NoReturn:
+        raise GaveUpError(failure)
+
+    made = Watch(0, 1, 5.0)
+    made.pulse = Hosts(2)  # type: ignore[assignment]
+    monkeypatch.setattr(made, "_give_up", give_up)
+    group = Group(ranks=(0, 1), member=0, handle=None, label="world")
+    made.wait(work, group, "forward 1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_a_collective_that_completes_late_is_no_lost_peer(pieces, monkeypatch) -> None:
+    waits_for(Collective(pieces), monkeypatch)
+    with pytest.raises(GaveUpError, match=r"^Connection closed by peer$"):
+        waits_for(Collective(pieces, "Connection closed by peer"), monkeypatch)
 
 
 def test_a_read_that_never_returns_is_left_behind() -> None:

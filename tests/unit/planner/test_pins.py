@@ -6,6 +6,7 @@ from meshwright.planner.capability import EVERYTHING, PLAIN
 from meshwright.planner.errors import InputError
 from meshwright.planner.goal import Goal, Pin
 from meshwright.planner.layout import Layout
+from meshwright.planner.nearest import nearest
 from meshwright.planner.pins import parse_wishes, spelled_out, without
 from meshwright.planner.problem import Problem
 from meshwright.planner.solver import settled, solve, solvers
@@ -115,3 +116,38 @@ def test_every_solver_keeps_pins_on_styles(profile):
     for solver in solvers():
         plan = solve(problem, solver).checked()
         assert [plan.unit(name).style for name in ("fc.a", "fc.b")] == ["row", "row"]
+
+
+NAMES = ("features.0", "features.10", "classifier.0", "classifier.3", "head", "encoder.layer.attn")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("clasifier.0", ["classifier.0", "classifier.3"]),
+        ("Classifier.3", ["classifier.3", "classifier.0"]),
+        ("classifer", ["classifier.0", "classifier.3"]),
+        ("feature.10", ["features.10", "features.0"]),
+        ("layer.atn", ["encoder.layer.attn"]),
+        ("haed*", ["head"]),
+        ("fc1", []),
+        ("", []),
+    ],
+)
+def test_the_nearest_names_come_first(wrong, right):
+    assert nearest(wrong, NAMES)[: len(right)] == right
+    assert bool(nearest(wrong, NAMES)) == bool(right)
+
+
+def test_a_misspelt_unit_is_told_the_nearest_and_how_to_list_them(profile):
+    for pins in (wish(["fc.c=2x2"]), wish((), ["fc.c=row"])):
+        with pytest.raises(InputError, match=r"try 'fc.a' or 'fc.b'; .* lists all 4"):
+            units_of(profile, pins[0])
+    with pytest.raises(InputError, match=r"they are 'fc.a' to 'head'"):
+        units_of(profile, wish(["zzz=2x2"])[0])
+
+
+@pytest.mark.parametrize(("text", "near"), [("recomput", "recompute"), ("fc=colum", "column")])
+def test_a_misspelt_policy_or_style_is_told_the_nearest(text, near):
+    with pytest.raises(InputError, match=rf"^'{text}' says no layout: try '{near}', or write"):
+        wish((), [text])

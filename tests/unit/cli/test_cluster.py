@@ -1,0 +1,44 @@
+"""The verb ``cluster`` as users call it."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+from meshwright.planner.cluster import Device, Node
+from meshwright.tables import cluster_table
+
+from .conftest import cluster_of
+
+
+def rows(cluster) -> list[tuple[str, str]]:
+    """The first two cells of each row."""
+    first, second, *_ = cluster_table(cluster).columns
+    return list(zip(map(str, first.cells), map(str, second.cells), strict=True))
+
+
+def test_equal_nodes_share_a_row(meshwright):
+    arguments = (
+        *("cluster", "--device", "a100-sxm-40gb", "--nodes", 64, "--devices-per-node", 8),
+        *("--inter-gbit-s", 100, "--intra-gbyte-s", 300),
+    )
+    done = meshwright(*arguments)
+    assert done.code == 0, done.err
+    lines = [line for line in done.out.splitlines() if "node" in line]
+    assert len(lines) == 4, done.out  # the title, the nodes, two kinds of links
+    assert "node0 … node63 (64)" in done.out
+    assert "8 x a100-sxm-40gb" in done.out
+    assert len(json.loads(meshwright(*arguments, "--json").out)["nodes"]) == 64
+
+
+def test_nodes_that_differ_have_rows_of_their_own():
+    small = Device(name="t4", memory_bytes=16 * 2**30)
+    made = cluster_of(5)
+    mixed = Node(name="mixed", devices=(small, small, *made.nodes[0].devices))
+    nodes = (*made.nodes[:3], mixed, *made.nodes[3:])
+    levels = (*made.levels, msgspec.structs.replace(made.levels[0], name="intra"))
+    assert rows(msgspec.structs.replace(made, nodes=nodes, levels=levels))[:3] == [
+        ("host0 … host2 (3)", "1 x a100, 40.00 GiB"),
+        ("mixed", "2 x t4, 16.00 GiB; 1 x a100, 40.00 GiB"),
+        ("host3, host4", "1 x a100, 40.00 GiB"),
+    ]
