@@ -1,32 +1,63 @@
-"""Why nothing fits, and the smallest changes that help: each is tried before it is named."""
+"""Why the heuristic finds nothing, and the smallest changes that help: each is tried before it is
+named, and of none is it proved that less would not do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import ceil
 
 import msgspec
 
 from .enlarge import more_ranks
+from .objective import value
 from .problem import Infeasibility, Problem, Relaxation
-from .splits import Found, feasible
+from .remedies import LIFTED, higher, lifted, more_memory, needed, with_limit
+from .splits import Found, feasible, search
+
+CLOSE = 0.01
+"""The least bytes that do are looked for to this share."""
+SEARCH_S = 10.0
+"""Seconds for the search without a limit that is not memory's."""
 
 
 def explain_infeasible(problem: Problem, closest: Found) -> Infeasibility:
     """The tightest rank and unit of the plan that comes closest, and what would make one fit."""
     tight = closest.tightest
     rank = closest.evaluation.model.placement[tight.position]
-    found = (_more_micro_batches(problem), _smaller_batch(problem), _higher_limit(problem, closest))
+    limit, found = _other_limit(problem) if tight.over_bytes <= 0 else ("memory_limit_bytes", None)
+    if found is None:
+        limit = "memory_limit_bytes" if tight.over_bytes > 0 else "several limits"
+    relaxations = (found,) if found is not None else _for_memory(problem, closest)
     return Infeasibility(
         rank=rank,
         unit=tight.unit,
         needed_bytes=tight.needed_bytes,
         available_bytes=tight.available_bytes,
-        relaxations=tuple(r for r in found if r is not None),
-        enlargement=more_ranks(problem),
+        relaxations=tuple(r for r in relaxations if r is not None),
+        limit=limit,
+        enlargement=None if limit == "amplification_limit" else more_ranks(problem),
         kind=tight.kind,
     )
+
+
+def _for_memory(problem: Problem, closest: Found) -> tuple[Relaxation | None, ...]:
+    return (_more_micro_batches(problem), _smaller_batch(problem), _higher_limit(problem, closest))
+
+
+def _other_limit(problem: Problem) -> tuple[str, Relaxation | None]:
+    """The limit on device-seconds or time without which a plan is found, and what it takes."""
+    for what in LIFTED:
+        if getattr(problem.goal, what) is None:
+            continue
+        done = search(replace(lifted(problem, what), progress=None), SEARCH_S).evaluation
+        found = value(done.model, done.decisions, problem.schedule)
+        least = needed(what, found, done.model)
+        for _ in range(4):  # the search may take another way under another limit
+            named = higher(what, least, proved=False)
+            if feasible(with_limit(problem, what, named.value)):
+                return what, named
+            least *= 1.02
+    return "several limits", None
 
 
 def fits(problem: Problem, **changes: object) -> bool:
@@ -71,12 +102,18 @@ def _smaller_batch(problem: Problem) -> Relaxation | None:
 
 
 def _higher_limit(problem: Problem, closest: Found) -> Relaxation | None:
-    """The limit that the closest plan needs (on its fullest rank)."""
-    needed = max(closest.evaluation.prediction.peak_bytes)
+    """The least limit with which the search finds a plan, from what the closest plan needs (on its
+    fullest rank) down to what there is."""
+    high = max(closest.evaluation.prediction.peak_bytes)
     for _ in range(4):  # the search may take another way under another limit
-        if fits(problem, memory_limit_bytes=needed):
-            rounded = f"{ceil(needed / 2**20 * 10) / 10:.1f}MiB"
-            sentence = f"allow {needed:,} bytes per rank (--memory-limit {rounded})"
-            return Relaxation("memory_limit_bytes", needed, sentence)
-        needed += needed // 50
-    return None
+        if fits(problem, memory_limit_bytes=high):
+            break
+        high += high // 50
+    else:
+        return None
+    low = min(closest.tightest.available_bytes, high)
+    while high - low > max(CLOSE * high, 1):
+        middle = (low + high) // 2
+        good = fits(problem, memory_limit_bytes=middle)
+        low, high = (low, middle) if good else (middle, high)
+    return more_memory(high, proved=False)
