@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from .background import Background, outlook, sentence
+from .background import Background, outlook, over_step_limit, sentence
 from .executor.background.job import beside
 from .executor.launch import Ranks, check_plan, run_ranks
 from .executor.report import (
@@ -53,10 +53,14 @@ def launch(
     here = range(ranks.node_rank * ranks.nproc, (ranks.node_rank + 1) * ranks.nproc)
     with beside(background.settings()) as job:
         say(outlook(plan, here))
+        if (late := over_step_limit(plan, background.limit)) is not None:
+            say(late)
         report = run(plan, script, steps, ranks.telling(job.environment))
         state = job.state()
         if report is not None:
-            report = msgspec.structs.replace(report, background=background_figures(state))
+            report = msgspec.structs.replace(
+                report, background=background_figures(state, background.limit)
+            )
         at_end(report)
         say(sentence(state, background.limit))
         if background.finishes and not state.ended:

@@ -79,6 +79,13 @@ def plan(
     unit_amplification_limit: Annotated[
         float | None, typer.Option(help="The same for every unit by itself.")
     ] = None,
+    background_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="A background job will run beside (launch --background): a step may take up to so "
+            "many times as long, such as 1.1, and keeps --step-limit even then."
+        ),
+    ] = None,
     allow_lossy: Annotated[
         bool, typer.Option("--allow-lossy", help="Allow part of the gradients to wait a step.")
     ] = False,
@@ -138,6 +145,7 @@ def plan(
         step_limit_s=parse_seconds(step_limit) if step_limit else None,
         amplification_limit=amplification_limit,
         unit_amplification_limit=unit_amplification_limit,
+        background_limit=background_limit,
         min_fidelity=min_fidelity,
         allow_lossy=allow_lossy,
         slice_bytes=[parse_bytes(part) for part in slices.split(",")] if slices else (),

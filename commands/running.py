@@ -114,8 +114,12 @@ def launch(
         ),
     ] = None,
     background_limit: Annotated[
-        float, typer.Option(help="The run's steps may take so many times as long for it.")
-    ] = 1.1,
+        float | None,
+        typer.Option(
+            help="The run's steps may take so many times as long for it (default: what the plan "
+            "was made for, else 1.1)."
+        ),
+    ] = None,
     background_memory: Annotated[
         str | None, typer.Option(help="Most data of each of its processes, such as 4GiB.")
     ] = None,
@@ -148,7 +152,7 @@ def launch(
     else:
         beside = Background(
             run=background,
-            limit=background_limit,
+            limit=made.goal.background_limit if background_limit is None else background_limit,
             memory_bytes=None if background_memory is None else parse_bytes(background_memory),
             at_end=_at_end(background_at_end),
             grace_s=background_grace,

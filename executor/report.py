@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..planner.noun import Bytes, Count, Index, Noun, Seconds, Share, load, save
+from ..planner.goal import BACKGROUND_LIMIT
+from ..planner.noun import Bytes, Count, Index, Noun, Seconds, Share, Slowdown, load, save
 from ..planner.plan import Plan, Prediction
 from .background.settings import State
 from .parallel import run_of
@@ -57,7 +58,7 @@ class BackgroundFigures(Noun, frozen=True, kw_only=True):
 
     It was let run for ``open_share`` of the time and used ``cpu_s`` of processors. Over ``steps``
     of the foreground, those included in which it was held, a step took ``slowdown`` times
-    ``undisturbed_s``. ``ended`` says how it ended, if it had.
+    ``undisturbed_s``; up to ``limit`` times was allowed. ``ended`` says how it ended, if it had.
     """
 
     open_share: Share
@@ -65,6 +66,7 @@ class BackgroundFigures(Noun, frozen=True, kw_only=True):
     steps: Index
     slowdown: float
     undisturbed_s: Seconds
+    limit: Slowdown = BACKGROUND_LIMIT
     ended: str = ""
 
 
@@ -86,14 +88,15 @@ class RunReport(Noun, frozen=True, kw_only=True):
     background: BackgroundFigures | None = None
 
 
-def background_figures(state: State) -> BackgroundFigures:
-    """The figures that a report has of a background job."""
+def background_figures(state: State, limit: float) -> BackgroundFigures:
+    """The figures that a report has of a background job which was held to that limit."""
     return BackgroundFigures(
         open_share=min(state.open_s / state.seconds, 1.0) if state.seconds else 0.0,
         cpu_s=state.cpu_s,
         steps=state.steps,
         slowdown=state.slowdown,
         undisturbed_s=state.undisturbed_s,
+        limit=limit,
         ended=state.ended,
     )
 

@@ -24,8 +24,9 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-LIMIT = 1.1
-"""Default of what the foreground's step may be slowed by."""
+from ...planner.goal import BACKGROUND_LIMIT
+
+LIMIT = BACKGROUND_LIMIT
 FIRST_HELD = 8
 """So many steps at the beginning the background is held; the first three of them do not count:
 they allocate and fill caches."""
