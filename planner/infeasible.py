@@ -3,30 +3,37 @@ named, and of none is it proved that less would not do."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 
+from .cost import CostModel
 from .enlarge import more_ranks
 from .objective import value
 from .problem import Infeasibility, Problem, Relaxation
-from .remedies import LIFTED, higher, lifted, more_memory, needed, with_limit
+from .remedies import LIFTED, higher, higher_unit_limit, lifted, more_memory, needed, with_limit
 from .splits import Found, feasible, search
 
 CLOSE = 0.01
 """The least bytes that do are looked for to this share."""
+ENLARGED = ("memory_limit_bytes", "time_limit_s")
+"""Limits that more ranks may help to keep; they never save device-seconds."""
 SEARCH_S = 10.0
 """Seconds for the search without a limit that is not memory's."""
 
 
-def explain_infeasible(problem: Problem, closest: Found) -> Infeasibility:
-    """The tightest rank and unit of the plan that comes closest, and what would make one fit."""
+def explain_infeasible(
+    problem: Problem, closest: Found, solves: Callable[[Problem], bool] | None = None
+) -> Infeasibility:
+    """The tightest rank and unit of the plan that comes closest, and what would make one fit.
+    ``solves`` judges other limits than memory's (``feasible`` if not told)."""
     tight = closest.tightest
     rank = closest.evaluation.model.placement[tight.position]
-    limit, found = _other_limit(problem) if tight.over_bytes <= 0 else ("memory_limit_bytes", None)
-    if found is None:
-        limit = "memory_limit_bytes" if tight.over_bytes > 0 else "several limits"
+    limit, found = "memory_limit_bytes", None
+    if tight.over_bytes <= 0:
+        limit, found = _other_limit(problem, closest, solves or feasible)
     relaxations = (found,) if found is not None else _for_memory(problem, closest)
     return Infeasibility(
         rank=rank,
@@ -35,7 +42,7 @@ def explain_infeasible(problem: Problem, closest: Found) -> Infeasibility:
         available_bytes=tight.available_bytes,
         relaxations=tuple(r for r in relaxations if r is not None),
         limit=limit,
-        enlargement=None if limit == "amplification_limit" else more_ranks(problem),
+        enlargement=more_ranks(problem) if limit in ENLARGED else None,
         kind=tight.kind,
     )
 
@@ -44,20 +51,44 @@ def _for_memory(problem: Problem, closest: Found) -> tuple[Relaxation | None, ..
     return (_more_micro_batches(problem), _smaller_batch(problem), _higher_limit(problem, closest))
 
 
-def _other_limit(problem: Problem) -> tuple[str, Relaxation | None]:
+def _other_limit(
+    problem: Problem, closest: Found, solves: Callable[[Problem], bool]
+) -> tuple[str, Relaxation | None]:
     """The limit on device-seconds or time without which a plan is found, and what it takes."""
+    model = closest.evaluation.model
+    if problem.goal.unit_amplification_limit is not None:
+        found = higher_unit_limit(
+            problem, lambda one: _models(one, model.placement), solves, _end()
+        )
+        if found is not None:
+            return "unit_amplification_limit", found
     for what in LIFTED:
         if getattr(problem.goal, what) is None:
             continue
         done = search(replace(lifted(problem, what), progress=None), SEARCH_S).evaluation
-        found = value(done.model, done.decisions, problem.schedule)
-        least = needed(what, found, done.model)
+        reached = value(done.model, done.decisions, problem.schedule)
+        least = needed(what, reached, done.model)
         for _ in range(4):  # the search may take another way under another limit
             named = higher(what, least, proved=False)
-            if feasible(with_limit(problem, what, named.value)):
+            if solves(with_limit(problem, what, named.value)):
                 return what, named
             least *= 1.02
     return "several limits", None
+
+
+def _end() -> float:
+    return time.perf_counter() + SEARCH_S
+
+
+def _models(problem: Problem, placement: tuple[int, ...]) -> list[CostModel]:
+    """A cost model for each number of micro-batches and each slice size."""
+    sliced, most = problem.schedule == "priority", problem.goal.batch // problem.cluster.world_size
+    return [
+        CostModel(problem.profile, problem.cluster, problem.goal, times, placement, size, sliced)
+        for times in sorted(set(problem.goal.micro_batches))
+        if times <= max(most, 1)
+        for size in problem.slice_bytes
+    ]
 
 
 def fits(problem: Problem, **changes: object) -> bool:

@@ -41,7 +41,9 @@ def more_memory(needed_bytes: int, *, proved: bool) -> Relaxation:
     """That many bytes on each rank."""
     option = f"(--memory-limit {ceil(needed_bytes / 2**20 * 10) / 10:.1f}MiB)"
     count = f"{needed_bytes:,} bytes per rank"
-    sentence = f"allow at least {count} {option}" if proved else f"allow {count}, enough {option}"
+    sentence = (
+        f"allow at least {count} {option}" if proved else f"allow {count}, which is enough {option}"
+    )
     return Relaxation("memory_limit_bytes", needed_bytes, sentence, proved)
 
 
@@ -57,7 +59,11 @@ def higher(what: str, least: float, *, proved: bool) -> Relaxation:
         "time_limit_s": ("a step of", f"--step-limit {told}s"),
     }[what]  # fmt: skip
     unit = " s" if what == "time_limit_s" else ""
-    each = f"at least {told}{unit} ({option})" if proved else f"{told}{unit}, enough ({option})"
+    each = (
+        f"at least {told}{unit} ({option})"
+        if proved
+        else f"{told}{unit}, which is enough ({option})"
+    )
     return Relaxation(what, value, f"allow {thing} {each}", proved)  # type: ignore[arg-type]
 
 

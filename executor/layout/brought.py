@@ -39,6 +39,13 @@ First = tuple[str, int, int]
 """The first taking of a tensor in a forward: the unit, which of its inputs, which of its calls."""
 
 
+class _Got(NamedTuple):
+    """What takers got, as it arrived."""
+
+    tensor: Tensor
+    version: int
+
+
 @dataclass
 class _Tensor:
     """A tensor as it was when it was first taken, who took it first, and what the takers got."""
@@ -46,7 +53,7 @@ class _Tensor:
     tensor: Tensor
     version: int
     first: First
-    got: dict[tuple[Held, int, int | None], Tensor] = field(default_factory=dict)
+    got: dict[tuple[Held, int, int | None], _Got] = field(default_factory=dict)
     takers: int = 0
 
 
@@ -83,9 +90,11 @@ class Brought:
                 return bring()
             one = self._taken[id(tensor)] = _Tensor(tensor, version_of(tensor), first)
         one.takers += 1
-        if taking.form not in one.got:
-            one.got[taking.form] = bring()
-        return one.got[taking.form]
+        there = one.got.get(taking.form)
+        if there is None or version_of(there.tensor) != there.version:  # changed by who got it
+            arrived = bring()
+            there = one.got[taking.form] = _Got(arrived, version_of(arrived))
+        return there.tensor
 
     def _first(self, taking: Taking) -> First:
         key = taking.unit, taking.number

@@ -230,10 +230,11 @@ def _nothing(
 
 
 def _pinned(problem: Problem, model: CostModel) -> str | None:
-    """A unit that could be something but for its pins."""
-    free = msgspec.structs.replace(problem.goal, pins=())
-    bare = _with_goal(problem, model, free)
+    """A unit that could be something but for its pins, whatever else is limited."""
+    unlimited = msgspec.structs.replace(problem.goal, unit_amplification_limit=None)
+    pinned = _with_goal(problem, model, unlimited)
+    free = _with_goal(problem, model, msgspec.structs.replace(unlimited, pins=()))
     for k, unit in enumerate(model.profile.units):
-        if not unit_options(model, k, problem.capability):
-            return unit.name if unit_options(bare, k, problem.capability) else None
+        if not unit_options(pinned, k, problem.capability):
+            return unit.name if unit_options(free, k, problem.capability) else None
     return None

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ..answer import Choice
 from ..cost import CostModel
+from ..enlarge import more_ranks
 from ..exact.cases import models
 from ..exact.unfit import DEVICE_LIMITS, explain_unproved, explain_with
 from ..infeasible import explain_infeasible
@@ -88,7 +89,9 @@ def why_nothing(
 ) -> Infeasibility:
     """What is missing where no plan was found; ``known`` is what was found without one limit."""
     if known is not None and known.choice is not None:
-        return explain_with(problem, known.what, known.relaxation())
+        why = explain_with(problem, known.what, known.relaxation())
+        larger = more_ranks(problem) if why.limit == "time_limit_s" else None
+        return why._replace(enlargement=larger)  # more ranks never save device-seconds
     asked = [what for what in DEVICE_LIMITS if getattr(problem.goal, what) is not None]
     if "unit_amplification_limit" in asked:
         end = max(deadline, time.perf_counter() + 10.0)
