@@ -24,9 +24,9 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-from ...planner.goal import BACKGROUND_LIMIT
-
-LIMIT = BACKGROUND_LIMIT
+LIMIT = 1.1
+"""Default of what the foreground's step may be slowed by: ``planner.goal.BACKGROUND_LIMIT``, which
+the pacer does not load, as that would load the planner with it."""
 FIRST_HELD = 8
 """So many steps at the beginning the background is held; the first three of them do not count:
 they allocate and fill caches."""

@@ -3,8 +3,9 @@
 import msgspec
 from meshwright.background import over_step_limit
 from meshwright.comparisons import figures_rows
+from meshwright.executor.background.law import LIMIT
 from meshwright.executor.report import BackgroundFigures, Figures, RunReport
-from meshwright.planner.goal import Goal
+from meshwright.planner.goal import BACKGROUND_LIMIT, Goal
 from meshwright.planner.problem import Problem
 from meshwright.planner.solver import solve
 from meshwright.tables import prediction_table
@@ -50,3 +51,7 @@ def test_a_step_limit_that_the_background_may_break_is_told():
     assert "--background-limit 1.1" in over_step_limit(plan, 1.1)
     assert over_step_limit(plan, 1.04) is None
     assert over_step_limit(plan_with(), 2.0) is None
+
+
+def test_planner_and_pacer_have_one_default():
+    assert LIMIT == BACKGROUND_LIMIT == Goal(batch=1).background_limit
