@@ -66,7 +66,9 @@ class Multipliers:
         deadline = start + (TIME_LIMIT_S if time_limit_s is None else time_limit_s)
         problem = placed(problem)
         known = self._lean(problem, limit_of(problem), start, deadline)
-        best, bound = self._best(problem, deadline, known.starts if known else {})
+        best, bound = None, INFINITE
+        if known is None or not known.hopeless:
+            best, bound = self._best(problem, deadline, known.starts if known else {})
         if best is None:
             return self._nothing(problem, start, deadline, known)
         seconds = time.perf_counter() - start
@@ -97,11 +99,12 @@ class Multipliers:
             start = starts.get(key_of(model))
             found = search_part(problem, model, deadline, cutoff, self.gap, start=start)
             bound = min(bound, found.bound)
-            new = found.choice
-            if new is None or not new.feasible:
-                continue
-            if best is None or new.objective_s < best.objective_s:
-                best = new
+            begun = None if start is None else choice(model, start, problem.schedule)
+            for new in (found.choice, begun):
+                if new is None or not new.feasible:
+                    continue
+                if best is None or new.objective_s < best.objective_s:
+                    best = new
         return Part(best, bound)
 
     def _nothing(
@@ -126,6 +129,8 @@ class Multipliers:
         left = max(deadline - time.perf_counter(), LAST_S)
         now = time.perf_counter()
         known = self._lean(problem, limit_of(problem), now, now + left)
+        if known is not None and known.hopeless:
+            return False
         starts = known.starts if known else {}
         return self._best(problem, now + left, starts).choice is not None
 

@@ -26,17 +26,20 @@ from ..splits import search as heuristic_search
 
 CLOSE = 0.015
 """A value that is named is called the least where nothing this share below it would do."""
+ROUNDING = 1e-6
 HEURISTIC_S = 60.0
 
 
 class Lean(NamedTuple):
-    """What was found without the limit ``what``: the best choice, by how much each needs of it, the
-    bound on that, and the decisions to begin with by micro-batches and slice size."""
+    """What was found without the limit ``what``: the choice that needs least of it, the bound on
+    that (in the objective's unit), the decisions to begin with by micro-batches and slice size, and
+    whether the bound shows that no plan keeps the limit."""
 
     what: str
     choice: Choice | None
     bound: float
     starts: dict[tuple[int, int], Decisions]
+    hopeless: bool
 
     @property
     def least(self) -> float:
@@ -64,16 +67,17 @@ def key_of(model: CostModel) -> tuple[int, int]:
 def lean(problem: Problem, what: str, deadline: float, part: Part) -> Lean:
     """The plans that need the least of ``what``; ends with the first that keeps it."""
     free = lifted(problem, what)
-    best, bound, starts = None, float("inf"), {}
+    best, bound, starts, hopeless = None, float("inf"), {}, True
     for model in models(free):
-        found, proved = part(free, model, deadline, _target(problem, what, model))
-        bound = min(bound, proved)
+        target = _target(problem, what, model)
+        found, proved = part(free, model, deadline, target)
+        bound, hopeless = min(bound, proved), hopeless and proved > target * (1 + ROUNDING)
         if found is None or not found.feasible:
             continue
         starts[key_of(model)] = found.decisions
         if best is None or found.objective_s < best.objective_s:
             best = found
-    return Lean(what, best, bound, starts)
+    return Lean(what, best, bound, starts, hopeless)
 
 
 def _target(problem: Problem, what: str, model: CostModel) -> float:
