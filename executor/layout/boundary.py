@@ -142,6 +142,13 @@ class Boundary:
         return self.mover.move(partial, way, None, doing, reduce=True)
 
 
+def crosses(unit: UnitPlan, following: Sequence[UnitPlan]) -> bool:
+    """Whether what a unit leaves as features goes straight to a unit that is divided otherwise."""
+    if unit.style != "column" or not following or keeps_features(unit, following):
+        return False
+    return following[0].layout.degree > 1
+
+
 def keeps_features(unit: UnitPlan, following: Sequence[UnitPlan]) -> bool:
     """Whether the next unit can take this one's output as it is held: same division, divided."""
     return bool(following) and unit.layout.degree > 1 and following[0].layout == unit.layout

@@ -80,6 +80,29 @@ def trains_as_one_process(rank: int) -> None:
     full_state_dict(model)
 
 
+def crosses_once(rank: int) -> None:
+    """Columns in two groups, then rows in one: features go from slice to slice, not home first."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(4, 3)).double()
+    found = discover(model, Batch((torch.randn(2, 6).double(),), torch.zeros(2)))
+    styles = {"0": (2, "column"), "1": (4, "row")}
+    chosen = plan_for(found, 4, lambda unit: styles.get(unit.name, (1, "none")), bucket_bytes=400)
+    counts = (2, 1, 0, 3)
+    batches = [Batch((torch.randn(6, 6).double(),), torch.randint(3, (6,))) for _ in range(3)]
+    expected = train_alone(twin(model), "sgd", batches, F.cross_entropy)
+    trained = train_together(rank, model, "sgd", batches, F.cross_entropy, chosen, counts)
+    assert_equal(trained, expected)
+    before = run_of(model).meter.moved_bytes
+    model(torch.randn(counts[rank], 6).double()).square().sum().backward()
+    sent = run_of(model).meter.moved_bytes - before
+    predicted = moved_bytes(chosen, found.edges, counts)[rank]
+    assert sent == predicted, f"{sent} bytes sent, {predicted} predicted"
+
+
+def test_features_cross_straight_from_one_division_to_another(ranks):
+    ranks(4)(crosses_once)
+
+
 def test_what_two_units_take_alike_is_gathered_once(ranks):
     ranks(2)(gathers_once)
 
