@@ -50,7 +50,7 @@ def more_memory(needed_bytes: int, *, proved: bool) -> Relaxation:
 def higher(what: str, least: float, *, proved: bool) -> Relaxation:
     """A limit of the goal that is not memory's, ``least`` or a little more."""
     value = rounded_up(least)
-    told = f"{value:.{DIGITS}g}"
+    told = f"{value:.{DIGITS}g}" if value < 10**DIGITS else f"{value:.0f}"
     thing, option = {
         "amplification_limit": ("an amplification limit of", f"--amplification-limit {told}"),
         "unit_amplification_limit": (
