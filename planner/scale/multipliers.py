@@ -27,7 +27,7 @@ from ..splits import placed
 from ..splits import search as heuristic_search
 from .lagrange import Lagrangian, Search
 from .limits import INFINITE, Limits
-from .refusal import Lean, key_of, lean, limit_of, why_nothing
+from .refusal import TIGHTEN_S, Lean, key_of, lean, limit_of, tightened, why_nothing
 from .sheet import Sheet
 
 GAP = 0.0075
@@ -83,8 +83,12 @@ class Multipliers:
         if what is None:
             return None
 
-        def part(free: Problem, model: CostModel, end: float, target: float) -> Part:
-            return search_part(free, model, end, INFINITE, self.gap, target=target)
+        def part(
+            free: Problem, model: CostModel, end: float, target: float, begin: Decisions | None
+        ) -> Part:
+            found = search_part(free, model, end, INFINITE, self.gap, start=begin, target=target)
+            given = None if begin is None else choice(model, begin, problem.schedule)
+            return Part(_better(found.choice, given), found.bound)
 
         return lean(problem, what, start + (deadline - start) / 2, part)
 
@@ -100,11 +104,7 @@ class Multipliers:
             found = search_part(problem, model, deadline, cutoff, self.gap, start=start)
             bound = min(bound, found.bound)
             begun = None if start is None else choice(model, start, problem.schedule)
-            for new in (found.choice, begun):
-                if new is None or not new.feasible:
-                    continue
-                if best is None or new.objective_s < best.objective_s:
-                    best = new
+            best = _better(best, _better(found.choice, begun))
         return Part(best, bound)
 
     def _nothing(
@@ -120,6 +120,9 @@ class Multipliers:
         if fruitless and problem.goal.time_limit_s is not None:
             now = time.perf_counter()
             known = self._lean(problem, other, now, max(deadline, now + LAST_S))
+        if known is not None:
+            end = min(deadline, time.perf_counter() + TIGHTEN_S)
+            known = tightened(problem, known, end, lambda one: self._solves(one, deadline))
         why = why_nothing(problem, known, deadline, lambda one: self._solves(one, deadline))
         seconds = time.perf_counter() - start
         return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
@@ -133,6 +136,13 @@ class Multipliers:
             return False
         starts = known.starts if known else {}
         return self._best(problem, now + left, starts).choice is not None
+
+
+def _better(one: Choice | None, other: Choice | None) -> Choice | None:
+    """Of two choices that keep all limits the one with the smaller objective, the first of equals;
+    None where neither keeps them."""
+    kept = [each for each in (one, other) if each is not None and each.feasible]
+    return min(kept, key=lambda each: each.objective_s, default=None)
 
 
 def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:

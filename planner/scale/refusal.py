@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
+
+import msgspec
 
 from ..answer import Choice
 from ..cost import CostModel
@@ -20,10 +23,22 @@ from ..exact.unfit import DEVICE_LIMITS, explain_unproved, explain_with
 from ..infeasible import explain_infeasible
 from ..options import Decisions
 from ..problem import Infeasibility, Problem, Relaxation
-from ..remedies import LIFTED, alone_s, higher, higher_unit_limit, lifted, needed, with_limit
+from ..remedies import (
+    LIFTED,
+    alone_s,
+    higher,
+    higher_unit_limit,
+    lifted,
+    needed,
+    rounded_up,
+    with_limit,
+)
 from ..splits import feasible
 from ..splits import search as heuristic_search
 
+STEP = 0.02
+"""To such a share the least that is found is looked for where nothing is proved."""
+TIGHTEN_S = 20.0
 CLOSE = 0.015
 """A value that is named is called the least where nothing this share below it would do."""
 ROUNDING = 1e-6
@@ -31,32 +46,32 @@ HEURISTIC_S = 60.0
 
 
 class Lean(NamedTuple):
-    """What was found without the limit ``what``: the choice that needs least of it, the bound on
-    that (in the objective's unit), the decisions to begin with by micro-batches and slice size, and
-    whether the bound shows that no plan keeps the limit."""
+    """What was found without the limit ``what``: the choice that needs least of it; the bound on
+    the objective, and what it proves that any plan needs of the limit; a limit that is enough; the
+    decisions to begin with by micro-batches and slice size; and whether the bound shows that no
+    plan keeps the limit that is asked."""
 
     what: str
     choice: Choice | None
     bound: float
+    proved_least: float
+    enough: float
     starts: dict[tuple[int, int], Decisions]
     hopeless: bool
 
-    @property
-    def least(self) -> float:
-        """What the best choice needs of the limit."""
-        assert self.choice is not None
-        return needed(self.what, self.choice.value, self.choice.model)
+    def kept(self, problem: Problem) -> bool:
+        """Whether the best choice keeps the problem's limit."""
+        return self.enough <= float(getattr(problem.goal, self.what))
 
     def relaxation(self) -> Relaxation:
         """The value that would do."""
-        assert self.choice is not None
-        objective = self.choice.objective_s
-        return higher(self.what, self.least, proved=self.bound >= objective * (1 - CLOSE))
+        proved = self.proved_least >= self.enough * (1 - CLOSE)
+        return higher(self.what, self.enough, proved=proved)
 
 
-Part = Callable[[Problem, CostModel, float, float], tuple[Choice | None, float]]
-"""Searches one model of a problem until a time, or until its objective is at most a target: the
-best choice and the bound."""
+Part = Callable[[Problem, CostModel, float, float, Decisions | None], tuple[Choice | None, float]]
+"""Searches one model of a problem until a time, or until its objective is at most a target, from a
+plan on if there is one: the best choice and the bound."""
 
 
 def key_of(model: CostModel) -> tuple[int, int]:
@@ -65,19 +80,63 @@ def key_of(model: CostModel) -> tuple[int, int]:
 
 
 def lean(problem: Problem, what: str, deadline: float, part: Part) -> Lean:
-    """The plans that need the least of ``what``; ends with the first that keeps it."""
+    """The plans that need the least of ``what``; ends with the first that keeps it. Each search
+    begins with the best plan so far; where all of them passed the limit and none has proved that
+    it must be, they begin once more with the quickest plan."""
     free = lifted(problem, what)
+    found = _pass(problem, free, what, deadline, part, None)
+    if found.hopeless or found.choice is None or found.kept(problem) or what == "time_limit_s":
+        return found
+    quick = replace(free, goal=msgspec.structs.replace(free.goal, objective="time"))
+    start, _ = part(quick, next(iter(models(quick))), deadline, -1.0, None)
+    if start is None:
+        return found
+    again = _pass(problem, free, what, deadline, part, start.decisions)
+    if again.choice is None or again.choice.objective_s >= found.choice.objective_s:
+        return found
+    proved = max(found.proved_least, again.proved_least)
+    return again._replace(bound=max(found.bound, again.bound), proved_least=proved)
+
+
+def _pass(
+    problem: Problem,
+    free: Problem,
+    what: str,
+    deadline: float,
+    part: Part,
+    start: Decisions | None,
+) -> Lean:
     best, bound, starts, hopeless = None, float("inf"), {}, True
     for model in models(free):
         target = _target(problem, what, model)
-        found, proved = part(free, model, deadline, target)
+        begin = start if best is None else best.decisions
+        found, proved = part(free, model, deadline, target, begin)
         bound, hopeless = min(bound, proved), hopeless and proved > target * (1 + ROUNDING)
         if found is None or not found.feasible:
             continue
         starts[key_of(model)] = found.decisions
         if best is None or found.objective_s < best.objective_s:
             best = found
-    return Lean(what, best, bound, starts, hopeless)
+    least = 0.0
+    if best is not None and best.objective_s:  # they are in proportion
+        least = needed(what, best.value, best.model) * bound / best.objective_s
+    enough = float("inf") if best is None else needed(what, best.value, best.model)
+    return Lean(what, best, bound, least, enough, starts, hopeless)
+
+
+def tightened(problem: Problem, known: Lean, end: float, solves: Callable[[Problem], bool]) -> Lean:
+    """What is known, with a lower limit under which ``solves`` finds a plan: halfway between what
+    is asked or proved and what is known to do, until a share of ``STEP`` is left, or ``end``."""
+    if known.choice is None:
+        return known
+    low = max(float(getattr(problem.goal, known.what)), known.proved_least)
+    while known.enough > low * (1 + STEP) and time.perf_counter() < end:
+        middle = rounded_up((low + known.enough) / 2)
+        if solves(with_limit(problem, known.what, middle)):
+            known = known._replace(enough=middle)
+        else:
+            low = middle
+    return known
 
 
 def _target(problem: Problem, what: str, model: CostModel) -> float:
