@@ -122,7 +122,7 @@ class Multipliers:
             known = self._lean(problem, other, now, max(deadline, now + LAST_S))
         if known is not None:
             end = min(deadline, time.perf_counter() + TIGHTEN_S)
-            known = tightened(problem, known, end, lambda one: self._solves(one, deadline))
+            known = tightened(problem, known, end, lambda one: self._solves(one, end))
         why = why_nothing(problem, known, deadline, lambda one: self._solves(one, deadline))
         seconds = time.perf_counter() - start
         return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)

@@ -38,7 +38,7 @@ from ..splits import search as heuristic_search
 
 STEP = 0.02
 """To such a share the least that is found is looked for where nothing is proved."""
-TIGHTEN_S = 20.0
+TIGHTEN_S = 5.0
 CLOSE = 0.015
 """A value that is named is called the least where nothing this share below it would do."""
 ROUNDING = 1e-6
