@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ..answer import Choice, answer, choice
-from ..budget import energy_budget, gpu_seconds_limit
+from ..budget import energy_budget, gpu_seconds_limit, within_unit_limit
 from ..bursts import LIMITS, greedy
 from ..cost import CostModel
 from ..evaluate import limits_bytes
@@ -65,7 +65,8 @@ class Multipliers:
         start = time.perf_counter()
         deadline = start + (TIME_LIMIT_S if time_limit_s is None else time_limit_s)
         problem = placed(problem)
-        known = self._lean(problem, limit_of(problem), start, deadline)
+        what = None if _begins(problem) else limit_of(problem)
+        known = self._lean(problem, what, start, deadline)
         best, bound = None, INFINITE
         if known is None or not known.hopeless:
             best, bound = self._best(problem, deadline, known.starts if known else {})
@@ -131,7 +132,8 @@ class Multipliers:
         """Whether it finds a plan for another problem."""
         left = max(deadline - time.perf_counter(), LAST_S)
         now = time.perf_counter()
-        known = self._lean(problem, limit_of(problem), now, now + left)
+        what = None if _begins(problem) else limit_of(problem)
+        known = self._lean(problem, what, now, now + left)
         if known is not None and known.hopeless:
             return False
         starts = known.starts if known else {}
@@ -209,6 +211,19 @@ def search_part(
         limits = lagrangian.limits._replace(memory_bytes=tighter)
         lagrangian = Lagrangian(lagrangian.sheet, lagrangian.rows, limits)
     return Part(best, bound)
+
+
+def _begins(problem: Problem) -> bool:
+    """Whether plain data parallelism or a burst keeps all limits: then a search begins with it."""
+    for model in models(problem):
+        plans = {model.baseline}
+        if problem.capability.idle_positions and len(model.baseline) <= FEW_UNITS:
+            plans.update(greedy(model, limit) for limit in LIMITS)
+        for decisions in plans:
+            legal = all(within_unit_limit(model, k, d) for k, d in enumerate(decisions))
+            if legal and choice(model, decisions, problem.schedule).feasible:
+                return True
+    return False
 
 
 def _first(problem: Problem, model: CostModel) -> Iterator[Decisions]:
