@@ -65,11 +65,13 @@ class Multipliers:
         start = time.perf_counter()
         deadline = start + (TIME_LIMIT_S if time_limit_s is None else time_limit_s)
         problem = placed(problem)
-        what = None if _begins(problem) else limit_of(problem)
-        known = self._lean(problem, what, start, deadline)
-        best, bound = None, INFINITE
-        if known is None or not known.hopeless:
-            best, bound = self._best(problem, deadline, known.starts if known else {})
+        known, best, bound = None, None, INFINITE
+        if limit_of(problem) is None or _begins(problem):
+            best, bound = self._best(problem, deadline, {})
+        if best is None:
+            known = self._lean(problem, limit_of(problem), start, deadline)
+            if known is not None and not known.hopeless:
+                best, bound = self._best(problem, deadline, known.starts)
         if best is None:
             return self._nothing(problem, start, deadline, known)
         seconds = time.perf_counter() - start
