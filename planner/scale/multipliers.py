@@ -65,7 +65,9 @@ class Multipliers:
         start = time.perf_counter()
         deadline = start + (TIME_LIMIT_S if time_limit_s is None else time_limit_s)
         problem = placed(problem)
-        known, best, bound = None, None, INFINITE
+        known: Lean | None = None
+        best: Choice | None = None
+        bound = INFINITE
         if limit_of(problem) is None or _begins(problem):
             best, bound = self._best(problem, deadline, {})
         if best is None:
@@ -99,7 +101,8 @@ class Multipliers:
         self, problem: Problem, deadline: float, starts: Mapping[tuple[int, int], Decisions]
     ) -> Part:
         """The best choice over all models, and the bound."""
-        every, best, bound = list(models(problem)), None, INFINITE
+        every, bound = list(models(problem)), INFINITE
+        best: Choice | None = None
         for i, model in enumerate(every):
             problem.report(f"{model.micro_batches} micro-batches", i / len(every))
             cutoff = best.objective_s if best else INFINITE

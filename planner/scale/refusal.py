@@ -106,7 +106,9 @@ def _pass(
     part: Part,
     start: Decisions | None,
 ) -> Lean:
-    best, bound, starts, hopeless = None, float("inf"), {}, True
+    best: Choice | None = None
+    bound, hopeless = float("inf"), True
+    starts: dict[tuple[int, int], Decisions] = {}
     for model in models(free):
         target = _target(problem, what, model)
         begin = start if best is None else best.decisions
