@@ -339,7 +339,9 @@ def launch(
     from .launching import launch, ranks_for
 
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
-    beside = background
-    if isinstance(background, str):
-        beside = Background(background, limit=plan.goal.background_limit)
+    beside = (
+        Background(background, limit=plan.goal.background_limit)
+        if isinstance(background, str)
+        else background
+    )
     return launch(plan, script, steps, ranks, beside, at_end, say)

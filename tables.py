@@ -123,8 +123,8 @@ def prediction_table(plan: Plan) -> Table:
     rows = prediction_rows(plan.prediction, plan.baseline)
     if plan.goal.background:
         times = plan.goal.slowdown
-        slowed = (seconds(p.step_s * times) for p in (plan.prediction, plan.baseline))
-        rows.insert(1, (f"  at most, with a background job ({times:g} times)", *slowed))
+        slowed, theirs = (seconds(p.step_s * times) for p in (plan.prediction, plan.baseline))
+        rows.insert(1, (f"  at most, with a background job ({times:g} times)", slowed, theirs))
     for name, left, right in rows:
         table.add_row(name, left, right)
     return table

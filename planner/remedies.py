@@ -33,8 +33,9 @@ def rounded_up(value: float) -> float:
     if value <= 0:
         return value
     places = DIGITS - 1 - floor(log10(value))
-    found = round(ceil(value * 10**places * (1 - 1e-12)) / 10**places, max(places, 0))
-    return found if found >= value else round(found + 10**-places, max(places, 0))
+    unit = 10.0**-places
+    found = round(ceil(value / unit * (1 - 1e-12)) * unit, max(places, 0))
+    return found if found >= value else round(found + unit, max(places, 0))
 
 
 def more_memory(needed_bytes: int, *, proved: bool) -> Relaxation:
