@@ -339,5 +339,9 @@ def launch(
     from .launching import launch, ranks_for
 
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
-    beside = Background(background) if isinstance(background, str) else background
+    beside = (
+        Background(background, limit=plan.goal.background_limit)
+        if isinstance(background, str)
+        else background
+    )
     return launch(plan, script, steps, ranks, beside, at_end, say)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from .executor.background.job import check_limit, command_of
-from .executor.background.law import LIMIT
 from .executor.background.settings import GRACE_S, Settings
 from .planner.errors import InputError
+from .planner.goal import BACKGROUND_LIMIT
 from .planner.noun import load
 from .planner.plan import Plan
 
@@ -43,7 +43,7 @@ class Background:
     """
 
     run: str
-    limit: float = LIMIT
+    limit: float = BACKGROUND_LIMIT
     memory_bytes: int | None = None
     at_end: AtEnd | None = None
     grace_s: float = GRACE_S
@@ -114,6 +114,18 @@ def outlook(plan: Plan, ranks: Iterable[int]) -> str:
     least, most = min(shares), max(shares)
     span = f"{most:.0%}" if least == most else f"{least:.0%} to {most:.0%}"
     return f"the plan leaves the ranks here idle for {span} of a step, by its prediction"
+
+
+def over_step_limit(plan: Plan, limit: float) -> str | None:
+    """That a step may pass the plan's limit on its time for the sake of a background job."""
+    most_s, slowed_s = plan.goal.time_limit_s, plan.prediction.step_s * limit
+    if most_s is None or slowed_s <= most_s:
+        return None
+    return (
+        f"the plan's step limit is {most_s:.3g} s, and with a background job a step may take up to "
+        f"{slowed_s:.3g} s ({limit:g} times {plan.prediction.step_s:.3g} s): plan with "
+        f"--background-limit {limit:g} to keep it"
+    )
 
 
 # -- the training of a second plan -------------------------------------------------------------

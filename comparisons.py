@@ -11,7 +11,7 @@ from .planner.compare import Comparison
 from .screen import figures_table, seconds, size
 
 if TYPE_CHECKING:  # these load torch
-    from .executor.report import RunReport
+    from .executor.report import BackgroundFigures, RunReport
     from .executor.verify import Verification
 
 _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -49,6 +49,7 @@ SETTINGS = {
     "goal.time_limit_s": "longest step allowed",
     "goal.slice_bytes": "slice sizes allowed",
     "goal.background": "background job",
+    "goal.background_limit": "a step so many times as long for it",
     "goal.pins": "pins",
     "goal.all_layouts": "all layouts tried",
 }
@@ -112,10 +113,32 @@ def figures_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
     rows = []
     for what, name, show in _MEASURED:
         guess, found = getattr(report.predicted, name), getattr(report.measured, name)
-        ratio = f"{found / guess:.2f}" if found and guess else ""
-        texts = ["-" if v is None else show(v) for v in (guess, found)]
-        rows.append((what, texts[0], texts[1], ratio))
+        if name == "step_s" and report.background is not None:
+            rows += _beside_background(report, report.background)
+            continue
+        rows.append(_beside(what, guess, found, show))
     return rows
+
+
+def _beside(
+    what: str, guess: float | None, found: float | None, show: Callable[[float], str]
+) -> tuple[str, str, str, str]:
+    ratio = f"{found / guess:.2f}" if found and guess else ""
+    first, second = ("-" if v is None else show(v) for v in (guess, found))
+    return what, first, second, ratio
+
+
+def _beside_background(
+    report: RunReport, job: BackgroundFigures
+) -> list[tuple[str, str, str, str]]:
+    """The step while the background job was held, which is what a plan predicts; and with it, held
+    against the most that its limit allows."""
+    held = job.undisturbed_s if job.steps else None
+    most_s = report.predicted.step_s * job.limit
+    return [
+        _beside("step time, background job held", report.predicted.step_s, held, seconds),
+        _beside(f"  with it, at most {job.limit:g} times", most_s, report.measured.step_s, seconds),
+    ]
 
 
 _MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from .planner.binding import LimitUse
 from .planner.compare import policy_words
+from .planner.device_time import DeviceTime
 from .planner.explain import Alternative, Explanation, UnitExplanation
 from .planner.sensitivity import Gain
 from .screen import empty_table, figures_table, names_of, seconds, size
@@ -29,6 +30,8 @@ def explanation_tables(found: Explanation, objective: str = "time") -> list[Tabl
     """Each unit's cost and what its alternatives would give, then what binds, then what more of
     anything would buy (of the ``objective`` of the goal)."""
     shown: list[Table | str] = [_units(found), *_words(found)]
+    if found.device_time.alone_s:
+        shown.append(_device_time(found.device_time))
     if len(found.limits) > 1:
         rows = [_limit(use) for use in found.limits]
         shown.append(figures_table("Limits", ("", "used", "allowed", ""), rows))
@@ -77,6 +80,11 @@ def _words(found: Explanation) -> Iterator[str]:
         "exchange": "gradient exchange that nothing hides",
     }[found.bound_by]
     yield f"The largest part of the step of {seconds(found.step_s)} is {largest}."
+    if found.slowed_s > found.step_s:
+        yield (
+            f"With a background job a step may take up to {seconds(found.slowed_s)}, "
+            f"{found.slowed_s / found.step_s:g} times as long: a step limit holds for that."
+        )
     if found.term is None:
         yield "Branches run side by side: the step is their critical path."
     elif found.term.link is None:
@@ -103,6 +111,25 @@ def _words(found: Explanation) -> Iterator[str]:
         )
     else:
         yield "No gradient exchange is exposed."
+
+
+def _device_time(found: DeviceTime) -> Table:
+    """The amplification, part by part."""
+    parts = (
+        ("one device, whole batch at once", found.alone_s),
+        ("smaller or divided shares", found.shares_s),
+        ("updates on every device", found.updates_s),
+        ("the executor's own work", found.executor_s),
+        ("slowed by communication", found.slowing_s),
+        ("waiting for it", found.waiting_s),
+        ("device time of a step", found.used_s),
+    )
+    rows = [
+        (what, ("-" if part < 0 else "") + seconds(abs(part)), f"{part / found.alone_s:.2f} x")
+        for what, part in parts
+        if abs(part) > NEGLIGIBLE * found.used_s
+    ]
+    return figures_table("Device time of a step (amplification)", ("", "seconds", "share"), rows)
 
 
 def _limit(use: LimitUse) -> tuple[str, str, str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import get_args
 
 from .planner.errors import InputError
-from .planner.goal import STATE_COPIES, BatchStatistics, Goal, Pin
+from .planner.goal import BACKGROUND_LIMIT, STATE_COPIES, BatchStatistics, Goal, Pin
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}i": 1024**n for n, u in enumerate("kmgt", start=1)}
@@ -28,13 +28,15 @@ def make_goal(
     step_limit_s: float | None = None,
     amplification_limit: float | None = None,
     unit_amplification_limit: float | None = None,
+    background_limit: float | None = None,
     min_fidelity: float | None = None,
     allow_lossy: bool = False,
     slice_bytes: Sequence[int] = (),
     pins: Sequence[Pin] = (),
     all_layouts: bool = False,
 ) -> Goal:
-    """The goal of those values, each checked; raises ``InputError``."""
+    """The goal of those values, each checked; raises ``InputError``. With a ``background_limit``
+    another job may run beside the plan and slow it by so much."""
     _at_least_one("batch", batch)
     if memory_limit_bytes is not None:
         _at_least_one("memory limit", memory_limit_bytes)
@@ -48,6 +50,11 @@ def make_goal(
     _above_zero("step limit", step_limit_s)
     _above_zero("amplification limit", amplification_limit)
     _above_zero("unit amplification limit", unit_amplification_limit)
+    if background_limit is not None and not 1 < background_limit < math.inf:
+        raise InputError(
+            f"a background limit of {background_limit:g} cannot be held: give more than 1, such as "
+            f"{BACKGROUND_LIMIT:g} for a step that takes up to a tenth longer"
+        )
     return Goal(
         batch=batch,
         memory_limit_bytes=memory_limit_bytes,
@@ -58,6 +65,8 @@ def make_goal(
         time_limit_s=step_limit_s,
         amplification_limit=amplification_limit,
         unit_amplification_limit=unit_amplification_limit,
+        background=background_limit is not None,
+        background_limit=BACKGROUND_LIMIT if background_limit is None else background_limit,
         allow_lossy=allow_lossy,
         min_fidelity=_fidelity(min_fidelity, allow_lossy),
         slice_bytes=tuple(dict.fromkeys(slice_bytes)),

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from .background import Background, outlook
+from .background import Background, outlook, over_step_limit
 from .executor.background.job import Job, beside
 from .executor.launch import Ranks, check_plan, run_ranks
 from .executor.report import (
@@ -55,10 +55,14 @@ def launch(
     here = range(ranks.node_rank * ranks.nproc, (ranks.node_rank + 1) * ranks.nproc)
     with beside(background.settings()) as job, _stopped_with_run(job, say):
         say(outlook(plan, here))
+        if (late := over_step_limit(plan, background.limit)) is not None:
+            say(late)
         report = run(plan, script, steps, ranks.telling(job.environment))
         state = job.state()
         if report is not None:
-            report = msgspec.structs.replace(report, background=background_figures(state))
+            report = msgspec.structs.replace(
+                report, background=background_figures(state, background.limit)
+            )
         at_end(report)
         for told in (sentence(state, background.limit), hardly_ran(state, background.limit)):
             say(told or "")

@@ -120,7 +120,12 @@ def _style(unit: UnitPlan) -> str:
 def prediction_table(plan: Plan) -> Table:
     """The predicted step, part by part, beside plain data parallelism."""
     table = empty_table("Predicted for one step", ("", "this plan", "data parallel"))
-    for name, left, right in prediction_rows(plan.prediction, plan.baseline):
+    rows = prediction_rows(plan.prediction, plan.baseline)
+    if plan.goal.background:
+        times = plan.goal.slowdown
+        slowed, theirs = (seconds(p.step_s * times) for p in (plan.prediction, plan.baseline))
+        rows.insert(1, (f"  at most, with a background job ({times:g} times)", slowed, theirs))
+    for name, left, right in rows:
         table.add_row(name, left, right)
     return table
 

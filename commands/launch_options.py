@@ -36,7 +36,12 @@ BackgroundJob = Annotated[
     ),
 ]
 BackgroundLimit = Annotated[
-    float, number("The run's steps may take so many times as long for it.", above=1)
+    float | None,
+    number(
+        "The run's steps may take so many times as long for it (default: what the plan was made "
+        "for, else 1.1).",
+        above=1,
+    ),
 ]
 BackgroundMemory = Annotated[
     int | None, amount("Most data of each of its processes, such as 4GiB.")

@@ -41,6 +41,14 @@ AmplificationLimit = Annotated[
 UnitAmplificationLimit = Annotated[
     float | None, number("The same for every unit by itself.", above=0)
 ]
+BackgroundLimit = Annotated[
+    float | None,
+    number(
+        "A background job will run beside (launch --background): a step may take up to so many "
+        "times as long, such as 1.1, and keeps --step-limit even then.",
+        above=1,
+    ),
+]
 AllowLossy = Annotated[
     bool, typer.Option("--allow-lossy", help="Allow part of the gradients to wait a step.")
 ]

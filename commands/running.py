@@ -90,7 +90,7 @@ def launch(
     timeout: given.Timeout = None,
     report: given.Report = None,
     background: given.BackgroundJob = None,
-    background_limit: given.BackgroundLimit = 1.1,
+    background_limit: given.BackgroundLimit = None,
     background_memory: given.BackgroundMemory = None,
     background_at_end: given.BackgroundAtEnd = None,
     background_grace: given.BackgroundGrace = 30.0,
@@ -109,7 +109,7 @@ def launch(
     else:
         beside = Background(
             run=background,
-            limit=background_limit,
+            limit=made.goal.background_limit if background_limit is None else background_limit,
             memory_bytes=background_memory,
             at_end=_at_end(background_at_end),
             grace_s=background_grace,

@@ -28,6 +28,7 @@ from .exchange.residual import Lossy
 from .exchange.sharded import shard
 from .exchange.topk import MOST_ELEMENTS
 from .headroom import check_headroom, watch_memory
+from .layout.boundary import crosses
 from .layout.gradients import Members
 from .layout.residence import Residence
 from .layout.shards import Shard
@@ -97,7 +98,10 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
     # What a divided unit has whole (a bias behind partial sums) is shared by all of its ranks.
     sharded, fetched = ({*some, *map(_undivided, some)} for some in (sharded, fetched))
     parts = {unit.layout for unit in narrowed(plan)}
-    world = make_world(plan.placement, degrees, device, limit, sharded, fetched, parts)
+    crossing = any(crosses(unit, rest) for unit, rest in divided(plan))
+    world = make_world(
+        plan.placement, degrees, device, limit, sharded, fetched, parts, crossing=crossing
+    )
     return Run(plan, world, Watch(world.rank, world.size, limit, run=next(_runs)), lossy)
 
 

@@ -94,7 +94,10 @@ def _divide_unit(
     mover = Mover(group, run.watch, run.meter, run.issued)
     counts: Callable[[], tuple[int, ...]] = partial(run.group_counts, unit.layout)
     bursts = run.bursts
-    boundary = Boundary(unit, spec, mover, counts, keeps=keeps or bursts is not None, bursts=bursts)
+    boundary = Boundary(
+        unit, spec, mover, counts,
+        keeps=keeps or bursts is not None, bursts=bursts, brought=run.brought,
+    )  # fmt: skip
     gradients: dict[nn.Parameter, Tensor] = {}
     for cut in spec.cuts:
         tensor = tensor_named(model, cut.name)

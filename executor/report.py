@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..planner.noun import Bytes, Count, Index, Noun, Seconds, Share, load, save
+from ..planner.goal import BACKGROUND_LIMIT
+from ..planner.noun import Bytes, Count, Index, Noun, Seconds, Share, Slowdown, load, save
 from ..planner.plan import Plan, Prediction
 from .background.settings import State
 from .parallel import run_of
@@ -60,8 +61,8 @@ class BackgroundFigures(Noun, frozen=True, kw_only=True):
     ``beside_cpu_s``; it was stopped ``stops`` times then, and held for ``held_shares`` of that
     time: to ``learn`` the steps' undisturbed time, to keep the ``limit``, for want of a ``gap``,
     and while the foreground did something ``else`` than steps. Over ``steps`` of the foreground,
-    those included in which it was held, a step took ``slowdown`` times ``undisturbed_s``.
-    ``ended`` says how it ended, if it had.
+    those included in which it was held, a step took ``slowdown`` times ``undisturbed_s``; up to
+    ``limit`` times was allowed. ``ended`` says how it ended, if it had.
     """
 
     open_share: Share
@@ -74,6 +75,7 @@ class BackgroundFigures(Noun, frozen=True, kw_only=True):
     steps: Index
     slowdown: float
     undisturbed_s: Seconds
+    limit: Slowdown = BACKGROUND_LIMIT
     ended: str = ""
 
 
@@ -95,8 +97,8 @@ class RunReport(Noun, frozen=True, kw_only=True):
     background: BackgroundFigures | None = None
 
 
-def background_figures(state: State) -> BackgroundFigures:
-    """The figures that a report has of a background job."""
+def background_figures(state: State, limit: float) -> BackgroundFigures:
+    """The figures that a report has of a background job which was held to that limit."""
     beside = state.beside
     return BackgroundFigures(
         open_share=_part(state.open_s, state.seconds),
@@ -109,6 +111,7 @@ def background_figures(state: State) -> BackgroundFigures:
         steps=state.steps,
         slowdown=state.slowdown,
         undisturbed_s=state.undisturbed_s,
+        limit=limit,
         ended=state.ended,
     )
 

@@ -26,6 +26,7 @@ from .exchange.schedule import Orders
 from .exchange.sharded import sharing_of
 from .exchange.sharing import Sharing
 from .forward import Forward, Weight, samples_of, shapes_of
+from .layout.brought import Brought
 from .layout.bursts import Bursts
 from .layout.held import bring_home
 from .layout.redistribute import Meter
@@ -66,6 +67,7 @@ class Run:
         self.bursts = (
             Bursts(world, watch, self.meter, self.issued, self.counts) if world.spans else None
         )
+        self.brought = Brought()
         self.shards: dict[str, Shard] = {}
         self.divided_parameters: dict[nn.Parameter, Shard] = {}
         self.sharings: dict[nn.Parameter, Sharing] = {}
@@ -196,6 +198,7 @@ class Run:
         finally:
             self.inside = False
             self.regions.abandon()
+            self.brought.end(whole=whole)
             if self.bursts is not None:
                 self.bursts.end(learn=whole)
 
@@ -227,6 +230,7 @@ class Run:
             forward.announce()
         if self.divided:
             forward.counts()
+        self.brought.begin()
         if self.bursts is not None:
             self.bursts.begin()
         if grad and model.training and self.synchronise:

@@ -79,7 +79,7 @@ def limit_uses(done: Evaluation) -> tuple[LimitUse, ...]:
         most = max(unit_amplification(model, k, o) for k, o in enumerate(decisions))
         found.append(_use(UNIT, most, goal.unit_amplification_limit))
     if goal.time_limit_s is not None:
-        found.append(_use(STEP, step_s, goal.time_limit_s))
+        found.append(_use(STEP, step_s * goal.slowdown, goal.time_limit_s))
     if goal.allow_lossy:
         lost = sum(lost_energy(model, k, o) for k, o in enumerate(decisions))
         found.append(_use(FIDELITY, lost, energy_budget(model)))

@@ -95,8 +95,8 @@ def overdrawn(model: CostModel, decisions: Sequence[Option], step_s: float) -> f
     over, limit = 0.0, gpu_seconds_limit(model)
     if limit < float("inf"):
         over += max(gpu_seconds(model, decisions, step_s) / limit - 1.0, 0.0)
-    if model.goal.time_limit_s is not None:
-        over += max(step_s / model.goal.time_limit_s - 1.0, 0.0)
+    if model.goal.undisturbed_limit_s is not None:
+        over += max(step_s / model.goal.undisturbed_limit_s - 1.0, 0.0)
     if model.goal.allow_lossy:
         lost = sum(lost_energy(model, k, option) for k, option in enumerate(decisions))
         over += max(lost - energy_budget(model), 0.0)

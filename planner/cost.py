@@ -44,7 +44,7 @@ from .shares import (
     shard_bytes,
 )
 from .step import LINKS, Chain, empty_chain
-from .unit_cost import EdgeCost, OnLink, UnitCost, after, offloaded, recomputed, released
+from .unit_cost import NO_MOVE, EdgeCost, OnLink, UnitCost, after, offloaded, recomputed, released
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
@@ -121,7 +121,7 @@ class CostModel(Exchanges):
         payload = self.payload_bytes(option, trained)
         exchange, slice_s = self.exchanged(option, payload)
         inner_forward, inner_backward = self._inner(k, option, samples)
-        own_s = self._overhead_s(k, trained if layout.groups > 1 else 0)
+        own_s = self.overhead_s(k, trained if layout.groups > 1 else 0)
         cost = UnitCost(
             forward_s=forward_s(unit, style, layout.degree, samples),
             backward_s=backward_s(unit, style, layout.degree, samples)
@@ -150,7 +150,7 @@ class CostModel(Exchanges):
             return offloaded(cost, saved / rate)
         return cost
 
-    def _overhead_s(self, k: int, gradient_bytes: int) -> float:
+    def overhead_s(self, k: int, gradient_bytes: int) -> float:
         """The executor's own work in the backward of unit ``k``: for each of its parameters, for
         what it exchanges, and at the end of the step's last backward (the first unit's) once."""
         overhead = self.cluster.overhead_of(sliced=self.sliced)
@@ -211,12 +211,20 @@ class CostModel(Exchanges):
         )
 
     def edge(self, e: int, source: Option, target: Option) -> EdgeCost:
-        """What edge ``e`` costs between its ends' options."""
+        """What edge ``e`` costs between its ends' options, taken by itself."""
         key = (e, source, target)
         if key not in self._edges:
             held = exit_(source.layout, source.style), entry(target.layout, target.style)
             self._edges[key] = self._edge(self.profile.edges[e], *held)
         return self._edges[key]
+
+    def arrival(self, e: int, decisions: Sequence[Option]) -> EdgeCost:
+        """What edge ``e`` costs in a plan: nothing where an earlier unit that needs the same
+        tensors alike has got them (``taking``)."""
+        a, b = self.ends[e]
+        cost = self.edge(e, decisions[a], decisions[b])
+        moves = cost.received_bytes or cost.backward.sent_bytes
+        return NO_MOVE if moves and self.brought_before(e, decisions) else cost
 
     def _edge(self, edge: EdgeProfile, source: Held, target: Held) -> EdgeCost:
         sliced = "features" in (source.form, target.form)
@@ -273,7 +281,7 @@ class CostModel(Exchanges):
         """Writes into ``chain`` the redistribution at the entry of unit ``k``."""
         chain.entry_forward_s[:, k] = chain.entry_backward_s[:, k] = 0.0
         for e in self.edges_into[k]:
-            cost = self.edge(e, decisions[self.ends[e][0]], decisions[k])
+            cost = self.arrival(e, decisions)
             chain.entry_forward_s[cost.forward.link, k] += cost.forward.seconds
             chain.entry_backward_s[cost.backward.link, k] += cost.backward.seconds
 

@@ -187,8 +187,8 @@ def _wire_bytes(model: CostModel, decisions: Decisions, step: Step) -> float:
     for k, option in enumerate(decisions):
         cost = model.unit(k, option)
         blocking += cost.inner_forward.sent_bytes + cost.inner_backward.sent_bytes
-    for e, (a, b) in enumerate(model.ends):
-        edge = model.edge(e, decisions[a], decisions[b])
+    for e in range(len(model.ends)):
+        edge = model.arrival(e, decisions)
         blocking += edge.forward.sent_bytes + edge.backward.sent_bytes
     return model.micro_batches * blocking + sum(m.sent_bytes for m in step.messages)
 

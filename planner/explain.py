@@ -15,6 +15,7 @@ from .binding import MEMORY, BindingTerm, LimitUse, broken, limit_uses, term_of
 from .capability import PLAIN, Capability
 from .cluster import Cluster
 from .cost import CostModel
+from .device_time import DeviceTime, device_time
 from .errors import InputError
 from .evaluate import Evaluation, decisions_of, evaluation, excess
 from .exposure import Exposure, Part, exposures, largest_part
@@ -78,9 +79,12 @@ class Explanation(Noun, frozen=True, kw_only=True):
     """The largest part of the step (``bound_by``), the term of the formula that it is equal to, the
     limits and what is used of them, those that keep a quicker alternative of one unit out
     (``binding``; of fewer device-seconds where that is the objective), where memory is tightest,
-    what is exposed, every unit, and what more of anything would buy where that was asked."""
+    what is exposed, every unit, and what more of anything would buy where that was asked.
+    ``slowed_s`` is what a step may take with the background job that the goal allows (``step_s``
+    without one), ``device_time`` what its device-seconds are made of."""
 
     step_s: Seconds
+    slowed_s: Seconds
     baseline_s: Seconds
     bound_by: Part
     term: BindingTerm | None
@@ -92,6 +96,7 @@ class Explanation(Noun, frozen=True, kw_only=True):
     available_bytes: Bytes
     exposed: tuple[Exposure, ...]
     units: tuple[UnitExplanation, ...]
+    device_time: DeviceTime
     gains: tuple[Gain, ...] = ()
 
     @property
@@ -129,6 +134,7 @@ def explain(
     tight = excess(model, done.memory)
     return Explanation(
         step_s=done.prediction.step_s,
+        slowed_s=done.prediction.step_s * plan.goal.slowdown,
         baseline_s=plan.baseline.step_s,
         bound_by=largest_part(done.simulation),
         term=term_of(done, schedule),
@@ -140,6 +146,7 @@ def explain(
         available_bytes=tight.available_bytes,
         exposed=tuple(exposures(done)),
         units=tuple(units),
+        device_time=device_time(done),
     )
 
 

@@ -6,10 +6,13 @@ from typing import Literal
 
 from .errors import InputError
 from .layout import Layout, Style
-from .noun import Bytes, Count, Noun, Positive, Share
+from .noun import Bytes, Count, Noun, Positive, Share, Slowdown
 
 STATE_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """Optimizer state as multiples of the parameters' bytes."""
+
+BACKGROUND_LIMIT = 1.1
+"""Default of what a background job may slow a step by."""
 
 BatchStatistics = Literal["local", "global"]
 
@@ -57,9 +60,11 @@ class Goal(Noun, frozen=True, kw_only=True):
     bounds the device-seconds of a step, ``unit_amplification_limit`` those of every unit by itself,
     as a multiple of what one device would take for the whole batch (DeepPool, arXiv 2112.10065).
     Lossy exchange needs ``allow_lossy``, and keeps at least ``min_fidelity`` of the gradient's
-    energy over all units. ``pins`` take layouts and styles of units out of the search,
-    ``all_layouts`` brings every number of groups and members in (else divisors of the number of
-    ranks, and powers of two).
+    energy over all units. With ``background`` another job may run in what the plan leaves idle, and
+    a step may take up to ``background_limit`` times as long for it: ``time_limit_s`` holds for the
+    step so slowed, while predictions are of the step without it. ``pins`` take layouts and styles
+    of units out of the search, ``all_layouts`` brings every number of groups and members in (else
+    divisors of the number of ranks, and powers of two).
     """
 
     batch: Count
@@ -75,6 +80,7 @@ class Goal(Noun, frozen=True, kw_only=True):
     time_limit_s: Positive | None = None
     slice_bytes: tuple[Count, ...] = ()
     background: bool = False
+    background_limit: Slowdown = BACKGROUND_LIMIT
     pins: tuple[Pin, ...] = ()
     all_layouts: bool = False
 
@@ -82,6 +88,17 @@ class Goal(Noun, frozen=True, kw_only=True):
         super().__post_init__()
         if not self.micro_batches:
             raise InputError("micro_batches is empty: name at least one count, such as 1")
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long as predicted a step may take for the sake of another job."""
+        return self.background_limit if self.background else 1.0
+
+    @property
+    def undisturbed_limit_s(self) -> float | None:
+        """The limit on a step's time without the background job that may slow it; None without
+        one."""
+        return None if self.time_limit_s is None else self.time_limit_s / self.slowdown
 
     def permits(self, unit: str, layout: Layout, style: Style | None = None) -> bool:
         """Whether the pins leave that layout (in that style) to a unit."""

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 from .answer import Choice, answer, choice
+from .budget import within_unit_limit
 from .infeasible import explain_infeasible
 from .problem import Problem, Result
 from .splits import Found, placed, search
@@ -20,18 +21,36 @@ class Heuristic:
         """See ``solver.Solver``."""
         start = time.perf_counter()
         problem = placed(problem)
+        best, chosen = self._best(problem, time_limit_s)
+        if not (chosen.feasible and _permitted(chosen)):
+            why = explain_infeasible(problem, best, self._solves)
+            seconds = time.perf_counter() - start
+            return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
+        seconds = time.perf_counter() - start
+        return answer(problem, chosen, self.name, None, proved=False, seconds=seconds)
+
+    def _best(self, problem: Problem, time_limit_s: float | None) -> tuple[Found, Choice]:
         found = [
             search(replace(problem, bucket_bytes=size), time_limit_s)
             for size in problem.slice_bytes
         ]
         best = min(found, key=lambda each: each.score)
-        chosen = _choice(best, problem)
-        if not chosen.feasible:
-            why = explain_infeasible(problem, best)
-            seconds = time.perf_counter() - start
-            return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
-        seconds = time.perf_counter() - start
-        return answer(problem, chosen, self.name, None, proved=False, seconds=seconds)
+        return best, _choice(best, problem)
+
+    def _solves(self, problem: Problem) -> bool:
+        """Whether it finds a plan for another problem."""
+        _, chosen = self._best(problem, None)
+        return chosen.feasible and _permitted(chosen)
+
+
+def _permitted(chosen: Choice) -> bool:
+    """Whether the limit on each unit and the pins are kept: a unit that they leave nothing stands
+    as it is under data parallelism."""
+    model, goal = chosen.model, chosen.model.goal
+    return all(
+        goal.permits(unit.name, option.layout, option.style) and within_unit_limit(model, k, option)
+        for k, (unit, option) in enumerate(zip(model.profile.units, chosen.decisions, strict=True))
+    )
 
 
 def _choice(found: Found, problem: Problem) -> Choice:

@@ -136,7 +136,8 @@ class Program:
         arrived = []
         for e in self.model.edges_into[k]:
             source = self.model.ends[e][0]
-            on = self.model.edge(e, self.decisions[source], self.decisions[k]).forward
+            # What is there already came to the same lanes, which did an earlier unit with it.
+            on = self.model.arrival(e, self.decisions).forward
             both = mine | self.of_unit[source]
             sent = self._forward[source]
             arrived.append(self._collective(on, k, "redistribute", mine, sent, both))
@@ -163,7 +164,7 @@ class Program:
     def _return(self, e: int) -> None:
         """The gradient of an edge's tensor goes back to its source, which waits for it."""
         source, target = self.model.ends[e]
-        on = self.model.edge(e, self.decisions[source], self.decisions[target]).backward
+        on = self.model.arrival(e, self.decisions).backward
         there = self.of_unit[source]
         both, done = there | self.of_unit[target], self._backward[target]
         self._returned[e] = self._collective(on, target, "redistribute gradient", there, done, both)

@@ -209,9 +209,7 @@ class MemoryModel:
         """Bytes of the largest tensor that unit ``k`` receives from a redistribution."""
         if samples is None:
             return 0.0
-        model = self.model
-        costs = (model.edge(e, decisions[model.ends[e][0]], decisions[k])
-                 for e in model.edges_into[k])  # fmt: skip
+        costs = (self.model.arrival(e, decisions) for e in self.model.edges_into[k])
         return max((c.received_bytes for c in costs), default=0.0)
 
     def buckets_bytes(self, decisions: Sequence[Option]) -> float:

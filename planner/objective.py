@@ -39,7 +39,7 @@ class Value(NamedTuple):
 
     def feasible(self, model: CostModel) -> bool:
         """Whether all limits are kept."""
-        most_s = model.goal.time_limit_s
+        most_s = model.goal.undisturbed_limit_s
         return (
             self.over_bytes <= 0
             and self.gpu_seconds <= gpu_seconds_limit(model) * ROUNDING

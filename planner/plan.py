@@ -136,6 +136,11 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
         return next(u for u in self.units if u.name == name)
 
     @property
+    def slowed_s(self) -> float:
+        """The longest that a step may take, with the background job that the goal allows."""
+        return self.prediction.step_s * self.goal.slowdown
+
+    @property
     def speedup(self) -> float:
         """Predicted step of plain data parallelism over this plan's."""
         return self.baseline.step_s / self.prediction.step_s if self.prediction.step_s else 1.0

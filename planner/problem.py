@@ -60,13 +60,20 @@ class Problem:
 
 
 class Relaxation(NamedTuple):
-    """A change of the goal that makes a problem feasible, checked by solving it again."""
+    """A change of the goal that makes a problem feasible, checked by solving it again. ``proved``
+    says that nothing less would do."""
 
     what: Literal[
-        "memory_limit_bytes", "batch", "micro_batches", "amplification_limit", "time_limit_s"
+        "memory_limit_bytes",
+        "batch",
+        "micro_batches",
+        "amplification_limit",
+        "unit_amplification_limit",
+        "time_limit_s",
     ]
     value: float
     sentence: str
+    proved: bool = False
 
 
 class Enlargement(NamedTuple):

@@ -166,6 +166,8 @@ class EdgeProfile(Noun, frozen=True, kw_only=True):
     ``bytes_per_sample`` of those that have a batch dimension; ``gradient_bytes_per_sample`` the
     part of it that comes back in backward (none for token numbers and masks). ``features`` is the
     length of the dimension that a ``column`` source slices, or that a ``row`` target needs sliced.
+    Edges of one source with the same number in ``tensors`` carry the same tensors, so that units
+    which need them alike get them together (``taking``).
     """
 
     source: str
@@ -173,6 +175,7 @@ class EdgeProfile(Noun, frozen=True, kw_only=True):
     bytes_per_sample: BytesReal
     gradient_bytes_per_sample: BytesReal
     features: Count = 1
+    tensors: Index = 0
 
 
 class UpdateRate(Noun, frozen=True, kw_only=True):

@@ -37,7 +37,8 @@ def by_either(problem: Problem, search: Callable[[Problem], Result]) -> Result:
     goal = msgspec.structs.replace(problem.goal, slice_bytes=sizes)
     sliced = replace(problem, goal=goal, schedule="priority", either=False)
     if plain.plan is None:
-        return releasing_last(sliced, search) if _saves_memory(problem) else plain
+        other = releasing_last(sliced, search) if _saves_memory(problem) else plain
+        return other if other.plan is not None else nearer(plain, other)
     if not (problem.goal.allow_lossy or _promising(sliced, plain, plain.plan)):
         return plain
     other = sharding_sparingly(_without_release(sliced), search)
@@ -60,7 +61,22 @@ def releasing_last(problem: Problem, search: Callable[[Problem], Result]) -> Res
     little quicker too, but takes from the user what can be done between backward and step."""
     late = _without_release(problem)
     found = search(late)
-    return search(problem) if found.plan is None and late is not problem else found
+    if found.plan is not None or late is problem:
+        return found
+    other = search(problem)
+    return other if other.plan is not None else nearer(found, other)
+
+
+def nearer(one: Result, other: Result) -> Result:
+    """Of two answers without a plan the one that asks for less, where both name a value of one
+    limit; else the second, which was allowed more."""
+    if one.infeasible is None or other.infeasible is None:
+        return other
+    for change in one.infeasible.relaxations:
+        for theirs in other.infeasible.relaxations:
+            if change.what == theirs.what == one.infeasible.limit and change.value < theirs.value:
+                return one
+    return other
 
 
 def _without_release(problem: Problem) -> Problem:
@@ -81,7 +97,10 @@ def _sharding_sparingly(problem: Problem, search: Callable[[Problem], Result]) -
     found = search(plain)
     if found.plan is None:
         other = search(first)
-        return other if other.plan is not None or first is problem else search(problem)
+        if other.plan is not None:
+            return other
+        last = other if first is problem else search(problem)
+        return last if last.plan is not None else nearer(nearer(found, other), last)
     if not _quicker_in_shards(problem, found, found.plan):
         return found
     other = search(first)

@@ -163,7 +163,7 @@ class Point:
         for k in before:
             self.model.write_unit(self.chain, k, self.decisions[k])
             self.table[:, k] = self._memory(k)
-            entries.update(self.model.ends[e][1] for e in self.model.edges_from[k])
+            entries.update(self.model.entered_after[k])
         for k in entries:
             self.model.write_entry(self.chain, k, self.decisions)
             self.received[k] = self._received(k)

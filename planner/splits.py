@@ -96,6 +96,8 @@ def feasible(problem: Problem) -> bool:
         if not _divides(problem, micro_batches):
             continue
         point = _start(problem, micro_batches)
+        if not all(point.space.options):
+            continue  # pins and the limit on each unit leave one of them nothing
         for layout in point.space.layouts:
             for decisions in split_plans(point.space, layout):
                 point.move_to(decisions)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
-from .options import tied_units
+from .options import Option, tied_units
 from .profile import ModelProfile, ParameterProfile
+from .taking import brought_before, takings
 
 
 class Structure:
@@ -36,6 +38,26 @@ class Structure:
         """Indices of the edges that begin at each unit."""
         units = range(len(self.profile.units))
         return tuple(tuple(e for e, (a, _) in enumerate(self.ends) if a == k) for k in units)
+
+    @cached_property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """For each edge those that carry the same tensors to units before its own."""
+        return takings(self.profile.edges, self.ends)
+
+    def brought_before(self, e: int, decisions: Sequence[Option]) -> bool:
+        """Whether what edge ``e`` brings is there already, as an earlier unit needed it alike."""
+        return brought_before(self.profile.edges, self.ends, self.alike[e], e, decisions)
+
+    @cached_property
+    def entered_after(self) -> tuple[frozenset[int], ...]:
+        """For each unit those at whose entry its decision shows: what takes its output, and what
+        takes after it what it takes."""
+        found: list[set[int]] = [set() for _ in self.profile.units]
+        for e, (a, b) in enumerate(self.ends):
+            found[a].add(b)
+            for earlier in self.alike[e]:
+                found[self.ends[earlier][1]].add(b)
+        return tuple(frozenset(units) for units in found)
 
     @cached_property
     def passing_bytes(self) -> tuple[float, ...]:

@@ -44,6 +44,9 @@ class EdgeCost(NamedTuple):
     received_bytes: float
 
 
+NO_MOVE = EdgeCost(OnLink(), OnLink(), 0.0)
+
+
 def after(one: OnLink, other: OnLink) -> OnLink:
     """Two collectives one after the other, as on the link of the longer."""
     link = max(one, other).link

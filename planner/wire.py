@@ -1,34 +1,19 @@
 """What each position sends in a step, in bytes: what the executor counts can be held against it.
 
 The pieces are those of ``ownership.transfers``. A tensor that several units need in one form
-travels once; the cost model, which adds edges up one by one, counts it for each of them.
+travels once (``taking``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
-from .ownership import Held, entry, exit_, sample_bounds, transfers
+from .ownership import entry, exit_, sample_bounds, transfers
 from .plan import Plan, UnitPlan
+from .taking import Edge, Taking, taking
 
 SUMMED = ("row", "pair")
 """The styles of units that end in partial sums."""
-
-
-class Edge(Protocol):
-    """As ``EdgeProfile``."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def target(self) -> str: ...
-    @property
-    def bytes_per_sample(self) -> float: ...
-    @property
-    def gradient_bytes_per_sample(self) -> float: ...
-    @property
-    def features(self) -> int: ...
 
 
 def moved_bytes(plan: Plan, edges: Iterable[Edge], counts: Sequence[int]) -> list[float]:
@@ -37,19 +22,19 @@ def moved_bytes(plan: Plan, edges: Iterable[Edge], counts: Sequence[int]) -> lis
     sent = [0.0] * plan.world_size
     units = {unit.name: unit for unit in plan.units}
     leaving: dict[str, tuple[float, float]] = {}
-    seen: set[tuple[str, Held, int]] = set()
+    seen: set[Taking] = set()
     for edge in edges:
         source, target = units[edge.source], units[edge.target]
         before = leaving.get(edge.source, (0.0, 0.0))
         mine = edge.bytes_per_sample, edge.gradient_bytes_per_sample
         leaving[edge.source] = max(before[0], mine[0]), max(before[1], mine[1])
         held, wanted = exit_(source.layout, source.style), entry(target.layout, target.style)
-        features = edge.features if "features" in (held.form, wanted.form) else 1
-        if (edge.source, wanted, features) not in seen:
-            seen.add((edge.source, wanted, features))
-            for move in transfers(counts, held, wanted, features):
-                sent[move.source] += move.box.area * mine[0] / features
-                sent[move.target] += move.box.area * mine[1] / features
+        taken = taking(edge, held, wanted)
+        if taken not in seen:
+            seen.add(taken)
+            for move in transfers(counts, held, wanted, taken.features):
+                sent[move.source] += move.box.area * mine[0] / taken.features
+                sent[move.target] += move.box.area * mine[1] / taken.features
     for unit in plan.units:
         if unit.style in SUMMED:
             _add_sums(sent, unit, leaving.get(unit.name, (0.0, 0.0)), counts)

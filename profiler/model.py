@@ -324,6 +324,7 @@ def edge_profiles(found: Discovery) -> tuple[EdgeProfile, ...]:
             bytes_per_sample=e.bytes_per_sample,
             gradient_bytes_per_sample=e.gradient_bytes_per_sample,
             features=e.features,
+            tensors=e.tensors,
         )
         for e in found.edges
     )

@@ -7,6 +7,7 @@ independently of the rows and constraints that the solvers use.
 import itertools
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from meshwright.planner.budget import energy_budget, gpu_seconds_limit, idle_s, lost_energy
 from meshwright.planner.choices import unit_options
@@ -18,6 +19,8 @@ from meshwright.planner.positions import group_samples
 from meshwright.planner.splits import placed
 
 CHUNK = 40_000
+WHOLE = dict.fromkeys(("column", "pair"), "whole")
+"""What units of these styles need of their input; others have needs of their own."""
 
 
 class Best(NamedTuple):
@@ -123,11 +126,25 @@ class _Table:
     def entry(self, chosen, figure, largest=False):
         """[combination, unit] of a figure of the edges into a unit, summed or the largest."""
         found = np.zeros(chosen.shape)
-        for (a, b), costs in zip(self.model.ends, self.edges, strict=True):
+        for e, ((a, b), costs) in enumerate(zip(self.model.ends, self.edges, strict=True)):
             values = np.array([[figure(c) for c in row] for row in costs], dtype=float)
-            mine = values[chosen[:, a], chosen[:, b]]
+            mine = np.where(self._there(chosen, e), 0.0, values[chosen[:, a], chosen[:, b]])
             found[:, b] = np.maximum(found[:, b], mine) if largest else found[:, b] + mine
         return found
+
+    def _there(self, chosen, e):
+        """For each combination whether an earlier unit needed what edge ``e`` brings alike (where
+        all edges have the same features)."""
+        edges, ends = self.model.profile.edges, self.model.ends
+        b, there = ends[e][1], np.zeros(len(chosen), dtype=bool)
+        for other, (a, first) in enumerate(ends):
+            same = msgspec.structs.replace(edges[other], target=edges[e].target) == edges[e]
+            if same and a == ends[e][0] and (first, other) < (b, e):
+                needs = [[(o.layout, WHOLE.get(o.style, o.style)) for o in self.options[k]]
+                         for k in (first, b)]  # fmt: skip
+                alike = np.array([[x == y for y in needs[1]] for x in needs[0]])
+                there |= alike[chosen[:, first], chosen[:, b]]
+        return there
 
     def judge(self, chosen):
         """(objective, whether all limits are kept, peak bytes of the fullest position,

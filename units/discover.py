@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..planner.profile import UnitKind
-from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, pruned
+from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, loads_of, pruned
 from .replay import Call, capture
 from .select import Run, draws_early, parameters_used_outside, select_runs, unused_parameters
 from .spec import SplitSpec, UnitSpec
@@ -27,14 +27,15 @@ _BLOCKS = ("attention", "mlp")
 @dataclass(frozen=True)
 class Edge:
     """The tensors with a batch dimension that flow between two units, in bytes for each sample;
-    ``gradient_bytes_per_sample`` is the part that has a gradient. ``features`` as in
-    ``EdgeProfile``."""
+    ``gradient_bytes_per_sample`` is the part that has a gradient. ``features`` and ``tensors`` as
+    in ``EdgeProfile``."""
 
     source: str
     target: str
     bytes_per_sample: float
     gradient_bytes_per_sample: float
     features: int = 1
+    tensors: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def _discovery(
     glue = [node for node in nodes if node.startswith(GLUE)]
     names.update({node: f"{GLUE}{i}" for i, node in enumerate(glue)})
     units = tuple(specs[n] if n in specs else _fixed(names[n]) for n in nodes)
-    edges = tuple(_edge(e, slopes[e], names, specs) for e in ends)
+    loads = loads_of(flows[0], ends)
+    edges = tuple(_edge(e, slopes[e], names, specs, loads[e]) for e in ends)
     return Discovery(units, edges, unused_parameters(model, runs), fingerprint(model, units))
 
 
@@ -132,7 +134,11 @@ def _slopes(flow: Flow, other: Flow, samples: int) -> dict[Ends, tuple[float, fl
 
 
 def _edge(
-    ends: Ends, slope: tuple[float, float], names: dict[str, str], specs: dict[str, UnitSpec]
+    ends: Ends,
+    slope: tuple[float, float],
+    names: dict[str, str],
+    specs: dict[str, UnitSpec],
+    tensors: int,
 ) -> Edge:
     source, target = ends
     sliced = [
@@ -141,7 +147,7 @@ def _edge(
         if name in specs and (split := specs[name].split(style)) is not None  # type: ignore[arg-type]
     ]
     features = sliced[0] if sliced else 1
-    return Edge(names[source], names[target], slope[0], slope[1], features)
+    return Edge(names[source], names[target], slope[0], slope[1], features, tensors)
 
 
 def _specs(

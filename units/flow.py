@@ -166,3 +166,14 @@ def pruned(flow: Flow, ends: set[Ends]) -> tuple[list[str], list[Ends]]:
     nodes = [n for n in flow.nodes if not n.startswith(GLUE) or n in linked]
     place = {node: i for i, node in enumerate(nodes)}
     return nodes, sorted(kept, key=lambda e: (place[e[0]], place[e[1]]))
+
+
+def loads_of(flow: Flow, ends: Iterable[Ends]) -> dict[Ends, int]:
+    """For each edge a number that it has in common with those of its source that carry the same
+    tensors."""
+    numbers: dict[str, dict[frozenset[int], int]] = {}
+    found = {}
+    for edge in ends:
+        known = numbers.setdefault(edge[0], {})
+        found[edge] = known.setdefault(frozenset(flow.edges[edge]), len(known))
+    return found

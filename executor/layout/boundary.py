@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 from ...planner.ownership import Form, Held
 from ...planner.plan import UnitPlan
 from ...units.spec import SplitSpec
+from .brought import Brought, Taking
 from .bursts import Bursts, want
 from .held import HeldTensor
 from .redistribute import Mover, route
@@ -25,7 +26,8 @@ class Boundary:
 
     ``counts()`` are the samples of each member of its group in the forward that runs. ``keeps``
     tells that the next unit may take the output in the form in which this one leaves it. Where the
-    plan leaves ranks idle in some units, ``bursts`` moves what enters.
+    plan leaves ranks idle in some units, ``bursts`` moves what enters; else ``brought`` holds what
+    other units have got of it.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class Boundary:
         *,
         keeps: bool,
         bursts: Bursts | None = None,
+        brought: Brought | None = None,
     ) -> None:
         self.bursts = bursts
+        self.brought = brought
         self.unit = unit
         self.spec = spec
         self.mover = mover
@@ -79,6 +83,15 @@ class Boundary:
         doing = f"the input of unit {self.unit.name!r}"
         if self.bursts is not None:
             return self.bursts.bring(tensor, want(self.unit, self.spec, form, doing, index))
+        if self.brought is None:
+            return self._fetch(tensor, form, doing)
+        sliced = form == "features"
+        features, dim = (self.spec.features, self.spec.feature_dim) if sliced else (1, None)
+        taking = Taking(self.unit.name, index, Held(self.unit.layout, form), features, dim)
+        return self.brought.get(tensor, taking, lambda: self._fetch(tensor, form, doing))
+
+    def _fetch(self, tensor: Tensor, form: Form, doing: str) -> Tensor:
+        """The tensor in that form, moved among the members."""
         if isinstance(tensor, HeldTensor):
             direct = self._take(tensor, form, doing)
             if direct is not None:
@@ -127,6 +140,13 @@ class Boundary:
         way = route(self._counts(), "samples", "whole", 1, self.mover.group.member)
         doing = f"the sum inside unit {self.unit.name!r}"
         return self.mover.move(partial, way, None, doing, reduce=True)
+
+
+def crosses(unit: UnitPlan, following: Sequence[UnitPlan]) -> bool:
+    """Whether what a unit leaves as features goes straight to a unit that is divided otherwise."""
+    if unit.style != "column" or not following or keeps_features(unit, following):
+        return False
+    return following[0].layout.degree > 1
 
 
 def keeps_features(unit: UnitPlan, following: Sequence[UnitPlan]) -> bool:

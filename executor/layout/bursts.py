@@ -34,6 +34,7 @@ from ...planner.plan import UnitPlan
 from ...units.spec import SplitSpec
 from ..ranks.groups import Group, World
 from ..ranks.watch import Watch
+from .brought import version_of
 from .held import HeldTensor
 from .redistribute import Meter, Mover, Piece, Route
 
@@ -165,9 +166,9 @@ class Bursts:
         yet, as this one may change it in place.
         """
         taken = self._taken.get(id(tensor))
-        if taken is None or taken.version != _version(tensor):
+        if taken is None or taken.version != version_of(tensor):
             first = self._first(wanted)
-            taken = self._taken[id(tensor)] = _Taken(tensor, _version(tensor), first)
+            taken = self._taken[id(tensor)] = _Taken(tensor, version_of(tensor), first)
             for other in () if alone else self._ahead.get(first, ()):
                 self._take(taken, other)
         taken.wants.append(wanted)
@@ -239,12 +240,6 @@ class Bursts:
         self.watch.wait(work, group, doing)
         if tensor_there is not tensor:
             tensor.copy_(tensor_there)
-
-
-def _version(tensor: Tensor) -> int:
-    if isinstance(tensor, HeldTensor):
-        return tensor.changes
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _fits(held: HeldTensor, wanted: Want) -> bool:

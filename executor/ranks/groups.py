@@ -108,11 +108,13 @@ def make_world(
     sharded: Iterable[Place] = (),
     fetched: Iterable[Place] = (),
     parts: Iterable[Layout] = (),
+    *,
+    crossing: bool = False,
 ) -> World:
     """Creates the groups that layouts of ``degrees`` need for tensors on ``device``, those of
     ``sharded`` also for shards among peers, of ``fetched`` for parameters that are put together for
-    each use; and those of layouts that take a part of the ranks (``parts``). Collective over all
-    ranks.
+    each use; those of layouts that take a part of the ranks (``parts``); and with ``crossing`` one
+    for what goes straight from one division to another. Collective over all ranks.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     limit = timedelta(seconds=timeout_s + GRACE_S)
@@ -131,6 +133,8 @@ def make_world(
         peers[degree] = maker.make(f"exchange {degree}", same)
         likes[degree] = maker.make(f"statistics {degree}", same)
     spans: dict[range, Group] = {}
+    if crossing:
+        spans[range(size)] = maker.make("redistribution", everyone)
     for layout in sorted({one for part in parts for one in (part, flat(part))}):
         same = [layout.peers(member) for member in range(layout.degree)]
         if layout.degree > 1:

@@ -25,6 +25,8 @@ family of constraints, with the function that adds it:
  (9) device-seconds      W·T - Σ_k idle_k ≤ amplification · alone      ``Program._budgets``
 (10) fidelity            Σ_k lost_k ≤ 1 - the floor                    ``Program._budgets``
 (11) step time limit     T ≤ limit                                     ``Program._budgets``
+(12) moved once          c_eστ ≥ y_eστ - Σ x of earlier units that     ``Variables._moves``
+                         get the same tensors in that form, c ≥ 0
 
 (4) and (5) with b, a, c of ``step.priority_terms`` are the step under P3's order (Jayarajan et al.,
 arXiv 1905.03960; the closed form is ours, derived in docs/planner.md). (9) is DeepPool's limit on
@@ -145,8 +147,8 @@ class Program(Variables):
         goal, limit = self.model.goal, gpu_seconds_limit(self.model)
         if limit < float("inf"):
             self.at_most(self.device_seconds(), limit / self.unit_s)
-        if goal.time_limit_s is not None:
-            self.at_most({self.step: 1.0}, goal.time_limit_s / self.unit_s)
+        if goal.undisturbed_limit_s is not None:
+            self.at_most({self.step: 1.0}, goal.undisturbed_limit_s / self.unit_s)
         lost = self.lost()
         if lost:
             self.at_most(lost, energy_budget(self.model))

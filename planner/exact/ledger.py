@@ -17,8 +17,10 @@ from ..cost import CostModel
 from ..layout import Layout, Style
 from ..memory import MemoryModel
 from ..options import Decisions, Option
+from ..ownership import entry, exit_
 from ..rows import AT, ENTRY, FIGURES, OWN_BYTES, RECEIVED, Matrix
 from ..step import LINKS, Vector
+from ..taking import taking
 
 State = tuple[Layout, Style]
 EDGE_FIGURES: tuple[int, ...] = (*ENTRY, RECEIVED)
@@ -106,6 +108,15 @@ class Ledger:
                 figures[count + cost.backward.link, s, t] = cost.backward.seconds
                 figures[-1, s, t] = cost.received_bytes
         return EdgeLedger(a, b, figures)
+
+    def brings_alike(self, e: int, other: int, source: int, target: int) -> list[int]:
+        """The states of edge ``other``'s target in which it gets what edge ``e`` of the same load
+        brings from one state to another."""
+        ends, edges = self.model.ends, self.model.profile.edges
+        held = exit_(*self.units[ends[e][0]].states[source])
+        mine = taking(edges[e], held, entry(*self.units[ends[e][1]].states[target]))
+        states = self.units[ends[other][1]].states
+        return [i for i, s in enumerate(states) if taking(edges[other], held, entry(*s)) == mine]
 
     def choose(self, numbers: Sequence[int]) -> Decisions:
         """The decisions of one option's number for each unit."""

@@ -70,7 +70,7 @@ class Timeline:
         takes_part = each.takes_part[k]
         found = [
             summed((p.variable, p.figures[-1] / each.limit_bytes * takes_part[p.target])
-                   for p in self.program.pairs[e])
+                   for p in self.program.moves[e])
             for e in self.program.model.edges_into[k]
         ]  # fmt: skip
         if len(found) < 2:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import ceil
 from typing import NamedTuple
 
 import msgspec
 
 from ..answer import Choice, choice
-from ..budget import single_device_s
 from ..choices import unit_options
 from ..cost import CostModel
 from ..enlarge import more_ranks
 from ..evaluate import excess, rank_memory
 from ..objective import Value, value
 from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
+from ..remedies import higher, higher_unit_limit, more_memory, needed
 from .backend import Interruption, Solved, run
 from .cases import Case, case, models
 from .integer import Program
@@ -35,10 +34,12 @@ MARGIN = 1e-6
 
 
 class Closest(NamedTuple):
-    """The plan that needs the least of what was lifted, and how much that is."""
+    """The plan that needs the least of what was lifted, how much that is, and whether it is proved
+    that none needs less."""
 
     chosen: Choice
     least: float
+    proved: bool = False
 
 
 def explain_proved(problem: Problem, every: Sequence[CostModel]) -> Infeasibility:
@@ -52,18 +53,29 @@ def explain_proved(problem: Problem, every: Sequence[CostModel]) -> Infeasibilit
             closest = _least(problem, every, what, end)
             if closest is not None:
                 return _other(problem, closest, what, end)
-    return _nothing(problem, every[0])
+    return _nothing(problem, every[0], _unit_limit(problem, end))
+
+
+def _unit_limit(problem: Problem, end: float) -> Relaxation | None:
+    """The least limit on every unit's device-seconds that would do."""
+    if problem.goal.unit_amplification_limit is None:
+        return None
+    return higher_unit_limit(
+        problem, lambda one: list(models(one)), lambda one: _feasible(one, end), end, proves=True
+    )
 
 
 def _least(problem: Problem, every: Sequence[CostModel], what: str, end: float) -> Closest | None:
     """The plan that needs the least of ``what`` and keeps every other limit."""
     best: Closest | None = None
+    proved = True
     free = msgspec.structs.replace(problem.goal, **{what: None})
     for model in every:
         this = case(problem, _with_goal(problem, model, free))
         if not all(this.ledger.options):
             continue
         solved, program = _solve(problem, this, what, model, end)
+        proved &= solved.outcome in ("optimal", "infeasible")
         if solved.value is None:
             continue
         decisions = this.ledger.choose(program.chosen())
@@ -71,7 +83,7 @@ def _least(problem: Problem, every: Sequence[CostModel], what: str, end: float) 
         least = _needed(what)(chosen.value, model, chosen)
         if best is None or least < best.least:
             best = Closest(chosen, least)
-    return best
+    return None if best is None else best._replace(proved=proved)
 
 
 def _with_goal(problem: Problem, model: CostModel, goal: object) -> CostModel:
@@ -96,27 +108,19 @@ def _needed(what: str) -> Callable[[Value, CostModel, Choice], float]:
     """How much of a limit a choice needs."""
     if what == "memory_limit_bytes":
         return lambda v, m, c: float(_over(m, c))
-    if what == "amplification_limit":
-        return lambda v, m, c: v.gpu_seconds / _single_s(m)
-    return lambda v, m, c: v.step_s
+    return lambda v, m, c: needed(what, v, m)
 
 
 def _over(model: CostModel, chosen: Choice) -> int:
     return excess(model, rank_memory(model, chosen.decisions)).over_bytes
 
 
-def _single_s(model: CostModel) -> float:
-    return sum(single_device_s(model, k) for k in range(len(model.profile.units)))
-
-
 def _memory(problem: Problem, closest: Closest, end: float) -> Infeasibility:
     model, decisions = closest.chosen.model, closest.chosen.decisions
     memory = rank_memory(model, decisions)
     tight = excess(model, memory)
-    needed = max(m.peak_bytes for m in memory)
-    rounded = f"{ceil(needed / 2**20 * 10) / 10:.1f}MiB"
-    sentence = f"allow {needed:,} bytes per rank (--memory-limit {rounded})"
-    relaxations = [Relaxation("memory_limit_bytes", needed, sentence)]
+    most = max(m.peak_bytes for m in memory)
+    relaxations = [more_memory(most, proved=closest.proved)]
     found = (_more_micro_batches(problem, end), _smaller_batch(problem, end))
     return Infeasibility(
         rank=model.placement[tight.position],
@@ -174,17 +178,13 @@ def _other(problem: Problem, closest: Closest, what: str, end: float) -> Infeasi
     """Where memory is not what is missing."""
     model, chosen = closest.chosen.model, closest.chosen
     tight = excess(model, rank_memory(model, chosen.decisions))
-    least = closest.least * (1 + MARGIN)
-    value_ = ceil(least * 1e6) / 1e6 if least > 1e-3 else least
-    names = {"amplification_limit": "an amplification limit of", "time_limit_s": "a step of"}
-    unit = " s" if what == "time_limit_s" else ""
-    sentence = f"allow {names[what]} {value_:.9g}{unit}"
+    least = higher(what, closest.least * (1 + MARGIN), proved=closest.proved)
     return Infeasibility(
         rank=model.placement[tight.position],
         unit=tight.unit,
         needed_bytes=tight.needed_bytes,
         available_bytes=tight.available_bytes,
-        relaxations=(Relaxation(what, value_, sentence),),  # type: ignore[arg-type]
+        relaxations=(least,),
         limit=what,
         enlargement=_larger(problem, what, end),
     )
@@ -202,29 +202,39 @@ def explain_unproved(problem: Problem) -> Infeasibility:
     return _nothing(problem, next(models(problem)))
 
 
-def _nothing(problem: Problem, model: CostModel) -> Infeasibility:
-    """No single limit is to blame: a unit has no option, or several limits exclude each other; or
-    which one was not found out."""
+def explain_with(problem: Problem, limit: str, least: Relaxation) -> Infeasibility:
+    """That a limit which is not memory's cannot be kept, and a value that would do."""
+    found = _nothing(problem, next(models(problem)))
+    return found if found.limit == "pins" else found._replace(limit=limit, relaxations=(least,))
+
+
+def _nothing(
+    problem: Problem, model: CostModel, unit_limit: Relaxation | None = None
+) -> Infeasibility:
+    """No single limit is to blame but perhaps that on units: a unit has no option, or several
+    limits exclude each other; or which one was not found out."""
     figures = value(model, model.baseline, problem.schedule)
     tight = excess(model, rank_memory(model, model.baseline))
     asked = [what for what in DEVICE_LIMITS if getattr(problem.goal, what) is not None]
     limit = asked[0] if len(asked) == 1 and figures.over_bytes <= 0 else "several limits"
+    limit = limit if unit_limit is None else "unit_amplification_limit"
     pinned = _pinned(problem, model)
     return Infeasibility(
         rank=model.placement[tight.position],
         unit=pinned or tight.unit,
         needed_bytes=tight.needed_bytes,
         available_bytes=tight.available_bytes,
-        relaxations=(),
+        relaxations=() if unit_limit is None or pinned else (unit_limit,),
         limit="pins" if pinned else limit,
     )
 
 
 def _pinned(problem: Problem, model: CostModel) -> str | None:
-    """A unit that could be something but for its pins."""
-    free = msgspec.structs.replace(problem.goal, pins=())
-    bare = _with_goal(problem, model, free)
+    """A unit that could be something but for its pins, whatever else is limited."""
+    unlimited = msgspec.structs.replace(problem.goal, unit_amplification_limit=None)
+    pinned = _with_goal(problem, model, unlimited)
+    free = _with_goal(problem, model, msgspec.structs.replace(unlimited, pins=()))
     for k, unit in enumerate(model.profile.units):
-        if not unit_options(model, k, problem.capability):
-            return unit.name if unit_options(bare, k, problem.capability) else None
+        if not unit_options(pinned, k, problem.capability):
+            return unit.name if unit_options(free, k, problem.capability) else None
     return None

@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 class Variables(Linear):
     """The variables of a ledger: x for each option of each unit, the pairs of each edge.
 
-    Families (1) to (3) of ``integer``.
+    Families (1) to (3) and (12) of ``integer``.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -36,6 +36,7 @@ class Variables(Linear):
         self._options()
         self._ties()
         self.pairs = [self._pairs(e) for e in range(len(ledger.edges))]
+        self.moves = [self._moves(e) for e in range(len(ledger.edges))]
 
     def _options(self) -> None:
         self.x = [
@@ -63,6 +64,32 @@ class Variables(Linear):
         else:
             each = ((y, s, t) for (s, t), y in self._products(e, sources, targets).items())
         return [Pair(v, edge.figures[:, s, t], s, t) for v, s, t in each]
+
+    def _moves(self, e: int) -> list[Pair]:
+        """The pairs of an edge with what they cost in a plan: a pair of states whose tensors an
+        earlier unit may have got alike has a variable of its own, which is 0 where one has."""
+        if not self.model.alike[e]:
+            return self.pairs[e]
+        found: dict[tuple[int, int], Pair] = {}
+        same: dict[tuple[int, int], list[Pair]] = {}
+        for pair in self.pairs[e]:
+            same.setdefault((pair.source, pair.target), []).append(pair)
+        for states, pairs in same.items():
+            found[states] = pairs[0]
+            if pairs[0].figures.any():
+                found[states] = pairs[0]._replace(variable=self._charged(e, states, pairs))
+        return list(found.values())
+
+    def _charged(self, e: int, states: tuple[int, int], pairs: Sequence[Pair]) -> pulp.LpVariable:
+        """At least 1 where an edge has these states and no earlier one has brought the same."""
+        charged = self.new(f"c_{e}_{states[0]}_{states[1]}")
+        row = dict.fromkeys((pair.variable for pair in pairs), 1.0) | {charged: -1.0}
+        for other in self.model.alike[e]:
+            target = self.model.ends[other][1]
+            for state in self.ledger.brings_alike(e, other, *states):
+                row |= dict.fromkeys(self.in_state(target, state), -1.0)
+        self.at_most(row, 0.0)
+        return charged
 
     def _products(
         self, e: int, sources: int, targets: int
@@ -111,14 +138,14 @@ class Variables(Linear):
         edges = [
             (pair.variable, float(pair.figures[: len(into)] @ entry))
             for e in self.model.edges_into[k]
-            for pair in self.pairs[e]
+            for pair in self.moves[e]
         ]
         return summed([*own, *(edges if entry.any() else ())])
 
     def scale_pairs(self, factor: float) -> None:
         """Edges' seconds in units of time; bytes stay."""
         scale = np.array([1.0 if f == RECEIVED else factor for f in EDGE_FIGURES])
-        self.pairs = [[p._replace(figures=p.figures * scale) for p in row] for row in self.pairs]
+        self.moves = [[p._replace(figures=p.figures * scale) for p in row] for row in self.moves]
 
     def chosen(self) -> list[int]:
         """The number of each unit's option in the solution found."""

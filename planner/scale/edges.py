@@ -89,8 +89,12 @@ class EdgeFigures:
 
     def _seconds(self, flow: Flows, element: float, back: float) -> Reals:
         """The figures for a tensor whose elements have so many bytes, and so many in backward."""
-        ahead = flow_seconds(self.model.fabric, flow, element)
-        behind = flow_seconds(self.model.fabric, flow, back)
+        ahead, behind = (self._move_s(flow, size) for size in (element, back))
         on = [flow.level == i for i in range(len(LINKS))]
         rows = [*(ahead * link for link in on), *(behind * link for link in on)]
         return np.stack([*rows, flow.received * element])
+
+    def _move_s(self, flow: Flows, element: float) -> Reals:
+        """As ``CostModel`` has it: with the executor's own work around each redistribution."""
+        seconds = flow_seconds(self.model.fabric, flow, element)
+        return seconds + self.model.cluster.overhead.move_s * (seconds > 0)

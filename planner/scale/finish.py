@@ -8,7 +8,8 @@ prove most; and a share w of each pair of states along an edge, which is 0 or 1 
     Σ_o x(k, o) = 1;  every row of the step ≤ T;  every row of a limit ≤ 1
 
 Only the few rows that matter are in it; rows that turn out to be violated are added. It is solved
-to a share of a percent, and the plan is judged like any other.
+to a share of a percent, and the plan is judged like any other. Redistributions that units share
+(``moves``) count for each of them here.
 """
 
 from __future__ import annotations

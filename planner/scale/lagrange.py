@@ -26,6 +26,7 @@ from .dynamic import Order, minimise, order_of
 from .finish import Finish
 from .limits import Limits
 from .master import Master, Mixture, Weights
+from .moves import Charges
 from .rounding import Rounding, Standing
 from .sheet import Sheet
 from .tables import Block, Numbers, Reals, UnitTable
@@ -80,7 +81,7 @@ class Lagrangian:
             if edge.figures[-1].max() > sheet.edges[best].figures[-1].max():
                 largest[edge.target] = e
         self._receiving = set(largest.values())
-        self._flat = [e.figures.reshape(len(EDGE_FIGURES), -1) for e in sheet.edges]
+        self._charges = Charges(sheet.moves, sheet.edges)
 
     def cheapest(self, weights: Weights) -> Priced:
         """The cheapest plan for the weights."""
@@ -88,11 +89,9 @@ class Lagrangian:
         choices = [_choices(u, p) for u, p in zip(self.sheet.units, price, strict=True)]
         edges = []
         for e, edge in enumerate(self.sheet.edges):
-            per_figure = price[edge.target, EDGE_FIGURES]
-            if e not in self._receiving:
-                per_figure[-1] = 0.0
-            seconds = (per_figure @ self._flat[e]).reshape(edge.figures.shape[1:])
-            edges.append((edge.source, edge.target, seconds))
+            received = price[edge.target, RECEIVED] if e in self._receiving else 0.0
+            charged = self._charges.of(e, price, EDGE_FIGURES, received)
+            edges.append((edge.source, edge.target, charged))
         answer = minimise(self.order, [c.least for c in choices], [*edges, *self._ties])
         numbers = [
             u.number(int(s), int(c.memory[s]), int(c.exchange[s]))
@@ -146,10 +145,14 @@ def _priced(block: Block, price: Vector) -> Reals:
 
 
 class Search:
-    """The loop of pricing, mixing and rounding, and the best of each so far."""
+    """The loop of pricing, mixing and rounding, and the best of each so far. A plan whose objective
+    is at most ``target`` is good enough."""
 
-    def __init__(self, lagrangian: Lagrangian, deadline: float, gap: float) -> None:
+    def __init__(
+        self, lagrangian: Lagrangian, deadline: float, gap: float, target: float = -1.0
+    ) -> None:
         self.lagrangian, self.deadline, self.gap = lagrangian, deadline, gap
+        self.target = target
         sheet, rows, limits = lagrangian.sheet, lagrangian.rows, lagrangian.limits
         self.rounding = Rounding(sheet, rows, limits)
         self.master = Master(rows.timed, limits)
@@ -196,7 +199,7 @@ class Search:
     def _done(self, cutoff: float) -> bool:
         assert self.best is not None
         over, value = self.best.score
-        closed = not over and value - self.bound <= self.gap * value
+        closed = not over and value <= max(self.target, self.bound + self.gap * value)
         late = time.perf_counter() > self.deadline
         return closed or late or self.bound > cutoff or self.iterations >= ITERATIONS
 

@@ -61,10 +61,8 @@ class Rounding:
         self.sheet, self.rows, self.limits = sheet, rows, limits
         count = len(sheet.units)
         self.into: list[list[int]] = [[] for _ in range(count)]
-        self.after: list[list[int]] = [[] for _ in range(count)]
         for e, edge in enumerate(sheet.edges):
             self.into[edge.target].append(e)
-            self.after[edge.source].append(edge.target)
         self.together = [(e.source, e.target) for e in sheet.edges]
         self.together += [(t.source, t.target) for t in sheet.ties]
 
@@ -190,7 +188,7 @@ class Rounding:
         touched = set(block)
         for k in block:
             figures[k] = self.sheet.unit_figures(k, int(numbers[k]))
-            touched.update(self.after[k])
+            touched.update(self.sheet.model.entered_after[k])
         for k in touched:
             self.write_entry(figures, numbers, k)
         write_beside(figures, self.sheet.model.besides)
@@ -209,5 +207,9 @@ class Rounding:
         for e in self.into[k]:
             edge = self.sheet.edges[e]
             cost = edge.figures[:, units[edge.source].split(numbers[edge.source])[0], here]
+            if cost.any() and self.sheet.moves.brought(
+                e, lambda u: units[u].split(int(numbers[u]))[0]
+            ):
+                continue
             figures[k, ENTRY[0] : ENTRY[-1] + 1] += cost[:-1]
             figures[k, RECEIVED] = max(figures[k, RECEIVED], cost[-1])

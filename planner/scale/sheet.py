@@ -22,6 +22,7 @@ from ..rows import ENTRY, FIGURES, RECEIVED, Matrix, write_beside
 from ..search import Space
 from .edges import EdgeFigures
 from .figures import Figures
+from .moves import Moves
 from .policies import exchange_block, memory_block
 from .tables import (
     Block,
@@ -80,6 +81,11 @@ class Sheet(Figures):
         )
 
     @cached_property
+    def moves(self) -> Moves:
+        """Which of the edges bring the same."""
+        return Moves(self.model, [unit.states for unit in self.units])
+
+    @cached_property
     def ties(self) -> tuple[TieTable, ...]:
         """For each unit tied to others, which states agree with the first of them."""
         found = []
@@ -124,8 +130,10 @@ class Sheet(Figures):
         up and the largest is received."""
         figures = np.array([self.unit_figures(k, int(n)) for k, n in enumerate(numbers)])
         states = [u.split(n)[0] for u, n in zip(self.units, numbers, strict=True)]
-        for edge in self.edges:
+        for e, edge in enumerate(self.edges):
             cost = edge.figures[:, states[edge.source], states[edge.target]]
+            if cost.any() and self.moves.brought(e, states.__getitem__):
+                continue
             figures[edge.target, list(ENTRY)] += cost[:-1]
             figures[edge.target, RECEIVED] = max(figures[edge.target, RECEIVED], cost[-1])
         write_beside(figures, self.model.besides)
