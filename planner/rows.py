@@ -37,29 +37,13 @@ import numpy.typing as npt
 from .beside import Beside
 from .schedule import ScheduleName
 from .step import LINKS, Chain, Terms, Vector, priority_terms
+from .unit_bytes import OWN
 
 Matrix = npt.NDArray[np.float64]
 
 _VECTORS = ("forward", "backward", "update")
 _PER_LINK = ("inner_forward", "inner_backward", "exchange", "entry_forward", "entry_backward")
-_BYTES = (
-    "standing",
-    "gradients",
-    "travelling",
-    "saved",
-    "maps",
-    "workspace",
-    "exchanged",
-    "fresh",
-    "spared",
-    "leaving",
-    "renewed",
-    "whole",
-    "away",
-    "received",
-    "beside_forward",
-    "beside_backward",
-)
+_BYTES = (*OWN, "received", "beside_forward", "beside_backward")
 """Bytes, as ``UnitBytes.figures`` has them; what a unit receives, and what others have there while
 it works, follow from other units' decisions too (``write_beside``)."""
 FIGURES: tuple[str, ...] = (
@@ -191,7 +175,7 @@ def _memory(
     before = np.stack([left, early + figure["saved"], past, left])
     at = np.stack([
         standing + work + figure["beside_forward"],
-        own + work + figure["maps"] + figure["fresh"] - figure["spared"]
+        own + work + figure["map_gradients"] + figure["fresh"] - figure["spared"]
         + figure["beside_backward"],
         backward + figure["renewed"],
         backward + figure["leaving"] + figure["beside_backward"],

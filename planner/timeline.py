@@ -43,7 +43,7 @@ import numpy.typing as npt
 
 from .peak import CLASS_NAMES, Moment, Phase
 from .step import Vector
-from .unit_bytes import FIELD
+from .unit_bytes import FIELD, STANDING
 
 Table = npt.NDArray[np.float64]
 
@@ -173,8 +173,8 @@ def timeline(held: Holding, micro_batches: int) -> list[MemoryPoint]:
 
 
 def _point(held: Holding, unit: int, phase: Phase, **bytes_: float) -> MemoryPoint:
-    standing = (float(held[name].sum()) for name in ("weights", "optimizer", "residual"))
-    return MemoryPoint(unit, phase, *standing, **{k: float(v) for k, v in bytes_.items()})
+    standing = held.table[:STANDING].sum(axis=1)
+    return MemoryPoint(unit, phase, *standing.tolist(), **{k: float(v) for k, v in bytes_.items()})
 
 
 def _forward(held: Holding, alive: _Alive, k: int) -> MemoryPoint:
@@ -228,7 +228,7 @@ def _update(held: Holding, alive: _Alive) -> MemoryPoint:
 def peak_bytes(held: Holding, micro_batches: int) -> tuple[float, int]:
     """(the largest total of the timeline, the unit at work there), without making the table."""
     alive = _alive(held, micro_batches)
-    always = sum(held[name].sum() for name in ("weights", "optimizer", "residual"))
+    always = held.table[:STANDING].sum()
     work = alive.maps + held["workspace"] + held.received
     forward = alive.pending + alive.coming + work + held.beside_forward
     backward = np.maximum(alive.working(held), alive.leaving(held))

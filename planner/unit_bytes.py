@@ -37,23 +37,8 @@ class UnitBytes(NamedTuple):
 
     @property
     def figures(self) -> tuple[float, ...]:
-        """The same as ``rows`` has them: standing, gradients, travelling, saved, maps, workspace,
-        exchanged, fresh, spared, leaving, renewed, whole, away."""
-        return (
-            self.weights + self.optimizer + self.residual,
-            self.gradients,
-            self.travelling,
-            self.saved,
-            self.map_gradients,
-            self.workspace,
-            self.exchanged,
-            self.fresh,
-            self.spared,
-            self.leaving,
-            self.renewed,
-            self.whole,
-            self.away,
-        )
+        """The same in the order of ``OWN``: what always stands together, then the other fields."""
+        return sum(self[:STANDING]), *self[STANDING:]
 
     def released(self) -> UnitBytes:
         """With gradients that are applied and gone when the unit's backward has finished."""
@@ -68,5 +53,9 @@ class UnitBytes(NamedTuple):
         )
 
 
+STANDING = 3
+"""The first so many fields (weights, optimizer, residual) are there at every point of a step."""
+OWN = ("standing", *UnitBytes._fields[STANDING:])
+"""The names of ``UnitBytes.figures``."""
 FIELD = {name: i for i, name in enumerate(UnitBytes._fields)}
 """The number of each field, as tables of units have them in their rows."""

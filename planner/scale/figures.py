@@ -83,7 +83,7 @@ class Figures:
             ("forward", busiest, lambda s: s.forward),
             ("backward", busiest, lambda s: s.backward),
             ("saved", judged, lambda s: s.saved),
-            ("maps", judged, lambda s: s.gradient),
+            ("map_gradients", judged, lambda s: s.gradient),
             ("workspace", judged, lambda s: s.workspace),
             ("spared", judged, lambda s: s.spared),
         ):
@@ -100,7 +100,7 @@ class Figures:
         fresh = judged.values(unit, lambda s: s.fresh, divides=False)
         known = np.where(fresh > 0, fresh, found[:, AT["fresh"]])  # not measured: by its shape
         found[:, AT["fresh"]] = np.where(new, known, 0.0)
-        measured = [AT[name] for name in ("saved", "maps", "workspace", "spared", "fresh")]
+        measured = [AT[name] for name in ("saved", "map_gradients", "workspace", "spared", "fresh")]
         found[np.ix_(idle, measured)] = 0.0
         return found
 
