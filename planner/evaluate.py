@@ -307,6 +307,7 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
         layout=option.layout,
         style=option.style,
         memory=option.memory,
+        segment=option.segment,
         early_release=option.early_release,
         exchange=option.exchange,
         exchange_ratio=option.ratio,
@@ -323,8 +324,9 @@ def decisions_of(plan: Plan) -> Decisions:
     """The options that a plan chose, as ``evaluate`` takes them."""
     return tuple(
         Option(
-            u.layout, u.style, u.memory, u.exchange, u.exchange_ratio, u.early_release, u.feedback
-        )
+            u.layout, u.style, u.memory, u.exchange, u.exchange_ratio, u.early_release, u.feedback,
+            u.segment,
+        )  # fmt: skip
         for u in plan.units
     )
 

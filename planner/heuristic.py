@@ -8,6 +8,7 @@ from dataclasses import replace
 from .answer import Choice, answer, choice
 from .infeasible import explain_infeasible
 from .problem import Problem, Result
+from .segmented import fitting_in_segments, less_in_segments
 from .splits import Found, placed, search
 
 
@@ -27,7 +28,10 @@ class Heuristic:
         best = min(found, key=lambda each: each.score)
         chosen = _choice(best, problem)
         if not chosen.feasible:
-            why = explain_infeasible(problem, best)
+            rescued = fitting_in_segments(problem, self.name, start)
+            if rescued is not None:
+                return rescued
+            why = less_in_segments(problem, explain_infeasible(problem, best))
             seconds = time.perf_counter() - start
             return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
         seconds = time.perf_counter() - start

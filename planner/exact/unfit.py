@@ -22,6 +22,7 @@ from ..cost import CostModel
 from ..enlarge import more_ranks
 from ..evaluate import excess, rank_memory
 from ..objective import Value, value
+from ..fitting import fits_in_segments
 from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
 from .backend import Interruption, Solved, run
 from .cases import Case, case, models
@@ -167,7 +168,9 @@ def _feasible(problem: Problem, end: float, **changes: object) -> bool:
     """Whether a plan keeps all limits when fields of the goal are changed."""
     changed = replace(problem, goal=msgspec.structs.replace(problem.goal, **changes))
     closest = _least(changed, list(models(changed)), "memory_limit_bytes", end)
-    return closest is not None and closest.chosen.feasible
+    if closest is not None and closest.chosen.feasible:
+        return True
+    return any(fits_in_segments(changed, model) for model in models(changed))
 
 
 def _other(problem: Problem, closest: Closest, what: str, end: float) -> Infeasibility:

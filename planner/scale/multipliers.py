@@ -25,6 +25,7 @@ from ..options import Decisions
 from ..problem import INTEGER_PAIRS, Problem, Result, state_pairs
 from ..rows import AT, Rows, bucket_share, rows
 from ..search import Space
+from ..segmented import fitting_in_segments, less_in_segments
 from ..splits import placed
 from ..splits import search as heuristic_search
 from .lagrange import Lagrangian, Search
@@ -85,13 +86,17 @@ class Multipliers:
     def _nothing(self, problem: Problem, start: float, deadline: float) -> Result:
         """No plan that keeps the limits was found. That proves nothing: where the integer program
         is quick it has the last word, else the heuristic's closest plan says what is missing."""
+        rescued = fitting_in_segments(problem, self.name, start)
+        if rescued is not None:
+            return rescued
         few = state_pairs(problem) <= INTEGER_PAIRS
         if len(problem.profile.units) <= FEW_UNITS and few:
             return Integer().solve(problem, max(deadline - time.perf_counter(), 1.0))
         if any(getattr(problem.goal, what) is not None for what in DEVICE_LIMITS):
             why = explain_unproved(problem)
         else:
-            why = explain_infeasible(problem, heuristic_search(problem, TIME_LIMIT_S))
+            closest = heuristic_search(problem, TIME_LIMIT_S)
+            why = less_in_segments(problem, explain_infeasible(problem, closest))
         seconds = time.perf_counter() - start
         return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
 
