@@ -186,7 +186,7 @@ class MemoryModel:
         return units[k].output_kept or any(unit.modules for unit in targets)
 
     def _given_bytes(self, k: int, samples: int) -> float:
-        """What enters a unit that nobody saves for backward: it stays if the unit begins a segment."""
+        """What enters a unit and nobody saves for backward: a segment that begins there does."""
         model, units = self.model, self.model.profile.units
         edges = [e for e in model.edges_into[k] if not units[model.ends[e][0]].output_kept]
         return sum(model.profile.edges[e].bytes_per_sample for e in edges) * samples

@@ -1,11 +1,11 @@
 """What is recomputed, and in which segments, where layouts and exchanges are decided: exactly.
 
-Every point of the memory timeline is what the units before have saved, and something that depends on
-the unit at work alone or, in a segment, on that segment. So a plan of memory is a path through the
-units: a move takes one unit, kept or recomputed by itself, or several as one segment; it adds to
-what is saved, and needs that the most it holds, on top of what was saved before it, keeps the
-limit. Of two paths to the same unit the one that saves no less in no less time is dropped; the others
-are gone on with (labels, as in shortest paths with resources: Desrochers and Soumis, INFOR 26, 1988).
+Every point of the memory timeline is what the units before have saved, and something that depends
+on the unit at work alone or, in a segment, on that segment. So a plan of memory is a path through
+the units: a move takes one unit, kept or recomputed by itself, or several as one segment; it adds
+to what is saved, and the most that it holds on top of what was saved before must keep the limit. Of
+two paths to the same unit the one that saved no less in no less time is dropped; the others are
+gone on with (labels, as in shortest paths with resources: Desrochers and Soumis, INFOR 26, 1988).
 With labels left out (``MOST_STEPS``) what is found still keeps the limit.
 
 The bytes of moves are read from the timeline itself, so that there is no second formula.
@@ -73,7 +73,9 @@ class Path(NamedTuple):
 class Recomputing:
     """The moves of one cost model under given decisions, on the position that holds most."""
 
-    def __init__(self, model: CostModel, decisions: Sequence[Option], capability: Capability) -> None:
+    def __init__(
+        self, model: CostModel, decisions: Sequence[Option], capability: Capability
+    ) -> None:
         self.model, self.capability = model, capability
         self.memory = MemoryModel(model)
         self.decisions = tuple(
@@ -81,9 +83,7 @@ class Recomputing:
             for unit, option in zip(model.profile.units, decisions, strict=True)
         )
         self.home = data_parallel(model.world_size)
-        self._samples = {
-            o.layout: busiest_samples(model.counts, o.layout) for o in self.decisions
-        }
+        self._samples = {o.layout: busiest_samples(model.counts, o.layout) for o in self.decisions}
         self._received = np.array([
             self.memory.received(k, self.decisions, self._samples[o.layout])
             for k, o in enumerate(self.decisions)
@@ -232,9 +232,7 @@ class Recomputing:
         return _seconds(self.model, k, option) - _seconds(self.model, k, kept)
 
     def _table(self, decisions: Sequence[Option]) -> Table:
-        rows = [
-            self.memory.unit(k, o, self._samples[o.layout]) for k, o in enumerate(decisions)
-        ]
+        rows = [self.memory.unit(k, o, self._samples[o.layout]) for k, o in enumerate(decisions)]
         return np.array(rows, dtype=np.float64).T
 
     def _held(self, table: Table, decisions: Sequence[Option]) -> Holding:

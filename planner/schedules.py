@@ -81,7 +81,10 @@ def _sharding_sparingly(problem: Problem, search: Callable[[Problem], Result]) -
     found = search(plain)
     if found.plan is None:
         other = search(first)
-        return other if other.plan is not None or first is problem else search(problem)
+        if other.plan is not None or first is problem:
+            return other
+        kept = tuple(policy for policy in problem.capability.memory if policy != "offload")
+        return search(_within(problem, memory=kept))  # a unit cannot have both: ``may_gather``
     if not _quicker_in_shards(problem, found, found.plan):
         return found
     other = search(first)

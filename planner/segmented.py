@@ -101,9 +101,7 @@ def less_in_segments(problem: Problem, why: Infeasibility) -> Infeasibility:
     )
 
 
-def _best(
-    problem: Problem, first: list[tuple[CostModel, Decisions]], end: float
-) -> Choice | None:
+def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float) -> Choice | None:
     """The plan with least of the objective that keeps all limits, of those that begin with each
     choice of layouts and exchanges."""
     best: Choice | None = None

@@ -1,9 +1,9 @@
 """Which units can form a segment: those that modules called one after another run, and no others.
 
-A profile's ``pieces`` are linked where one is called with just what another returns. A chain of them
-is a stretch of the forward that can run again as one; the units of which all lies in it are the
-segment's. Several chains may run the same units (a block, or what it is made of): the one of fewest
-modules stands for them.
+A profile's ``pieces`` are linked where one is called with just what another returns. A chain of
+them is a stretch of the forward that can run again as one; the units of which all lies in it are
+the segment's. Several chains may run the same units (a block, or what it is made of): the one of
+fewest modules stands for them.
 """
 
 from __future__ import annotations

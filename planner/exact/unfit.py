@@ -21,8 +21,8 @@ from ..choices import unit_options
 from ..cost import CostModel
 from ..enlarge import more_ranks
 from ..evaluate import excess, rank_memory
-from ..objective import Value, value
 from ..fitting import fits_in_segments
+from ..objective import Value, value
 from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
 from .backend import Interruption, Solved, run
 from .cases import Case, case, models

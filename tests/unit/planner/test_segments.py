@@ -30,7 +30,9 @@ KINDS = msgspec.structs.replace(
 def pieces(names):
     """Modules one after the other."""
     return tuple(
-        PieceProfile(modules=(name,), first=name, last=name, follows=tuple(names[max(i - 1, 0) : i]))
+        PieceProfile(
+            modules=(name,), first=name, last=name, follows=tuple(names[max(i - 1, 0) : i])
+        )
         for i, name in enumerate(names)
     )
 
@@ -40,9 +42,7 @@ def profile(count=6, saved=1000.0, output=100.0, linked=True):
     among them, and has as many bytes of gradients in backward."""
     units = [linear(f"u{i}", 1, 1, 1e-3, saved) for i in range(count)]
     made = chain_profile(units, bytes_per_sample=output)
-    return msgspec.structs.replace(
-        made, pieces=pieces([u.name for u in units]) if linked else ()
-    )
+    return msgspec.structs.replace(made, pieces=pieces([u.name for u in units]) if linked else ())
 
 
 def cost(made, limit=None, batch=2):
