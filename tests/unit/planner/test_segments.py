@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 from meshwright.planner.capability import EVERYTHING
+from meshwright.planner.compare import decision_text
 from meshwright.planner.cost import CostModel
 from meshwright.planner.curve import constant
 from meshwright.planner.errors import InfeasibleError
@@ -271,3 +272,9 @@ def test_a_plan_with_segments_evaluates_as_it_was_planned():
     )  # fmt: skip
     done = evaluation(model, decisions_of(plan), schedule="priority")
     assert done.prediction == plan.prediction
+
+
+def test_a_decision_says_what_is_recomputed_together():
+    plan = planned(LEAST).checked()
+    assert decision_text(plan.unit("u2")) == "(2,1) recompute as u0 to u3"
+    assert decision_text(plan.unit("u15")) == "(2,1) recompute"
