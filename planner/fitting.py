@@ -15,12 +15,12 @@ from .options import Decisions, Option
 from .problem import Problem
 from .recomputing import Recomputing
 from .search import Space
-from .windows import windows
+from .windows import any_window
 
 
 def has_segments(problem: Problem) -> bool:
     """Whether units of the model can be recomputed together."""
-    return "recompute" in problem.capability.memory and bool(windows(problem.profile))
+    return "recompute" in problem.capability.memory and any_window(problem.profile)
 
 
 def fits_in_segments(problem: Problem, model: CostModel) -> bool:

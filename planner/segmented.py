@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from math import ceil
 
 import msgspec
@@ -22,6 +23,7 @@ from .cost import CostModel
 from .evaluate import evaluation, excess, limits_bytes, rank_memory
 from .exact.cases import models
 from .fitting import has_segments, plain_starts
+from .inside import segments_of
 from .micro_batches import held_back
 from .options import Decisions, Option
 from .problem import Infeasibility, Problem, Relaxation, Result
@@ -34,11 +36,13 @@ EFFORT_S = 10.0
 UNLIMITED_S = 2.0
 """Seconds for the heuristic's plan that memory does not limit."""
 UNLIMITED_BYTES = 2**62
-REASON = "units recomputed in segments, found without a proof"
 
 
-def quicker_in_segments(problem: Problem, result: Result) -> Result:
-    """The result, or that of a plan with segments that is quicker."""
+def quicker_in_segments(
+    problem: Problem, result: Result, time_limit_s: float | None = None
+) -> Result:
+    """The result, or that of a plan with segments that is quicker. ``time_limit_s`` is what the
+    search for the result was given; this takes up to a third of it besides."""
     if result.plan is None or result.decisions is None or not has_segments(problem):
         return result
     if not held_back(result.plan):
@@ -50,12 +54,12 @@ def quicker_in_segments(problem: Problem, result: Result) -> Result:
         plan.bucket_bytes, problem.schedule == "priority",
     )  # fmt: skip
     known = choice(own, result.decisions, problem.schedule)
-    best = _best(problem, [(own, result.decisions)], start + EFFORT_S)
-    if best is None or not _is_quicker(problem, best, known):
+    effort_s = EFFORT_S if time_limit_s is None else min(EFFORT_S, time_limit_s / 3)
+    best = _best(problem, [(own, result.decisions)], start + effort_s)
+    if best is None or not segments_of(best.decisions) or not _is_quicker(problem, best, known):
         return result
-    seconds = result.seconds + time.perf_counter() - start
-    made = answer(problem, best, result.solver, None, proved=False, seconds=seconds)
-    return made._replace(reason="; ".join(r for r in (result.reason, REASON) if r))
+    made = _answer(problem, best, result.solver, result.seconds + time.perf_counter() - start)
+    return made._replace(reason="; ".join(r for r in (result.reason, made.reason) if r))
 
 
 def fitting_in_segments(problem: Problem, solver: str, start: float) -> Result | None:
@@ -66,9 +70,13 @@ def fitting_in_segments(problem: Problem, solver: str, start: float) -> Result |
     best = _best(problem, [], time.perf_counter() + EFFORT_S)
     if best is None:
         return None
-    seconds = time.perf_counter() - start
+    return _answer(problem, best, solver, time.perf_counter() - start)
+
+
+def _answer(problem: Problem, best: Choice, solver: str, seconds: float) -> Result:
     made = answer(problem, best, solver, None, proved=False, seconds=seconds)
-    return made._replace(reason=REASON)
+    count = len(segments_of(best.decisions))
+    return made._replace(reason=f"{count} segments of units recomputed together, without a proof")
 
 
 def less_in_segments(problem: Problem, why: Infeasibility) -> Infeasibility:
@@ -105,7 +113,7 @@ def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float
     """The plan with least of the objective that keeps all limits, of those that begin with each
     choice of layouts and exchanges."""
     best: Choice | None = None
-    for i, (model, start) in enumerate([*first, *_starts(problem)]):
+    for i, (model, start) in enumerate(chain(first, _starts(problem))):
         if i and time.perf_counter() > end:
             break
         problem.report("recomputing in segments", min(i / 10, 0.9))
@@ -120,8 +128,9 @@ def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float
 
 
 def _is_quicker(problem: Problem, new: Choice, known: Choice) -> bool:
-    """By formula, and as it is run where that is not the same."""
-    if new.objective_s >= known.objective_s * BETTER:
+    """By formula, by more than what plans that are near each other may differ, and as it is run
+    where that is not the same."""
+    if new.objective_s >= known.objective_s * min(1 - problem.near, BETTER):
         return False
     steps = (
         evaluation(each.model, each.decisions, schedule=problem.schedule).prediction.step_s

@@ -74,7 +74,7 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
         result = side_by_side(problem, result)
     from .segmented import quicker_in_segments
 
-    return quicker_in_segments(problem, result)
+    return quicker_in_segments(problem, result, time_limit_s)
 
 
 def settled(problem: Problem) -> Problem:

@@ -27,19 +27,31 @@ class Window(NamedTuple):
 
 def windows(profile: ModelProfile) -> tuple[Window, ...]:
     """Every segment of at least two units with modules that the executor can recompute."""
+    found: dict[tuple[int, int], Window] = {}
+    for window in _chains(profile):
+        known = found.get(window[:2])
+        if known is None or len(window.modules) < len(known.modules):
+            found[window[:2]] = window
+    return tuple(window for _, window in sorted(found.items()))
+
+
+def any_window(profile: ModelProfile) -> bool:
+    """Whether there is one."""
+    return next(_chains(profile), None) is not None
+
+
+def _chains(profile: ModelProfile) -> Iterator[Window]:
+    """The windows of all chains."""
     number = {unit.name: k for k, unit in enumerate(profile.units)}
     after: dict[str, list[PieceProfile]] = {}
     for piece in profile.pieces:
         for name in piece.follows:
             after.setdefault(name, []).append(piece)
-    found: dict[tuple[int, int], Window] = {}
     for piece in profile.pieces:
         if piece.first and piece.opens:
             for window in _from(piece, after, number):
-                known = found.get(window[:2])
-                if known is None or len(window.modules) < len(known.modules):
-                    found[window[:2]] = window
-    return tuple(w for _, w in sorted(found.items()) if _is_several(profile, w))
+                if _is_several(profile, window):
+                    yield window
 
 
 def _from(
