@@ -176,11 +176,11 @@ class Recomputing:
     def _together(self, window: Window) -> Move:
         """The units of a window as one segment, all others kept."""
         here = slice(window.first, window.last + 1)
-        options = tuple(self._segmented(k, window.modules) for k in range(here.start, here.stop))
+        options = tuple(o._replace(segment=window.modules) for o in self._parts[here])
         kept, table = self._kept
         chosen = (*kept[: here.start], *options, *kept[here.stop :])
         table = table.copy()
-        table[:, here] = self._parts[:, here]
+        table[:, here] = self._parts_table[:, here]
         held = self._held(table, chosen)
         saved = held["saved"]
         return Move(
@@ -188,7 +188,7 @@ class Recomputing:
             options,
             float(self._most(held)[here].max() - saved[: here.start].sum()),
             float(saved[here].sum()),
-            sum(self._again_s(k, o) for k, o in enumerate(options, here.start)),
+            float(self._parts_s[here].sum()),
             len(options),
         )
 
@@ -198,13 +198,24 @@ class Recomputing:
         return chosen, self._table(chosen)
 
     @cached_property
-    def _parts(self) -> Table:
-        """What units hold as parts of some segment."""
-        return self._table([self._segmented(k, ("",)) for k in range(len(self.decisions))])
+    def _parts(self) -> Decisions:
+        """The units that may be in a segment as parts of some, the others as they are."""
+        return tuple(
+            own._replace(memory="recompute", segment=("",)) if able else own
+            for own, able in zip(self.decisions, self._able, strict=True)
+        )
 
-    def _segmented(self, k: int, modules: tuple[str, ...]) -> Option:
-        own = self.decisions[k]
-        return own._replace(memory="recompute", segment=modules) if self._may(k) else own
+    @cached_property
+    def _parts_table(self) -> Table:
+        return self._table(self._parts)
+
+    @cached_property
+    def _parts_s(self) -> Vector:
+        return np.array([self._again_s(k, option) for k, option in enumerate(self._parts)])
+
+    @cached_property
+    def _able(self) -> list[bool]:
+        return [self._may(k) for k in range(len(self.decisions))]
 
     def _may(self, k: int) -> bool:
         """Whether a unit may be in a segment. Not one that leaves ranks idle, which run nothing
@@ -220,7 +231,7 @@ class Recomputing:
         known = [
             window
             for window in windows(self.model.profile)
-            if all(self._may(k) for k in range(window.first, window.last + 1))
+            if all(self._able[window.first : window.last + 1])
         ]
         if len(known) > MOST_WINDOWS:
             known = [window for window in known if len(window.modules) in LENGTHS]
