@@ -34,8 +34,8 @@ from .windows import Window, windows
 MOST_STEPS = 400_000
 """About how many times a path is gone on with by one move, in one search."""
 MOST_WINDOWS = 3000
-"""Segments that are looked at; of more, those of few lengths are."""
-LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Segments that are looked at; of more, those of some numbers of modules."""
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 class Move(NamedTuple):
