@@ -189,6 +189,7 @@ def in_segments_only(rank: int) -> tuple[int, int, int, list[tuple[str, ...]]]:
     return by_units, limit, peak, list(dict.fromkeys(u.segment for u in made.units if u.segment))
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_in_segments_only_runs_so(ranks):
     for by_units, limit, peak, segments in ranks(2)(in_segments_only, limit_s=100):
         assert limit < 0.95 * by_units
