@@ -140,7 +140,7 @@ class Recomputing:
         """The moves from each unit on."""
         found: list[list[Move]] = [[] for _ in self.decisions]
         for policy in (None, "keep", "recompute"):
-            for k, move in self._alone(policy):  # type: ignore[arg-type]
+            for k, move in self._alone(policy):
                 if move.options[0] not in [known.options[0] for known in found[k]]:
                     found[k].append(move)
         for window in self._windows():
