@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.table import Table
 
 from .planner.cluster import Cluster, Node
-from .planner.compare import policy_words
+from .planner.compare import policy_words, segment_words
 from .planner.plan import Plan, Prediction, UnitPlan
 from .planner.profile import ModelProfile, UnitProfile
 from .screen import empty_table, gap_text, names_of, rate, seconds, size
@@ -82,7 +82,7 @@ def _communication(unit: UnitPlan) -> float:
 
 
 def _decision(unit: UnitPlan) -> tuple[object, ...]:
-    return (unit.layout, unit.style, *policy_words(unit))
+    return (unit.layout, unit.style, *policy_words(unit), *segment_words(unit))
 
 
 def decision_table(plan: Plan, *, fold: bool = True) -> Table:
@@ -114,7 +114,7 @@ def decision_table(plan: Plan, *, fold: bool = True) -> Table:
 
 def _style(unit: UnitPlan) -> str:
     words: list[str] = ["data parallel" if unit.style == "none" else unit.style]
-    return ", ".join([*words, *policy_words(unit)])
+    return ", ".join([*words, *policy_words(unit), *segment_words(unit)])
 
 
 def prediction_table(plan: Plan) -> Table:

@@ -101,3 +101,13 @@ def overdrawn(model: CostModel, decisions: Sequence[Option], step_s: float) -> f
         lost = sum(lost_energy(model, k, option) for k, option in enumerate(decisions))
         over += max(lost - energy_budget(model), 0.0)
     return over
+
+
+def permitted(model: CostModel, decisions: Sequence[Option]) -> bool:
+    """Whether the limit on each unit and the pins are kept: a unit that they leave nothing stands
+    as it is under data parallelism."""
+    return all(
+        model.goal.permits(unit.name, option.layout, option.style)
+        and within_unit_limit(model, k, option)
+        for k, (unit, option) in enumerate(zip(model.profile.units, decisions, strict=True))
+    )

@@ -70,7 +70,13 @@ def decision_text(unit: UnitPlan) -> str:
     """A unit's decision in few words: ``(2,4) column``; policies only where they are not plain."""
     words = [str(unit.layout)]
     words += [unit.style] if unit.style != "none" else []
-    return " ".join([*words, *policy_words(unit)])
+    return " ".join([*words, *policy_words(unit), *segment_words(unit)])
+
+
+def segment_words(unit: UnitPlan) -> list[str]:
+    """What a unit is recomputed together with, by the modules at the ends of its segment."""
+    ends = dict.fromkeys((unit.segment[0], unit.segment[-1])) if unit.segment else ()
+    return [f"as {' to '.join(ends)}"] if ends else []
 
 
 class Policies(Protocol):

@@ -29,6 +29,7 @@ from .errors import InputError
 from .exchange import Exchanges
 from .feedback import LINEAR, MIRRORS, copied_bytes
 from .goal import Goal
+from .inside import run_again_first
 from .layout import data_parallel
 from .movement import Moved, moved, moved_s
 from .options import Decisions, Option
@@ -258,6 +259,7 @@ class CostModel(Exchanges):
         for k, option in enumerate(decisions):
             self.write_unit(chain, k, option)
             self.write_entry(chain, k, decisions)
+        run_again_first(chain, decisions)
         return chain
 
     def write_unit(self, chain: Chain, k: int, option: Option) -> None:

@@ -307,6 +307,7 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
         layout=option.layout,
         style=option.style,
         memory=option.memory,
+        segment=option.segment,
         early_release=option.early_release,
         exchange=option.exchange,
         exchange_ratio=option.ratio,
@@ -321,11 +322,19 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
 
 def decisions_of(plan: Plan) -> Decisions:
     """The options that a plan chose, as ``evaluate`` takes them."""
-    return tuple(
-        Option(
-            u.layout, u.style, u.memory, u.exchange, u.exchange_ratio, u.early_release, u.feedback
-        )
-        for u in plan.units
+    return tuple(_option(unit) for unit in plan.units)
+
+
+def _option(unit: UnitPlan) -> Option:
+    return Option(
+        layout=unit.layout,
+        style=unit.style,
+        memory=unit.memory,
+        exchange=unit.exchange,
+        ratio=unit.exchange_ratio,
+        early_release=unit.early_release,
+        feedback=unit.feedback,
+        segment=unit.segment,
     )
 
 

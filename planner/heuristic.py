@@ -6,9 +6,10 @@ import time
 from dataclasses import replace
 
 from .answer import Choice, answer, choice
-from .budget import within_unit_limit
+from .budget import permitted
 from .infeasible import explain_infeasible
 from .problem import Problem, Result
+from .segmented import fitting_in_segments, less_in_segments
 from .splits import Found, placed, search
 
 
@@ -22,8 +23,11 @@ class Heuristic:
         start = time.perf_counter()
         problem = placed(problem)
         best, chosen = self._best(problem, time_limit_s)
-        if not (chosen.feasible and _permitted(chosen)):
-            why = explain_infeasible(problem, best, self._solves)
+        if not (chosen.feasible and permitted(chosen.model, chosen.decisions)):
+            rescued = fitting_in_segments(problem, self.name, start)
+            if rescued is not None:
+                return rescued
+            why = less_in_segments(problem, explain_infeasible(problem, best, self._solves))
             seconds = time.perf_counter() - start
             return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
         seconds = time.perf_counter() - start
@@ -40,17 +44,7 @@ class Heuristic:
     def _solves(self, problem: Problem) -> bool:
         """Whether it finds a plan for another problem."""
         _, chosen = self._best(problem, None)
-        return chosen.feasible and _permitted(chosen)
-
-
-def _permitted(chosen: Choice) -> bool:
-    """Whether the limit on each unit and the pins are kept: a unit that they leave nothing stands
-    as it is under data parallelism."""
-    model, goal = chosen.model, chosen.model.goal
-    return all(
-        goal.permits(unit.name, option.layout, option.style) and within_unit_limit(model, k, option)
-        for k, (unit, option) in enumerate(zip(model.profile.units, chosen.decisions, strict=True))
-    )
+        return chosen.feasible and permitted(chosen.model, chosen.decisions)
 
 
 def _choice(found: Found, problem: Problem) -> Choice:

@@ -14,6 +14,7 @@ import numpy as np
 from .cost import CostModel
 from .feedback import AT_ONCE, averaged_bytes, held_bytes
 from .gathering import gathered
+from .inside import within_segments
 from .layout import Layout
 from .options import Option
 from .shares import Quantity, shard_bytes, share_of
@@ -85,6 +86,9 @@ class MemoryModel:
             leaving=self._leaving_bytes(k, option, samples, held.moment) if sliced else 0.0,
             exchanged=cost.gradient_bytes,
             renewed=self._renewed_bytes(k, option, trained),
+            again=saved - resident if option.memory == "recompute" else 0.0,
+            given=self._given_bytes(k, samples) if option.segment else 0.0,
+            arriving=self._arriving_bytes(k, samples) if option.segment else 0.0,
             whole=part.whole,
             away=saved - resident if option.memory == "offload" else 0.0,
         )
@@ -181,6 +185,16 @@ class MemoryModel:
         targets = (units[self.model.ends[e][1]] for e in self.model.edges_from[k])
         return units[k].output_kept or any(unit.modules for unit in targets)
 
+    def _given_bytes(self, k: int, samples: int) -> float:
+        """What enters a unit and nobody saves for backward: a segment that begins there does."""
+        model, units = self.model, self.model.profile.units
+        edges = [e for e in model.edges_into[k] if not units[model.ends[e][0]].output_kept]
+        return sum(model.profile.edges[e].bytes_per_sample for e in edges) * samples
+
+    def _arriving_bytes(self, k: int, samples: int) -> float:
+        passing = self.model.passing_bytes
+        return passing[k + 1] * samples if k + 1 < len(passing) else 0.0
+
     def held(self, decisions: Sequence[Option], samples: dict[Layout, int | None]) -> Holding:
         """What a position of a class holds."""
         rows = [self.unit(k, o, samples[o.layout]) for k, o in enumerate(decisions)]
@@ -192,6 +206,7 @@ class MemoryModel:
 
     def holding(self, table: Table, received: Vector, decisions: Sequence[Option]) -> Holding:
         """The ``table`` [field of ``UnitBytes``, unit] with what concerns all units."""
+        table, segments = within_segments(self.model, table, decisions)
         beside = {name: np.zeros_like(received) for name in ("beside_forward", "beside_backward")}
         for one in self.model.besides if table[FIELD["whole"] :].any() else ():
             beside[one.point] += one.added(table[FIELD[one.figure]])
@@ -200,6 +215,7 @@ class MemoryModel:
             received=received,
             beside_forward=beside["beside_forward"],
             beside_backward=beside["beside_backward"],
+            segments=segments,
             buckets_bytes=self.buckets_bytes(decisions),
             sliced=self.model.sliced,
             together=self.updates_together,

@@ -22,6 +22,8 @@ class Option(NamedTuple):
     ratio: float = 1.0
     early_release: bool = False
     feedback: FeedbackPolicy = "residual"
+    segment: tuple[str, ...] = ()
+    """As in ``UnitPlan``: its neighbours with the same modules here are recomputed with it."""
 
     @property
     def lossy(self) -> bool:

@@ -178,6 +178,23 @@ class EdgeProfile(Noun, frozen=True, kw_only=True):
     tensors: Index = 0
 
 
+class PieceProfile(Noun, frozen=True, kw_only=True):
+    """Modules of the model called one after another in one stretch of its forward, which a segment
+    can be made of: a unit's, or one that contains units.
+
+    ``first`` and ``last`` are the units, glue among them, of which all lies in this stretch (as do
+    those between them); both empty where there is none. ``follows`` names the pieces (each by its
+    first module) whose output, and nothing else, enters this one, with nothing done in between.
+    ``opens`` says whether a segment may begin with it: not where it changes its input in place.
+    """
+
+    modules: tuple[str, ...]
+    first: str = ""
+    last: str = ""
+    follows: tuple[str, ...] = ()
+    opens: bool = True
+
+
 class UpdateRate(Noun, frozen=True, kw_only=True):
     """Seconds that an optimizer takes for each byte of parameters."""
 
@@ -198,7 +215,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     ``target`` is how the model was named (``vgg16``, ``file.py:factory``); ``model`` the
     fingerprint of its structure (parameter names and shapes, unit names). ``batches`` are the batch
     sizes measured. ``step`` is the measured forward plus backward of the whole model, against
-    which the sum of units is held.
+    which the sum of units is held. ``pieces`` are what segments to be recomputed can be made of.
     """
 
     target: str
@@ -210,6 +227,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     batches: tuple[Count, ...]
     units: tuple[UnitProfile, ...]
     edges: tuple[EdgeProfile, ...]
+    pieces: tuple[PieceProfile, ...] = ()
     step: Curve | None = None
     updates: tuple[UpdateRate, ...] = ()
     compression: tuple[CompressionRate, ...] = ()

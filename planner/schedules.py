@@ -99,7 +99,9 @@ def _sharding_sparingly(problem: Problem, search: Callable[[Problem], Result]) -
         other = search(first)
         if other.plan is not None:
             return other
-        last = other if first is problem else search(problem)
+        # A unit cannot have both: ``may_gather``.
+        kept = tuple(policy for policy in problem.capability.memory if policy != "offload")
+        last = other if first is problem else search(_within(problem, memory=kept))
         return last if last.plan is not None else nearer(nearer(found, other), last)
     if not _quicker_in_shards(problem, found, found.plan):
         return found

@@ -67,11 +67,13 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
     _check(problem)
     result = _solvers[name]().solve(problem, time_limit_s)
     result = result._replace(reason="; ".join(r for r in (reason, result.reason) if r))
-    if not problem.capability.branches:
-        return result
-    from .branches import side_by_side
+    if problem.capability.branches:
+        from .branches import side_by_side
 
-    return side_by_side(problem, result)
+        result = side_by_side(problem, result)
+    from .segmented import quicker_in_segments
+
+    return quicker_in_segments(problem, result, time_limit_s)
 
 
 def settled(problem: Problem) -> Problem:

@@ -26,6 +26,7 @@ from .evaluate import (
     evaluation,
     excess,
 )
+from .fitting import fits_in_segments
 from .layout import Layout, Style
 from .memory import MemoryModel
 from .neighbours import improve, moves
@@ -104,6 +105,8 @@ def feasible(problem: Problem) -> bool:
                 if point.score().over_bytes == 0:
                     return True
         if _candidates(point, float("inf"), FEASIBILITY)[0].score.over_bytes == 0:
+            return True
+        if fits_in_segments(problem, point.model):
             return True
     return False
 

@@ -60,6 +60,12 @@ class Structure:
         return tuple(frozenset(units) for units in found)
 
     @cached_property
+    def last_use(self) -> tuple[int, ...]:
+        """For each unit the last unit that its output goes to, itself where that is none."""
+        targets = ([self.ends[e][1] for e in edges] for edges in self.edges_from)
+        return tuple(max(found, default=k) for k, found in enumerate(targets))
+
+    @cached_property
     def passing_bytes(self) -> tuple[float, ...]:
         """For each unit the bytes per sample of gradients of feature maps that are there when its
         backward ends: of all that was made before it and is used by it or after it."""

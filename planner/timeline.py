@@ -22,13 +22,14 @@ are, in bytes:
                    copies of gradients that travel
     workspace      temporaries of the unit at work, of its update, and those of its feature maps
                    that are only there meanwhile (recompute, offload); and what other units have
-                   there while it works (``beside``)
+                   there while it works (``beside``), those of its segment among them (``inside``)
 
 How long a gradient lives depends on the wire, so it counts to the end of the step, and under
 priority to its unit's next forward, whatever its exchange. The figures are additive: a unit's
 choice adds bytes to each point, and a plan holds their sum (open buckets aside). The point of a
 unit's backward is the fuller of two: while it is at work, and as its gradients leave, when its own
-feature maps are gone.
+feature maps are gone. That of the last unit of a segment is the fullest of three: all of the
+segment runs again before its backward begins.
 What the framework itself takes (allocator slack, a CUDA context) is not counted.
 """
 
@@ -41,6 +42,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .inside import Inside
 from .peak import CLASS_NAMES, Moment, Phase
 from .step import Vector
 from .unit_bytes import FIELD, STANDING
@@ -89,6 +91,7 @@ class Holding:
     received: Vector
     beside_forward: Vector
     beside_backward: Vector
+    segments: Inside
     buckets_bytes: float
     sliced: bool
     together: bool
@@ -123,7 +126,7 @@ class _Alive(NamedTuple):
         found: Vector = (
             self.maps + self.gradients + self.travelling + self.unfilled + held.received
             + held["workspace"] + held["map_gradients"] + held["fresh"] - held["spared"]
-            + held.beside_backward
+            + held.beside_backward + held.segments.made
         )  # fmt: skip
         return found
 
@@ -131,9 +134,19 @@ class _Alive(NamedTuple):
         """By unit what lives as its gradients leave, beside what always does."""
         found: Vector = (
             self.maps - held["saved"] + self.gradients + self.travelling + held["travelling"]
-            + held["leaving"] + held.beside_backward
+            + held["leaving"] + held.beside_backward + held.segments.made
         )  # fmt: skip
         return found
+
+    def running_again(self, held: Holding, micro_batches: int) -> Vector:
+        """By unit what lives while the segment that it ends runs again, beside what always does;
+        nothing where it ends none."""
+        own = held["gradients"] if micro_batches == 1 else 0.0
+        found: Vector = (
+            self.maps + self.gradients - own + self.travelling + self.unfilled
+            + held.beside_backward + held.segments.again
+        )  # fmt: skip
+        return np.where(held.segments.again > 0, found, 0.0)
 
 
 def _alive(held: Holding, micro_batches: int) -> _Alive:
@@ -146,7 +159,7 @@ def _alive(held: Holding, micro_batches: int) -> _Alive:
     travelling, none = _from(copies) - copies, np.zeros_like(maps)
     pending, coming = gradients if many else none, none
     if held.sliced:  # in the next forward, before the unit's own feature maps
-        renewing = maps - held["saved"] + _from(own + copies) + renewed
+        renewing = maps - held["saved"] + held.segments.entering + _from(own + copies) + renewed
         if not many:
             pending, coming = _from(own) - own, travelling
     else:
@@ -163,12 +176,17 @@ def _from(values: Vector) -> Vector:
 def timeline(held: Holding, micro_batches: int) -> list[MemoryPoint]:
     """What a position holds at each point of a step's last micro-batch, and at the update."""
     alive = _alive(held, micro_batches)
-    later = alive.leaving(held) > alive.working(held)
+    ways = np.stack([
+        alive.working(held), alive.leaving(held), alive.running_again(held, micro_batches)
+    ])  # fmt: skip
     points = [_forward(held, alive, k) for k in held.units]
-    points += [
-        _leaving(held, alive, k) if later[k] else _backward(held, alive, k)
-        for k in reversed(held.units)
-    ]
+    for k in reversed(held.units):
+        way = int(ways[:, k].argmax())
+        points.append(
+            _running_again(held, alive, k, micro_batches)
+            if way == 2
+            else (_backward, _leaving)[way](held, alive, k)
+        )
     return [*points, _update(held, alive)]
 
 
@@ -183,7 +201,7 @@ def _forward(held: Holding, alive: _Alive, k: int) -> MemoryPoint:
         gradients=alive.pending[k],
         feature_maps=alive.maps[k],
         buffers=held.received[k] + alive.coming[k],
-        workspace=held["workspace"][k] + held.beside_forward[k],
+        workspace=held["workspace"][k] + held.beside_forward[k] + held.segments.entering[k],
     )  # fmt: skip
 
 
@@ -196,7 +214,7 @@ def _backward(held: Holding, alive: _Alive, k: int) -> MemoryPoint:
         feature_maps=alive.maps[k] - spared,
         map_gradients=held["map_gradients"][k],
         buffers=buffers,
-        workspace=held["workspace"][k] + held.beside_backward[k],
+        workspace=held["workspace"][k] + held.beside_backward[k] + held.segments.made[k],
     )  # fmt: skip
 
 
@@ -207,7 +225,20 @@ def _leaving(held: Holding, alive: _Alive, k: int) -> MemoryPoint:
         feature_maps=alive.maps[k] - held["saved"][k],
         map_gradients=held["leaving"][k],
         buffers=alive.travelling[k] + held["travelling"][k],
-        workspace=held.beside_backward[k],
+        workspace=held.beside_backward[k] + held.segments.made[k],
+    )  # fmt: skip
+
+
+def _running_again(held: Holding, alive: _Alive, k: int, micro_batches: int) -> MemoryPoint:
+    own = held["gradients"][k] if micro_batches == 1 else 0.0
+    arriving = held["arriving"][k]
+    return _point(
+        held, k, "backward",
+        gradients=alive.gradients[k] - own,
+        feature_maps=alive.maps[k],
+        map_gradients=arriving,
+        buffers=alive.travelling[k] + alive.unfilled[k],
+        workspace=held.beside_backward[k] + held.segments.again[k] - arriving,
     )  # fmt: skip
 
 
@@ -221,17 +252,23 @@ def _update(held: Holding, alive: _Alive) -> MemoryPoint:
         gradients=held["gradients"][later].sum(),
         feature_maps=held["saved"][:k].sum() if held.sliced else 0.0,
         buffers=held["travelling"][later].sum(),
-        workspace=held["renewed"][every].sum(),
+        workspace=held["renewed"][every].sum() + (held.segments.entering[k] if held.sliced else 0),
     )  # fmt: skip
 
 
 def peak_bytes(held: Holding, micro_batches: int) -> tuple[float, int]:
     """(the largest total of the timeline, the unit at work there), without making the table."""
+    most = np.maximum(*fullest_bytes(held, micro_batches))
+    k = int(most.argmax())
+    return float(most[k]), k
+
+
+def fullest_bytes(held: Holding, micro_batches: int) -> tuple[Vector, Vector]:
+    """For each unit the largest total of its forward and backward, and that of its update."""
     alive = _alive(held, micro_batches)
     always = held.table[:STANDING].sum()
     work = alive.maps + held["workspace"] + held.received
-    forward = alive.pending + alive.coming + work + held.beside_forward
+    forward = alive.pending + alive.coming + work + held.beside_forward + held.segments.entering
     backward = np.maximum(alive.working(held), alive.leaving(held))
-    most = np.maximum(np.maximum(forward, backward), alive.renewing)
-    k = int(most.argmax())
-    return float(always + most[k]), k
+    backward = np.maximum(backward, alive.running_again(held, micro_batches))
+    return always + np.maximum(forward, backward), always + alive.renewing

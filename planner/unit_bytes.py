@@ -15,6 +15,9 @@ class UnitBytes(NamedTuple):
     ``exchanged`` the part of gradients that travels in buckets, and ``renewed`` the temporaries of
     its parameters' update. ``leaving`` is what there is besides when its gradients leave, at the
     end of its backward: copies, what a choice among them takes, gradients of feature maps.
+    ``again`` are feature maps that are made again in backward; of a unit in a segment ``given`` is
+    what enters it and nobody else keeps, and ``arriving`` the gradients of feature maps that are
+    there as its backward begins (see ``inside``).
     ``whole`` and ``away`` count where other units work (see ``beside``): parameters that are whole
     only while they are used, and feature maps that come back early.
     """
@@ -32,6 +35,9 @@ class UnitBytes(NamedTuple):
     exchanged: float = 0.0
     leaving: float = 0.0
     renewed: float = 0.0
+    again: float = 0.0
+    given: float = 0.0
+    arriving: float = 0.0
     whole: float = 0.0
     away: float = 0.0
 

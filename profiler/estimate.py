@@ -39,7 +39,7 @@ from ..units.workload import Batch, Workload
 from .catalogue import GIGA, TERA, Datasheet, datasheet
 from .device import software
 from .dry import Footprints, dry, is_dry
-from .model import edge_profiles, unit_profile
+from .model import edge_profiles, piece_profiles, unit_profile
 from .tables import load_table
 
 FLOPS_REACHED = 0.6
@@ -92,6 +92,7 @@ def estimate(
         batches=sizes,
         units=units,
         edges=edge_profiles(found),
+        pieces=piece_profiles(found),
         updates=tuple(
             UpdateRate(optimizer=name, seconds_per_byte=moves / (sheet.gbyte_s * GIGA))
             for name, moves in STATE_TRAFFIC.items()

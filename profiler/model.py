@@ -17,6 +17,7 @@ from ..planner.profile import (
     EdgeProfile,
     ModelProfile,
     ParameterProfile,
+    PieceProfile,
     ShareProfile,
     UnitProfile,
 )
@@ -119,6 +120,7 @@ def profile(
         batches=sizes,
         units=units,
         edges=edge_profiles(found),
+        pieces=piece_profiles(found),
         step=_curve(sizes, [m.times.total for m in measured]),
         updates=rates,
     )
@@ -327,4 +329,14 @@ def edge_profiles(found: Discovery) -> tuple[EdgeProfile, ...]:
             tensors=e.tensors,
         )
         for e in found.edges
+    )
+
+
+def piece_profiles(found: Discovery) -> tuple[PieceProfile, ...]:
+    """The pieces as the planner knows them."""
+    return tuple(
+        PieceProfile(
+            modules=p.modules, first=p.first, last=p.last, follows=p.follows, opens=p.opens
+        )
+        for p in found.pieces
     )

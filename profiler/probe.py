@@ -14,6 +14,7 @@ from ..planner.cluster import Cluster, CollectiveCurve, Device, Interference, Le
 from ..planner.errors import InputError
 from .collect import COLLECTIVES, Group, curves, measure
 from .device import device_name, memory_bytes, software
+from .host_link import host_bytes_per_s
 from .interference import measure_interference
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
@@ -34,7 +35,8 @@ def probe(
 ) -> Cluster:
     """Measures latency and bandwidth of point-to-point messages, all-reduce, all-gather,
     reduce-scatter and all-to-all by message size, on the groups that plans use (neighbours, and
-    ranks with equal places in these), and how much computing and communicating slow each other.
+    ranks with equal places in these), how much computing and communicating slow each other, and on
+    CUDA what each device's link to its host's memory carries while all devices use theirs.
 
     Collective: every rank of an initialised process group calls it, and all get the same Cluster.
     Uses process groups of its own and ends them. Raises ``InputError`` where there is no group.
@@ -59,7 +61,7 @@ def probe(
         found.setdefault(level, []).extend(mine)
         for handle in handles:
             dist.destroy_process_group(handle)
-    cluster = _cluster(hosts, found, interference)
+    cluster = _cluster(hosts, found, interference, _host_rates(where))
     answer: list[Any] = [cluster]
     dist.broadcast_object_list(answer, src=0)
     ticks.finish()
@@ -91,6 +93,15 @@ def _hosts(device: torch.device) -> list[tuple[str, str, int]]:
         return rows
     names = [row[0] for row in rows]
     return [(host, name, memory // names.count(host)) for host, name, memory in rows]
+
+
+def _host_rates(device: torch.device) -> list[float | None]:
+    """What each rank's device and its host's memory exchange, all ranks at the same time.
+    Collective."""
+    dist.barrier()
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, host_bytes_per_s(device))
+    return rows
 
 
 GroupSets = list[tuple[int, ...]]
@@ -155,14 +166,15 @@ def _cluster(
     hosts: Sequence[tuple[str, str, int]],
     found: dict[str, list[CollectiveCurve]],
     interference: Interference,
+    host_rates: Sequence[float | None],
 ) -> Cluster:
     order = list(dict.fromkeys(host for host, _, _ in hosts))
     nodes = tuple(
         Node(
             name=host,
             devices=tuple(
-                Device(name=name, memory_bytes=memory, source="measured")
-                for other, name, memory in hosts
+                Device(name=name, memory_bytes=memory, host_bytes_per_s=rate, source="measured")
+                for (other, name, memory), rate in zip(hosts, host_rates, strict=True)
                 if other == host
             ),
         )

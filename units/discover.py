@@ -11,6 +11,7 @@ from torch import nn
 
 from ..planner.profile import UnitKind
 from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, loads_of, pruned
+from .pieces import Piece, pieces_of
 from .replay import Call, capture
 from .select import Run, draws_early, parameters_used_outside, select_runs, unused_parameters
 from .spec import SplitSpec, UnitSpec
@@ -42,7 +43,8 @@ class Edge:
 class Discovery:
     """A model's units in forward order, ``@input`` first and ``@output`` last, and their edges.
 
-    ``unused`` are names of parameters that no forward uses. ``fingerprint`` stands for the
+    ``unused`` are names of parameters that no forward uses, ``pieces`` the stretches of the forward
+    that can run again together. ``fingerprint`` stands for the
     structure: names, shapes and types of parameters and buffers, and the units.
     """
 
@@ -50,6 +52,7 @@ class Discovery:
     edges: tuple[Edge, ...]
     unused: tuple[str, ...]
     fingerprint: str
+    pieces: tuple[Piece, ...] = ()
 
     def unit(self, name: str) -> UnitSpec:
         """The unit of that name."""
@@ -80,12 +83,13 @@ def discover(
             n for n, u in specs.items() if u.kind in _BLOCKS and u.splits and not kept[n].splits
         }
         if lost <= refused:
-            return _discovery(model, runs[0], flows, kept, batch.size - other.size)
+            return _discovery(model, traces[0], runs[0], flows, kept, batch.size - other.size)
         refused |= lost
 
 
 def _discovery(
     model: nn.Module,
+    trace: Trace,
     runs: list[Run],
     flows: Sequence[Flow],
     specs: dict[str, UnitSpec],
@@ -100,7 +104,9 @@ def _discovery(
     units = tuple(specs[n] if n in specs else _fixed(names[n]) for n in nodes)
     loads = loads_of(flows[0], ends)
     edges = tuple(_edge(e, slopes[e], names, specs, loads[e]) for e in ends)
-    return Discovery(units, edges, unused_parameters(model, runs), fingerprint(model, units))
+    pieces = pieces_of(trace, runs, names)
+    unused = unused_parameters(model, runs)
+    return Discovery(units, edges, unused, fingerprint(model, units), pieces)
 
 
 def another_size(batch: Batch) -> Batch:

@@ -42,7 +42,9 @@ class Event:
 
     ``module`` is the module's name, None for an operation; ``name`` is the operation's.
     ``inputs`` and ``outputs`` keep the places of leaves that are no tensors, as None. ``stack`` are
-    the names of the modules in whose call it happens, the model itself (``""``) first.
+    the names of the modules in whose call it happens, the model itself (``""``) first. Of a module
+    ``takes_one`` says that it is called with one positional argument and nothing else,
+    ``makes_one`` that it returns one tensor by itself.
     """
 
     index: int
@@ -53,6 +55,8 @@ class Event:
     outputs: list[Seen | None] = field(default_factory=list)
     parameters: tuple[str, ...] = ()
     end: int = -1
+    takes_one: bool = False
+    makes_one: bool = False
 
 
 @dataclass
@@ -104,12 +108,14 @@ class _Recorder(TorchFunctionMode):
 
     def enter(self, name: str, args: Any, kwargs: Any) -> None:
         event = Event(len(self.events), name, "", self.names, self.seen((args, kwargs)))
+        event.takes_one = len(args) == 1 and not kwargs
         self.events.append(event)
         self.stack.append(event)
 
     def leave(self, output: Any) -> None:
         event = self.stack.pop()
         event.outputs = self.seen(output)
+        event.makes_one = isinstance(output, Tensor)
         event.end = len(self.events)
 
     def __torch_function__(

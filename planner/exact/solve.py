@@ -19,6 +19,7 @@ from ..choices import unit_options
 from ..cost import CostModel
 from ..evaluate import evaluation
 from ..problem import Problem, Result
+from ..segmented import fitting_in_segments, less_in_segments
 from ..splits import placed, search
 from .backend import Backend, Interruption, Solved, run
 from .cases import Case, case, models
@@ -87,7 +88,10 @@ class Search:
 
     def _none(self, every: list[CostModel]) -> Result:
         """No plan: because there is none, or because time was up before one was found."""
-        why = explain_proved(self.problem, every)
+        rescued = fitting_in_segments(self.problem, Integer.name, self.start)
+        if rescued is not None:
+            return rescued
+        why = less_in_segments(self.problem, explain_proved(self.problem, every))
         seconds = time.perf_counter() - self.start
         reason = "" if self.proved else "the time limit came before a plan or a proof"
         return Result(

@@ -19,6 +19,7 @@ from ..choices import unit_options
 from ..cost import CostModel
 from ..enlarge import more_ranks
 from ..evaluate import excess, rank_memory
+from ..fitting import fits_in_segments
 from ..objective import Value, value
 from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
 from ..remedies import higher, higher_unit_limit, more_memory, needed
@@ -171,7 +172,9 @@ def _feasible(problem: Problem, end: float, **changes: object) -> bool:
     """Whether a plan keeps all limits when fields of the goal are changed."""
     changed = replace(problem, goal=msgspec.structs.replace(problem.goal, **changes))
     closest = _least(changed, list(models(changed)), "memory_limit_bytes", end)
-    return closest is not None and closest.chosen.feasible
+    if closest is not None and closest.chosen.feasible:
+        return True
+    return any(fits_in_segments(changed, model) for model in models(changed))
 
 
 def _other(problem: Problem, closest: Closest, what: str, end: float) -> Infeasibility:

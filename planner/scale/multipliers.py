@@ -23,6 +23,7 @@ from ..options import Decisions
 from ..problem import INTEGER_PAIRS, Problem, Result, state_pairs
 from ..rows import AT, Rows, bucket_share, rows
 from ..search import Space
+from ..segmented import fitting_in_segments, less_in_segments
 from ..splits import placed
 from ..splits import search as heuristic_search
 from .lagrange import Lagrangian, Search
@@ -118,6 +119,9 @@ class Multipliers:
     ) -> Result:
         """No plan that keeps the limits was found. That proves nothing: where the integer program
         is quick it has the last word, else the closest plan says what is missing."""
+        rescued = fitting_in_segments(problem, self.name, start)
+        if rescued is not None:
+            return rescued
         few = state_pairs(problem) <= INTEGER_PAIRS
         if len(problem.profile.units) <= FEW_UNITS and few:
             return Integer().solve(problem, max(deadline - time.perf_counter(), 1.0))
@@ -130,6 +134,7 @@ class Multipliers:
             end = min(deadline, time.perf_counter() + TIGHTEN_S)
             known = tightened(problem, known, end, lambda one: self._solves(one, end))
         why = why_nothing(problem, known, deadline, lambda one: self._solves(one, deadline))
+        why = less_in_segments(problem, why)
         seconds = time.perf_counter() - start
         return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
 

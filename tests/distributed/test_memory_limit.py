@@ -17,16 +17,23 @@ from meshwright.executor.memory.peak import budget
 from meshwright.executor.parallel import is_parallel
 from meshwright.executor.ranks.agreement import rank_zero_decides
 from meshwright.executor.train import optimizer_for, run_steps, train_step
+from meshwright.models.gpt import GPT, Shape
+from meshwright.models.text import next_symbol_workload
+from meshwright.planner.capability import Capability
+from meshwright.planner.cost import CostModel
 from meshwright.planner.errors import InputError
-from meshwright.planner.evaluate import evaluate
+from meshwright.planner.evaluate import evaluate, rank_memory
 from meshwright.planner.goal import Goal
+from meshwright.planner.options import Decisions
 from meshwright.planner.plan import Plan
 from meshwright.planner.problem import Problem
 from meshwright.planner.profile import ModelProfile
+from meshwright.planner.recomputing import Recomputing
 from meshwright.planner.solver import solve
 from meshwright.profiler.model import profile
 from meshwright.units.discover import discover
 from meshwright.units.storages import OverBudgetError, tensors_in
+from meshwright.units.workload import Workload
 from plans import plan_for
 
 from tests.strategies import cluster
@@ -90,7 +97,11 @@ def peak_under(plan: Plan, one: Triple, limit_bytes: int) -> int:
     them, takes the whole model and a copy); raises ``OverBudgetError`` above the limit.
     Collective."""
     torch.manual_seed(0)
-    workload = models.build(one.name)
+    return peak_of(models.build(one.name), plan, limit_bytes)
+
+
+def peak_of(workload: Workload, plan: Plan, limit_bytes: int) -> int:
+    """The same of a workload."""
     optimizer = optimizer_for(plan.goal, workload.model.parameters())
     batches = [workload.make_batch(plan.goal.batch) for _ in range(STEPS + 3)]
     apart = tensors_in([(b.args, b.target) for b in batches])
@@ -140,6 +151,50 @@ def keeps_limits(rank: int, chosen: list[Triple]) -> list[str]:
             predicted = max(made.prediction.peak_bytes)
             raise AssertionError(f"{one}: {predicted} predicted, {error}") from error
     return wrong
+
+
+def deep() -> Workload:
+    """A transformer of so many blocks that their outputs weigh more than the inside of one."""
+    torch.manual_seed(0)
+    shape = Shape(64, length=32, width=32, layers=12, heads=4)
+    return next_symbol_workload("deep", GPT(shape), 64, 32)
+
+
+def least_limit(found: ModelProfile, goal: Goal, kinds: Capability) -> int:
+    """The lowest peak of data parallelism, whatever is kept, recomputed and in which segments."""
+    model = CostModel(found, cluster(2), goal, sliced=True)
+    return peak_with(model, Recomputing(model, model.baseline, kinds).least())
+
+
+def peak_with(model: CostModel, decisions: Decisions) -> int:
+    return max(each.peak_bytes for each in rank_memory(model, decisions))
+
+
+def in_segments_only(rank: int) -> tuple[int, int, int, list[tuple[str, ...]]]:
+    """(the least that fits by units, the limit, the peak under it, the segments)."""
+    found = rank_zero_decides(lambda: profile(deep(), batches=(1, 8), repeats=1, degrees=()))
+    kinds = msgspec.structs.replace(SEARCHED, exchange=("dense",), early_release=False)
+    goal = Goal(batch=16, optimizer="momentum")
+    bare = msgspec.structs.replace(found, pieces=())
+    by_units, least = (least_limit(each, goal, kinds) for each in (bare, found))
+    limit = least + (by_units - least) // 4
+    goal = msgspec.structs.replace(goal, memory_limit_bytes=limit)
+    alone, together = (
+        Problem(each, cluster(2), goal, kinds, executor=CAPABILITY, schedule="priority")
+        for each in (bare, found)
+    )
+    assert rank_zero_decides(lambda: solve(alone, "heuristic").plan) is None
+    made = rank_zero_decides(lambda: solve(together, "heuristic").checked())
+    peak = peak_of(deep(), made, int(1.02 * limit))
+    return by_units, limit, peak, list(dict.fromkeys(u.segment for u in made.units if u.segment))
+
+
+@pytest.mark.slow
+def test_a_plan_that_fits_in_segments_only_runs_so(ranks):
+    for by_units, limit, peak, segments in ranks(2)(in_segments_only, limit_s=100):
+        assert limit < 0.95 * by_units
+        assert any(len(names) > 1 for names in segments)  # several blocks together
+        assert 0.9 * limit < peak <= 1.02 * limit
 
 
 def refuses_before_the_first_step(rank: int) -> None:

@@ -136,6 +136,17 @@ def test_it_is_chosen_where_nothing_else_fits(solver):
     assert "fully_sharded" in exchanges(found)
     assert max(found.plan.prediction.peak_bytes) <= tight.goal.memory_limit_bytes
     assert solve(without_shards(tight, ("fully_sharded",)), solver).plan is None
+    # Where units may be offloaded, they may not be gathered: what needs that is planned without.
+    kinds = msgspec.structs.replace(FULLY, memory=("keep", "offload"))
+    found = solve(replace(tight, capability=kinds, cluster=with_hosts(tight.cluster)), solver)
+    assert "fully_sharded" in exchanges(found)
+
+
+def with_hosts(links):
+    """The cluster, its devices linked to their hosts."""
+    device = msgspec.structs.replace(links.devices[0], host_bytes_per_s=1e9)
+    nodes = tuple(msgspec.structs.replace(node, devices=(device,)) for node in links.nodes)
+    return msgspec.structs.replace(links, nodes=nodes)
 
 
 def test_offload_is_refused():

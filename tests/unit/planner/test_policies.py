@@ -62,7 +62,7 @@ def test_recompute_runs_forward_again_and_keeps_the_output(model):
     assert again.backward_s == keep.backward_s + keep.forward_s
     freed = 4096 * 8 - 256 * 8
     found = changes(model, HOME._replace(memory="recompute"))
-    assert found == {"saved": -freed, "workspace": freed}
+    assert found == {"saved": -freed, "workspace": freed, "again": freed}
 
 
 def test_an_output_that_nobody_saves_does_not_stay_under_recompute(model):

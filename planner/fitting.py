@@ -1,0 +1,57 @@
+"""Whether a model fits with recomputed units in segments, where layouts are plain.
+
+Division, and the other ways to save memory, are the solvers' to try; what they ask here is whether
+data parallelism would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .answer import choice
+from .choices import with_policies
+from .cost import CostModel
+from .options import Decisions, Option
+from .problem import Problem
+from .recomputing import Recomputing
+from .search import Space
+from .windows import any_window
+
+
+def has_segments(problem: Problem) -> bool:
+    """Whether units of the model can be recomputed together."""
+    return "recompute" in problem.capability.memory and any_window(problem.profile)
+
+
+def fits_in_segments(problem: Problem, model: CostModel) -> bool:
+    """Whether data parallelism under some policies keeps all limits with segments."""
+    if not has_segments(problem):
+        return False
+    return any(_fits(problem, model, start) for start in plain_starts(problem, model))
+
+
+def _fits(problem: Problem, model: CostModel, start: Decisions) -> bool:
+    leanest = Recomputing(model, start, problem.capability).least()
+    return choice(model, leanest, problem.schedule).feasible
+
+
+def plain_starts(problem: Problem, model: CostModel) -> Iterator[Decisions]:
+    """Data parallelism as far as it may be had; the same with its exchange sharded, and with
+    gradients released early."""
+    start = Space(model, problem.capability).start
+    changes: tuple[dict[str, object], ...] = (
+        {}, {"exchange": "sharded"}, {"early_release": True},
+    )  # fmt: skip
+    found = (
+        tuple(_changed(problem, model, k, option, change) for k, option in enumerate(start))
+        for change in changes
+    )
+    yield from dict.fromkeys(found)
+
+
+def _changed(
+    problem: Problem, model: CostModel, k: int, option: Option, change: dict[str, object]
+) -> Option:
+    asked = option._replace(**change)  # type: ignore[arg-type]
+    plain = Option(option.layout, option.style)
+    return asked if asked in with_policies(model, k, plain, problem.capability) else option

@@ -1,0 +1,115 @@
+"""Which stretches of a forward can run again as one: modules that are called one after another.
+
+A segment that is recomputed is named by modules, each called with what the one before returned and
+nothing else, while nothing is done between them: whatever autograd saves from the entry of the
+first to the exit of the last is made again by calling them again. Its pieces are the units and the
+modules that contain some; modules inside a unit are the unit's own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from .flow import GLUE
+from .select import Run
+from .trace import Event, Seen, Trace
+
+
+class Piece(NamedTuple):
+    """As ``PieceProfile`` has it."""
+
+    modules: tuple[str, ...]
+    first: str = ""
+    last: str = ""
+    follows: tuple[str, ...] = ()
+    opens: bool = True
+
+
+def pieces_of(trace: Trace, runs: Sequence[Run], names: Mapping[str, str]) -> tuple[Piece, ...]:
+    """The pieces of a forward in the order in which they begin. ``names`` are those of its units,
+    and of its glue by the names that ``flow`` gives it; what is not there is no unit."""
+    return _Forward(trace, runs, names).pieces()
+
+
+class _Forward:
+    def __init__(self, trace: Trace, runs: Sequence[Run], names: Mapping[str, str]) -> None:
+        self.trace, self.runs, self.names = trace, runs, names
+        self.operations = [e.index for e in trace.events if e.module is None]
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """See ``pieces_of``."""
+        stretches = sorted(
+            [*(run.calls for run in self.runs), *((call,) for call in self._containers())],
+            key=lambda calls: (calls[0].index, -calls[-1].end),
+        )
+        makers: dict[int, list[tuple[Event, ...]]] = {}
+        for calls in stretches:
+            made = calls[-1].outputs[0] if calls[-1].makes_one else None
+            if made is not None:
+                makers.setdefault(made.key, []).append(calls)
+        return tuple(
+            Piece(
+                tuple(call.module or "" for call in calls),
+                *self._units(calls[0].index, calls[-1].end),
+                tuple(before[0].module or "" for before in self._handing_over(makers, calls)),
+                not self._changes_input(calls),
+            )
+            for calls in stretches
+        )
+
+    def _containers(self) -> list[Event]:
+        """Calls of modules that are called once and lie in no unit; the model itself is none."""
+        spans = [(run.start, run.end) for run in self.runs]
+        return [
+            event
+            for event in self.trace.events
+            if event.module
+            and len(self.trace.calls(event.module)) == 1
+            and not any(start <= event.index < end for start, end in spans)
+        ]
+
+    def _done(self, start: int, end: int) -> int:
+        """How many operations there are in a stretch of events."""
+        return bisect_left(self.operations, end) - bisect_left(self.operations, start)
+
+    def _units(self, start: int, end: int) -> tuple[str, str]:
+        """The first and the last unit of which all lies in a stretch; empty where there is none."""
+        inside: list[str] = []
+        ends = [0, *(run.end for run in self.runs)]
+        starts = [*(run.start for run in self.runs), len(self.trace.events)]
+        for i, (left, right) in enumerate(zip(ends, starts, strict=True)):
+            glue = self._done(left, right)
+            if glue and glue == self._done(max(left, start), min(right, end)):
+                inside.append(f"{GLUE}{i}")
+            if i < len(self.runs) and start <= right and self.runs[i].end <= end:
+                inside.append(self.runs[i].name)
+        known = [self.names[node] for node in inside if node in self.names]
+        return (known[0], known[-1]) if known else ("", "")
+
+    def _handing_over(
+        self, makers: Mapping[int, list[tuple[Event, ...]]], after: tuple[Event, ...]
+    ) -> Iterator[tuple[Event, ...]]:
+        """The stretches whose result is all that enters ``after``, nothing being done from one to
+        the other."""
+        first = after[0]
+        given = first.inputs[0] if first.takes_one and len(first.inputs) == 1 else None
+        for before in makers.get(given.key, ()) if given is not None else ():
+            end = before[-1].end
+            if end <= first.index and not self._done(end, first.index):
+                yield before
+
+    def _changes_input(self, calls: tuple[Event, ...]) -> bool:
+        """Whether an operation in a piece returns, changed, memory that entered it."""
+        entered = {seen.storage for seen in calls[0].inputs if seen is not None}
+        return any(
+            seen is not None and seen.storage in entered and _same(event, seen)
+            for event in self.trace.events[calls[0].index : calls[-1].end]
+            if event.module is None
+            for seen in event.outputs
+        )
+
+
+def _same(event: Event, output: Seen) -> bool:
+    return any(seen is not None and seen.key == output.key for seen in event.inputs)
