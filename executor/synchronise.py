@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class GradientSynchroniser:
         parameter: Any = entry.parameter  # torch has not typed its hooks
         hooks = [parameter.register_post_accumulate_grad_hook(ready)]
         if divisor != 1:
-            hooks.append(parameter.register_hook(lambda gradient: gradient / divisor))
+            hooks.append(parameter.register_hook(partial(_divided, divisor)))
         return hooks
 
     def _attach_anchor(self, anchor: Tensor) -> Any:
@@ -201,3 +202,9 @@ class GradientSynchroniser:
                 "from the model's output, where their weight enters: return what the loss needs "
                 "from forward, in tensors, tuples, dicts or dataclasses"
             )
+
+
+def _divided(divisor: float, gradient: Tensor | None) -> Tensor | None:
+    """None where nothing of what the parameter was used for has gone on to the loss from this rank,
+    as where it has no samples and the next unit leaves it idle."""
+    return None if gradient is None else gradient / divisor

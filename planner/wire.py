@@ -7,8 +7,11 @@ travels once (``taking``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import ceil, prod
+from typing import NamedTuple
 
-from .ownership import entry, exit_, sample_bounds, transfers
+from .layout import Layout
+from .ownership import entry, exit_, feature_bounds, sample_bounds, transfers
 from .plan import Plan, UnitPlan
 from .taking import Edge, Taking, taking
 
@@ -54,6 +57,52 @@ def _add_sums(
         for position, samples in own.items():
             sent[position] += times * (sum(own.values()) - samples) * leaving[0]
             sent[position] += samples * (layout.degree - 1) * leaving[1]
+
+
+class Carried(NamedTuple):
+    """A parameter whose gradient is exchanged: the first unit that uses it, its shape, the bytes of
+    an element, and where members divide it the dim and of how many equal blocks that is made."""
+
+    unit: str
+    shape: tuple[int, ...]
+    width_bytes: int
+    dim: int | None = None
+    blocks: int = 1
+
+    def share(self, degree: int, member: int) -> int:
+        """The elements that a member has of it."""
+        if self.dim is None:
+            return prod(self.shape)
+        length = self.shape[self.dim]
+        left, right = feature_bounds(length // self.blocks, degree, member)
+        return prod(self.shape) // length * (right - left) * self.blocks
+
+
+def exchanged_bytes(plan: Plan, parameters: Iterable[Carried], backwards: int = 1) -> list[float]:
+    """What each position sends to exchange gradients in one step, of which so many ``backwards``
+    exchange (micro-batches and what is under ``no_sync`` are one with the backward that does).
+
+    Units are ``dense``, or ``sharded``: gradients to those who update them in each backward, and
+    the parameters from them once; each peer's chunk is as long as the longest.
+    """
+    units = {unit.name: unit for unit in plan.units}
+    sent = [0.0] * plan.world_size
+    for carried in parameters:
+        unit = units[carried.unit]
+        layout = unit.layout
+        if carried.dim is None:  # held whole by every position, divided unit or not
+            layout = Layout(groups=layout.size, first=layout.first)
+        for position in layout.positions:
+            numel = carried.share(layout.degree, (position - layout.first) % layout.degree)
+            if unit.exchange == "dense":
+                payload = numel * carried.width_bytes
+                sent[position] += backwards * ring_bytes(payload, layout.groups)
+                continue
+            if unit.exchange != "sharded":
+                raise ValueError(f"what {unit.exchange!r} sends depends on more than the plan")
+            chunk = ceil(numel / layout.groups) * carried.width_bytes
+            sent[position] += (backwards + 1) * (layout.groups - 1) * chunk
+    return sent
 
 
 def ring_bytes(payload_bytes: float, peers: int) -> float:

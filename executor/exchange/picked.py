@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +23,7 @@ class PickedSlice(Slice):
     def __init__(self, entry: Entry) -> None:
         super().__init__([entry], Cut((0,)))
         self._parts: list[Tensor] = []
-        self._message_bytes = 0
+        self._share, self._message_bytes = 0.0, 0
 
     @property
     def sent_bytes(self) -> int:
@@ -33,10 +35,19 @@ class PickedSlice(Slice):
         """Those of a gradient whose sum would take a ring as long."""
         return self.entries[0].group.size * self._message_bytes // 2
 
-    def expect(self, count: int) -> None:
-        """Says how many elements it will carry."""
-        size = self.entries[0].parameter.element_size() + torch.int32.itemsize
-        self._message_bytes = count * size
+    @property
+    def shared_bytes(self) -> int:
+        """What every rank takes it to have, as if members had equally much."""
+        (entry,) = self.entries
+        width = entry.parameter.element_size()
+        count = ceil(self._share * (entry.shared_bytes // width))
+        return entry.group.size * count * (width + torch.int32.itemsize) // 2
+
+    def expect(self, share: float) -> None:
+        """Says which share of the elements it will carry."""
+        parameter = self.entries[0].parameter
+        size = parameter.element_size() + torch.int32.itemsize
+        self._share, self._message_bytes = share, picked(parameter.numel(), share) * size
 
     def send_picked(self, values: Tensor, index: Tensor) -> None:
         """Starts to show these elements to all peers. Collective, in the order of all slices."""
@@ -68,6 +79,11 @@ class PickedSlice(Slice):
         self._parts = []
         self._settle()
         return waited
+
+
+def picked(numel: int, share: float) -> int:
+    """How many of so many elements are a share of them: at least one."""
+    return min(numel, ceil(share * numel))
 
 
 def _unpacked(part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -80,13 +80,13 @@ class Order:
         self._coming = None
         rate_s, ready_s = agreed[0], agreed[1:]
         if rate_s > 0:
-            self._seconds = [[s.bytes * rate_s for s in p.slices] for p in self._parcels]
+            self._seconds = [[s.shared_bytes * rate_s for s in p.slices] for p in self._parcels]
         self.turns = self._find(ready_s)
 
     def end(self, parcels: Sequence[Parcel]) -> None:
         """After a backward, when everything has left: remembers its times."""
         self._number += 1
-        self._ready = [*self._ready[1 - KEPT :], [p.ready_s for p in parcels]]
+        self._ready = [*self._ready[1 - KEPT :], _measured_ready(parcels)]
         self._count_left()
         if self._orders.measured and (self._number in FIRST or self._number % EVERY == 0):
             # A link that was idle in between seems slower than it is, never quicker.
@@ -119,6 +119,20 @@ class Order:
                 self._most = ahead, (time.perf_counter() - self._end_s) / ahead
 
 
+def _measured_ready(parcels: Sequence[Parcel]) -> list[float]:
+    """When this rank has had the gradients of each parcel; those of a unit that leaves it idle, not
+    before those of the units behind it. As ranks begin their backwards at different times, such a
+    unit could else seem to be ready before units whose gradients peers wait for in backward, and
+    these would wait for what comes after them."""
+    behind: dict[int, float] = {}
+    latest = 0.0
+    for parcel in sorted(parcels, key=lambda p: -p.unit):
+        if not parcel.absent:
+            latest = max(latest, parcel.ready_s)
+        behind[parcel.unit] = latest
+    return [behind[p.unit] if p.absent else p.ready_s for p in parcels]
+
+
 def _planned_ready(plan: Plan, parcels: Sequence[Parcel]) -> list[float]:
     """When backward is over for each parcel's unit, in the plan's prediction."""
     after: list[float] = []
@@ -137,10 +151,11 @@ def _planned_seconds(plan: Plan, parcels: Sequence[Parcel]) -> list[list[float]]
     """What each slice takes in the plan's prediction: its part of its unit's exchange."""
     whole: dict[int, int] = {}
     for parcel in parcels:
-        whole[parcel.unit] = whole.get(parcel.unit, 0) + parcel.bytes
+        sizes = sum(one.shared_bytes for one in parcel.slices)
+        whole[parcel.unit] = whole.get(parcel.unit, 0) + sizes
     found = []
     for parcel in parcels:
         known = parcel.unit < len(plan.units) and whole[parcel.unit]
         each = plan.units[parcel.unit].exchange_s / whole[parcel.unit] if known else 0.0
-        found.append([one.bytes * each for one in parcel.slices])
+        found.append([one.shared_bytes * each for one in parcel.slices])
     return found

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.plan import ExchangePolicy
+from ...planner.plan import SHARDING, ExchangePolicy
 from ...planner.slices import Cut, cut, grouped
 from ..ranks.aside import leave_behind
 from ..ranks.carried import handed, let_go
@@ -41,6 +41,14 @@ class Slice:
         """What a member has of it."""
         numel = sum(e.parameter.numel() for e in self.entries)
         return numel * self.entries[0].parameter.element_size() // self.cut.parts
+
+    @property
+    def shared_bytes(self) -> int:
+        """What every rank takes it to have, whatever its own member has of it, or if it has
+        nothing: all must find the same order of slices."""
+        share = sum(e.shared_bytes for e in self.entries) // self.cut.parts
+        # Of an all-reduce that takes as long as the way of gradients to those who own elements.
+        return share // 2 if self.entries[0].exchange in SHARDING else share
 
     @property
     def sent_bytes(self) -> int:
@@ -95,6 +103,8 @@ class Parcel:
     same peers. ``unit`` is the place of the first of them in forward order."""
 
     made_of: type[Slice] = Slice
+    absent = False
+    """Whether it stands for what other ranks exchange."""
 
     def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
         self.unit = unit

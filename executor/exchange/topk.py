@@ -9,7 +9,6 @@ the order of ranks: all get the same sum, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from .buckets import Entry
 from .feedback import folds, mirrors
 from .lossy import LossyParcel, like
 from .momentum import Momentum
-from .picked import PickedSlice
+from .picked import PickedSlice, picked
 from .residual import Lossy, flat_of
 from .slices import Slice
 from .sparse import SparseAverage
@@ -57,8 +56,11 @@ class Picking:
 
     def count(self, entry: Entry) -> int:
         """How many elements of an entry each rank sends in this backward."""
-        numel = entry.parameter.numel()
-        return min(numel, ceil(ratio_at(entry.ratio, self._backwards, self._lossy) * numel))
+        return picked(entry.parameter.numel(), self.share(entry))
+
+    def share(self, entry: Entry) -> float:
+        """The share of them."""
+        return ratio_at(entry.ratio, self._backwards, self._lossy)
 
     def rate(self, entry: Entry) -> float:
         """The learning rate that is in force for a mirror."""
@@ -120,15 +122,15 @@ class TopkParcel(LossyParcel):
         slices = [Slice([whole[i] for i in c.parameters], c) for c in packs]
         for entry in self.entries:
             if not entry.whole:
-                slices.append(picked := PickedSlice(entry))
-                picked.expect(ceil(entry.ratio * entry.parameter.numel()))
+                slices.append(one := PickedSlice(entry))
+                one.expect(entry.ratio)
         return slices
 
     def following(self, number: int) -> Slice:
         """Its next slice, with as many elements as this backward sends."""
         one = self.slices[number]
         if isinstance(one, PickedSlice):
-            one.expect(self.picking.count(one.entries[0]))
+            one.expect(self.picking.share(one.entries[0]))
         return one
 
     def send(self, number: int) -> None:

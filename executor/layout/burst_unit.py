@@ -132,7 +132,7 @@ class BurstUnit:
         places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor) and _real(v)]
         if places:
             given = [leaves[i] for i in places]
-            tied = _Tie.apply(self.bursts.anchor, len(places), *given, *moved)  # type: ignore[no-untyped-call]
+            tied = _Tie.apply(self.bursts.anchor, len(places), self.idle, *given, *moved)  # type: ignore[no-untyped-call]
             for place, tensor in zip(places, tied, strict=True):
                 leaves[place] = tensor
         return pytree.tree_unflatten(leaves, structure)
@@ -164,16 +164,27 @@ def _real(tensor: Tensor) -> bool:
 
 
 class _Tie(torch.autograd.Function):
-    """The first ``count`` tensors; as if they depended on the others and on the anchor too."""
+    """The first ``count`` tensors; as if they depended on the others and on the anchor too.
+
+    Where the unit is ``idle`` the others get gradients of their no samples: what made them here
+    must have a gradient, even where nothing moves between it and this unit, as peers may wait for
+    it in backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, count: int, idle: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.others = len(tensors) - count
+        ctx.others = [(t.shape, t.dtype, t.device, idle and _real(t)) for t in tensors[count:]]
         # Aliases that autograd does not know as views: the next unit may change them in place.
         return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        none = (None,) * ctx.others
-        return torch.zeros(1, dtype=torch.float32, device="cpu"), None, *gradients, *none
+        others = [
+            torch.zeros(shape, dtype=dtype, device=device) if needed else None
+            for shape, dtype, device, needed in ctx.others
+        ]
+        anchor = torch.zeros(1, dtype=torch.float32, device="cpu")
+        return anchor, None, None, *gradients, *others

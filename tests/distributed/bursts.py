@@ -1,312 +1,249 @@
-"""Random plans whose units take a part of the ranks, and what must hold of each."""
+"""What must hold of a plan whose units take a part of the ranks, tried on real ones."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
+from burst_models import build, draw
+from burst_trials import Clip, Counts, Trial, piece_counts, pieces_of, samples_at
 from meshwright.executor.apply import apply
+from meshwright.executor.equality import LOSS, STATE, Yardstick
+from meshwright.executor.micro import micro_batches
 from meshwright.executor.parallel import full_optimizer_state_dict, full_state_dict, run_of
-from meshwright.planner.layout import Layout
-from meshwright.planner.plan import MemoryPolicy, Plan, UnitPlan
-from meshwright.planner.wire import moved_bytes, ring_bytes
-from meshwright.units.discover import Discovery, discover
-from meshwright.units.spec import UnitSpec
+from meshwright.planner.wire import Carried, exchanged_bytes, moved_bytes
+from meshwright.units.discover import Discovery
 from meshwright.units.workload import Batch
-from plans import plan, scheduled
-from reference import assert_equal, optimizer_of, twin, whole_loss
+from reference import assert_equal, furthest, optimizer_of, twin, whole_gradients, whole_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-STEPS = 2
-WIDTH = 6
-
-
-class Chain(nn.Module):
-    """One unit after another, with a shortcut over two of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 8)
-        self.second = nn.Linear(8, 7)
-        self.third = nn.Linear(7, 8, bias=False)
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        return self.head(self.norm(y + self.third(torch.tanh(self.second(y)))))
-
-
-class Branches(nn.Module):
-    """Three branches of convolutions between a stem and a head, normalised over the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(2, 4, 3, padding=1)
-        self.ways = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Softplus(), nn.Conv2d(4, w, 3))
-            for w in (2, 3, 4)
-        )
-        self.head = nn.Linear(9 * 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.stem(x)
-        return self.head(torch.cat([way(y) for way in self.ways], 1).flatten(1))
-
-
-class Block(nn.Module):
-    """Attention and a block of two linear layers, each with its shortcut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 12)
-        self.down = nn.Linear(12, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Tokens(nn.Module):
-    """Numbers in, one of them out; the last layer shares the first one's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 8)
-        self.block = Block()
-        self.scores = nn.Linear(8, 10, bias=False)
-        self.scores.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scores(self.block(self.embed(x))).mean(1)
-
-
-def _draw(name: str, size: int) -> Batch:
-    if name == "tokens":
-        x = torch.randint(10, (size, 4))
-    elif name == "branches":
-        x = torch.randn(size, 2, 4, 4, dtype=torch.float64)
-    else:
-        x = torch.randn(size, 5, dtype=torch.float64)
-    return Batch((x,), torch.randint(3, (size,)))
-
-
-MODELS = {"chain": Chain, "branches": Branches, "tokens": Tokens}
-_found: dict[str, Discovery] = {}
-
-
-def build(name: str) -> tuple[nn.Module, Discovery]:
-    """A model of that name, the same on every rank, and its units."""
-    torch.manual_seed(7)
-    model = MODELS[name]().double().train()
-    if name not in _found:
-        _found[name] = discover(twin(model), _draw(name, 4))
-    return model, _found[name]
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A random plan, and how the batch of each step is shared out."""
-
-    seed: int
-    model: str
-    plan: Plan
-    counts: tuple[tuple[int, ...], ...]
-    optimizer: str
-
-    def __str__(self) -> str:
-        units = ", ".join(
-            f"{u.name} {u.layout} {u.style} {u.memory} {u.exchange}"
-            for u in self.plan.units
-            if u.modules
-        )
-        return (
-            f"seed {self.seed}: {self.model} {self.plan.schedule} at {self.plan.placement} with "
-            f"{self.optimizer}, {self.counts} samples, slices of {self.plan.bucket_bytes}: {units}"
-        )
-
-
-def trial(seed: int, world: int) -> Trial:
-    """The plan of a seed."""
-    rng = random.Random(seed)
-    name = rng.choice(sorted(MODELS))
-    _, found = build(name)
-    schedule = rng.choice(["barrier", "priority"])
-    shards = schedule == "priority" and rng.random() < 0.4
-    units: dict[str, UnitPlan] = {}
-    for unit in found.units:
-        units[unit.name] = _decide(rng, unit, world, shards)
-    if name == "tokens":  # the tied ones live together, whole
-        layout = _layout(rng, world, 1)
-        for tied in [u for u in found.units if "embed" in u.modules or "scores" in u.modules]:
-            units[tied.name] = msgspec.structs.replace(
-                units[tied.name], layout=layout, style="none"
-            )
-    with scheduled(schedule):  # type: ignore[arg-type]
-        made = plan(
-            world,
-            list(units.values()),
-            placement=rng.sample(range(world), world),
-            bucket_bytes=rng.choice([64, 256, 4096]),
-        )
-    counts = tuple(_shares(rng, world) for _ in range(STEPS))
-    return Trial(seed, name, made, counts, rng.choice(["sgd", "adamw"]))
-
-
-def _layout(rng: random.Random, world: int, degree: int | None = None) -> Layout:
-    degree = degree or rng.choice([1, 1, 1, 2])
-    groups = rng.randint(1, world // degree) if world >= degree else 1
-    first = rng.randint(0, world - groups * degree)
-    return Layout(groups=groups, degree=degree, first=first)
-
-
-def _decide(rng: random.Random, unit: UnitSpec, world: int, shards: bool) -> UnitPlan:
-    layout, style = Layout(groups=world), "none"
-    memory: MemoryPolicy = "keep"
-    if unit.modules:
-        layout, style = _layout(rng, world), "none"
-        if layout.degree > 1:
-            fits = [
-                s.style
-                for s in unit.splits
-                if s.parts >= layout.degree and (s.uneven or s.parts % layout.degree == 0)
-            ]
-            if fits:
-                style = rng.choice(fits)
-            else:
-                layout = Layout(groups=layout.size, first=layout.first)
-        if rng.random() < 0.3:
-            memory = "recompute"
-    return UnitPlan(
-        name=unit.name,
-        kind=unit.kind,
-        modules=unit.modules,
-        batched_inputs=unit.batched_inputs,
-        layout=layout,
-        style=style,  # type: ignore[arg-type]
-        memory=memory,
-        exchange="sharded" if shards and unit.modules and rng.random() < 0.7 else "dense",
-    )
-
-
-def _shares(rng: random.Random, world: int) -> tuple[int, ...]:
-    """Samples of each position: even, or any, none included."""
-    if rng.random() < 0.4:
-        return (2,) * world
-    counts = [rng.randint(0, 4) for _ in range(world)]
-    counts[rng.randrange(world)] += 2  # batch normalisation needs two
-    return tuple(counts)
-
-
-def check(rank: int, seed: int, world: int) -> None:
-    """The plan of a seed trains as one process does, and sends what it is said to send."""
-    one = trial(seed, world)
-    model, found = build(one.model)
-    torch.manual_seed(seed)
-    batches = [_draw(one.model, sum(counts)) for counts in one.counts]
-    expected = _alone(twin(model), one, batches)
-    optimizer = optimizer_of(one.optimizer, model.parameters())
-    apply(model, optimizer, one.plan, timeout_s=20)
-    run, position = run_of(model), one.plan.placement.index(rank)
-    losses = []
-    for batch, counts in zip(batches, one.counts, strict=True):
-        starts = [0, *accumulate(counts)]
-        mine = batch.slice(starts[position], starts[position + 1])
-        before = run.meter.moved_bytes
-        value = _loss(model, mine)
-        losses.append(whole_loss(value, mine.size, batch.size))
-        value.backward()
-        sent = run.meter.moved_bytes - before
-        predicted = moved_bytes(one.plan, found.edges, counts)[position]
-        assert sent == predicted, f"{sent} bytes sent, {predicted} predicted"
-        _check_exchanged(model, one.plan)
-        _check_norm(model, expected, len(losses) - 1)
-        optimizer.step()
-        optimizer.zero_grad()
-    state = full_optimizer_state_dict(model, optimizer)["state"]
-    assert_equal((losses, full_state_dict(model)), (expected.losses, expected.state))
-    _check_optimizer(state, expected)
+LIMIT_S = 20
+"""A rank waits so long for the others."""
+Batches = Sequence[Sequence[Batch]]
+"""The whole batch of each backward of each step."""
 
 
 @dataclass
-class _Expected:
-    losses: list[float]
-    norms: list[float]
-    state: dict[str, Tensor]
-    optimizer: dict[int, dict[str, Any]]
+class Expected:
+    """What one process computes. ``states`` and ``gradients`` are those before each step's update,
+    ``outputs`` of the evaluation before the second step."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    states: list[dict[str, Tensor]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    outputs: Tensor = field(default_factory=lambda: torch.empty(0))
+    optimizer: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+def check(rank: int, text: str) -> None:
+    """The plan of a trial trains as one process does, and sends what it is said to send."""
+    trial = Trial.read(text)
+    model, found = build(trial.model, trial.dtype)
+    torch.manual_seed(trial.seed)
+    batches = [[draw(trial.model, sum(c), trial.dtype) for c in step] for step in trial.steps]
+    expected = alone(twin(model), trial, batches)
+    Together(rank, model, found, trial, expected).train(batches)
+
+
+def alone(model: nn.Module, trial: Trial, batches: Batches) -> Expected:
+    """One process on whole batches, in the same micro-batches: batch statistics are of those."""
+    optimizer = optimizer_of(trial.optimizer, model.parameters())
+    scheduler = _scheduler(trial, optimizer)
+    expected = Expected()
+    for number, (step, counts) in enumerate(zip(batches, trial.steps, strict=True)):
+        if number and trial.evaluates:
+            with _evaluating(model):
+                expected.outputs = model(*step[0].args)
+        expected.states.append(_copied(model.state_dict()))
+        for batch, fed in zip(step, counts, strict=True):
+            expected.losses.append(_backward_alone(model, batch, fed, trial.parts))
+        named = model.named_parameters()
+        expected.gradients.append(_copied({n: p.grad for n, p in named if p.grad is not None}))
+        expected.norms.append(_clip(model, trial.clip))
+        _update(optimizer, scheduler)
+    expected.states.append(_copied(model.state_dict()))
+    expected.optimizer = optimizer.state_dict()["state"]
+    return expected
+
+
+def _backward_alone(model: nn.Module, batch: Batch, counts: Counts, parts: int) -> float:
+    total = 0.0
+    for piece in pieces_of(batch, counts, parts):
+        if piece.size:
+            loss = _loss(model, piece) * (piece.size / batch.size)
+            loss.backward()
+            total += loss.item()
+    return total
+
+
+class Together:
+    """One rank's part in a trial."""
+
+    def __init__(
+        self, rank: int, model: nn.Module, found: Discovery, trial: Trial, expected: Expected
+    ) -> None:
+        self.trial, self.expected, self.found, self.model = trial, expected, found, model
+        self.carried = carried(model, found, trial)
+        self.optimizer = optimizer_of(trial.optimizer, model.parameters())
+        apply(model, self.optimizer, trial.plan, timeout_s=LIMIT_S)
+        self.position = trial.plan.placement.index(rank)
+        self.scheduler = _scheduler(trial, self.optimizer)
+        self.meter = run_of(model).meter
+        self.losses: list[float] = []
+
+    @property
+    def by_gradients(self) -> bool:
+        """Whether gradients from equal parameters are compared, and not parameters, as AdamW blows
+        up what float32 rounds."""
+        return self.trial.dtype == "float32" and self.trial.optimizer == "adamw"
+
+    @property
+    def yardstick(self) -> Yardstick:
+        return STATE[self.trial.dtype]
+
+    def train(self, batches: Batches) -> None:
+        """All steps, each held against one process's."""
+        for number, step in enumerate(batches):
+            self.step(number, step)
+        self._check_outcome()
+
+    def step(self, number: int, batches: Sequence[Batch]) -> None:
+        """One step's backwards and its update."""
+        trial, counts = self.trial, self.trial.steps[number]
+        if number and self.by_gradients:
+            self.model.load_state_dict(self.expected.states[number])
+        if number and trial.evaluates:
+            self._evaluate(batches[0], counts[0])
+        exchanged = self.meter.exchanged_bytes
+        last = len(batches) - 1
+        for i, (batch, fed) in enumerate(zip(batches, counts, strict=True)):
+            held = trial.held and i < last
+            with self.model.no_sync() if held else nullcontext():
+                self._backward(batch, fed)
+        if self.by_gradients:
+            off = furthest(whole_gradients(self.model), self.expected.gradients[number])
+            assert off <= 1, f"gradients of step {number} are off by {off} of what may be"
+        self._check_norm(number)
+        _update(self.optimizer, self.scheduler)
+        self._check_exchanged(self.meter.exchanged_bytes - exchanged, trial.exchanges[number])
+
+    def _backward(self, batch: Batch, counts: Counts) -> None:
+        """This rank's share of a batch, in micro-batches."""
+        moved, total, parts = self.meter.moved_bytes, torch.zeros(()), self.trial.parts
+        mine = batch.slice(*samples_at(counts, self.position))
+        for piece in micro_batches(self.model, mine, parts) if parts > 1 else (mine,):
+            value = _loss(self.model, piece)
+            value.backward()
+            if piece.size:
+                total = total + value.detach() * (piece.size / mine.size)
+        self.losses.append(whole_loss(total, mine.size, batch.size))
+        sent = self.meter.moved_bytes - moved
+        each = (self._moved(fed) for fed in piece_counts(counts, parts))
+        predicted = sum(each)
+        assert sent == predicted, f"{sent} bytes moved, {predicted} predicted"
+
+    def _moved(self, counts: Counts) -> float:
+        return moved_bytes(self.trial.plan, self.found.edges, counts)[self.position]
+
+    def _evaluate(self, batch: Batch, counts: Counts) -> None:
+        start, stop = samples_at(counts, self.position)
+        with _evaluating(self.model):
+            output = self.model(*batch.slice(start, stop).args)
+        share = self.yardstick.share(output, self.expected.outputs[start:stop])
+        assert share <= 1, f"the outputs are off by {share} of what may be"
+
+    def _check_norm(self, number: int) -> None:
+        """Unmodified clipping is right on every rank, those that a unit leaves idle too."""
+        norm, expected = _clip(self.model, self.trial.clip), self.expected.norms[number]
+        relative = self.yardstick.relative
+        assert abs(norm - expected) <= relative * expected, f"norm {norm}, expected {expected}"
+
+    def _check_exchanged(self, sent: int, backwards: int) -> None:
+        """Gradients travel among those who computed them only: as much as rings send, rounded down
+        for each message where a ring's share is not whole."""
+        plan = self.trial.plan
+        if any(unit.exchange not in ("dense", "sharded") for unit in plan.units):
+            return  # what they put together depends on how often units use them
+        predicted = exchanged_bytes(plan, self.carried, backwards)[self.position]
+        largest = sum(1 + c.share(1, 0) * c.width_bytes // plan.bucket_bytes for c in self.carried)
+        told = f"{sent} bytes exchanged, {predicted} predicted"
+        assert predicted - backwards * largest <= sent <= predicted * (1 + 1e-12), told
+
+    def _check_outcome(self) -> None:
+        state = full_optimizer_state_dict(self.model, self.optimizer)["state"]
+        assert state.keys() == self.expected.optimizer.keys()
+        loss, final = LOSS[self.trial.dtype], self.expected.states[-1]
+        for found, wanted in zip(self.losses, self.expected.losses, strict=True):
+            assert abs(found - wanted) <= loss.relative * abs(wanted) + loss.absolute, (
+                f"loss {found}, expected {wanted}"
+            )
+        if self.by_gradients:
+            return
+        assert_equal(([], full_state_dict(self.model)), ([], final), *self.yardstick)
+        for index, entries in self.expected.optimizer.items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    share = self.yardstick.share(state[index][key], value)
+                    assert share <= 1, f"{key} of parameter {index} is off by {share}"
+
+
+def carried(model: nn.Module, found: Discovery, trial: Trial) -> list[Carried]:
+    """The model's parameters, each at its first user, as the plan divides them."""
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    known: dict[nn.Parameter, Carried] = {}
+    for unit in trial.plan.units:
+        split = found.unit(unit.name).split(unit.style)
+        cuts = {cut.name: cut for cut in split.cuts} if split is not None else {}
+        for name, tensor in tensors.items():
+            if any(name.startswith(f"{module}.") for module in unit.modules):
+                shape, width = tuple(tensor.shape), tensor.element_size()
+                cut = cuts.get(name)
+                one = Carried(unit.name, shape, width)
+                if cut is not None:
+                    one = one._replace(dim=cut.dim, blocks=cut.blocks)
+                known.setdefault(tensor, one)
+    assert known.keys() == set(model.parameters())
+    return list(known.values())
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(*batch.args), batch.target)
 
 
-def _alone(model: nn.Module, one: Trial, batches: Sequence[Batch]) -> _Expected:
-    optimizer = optimizer_of(one.optimizer, model.parameters())
-    losses, norms = [], []
-    for batch in batches:
-        value = _loss(model, batch)
-        losses.append(value.item())
-        value.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return _Expected(losses, norms, dict(model.state_dict()), optimizer.state_dict()["state"])
+def _clip(model: nn.Module, clip: Clip) -> float:
+    """Clips gradients; their norm, where that is asked for."""
+    if clip == "value":
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+    if clip in ("none", "value"):
+        return 0.0
+    order = 2.0 if clip == "norm" else float("inf")
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=order).item()
 
 
-def _check_exchanged(model: nn.Module, made: Plan) -> None:
-    """Gradients travel among those who computed them only: as much as rings send. Rounded down for
-    each message, where a ring's share is not whole."""
-    run = run_of(model)
-    sent, run.meter.exchanged_bytes = run.meter.exchanged_bytes, 0
-    if any(unit.exchange != "dense" for unit in made.units):
-        return
-    predicted, messages = 0.0, 0
-    for entry in run.gradients.entries:
-        payload = entry.parameter.numel() * entry.parameter.element_size()
-        where = entry.layout or Layout(groups=made.world_size // entry.degree)
-        predicted += 0 if entry.idle else ring_bytes(payload, where.groups)
-        messages += 1 + payload // made.bucket_bytes
-    told = f"{sent} bytes sent, {predicted} predicted"
-    assert predicted - messages <= sent <= predicted * (1 + 1e-12), told
+def _scheduler(trial: Trial, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    return StepLR(optimizer, 1, gamma=0.5) if trial.decays else None
 
 
-def _check_norm(model: nn.Module, expected: _Expected, step: int) -> None:
-    """Unmodified clipping is right on every rank, those that a unit leaves idle too."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
-    assert abs(norm - expected.norms[step]) <= 1e-9 * expected.norms[step], (norm, expected.norms)
-
-
-def _check_optimizer(state: dict[int, dict[str, Any]], expected: _Expected) -> None:
-    assert state.keys() == expected.optimizer.keys()
-    for index, entries in expected.optimizer.items():
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                torch.testing.assert_close(state[index][key], value, rtol=1e-9, atol=1e-10)
-
-
-def check_many(rank: int, seeds: Sequence[int], world: int, log: str) -> None:
-    """Every seed's plan, one after the other. ``log`` is a file that has the one that is run."""
-    for seed in seeds:
-        if rank == 0:
-            Path(log).write_text(str(trial(seed, world)))
-        with _told(seed, world):
-            check(rank, seed, world)
+def _update(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
+    optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
+    optimizer.zero_grad()
 
 
 @contextmanager
-def _told(seed: int, world: int) -> Iterator[None]:
-    """An error names the plan that it came from."""
-    try:
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    with torch.no_grad():
         yield
-    except Exception as error:
-        raise AssertionError(f"{trial(seed, world)}: {error}") from error
+    model.train()
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

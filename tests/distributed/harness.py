@@ -171,6 +171,8 @@ def _find(place: str, name: str) -> Callable[..., Any]:
         assert spec.loader is not None
         sys.modules[key] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[key])
+        gc.collect()
+        gc.freeze()  # what has been imported need not be looked through after each call
     return getattr(sys.modules[key], name)  # type: ignore[no-any-return]
 
 

@@ -118,6 +118,12 @@ def gradients_together(
     mine = batch.slice(bounds[run.world.position], bounds[run.world.position + 1])
     model.zero_grad()
     loss(model(*mine.args, **mine.kwargs), mine.target).backward()
+    return whole_gradients(model)
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients that there are, put together from all ranks. Collective."""
+    run = run_of(model)
     whole = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
@@ -126,3 +132,15 @@ def gradients_together(
         gradient = parameter.grad.detach().as_subclass(Tensor)
         whole[name] = shard.gather(gradient, run.watch) if shard else gradient.clone()
     return whole
+
+
+def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest deviation of a gradient, in parts of what it may be in float32: 1e-5 of its norm
+    and 1e-7 of the norm of all."""
+    assert found.keys() == expected.keys()
+    whole = sum(g.double().square().sum() for g in expected.values()).sqrt()
+    off = [
+        (found[n].double() - g.double()).norm() / (1e-5 * g.double().norm() + 1e-7 * whole)
+        for n, g in expected.items()
+    ]
+    return max(off).item()

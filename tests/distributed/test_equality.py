@@ -20,6 +20,7 @@ from meshwright.units.workload import Batch, Workload
 from plans import Choice, by_columns_and_rows, plan_for, scheduled
 from reference import (
     assert_equal,
+    furthest,
     gradients_alone,
     gradients_together,
     train_alone,
@@ -167,10 +168,10 @@ def _gradients_check(
         for number, (batch, theirs) in enumerate(zip(data, expected, strict=True)):
             ours = gradients_together(rank, model, batch, workload.loss, case.counts)
             if smooth:
-                assert _furthest(ours, theirs) <= 1
+                assert furthest(ours, theirs) <= 1
                 continue
             truth = truths[number]
-            good.append(_furthest(ours, truth) <= max(1, 2 * _furthest(theirs, truth)))
+            good.append(furthest(ours, truth) <= max(1, 2 * furthest(theirs, truth)))
         assert smooth or sum(good) > len(good) / 2, good
 
     return equals
@@ -186,17 +187,6 @@ def _largest(state: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
         ((state[n].double() - t).abs() / (1e-5 * t.abs() + 1e-6)).max().item()
         for n, t in truth.items()
     )
-
-
-def _furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest deviation of a gradient, in parts of what it may be."""
-    assert found.keys() == expected.keys()
-    whole = sum(g.double().square().sum() for g in expected.values()).sqrt()
-    off = [
-        (found[n].double() - g.double()).norm() / (1e-5 * g.double().norm() + 1e-7 * whole)
-        for n, g in expected.items()
-    ]
-    return max(off).item()
 
 
 QUICK = [

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from meshwright.executor.exchange import schedule
+from meshwright.executor.exchange.absent import AbsentParcel
 from meshwright.executor.exchange.buckets import Entry
 from meshwright.executor.exchange.schedule import Order, Orders
 from meshwright.executor.exchange.slices import Parcel, make_parcels
 from meshwright.executor.ranks.control import Control
 from meshwright.executor.ranks.groups import Group, World
 from meshwright.executor.ranks.watch import Watch
+from meshwright.planner.layout import Layout
 from torch import nn
 
 ALONE = Group((0,), 0, None, "exchange")
@@ -84,3 +86,31 @@ def test_a_rate_is_not_read_off_a_few_slices() -> None:
         order.arrived(parcel, 1.0)
     order.end(parcels)
     assert order._rates == []
+
+
+def names_where(divided: int, *, idle: bool = False) -> list[str]:
+    """Whose slices leave on a rank that has so many elements of seven parts of the second unit's
+    parameter, divided among two members, after ranks have agreed on a rate and on times."""
+    part = LARGE // 4
+    mine = nn.Parameter(torch.zeros(divided * part))
+    layout = Layout(groups=1, degree=2) if idle else None
+    entries = [
+        Entry("c", nn.Parameter(torch.zeros(LARGE)), ALONE, 1, LARGE, None, 2),
+        Entry("b", mine, ALONE, 2, 7 * part, None, 1, layout=layout, idle=idle),
+        Entry("a", nn.Parameter(torch.zeros(LARGE)), ALONE, 1, LARGE, None, 0),
+    ]
+    parcels = make_parcels(entries, 2 * LARGE, absent=AbsentParcel)
+    plan: Any = SimpleNamespace(units=[SimpleNamespace(backward_s=1.0, exchange_s=1.0)] * 3)
+    world = World(0, 1, 0, (0,), ALONE, {}, {1: ALONE}, {1: ALONE})
+    order = Orders(plan).start(parcels, Control(world, Watch(0, 1, 10.0)))
+    # The first unit gets ready between the ends of three and of four parts of the second.
+    ready_s = 13 * part / schedule.LATE
+    order._coming = SimpleNamespace(rows=lambda: [[1.0, ready_s, 0.0, 0.0]])  # type: ignore[assignment]
+    order.begin()
+    return [parcels[turn.load].entries[0].name for turn in order.turns]
+
+
+def test_all_ranks_find_one_order_however_much_they_have_of_a_parameter() -> None:
+    """Of seven rows four and three; and where a unit leaves a rank idle, none."""
+    assert names_where(4) == names_where(3) == names_where(0, idle=True)
+    assert sorted(names_where(4)) == sorted("aabbcc")
