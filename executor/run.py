@@ -31,15 +31,13 @@ from .layout.held import bring_home
 from .layout.redistribute import Meter
 from .layout.shards import Shard
 from .memory.regions import Regions
+from .ranks.aside import LEAVE_S
 from .ranks.broadcast import broadcast
 from .ranks.control import Control, Header, Row, digest
 from .ranks.groups import Group, World
 from .ranks.watch import Watch
 from .scaling import scale_output
 from .synchronise import GradientSynchroniser
-
-LEAVE_S = 3.0
-"""So long a process that ends waits for what it has started."""
 
 
 class Run:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from ..ranks.aside import start_aside
 from ..ranks.groups import Group
 from ..ranks.watch import Watch
 from .freed import USE, Freed, Keeper
@@ -325,8 +326,7 @@ class Issuer:
                 self._waiting.append(work)
                 self._running = True
         if start and aside:
-            # A daemon: a rank that has lost its peers must be able to end.
-            threading.Thread(target=self._run, name="meshwright uses", daemon=True).start()
+            start_aside("meshwright uses", self._run)
         elif start:
             work()
 

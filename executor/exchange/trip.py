@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..ranks.aside import start_aside
 from ..ranks.watch import Watch
 
 
@@ -75,7 +76,6 @@ class Trip:
 
     def start(self) -> None:
         """Sets out, in a thread of its own."""
-        # A daemon: a rank that has lost its peers must be able to end.
         modes = _get_current_dispatch_mode_stack()  # what counts memory, say, counts here too
 
         def travel() -> None:
@@ -84,7 +84,7 @@ class Trip:
                     entered.enter_context(mode)
                 self._travel()
 
-        threading.Thread(target=travel, name="meshwright sharded step", daemon=True).start()
+        start_aside("meshwright sharded step", travel)
 
     def run(self) -> None:
         """Goes all the way at once."""

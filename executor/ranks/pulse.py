@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from ...planner.errors import RunError
+from .aside import start_aside
 
 BEAT_S = 0.5
 SILENT_S = 2.0
@@ -74,8 +75,8 @@ class Pulse:
         if self._beats:
             group, mine = dist.group.WORLD, weakref.ref(self)
             assert group is not None
-            arguments = (weakref.ref(group), mine)
-            threading.Thread(target=_beat, args=arguments, name="pulse", daemon=True).start()
+            its, stop = weakref.ref(group), threading.Event()
+            start_aside("pulse", lambda: _beat(its, mine, stop), stop)
 
     def _gather_hosts(self, limit_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Every rank's mark, and its host's name."""
@@ -171,9 +172,11 @@ def pulse_of(rank: int, size: int, limit_s: float) -> Pulse:
     return _pulses[group]
 
 
-def _beat(group: weakref.ref[dist.ProcessGroup], pulse: weakref.ref[Pulse]) -> None:
+def _beat(
+    group: weakref.ref[dist.ProcessGroup], pulse: weakref.ref[Pulse], stop: threading.Event
+) -> None:
     number = 0
-    while True:
+    while not stop.is_set():
         mine = pulse()
         if mine is None or group() is None or dist.group.WORLD is not group():
             return
@@ -183,7 +186,7 @@ def _beat(group: weakref.ref[dist.ProcessGroup], pulse: weakref.ref[Pulse]) -> N
         except RuntimeError:  # the store has ended
             return
         del mine
-        time.sleep(BEAT_S)
+        stop.wait(BEAT_S)
 
 
 def within(work: Callable[[], Answer], limit_s: float) -> Answer | None:

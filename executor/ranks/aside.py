@@ -1,0 +1,65 @@
+"""What goes on beside the thread that trains, and the end of the process.
+
+A thread that comes out of a library's code while the interpreter is ending is ended by Python in
+the midst of it, which C++ may answer with ``terminate``: the process aborts after all its work was
+done. So the end waits for the threads that were started here, whoever still knows of them, and for
+collectives whose model is gone. Not for long: peers may be gone too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+LEAVE_S = 3.0
+"""So long a process that ends waits for what it has started."""
+STOP_S = 0.5
+"""So long for a thread that was told to stop: it may be reading from a host that is gone."""
+_threads: WeakKeyDictionary[threading.Thread, threading.Event | None] = WeakKeyDictionary()
+_left: list[dist.Work] = []
+
+
+def start_aside(
+    name: str, work: Callable[[], None], stop: threading.Event | None = None
+) -> threading.Thread:
+    """Runs ``work()`` in a thread of that name. It ends by itself, or where it would not, soon
+    after ``stop`` is set."""
+    # A daemon: a rank that has lost its peers must be able to end.
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    _when_it_ends()
+    _threads[thread] = stop
+    thread.start()
+    return thread
+
+
+def leave_behind(work: dist.Work) -> None:
+    """A collective that nobody will wait for any more, as what it was for is gone."""
+    _when_it_ends()
+    _left[:] = [one for one in (*_left, work) if not one.is_completed()]
+
+
+def _when_it_ends() -> None:
+    """At the first call, which comes after the process group was made: what is registered last is
+    done first, so that the threads end before the group does."""
+    if not _registered:
+        _registered.append(True)
+        atexit.register(_let_end)
+
+
+_registered: list[bool] = []
+
+
+def _let_end() -> None:
+    end_s = time.monotonic() + LEAVE_S
+    for stop in list(_threads.values()):
+        if stop is not None:
+            stop.set()
+    for thread, told in list(_threads.items()):
+        thread.join(max(min(end_s - time.monotonic(), STOP_S if told else LEAVE_S), 0.0))
+    while time.monotonic() < end_s and any(not work.is_completed() for work in _left):
+        time.sleep(0.01)

@@ -1,0 +1,61 @@
+"""A process that ends waits for what it has started beside itself, and lets nothing hold it up."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def ended(code: str) -> tuple[subprocess.CompletedProcess, float]:
+    start_s = time.monotonic()
+    code = f"""
+import sys, threading, time
+from meshwright.executor.ranks import aside
+{code}
+print("over", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return done, time.monotonic() - start_s
+
+
+def test_a_thread_that_works_is_waited_for():
+    done, _ = ended(
+        "def work():\n    time.sleep(0.5)\n    print('done', flush=True)\n"
+        "aside.start_aside('slow', work)"
+    )
+    assert done.stdout.split() == ["over", "done"]
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_thread_that_never_ends_by_itself_is_told():
+    done, _ = ended(
+        "stop = threading.Event()\n"
+        "def work():\n    stop.wait()\n    print('told', flush=True)\n"
+        "aside.start_aside('beats', work, stop)"
+    )
+    assert done.stdout.split() == ["over", "told"]
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_thread_that_is_stuck_is_left():
+    done, seconds = ended("aside.LEAVE_S = 0.2\naside.start_aside('stuck', lambda: time.sleep(50))")
+    assert done.stdout.split() == ["over"]
+    assert done.returncode == 0, done.stderr
+    assert seconds < 40
+
+
+def test_a_collective_whose_model_is_gone_is_waited_for():
+    done, _ = ended(
+        "class Work:\n"
+        "    asked = 0\n"
+        "    def is_completed(self):\n"
+        "        self.asked += 1\n"
+        "        if self.asked == 20:\n            print('completed', flush=True)\n"
+        "        return self.asked >= 20\n"
+        "aside.leave_behind(Work())"
+    )
+    assert done.stdout.split() == ["over", "completed"]
+    assert done.returncode == 0, done.stderr
