@@ -13,14 +13,13 @@ import threading
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..ranks.watch import Watch
 from .buckets import Entry
 from .pending import bare
 from .sharded import ShardedParcel, ShardedSlice, sharing_of
-from .sharing import as_bytes, flat
+from .sharing import flat
 
 
 class FetchedSlice(ShardedSlice):
@@ -38,10 +37,9 @@ class FetchedSlice(ShardedSlice):
             return
         self._wire, _ = first.rows(wholes[first.entry])
         self._exact, self._settled = True, False
-        own, rows = chunks[first.entry][first.mine], [as_bytes(row) for row in self._wire]
+        own = chunks[first.entry][first.mine]
         if own.numel():
-            group = self.gathers.handle
-            self.work = dist.all_gather(rows, as_bytes(own), group=group, async_op=True)
+            self._gather(own)
 
 
 class FullyShardedParcel(ShardedParcel):

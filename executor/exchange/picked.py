@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.slices import Cut
+from ..ranks.carried import handed
 from ..ranks.watch import Watch
 from .buckets import Entry
 from .residual import flat_of
@@ -46,7 +47,8 @@ class PickedSlice(Slice):
         wire = message.new_empty(group.size * message.numel())
         self._wire, self._parts = message, list(wire.chunk(group.size)) if len(values) else []
         if len(values):
-            self.work = dist.all_gather(self._parts, message, group=group.handle, async_op=True)
+            *parts, mine = self._carried = [handed(t) for t in (*self._parts, message)]
+            self.work = dist.all_gather(parts, mine, group=group.handle, async_op=True)
 
     def settle(self, gradients: dict[Entry, Tensor], watch: Watch, doing: str) -> float:
         """Waits, and makes the dense average. Returns the seconds waited."""
@@ -63,7 +65,8 @@ class PickedSlice(Slice):
             for values, index in parts:
                 average.index_add_(0, index, values)
             average.div_(entry.group.size)
-        self._settled, self._wire, self._parts, self.work = True, None, [], None
+        self._parts = []
+        self._settle()
         return waited
 
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from ...planner.plan import SHARDING
 from ...planner.slices import Cut
 from ..layout.gradients import Members
+from ..ranks.carried import handed
 from ..ranks.groups import World
 from ..ranks.watch import Watch
 from .buckets import Entry
@@ -146,12 +147,8 @@ class ShardedSlice(Slice):
         self._wire = torch.empty_like(self._held)
         self._settled = False
         if self._wire.numel():
-            self.work = dist.all_to_all_single(
-                as_bytes(self._wire),
-                as_bytes(self._held),
-                group=self.group.handle,
-                async_op=True,
-            )
+            into, out = self._carried = [handed(as_bytes(t)) for t in (self._wire, self._held)]
+            self.work = dist.all_to_all_single(into, out, group=self.group.handle, async_op=True)
 
     def _rows(self, wholes: Sequence[Tensor]) -> Tensor:
         """A row of elements for each peer; where they lie, if they lie like that."""
@@ -187,7 +184,8 @@ class ShardedSlice(Slice):
             torch.sum(self._wire[:, at : at + part.numel()], dim=0, out=part)
             part.div_(self.group.size)
             at += strip.width
-        self._settled, self._wire, self._held, self.work = True, None, None, None
+        self._held = None
+        self._settle()
         return waited
 
     def gather(self, wholes: Mapping[Entry, Tensor]) -> None:
@@ -197,9 +195,12 @@ class ShardedSlice(Slice):
         self._wire = self._rows(self._wholes)
         self._settled = False
         if self._wire.numel():
-            own = as_bytes(self._wire[self.strips[0].sharing.slot].clone())
-            rows = [as_bytes(row) for row in self._wire]
-            self.work = dist.all_gather(rows, own, group=self.gathers.handle, async_op=True)
+            self._gather(self._wire[self.strips[0].sharing.slot].clone())
+
+    def _gather(self, own: Tensor) -> None:
+        assert self._wire is not None
+        *rows, mine = self._carried = [handed(as_bytes(t)) for t in (*self._wire, own)]
+        self.work = dist.all_gather(rows, mine, group=self.gathers.handle, async_op=True)
 
     def land(self, watch: Watch, doing: str) -> float:
         """Waits for the parameters, and writes them where they belong. Returns the seconds."""
@@ -215,7 +216,8 @@ class ShardedSlice(Slice):
             if rest.numel():
                 rest.copy_(self._wire[len(full), at : at + rest.numel()])
             at += strip.width
-        self._settled, self._wire, self.work, self._wholes = True, None, None, []
+        self._wholes = []
+        self._settle()
         return waited
 
 

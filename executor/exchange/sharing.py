@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...planner.errors import RunError
 from ..layout.gradients import Members, ShardGradient
+from ..ranks.carried import handed, let_go
 from ..ranks.control import digest
 from ..ranks.groups import Group
 from ..ranks.watch import Watch
@@ -149,10 +150,10 @@ def gather(rows: list[Tensor], own: Tensor, group: Group, watch: Watch, name: st
         "on all of them)"
     )
     watch.issued(doing, group)
-    work = dist.all_gather(
-        [as_bytes(row) for row in rows], as_bytes(own), group=group.handle, async_op=True
-    )
+    *theirs, mine = [handed(as_bytes(tensor)) for tensor in (*rows, own)]
+    work = dist.all_gather(theirs, mine, group=group.handle, async_op=True)
     watch.wait(work, group, doing)
+    let_go([*theirs, mine])
 
 
 def flat(tensor: Tensor) -> Tensor:

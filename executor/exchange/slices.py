@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ...planner.plan import ExchangePolicy
 from ...planner.slices import Cut, cut, grouped
+from ..ranks.aside import leave_behind
+from ..ranks.carried import handed, let_go
 from ..ranks.watch import Watch
 from .buckets import Entry
 from .pending import bare
@@ -24,9 +26,15 @@ class Slice:
         self.cut = cut
         self.work: dist.Work | None = None
         self._wire: Tensor | None = None
+        self._carried: list[Tensor] = []
+        """The tensors that the library has."""
         self._settled = True
         self.skipped = False
         """Whether its turn passes without a message, on all ranks alike."""
+
+    def __del__(self) -> None:
+        if self.work is not None:
+            leave_behind(self.work)
 
     @property
     def bytes(self) -> int:
@@ -46,7 +54,8 @@ class Slice:
         self._wire = self._load(gradients)
         self._settled = False
         if group.handle is not None and self._wire.numel():
-            self.work = dist.all_reduce(self._wire, group=group.handle, async_op=True)
+            self._carried = [handed(self._wire)]
+            self.work = dist.all_reduce(self._carried[0], group=group.handle, async_op=True)
 
     def _load(self, gradients: dict[Entry, Tensor]) -> Tensor:
         flats = [_flat(gradients[entry]) for entry in self.entries]
@@ -72,8 +81,13 @@ class Slice:
         if len(self.entries) > 1:
             flats = [_flat(gradients[entry]) for entry in self.entries]
             torch._foreach_copy_(flats, torch.split(self._wire, [f.numel() for f in flats]))
-        self._settled, self._wire, self.work = True, None, None
+        self._settle()
         return waited
+
+    def _settle(self) -> None:
+        """It has come, and what was made of it stands where it belongs."""
+        let_go(self._carried)
+        self._settled, self._wire, self._carried, self.work = True, None, [], None
 
 
 class Parcel:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...planner.errors import RunError
 from ...planner.layout import Layout, data_parallel
 from ...planner.ownership import Box, Form, Held, box, transfers
+from ..ranks.carried import handed, let_go
 from ..ranks.groups import Group
 from ..ranks.watch import Watch
 
@@ -171,9 +172,11 @@ class Mover:
         buffer = torch.cat(flat) if flat else tensor.new_empty(0)
         arriving = tensor.new_empty(sum(expects.values()))
         self._issued(doing, 0, self.group)
+        # Bytes travel, so that every type does.
+        carried = [handed(tensor.view(torch.uint8)) for tensor in (arriving, buffer)]
         work = dist.all_to_all_single(
-            arriving.view(torch.uint8),  # bytes travel, so that every type does
-            buffer.view(torch.uint8),
+            carried[0],
+            carried[1],
             [expects.get(m, 0) * width for m in order],
             [sends[m].numel() * width if m in sends else 0 for m in order],
             group=self.group.handle,
@@ -182,6 +185,7 @@ class Mover:
         self.meter.moves += 1
         if expects or self.group.on_stream:
             self.meter.seconds += self.watch.wait(work, self.group, doing)
+            let_go(carried)
         else:  # who only gives need not wait until others take
             self.watch.follow(work, doing)
         self.meter.sent_bytes += buffer.numel() * width

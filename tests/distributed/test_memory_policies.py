@@ -378,30 +378,52 @@ def prepared(
     return model, ours
 
 
+def most_of_a_step(*, early: bool) -> int:
+    """The most that tensors take in one step."""
+    model, ours = prepared(early=early)
+
+    def work() -> None:
+        model(torch.ones(2, 128)).square().mean().backward()
+        ours.step()
+        ours.zero_grad()
+        run_of(model).finish_steps()
+
+    work()
+    states = [v for s in ours.state.values() for v in s.values() if isinstance(v, Tensor)]
+    return peak_bytes(work, [*model.parameters(), *states], torch.device("cpu"))
+
+
 def gradients_are_gone(rank: int) -> tuple[int, int]:
-    """The most that one step takes: with early release one unit's gradients at a time, where
-    otherwise those of all units are there at the end."""
-    found = []
-    for early in (False, True):
-        model, ours = prepared(early=early)
-        standing = [*model.parameters()]
-
-        def work(model: nn.Module = model, ours: torch.optim.Optimizer = ours) -> None:
-            model(torch.ones(2, 128)).square().mean().backward()
-            ours.step()
-            ours.zero_grad()
-            run_of(model).finish_steps()
-
-        work()
-        states = [v for s in ours.state.values() for v in s.values() if isinstance(v, Tensor)]
-        found.append(peak_bytes(work, [*standing, *states], torch.device("cpu")))
-    return found[0], found[1]
+    """With early release one unit's gradients at a time, where otherwise those of all units are
+    there at the end."""
+    return most_of_a_step(early=False), most_of_a_step(early=True)
 
 
 def test_early_release_frees_gradients(ranks):
     unit = 128 * 129 * 4
     for late, early in ranks(2)(gradients_are_gone):
         assert late - early > 4 * unit - unit // 4  # six are alive, against two at most
+
+
+def with_a_late_library(rank: int) -> tuple[int, int]:
+    """The most that a step takes where the library destroys a collective at once, and where it
+    never does: its tensors live as long as that."""
+    prompt, issue, kept = most_of_a_step(early=True), dist.all_reduce, []
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        kept.append((args, work := issue(*args, **kwargs)))
+        return work
+
+    dist.all_reduce = keeping
+    try:
+        return prompt, most_of_a_step(early=True)
+    finally:
+        dist.all_reduce = issue
+
+
+def test_a_late_library_holds_no_gradients(ranks):
+    for prompt, late in ranks(2)(with_a_late_library):
+        assert 0 <= late - prompt < 4096  # votes; a gradient is 65,536 bytes
 
 
 def is_refused(rank: int, what: str) -> str:

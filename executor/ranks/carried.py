@@ -1,0 +1,28 @@
+"""Memory that a library carries, and would hold on to for a moment too long.
+
+gloo's threads keep the tensors of a collective until they come to destroy it, which is some time
+after it has completed: on a busy machine long enough for the next gradient to be made beside one
+that has been applied and freed. What was waited for is carried, and nothing reads or writes it any
+more. So the library gets tensors of its own, and their memory is taken away again: what is alive at
+a moment does not depend on when a thread gets its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+def handed(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor to be carried. No view, which would hold what it is a view of."""
+    return tensor.detach()
+
+
+def let_go(tensors: Iterable[Tensor]) -> None:
+    """Takes the memory away from tensors that were ``handed`` to a library and have been waited
+    for; who else has that memory keeps it. On a device's streams a wait does not hold the host, and
+    the library looks after the memory itself: those stay."""
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.new_empty(0)
