@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,6 +18,7 @@ from ..units.workload import Batch, Workload
 from .apply import apply
 from .exchange.chunks import held_parameters
 from .exchange.dropping import DroppedParcel
+from .exchange.slices import Parcel
 from .memory.peak import peak_bytes
 from .micro import micro_batches
 from .parallel import is_parallel, run_of
@@ -93,15 +94,26 @@ def run_steps(
 
 def _peak(workload: Workload, plan: Plan, batch: Batch, optimizer: torch.optim.Optimizer) -> int:
     """The most that tensors took in a step, without the whole ``batch``, which every rank has for
-    the measurement. Of two steps, as the second's forward runs while the first's gradients live.
-    """
+    the measurement."""
 
     def work() -> None:
-        for _ in range(2):
+        for _ in range(_unlike(run_of(workload.model))):
             timed_step(workload, plan, batch, optimizer)
 
     apart = tensors_in((batch.args, dict(batch.kwargs), batch.target))
     return peak_bytes(work, _standing(workload, optimizer), _device(workload), apart)
+
+
+def _unlike(run: Run) -> int:
+    """How many steps it takes to see what a step may take: two, as the second's forward runs while
+    the first's gradients live; where pieces wait in turn, until each of them has been sent once,
+    and the forward that updates the last."""
+    dropped = [p for p in _parcels(run) if isinstance(p, DroppedParcel) and p.feedback]
+    return run.lossy.patience + 2 if dropped else 2
+
+
+def _parcels(run: Run) -> Sequence[Parcel]:
+    return run.priority.parcels if run.priority is not None else ()
 
 
 def train_step(
@@ -175,13 +187,15 @@ def _drawing(workload: Workload, plan: Plan) -> Callable[[int], Batch]:
     return draw
 
 
-def _standing(workload: Workload, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What lives from step to step."""
-    states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-    parcels = getattr(run_of(workload.model).gradients, "parcels", ())
-    held = [held for p in parcels if isinstance(p, DroppedParcel) for held in p.held_back()]
-    tensors = [*held_parameters(workload.model), *workload.model.buffers(), *states, *held]
-    return [t.detach() for t in tensors]
+def _standing(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What lives from step to step, each for as long as it is asked for: a list would keep what is
+    held back of gradients beyond the step that sends it."""
+    yield from held_parameters(workload.model)
+    yield from workload.model.buffers()
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+    for parcel in _parcels(run_of(workload.model)):
+        yield from parcel.held_back() if isinstance(parcel, DroppedParcel) else ()
 
 
 def _device(workload: Workload) -> torch.device:
