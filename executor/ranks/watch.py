@@ -128,13 +128,16 @@ class Watch:
         start = time.monotonic()
         while True:
             left = start + self.timeout_s - time.monotonic()
+            over = work.is_completed()
             try:
                 work.wait(timedelta(seconds=max(min(left, POLL_S), 0.001)))
                 return
             except RuntimeError as error:
+                if work.is_completed() and not over:
+                    continue  # it may have come just as this wait ended: the next says how
                 waited_s = time.monotonic() - start
                 lagging = self._compare(group)
-                if work.is_completed():
+                if over:
                     self._give_up(
                         f"{doing}{lagging}", waited_s, f" and lost a peer ({_first_line(error)})"
                     )
