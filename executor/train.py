@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -187,13 +187,15 @@ def _drawing(workload: Workload, plan: Plan) -> Callable[[int], Batch]:
     return draw
 
 
-def _standing(workload: Workload, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What lives from step to step."""
-    states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-    parcels = (p for p in _parcels(run_of(workload.model)) if isinstance(p, DroppedParcel))
-    held = [held for parcel in parcels for held in parcel.held_back()]
-    tensors = [*held_parameters(workload.model), *workload.model.buffers(), *states, *held]
-    return [t.detach() for t in tensors]
+def _standing(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What lives from step to step, each for as long as it is asked for: a list would keep what is
+    held back of gradients beyond the step that sends it."""
+    yield from held_parameters(workload.model)
+    yield from workload.model.buffers()
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+    for parcel in _parcels(run_of(workload.model)):
+        yield from parcel.held_back() if isinstance(parcel, DroppedParcel) else ()
 
 
 def _device(workload: Workload) -> torch.device:

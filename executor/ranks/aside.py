@@ -1,7 +1,7 @@
 """What goes on beside the thread that trains, and the end of the process.
 
 A thread that comes out of a library's code while the interpreter is ending is ended by Python in
-the midst of it, which C++ answers with ``terminate``: the process aborts after all its work was
+the midst of it, which C++ may answer with ``terminate``: the process aborts after all its work was
 done. So the end waits for the threads that were started here, whoever still knows of them, and for
 collectives whose model is gone. Not for long: peers may be gone too.
 """

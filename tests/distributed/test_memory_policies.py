@@ -423,7 +423,7 @@ def with_a_late_library(rank: int) -> tuple[int, int]:
 
 def test_a_late_library_holds_no_gradients(ranks):
     for prompt, late in ranks(2)(with_a_late_library):
-        assert late == prompt
+        assert 0 <= late - prompt < 4096  # votes; a gradient is 65,536 bytes
 
 
 def is_refused(rank: int, what: str) -> str:
