@@ -132,40 +132,6 @@ def test_a_read_that_never_returns_is_left_behind() -> None:
     assert within(lambda: 7, 5.0) == 7
 
 
-class Work:
-    """A collective that completes just as the first wait for it has timed out, and how."""
-
-    def __init__(self, failure: str | None) -> None:
-        self.failure, self.waits = failure, 0
-
-    def is_completed(self) -> bool:
-        return self.waits > 0
-
-    def wait(self, limit: object) -> None:
-        self.waits += 1
-        if self.waits == 1:
-            raise RuntimeError("Operation timed out!")
-        if self.failure is not None:
-            raise RuntimeError(self.failure)
-
-
-class GaveUpError(Exception):
-    """In place of the sentence that asks other ranks."""
-
-
-def test_what_comes_as_a_wait_times_out_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    def give_up(doing: str, waited_s: float, more: str = "") -> None:
-        raise GaveUpError(more)
-
-    made, group = watch(2), Group((0, 1), 0, None, "all")
-    monkeypatch.setattr(made, "_give_up", give_up)
-    arrived, broken = Work(None), Work("connection closed by peer")
-    made.wait(arrived, group, "forward 2")  # type: ignore[arg-type]
-    assert arrived.waits == 2
-    with pytest.raises(GaveUpError, match=r"lost a peer .connection closed"):
-        made.wait(broken, group, "forward 2")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("number", "text"),
     [(1, "1st"), (2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (112, "112th"), (121, "121st")],
