@@ -16,7 +16,6 @@ from meshwright.planner.splits import placed
 
 from tests import brute, problems
 
-
 QUICK = range(1, 4)
 
 
