@@ -68,6 +68,15 @@ def higher(what: str, least: float, *, proved: bool) -> Relaxation:
     return Relaxation(what, value, f"allow {thing} {each}", proved)  # type: ignore[arg-type]
 
 
+def unproved(change: Relaxation) -> Relaxation:
+    """The change, of whose value nothing is proved but that it is enough."""
+    if not change.proved:
+        return change
+    if change.what == "memory_limit_bytes":
+        return more_memory(int(change.value), proved=False)
+    return higher(change.what, change.value, proved=False)
+
+
 def lifted(problem: Problem, what: str) -> Problem:
     """The problem without a limit, what it bounds being made small."""
     changes = {what: None, "objective": LIFTED[what]}

@@ -17,7 +17,8 @@ from .cost import CostModel
 from .evaluate import evaluation
 from .options import Decisions, Option
 from .plan import SHARDING, ExchangePolicy, Plan, Prediction
-from .problem import Problem, Result
+from .problem import Infeasibility, Problem, Relaxation, Result
+from .remedies import unproved
 
 SLICE_BYTES = (2**20, 2**22, 2**24)
 """Slices that a plan chooses from where the goal names none. Below 1 MiB the latency of gloo over
@@ -69,14 +70,25 @@ def releasing_last(problem: Problem, search: Callable[[Problem], Result]) -> Res
 
 def nearer(one: Result, other: Result) -> Result:
     """Of two answers without a plan the one that asks for less, where both name a value of one
-    limit; else the second, which was allowed more."""
+    limit; else the second, which was allowed more. A value is proved to be the least only where
+    both have proved theirs."""
     if one.infeasible is None or other.infeasible is None:
         return other
-    for change in one.infeasible.relaxations:
-        for theirs in other.infeasible.relaxations:
-            if change.what == theirs.what == one.infeasible.limit and change.value < theirs.value:
-                return one
-    return other
+    mine, theirs = (_of_limit(each.infeasible) for each in (one, other))
+    taken = other
+    if mine is not None and theirs is not None and mine.what == theirs.what:
+        taken = one if mine.value < theirs.value else other
+        if mine.proved and theirs.proved:
+            return taken
+    assert taken.infeasible is not None
+    weaker = tuple(unproved(change) for change in taken.infeasible.relaxations)
+    return taken._replace(infeasible=taken.infeasible._replace(relaxations=weaker))
+
+
+def _of_limit(why: Infeasibility | None) -> Relaxation | None:
+    """The change of the limit that is to blame."""
+    found = () if why is None else why.relaxations
+    return next((change for change in found if why and change.what == why.limit), None)
 
 
 def _without_release(problem: Problem) -> Problem:

@@ -15,7 +15,7 @@ from meshwright.planner.solver import solve
 from tests.brute import best
 from tests.problems import problem, value_of
 
-SOME = settings(max_examples=12, deadline=None)
+SOME = settings(max_examples=5, deadline=None)
 SHARE = 0.98
 """A value that is the least leaves no plan at this share of it."""
 
