@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from .answer import choice
 from .choices import with_policies
 from .cost import CostModel
+from .evaluate import limits_bytes
 from .options import Decisions, Option
 from .problem import Problem
 from .recomputing import Recomputing
@@ -31,8 +32,9 @@ def fits_in_segments(problem: Problem, model: CostModel) -> bool:
 
 
 def _fits(problem: Problem, model: CostModel, start: Decisions) -> bool:
-    leanest = Recomputing(model, start, problem.capability).least()
-    return choice(model, leanest, problem.schedule).feasible
+    limit = min(limits_bytes(model.cluster, model.goal, model.placement))
+    found = Recomputing(model, start, problem.capability).fitting(limit)
+    return found is not None and choice(model, found, problem.schedule).feasible
 
 
 def plain_starts(problem: Problem, model: CostModel) -> Iterator[Decisions]:

@@ -92,7 +92,7 @@ class Recomputing:
     def quickest(self, limit_bytes: float) -> Decisions | None:
         """The decisions that compute least again within the limit, of these those with fewest units
         in segments; None where nothing keeps it."""
-        if self.update_bytes > limit_bytes:
+        if not self._may_fit(limit_bytes):
             return None
 
         def cost(path: Path, move: Move) -> tuple[float, ...] | None:
@@ -103,6 +103,16 @@ class Recomputing:
 
         found = self._search((0.0, 0.0), cost)
         return min(found, key=lambda path: path.cost).decisions if found else None
+
+    def fitting(self, limit_bytes: float) -> Decisions | None:
+        """Some decisions that keep the limit, or None where none do; much quicker than the best."""
+        if not self._may_fit(limit_bytes):
+            return None
+        within = (0.0,)
+        found = self._search(
+            within, lambda path, move: None if path.saved + move.bytes > limit_bytes else within
+        )
+        return found[0].decisions if found else None
 
     def least(self) -> Decisions:
         """The decisions whose timeline has the lowest peak, of these those with fewest units in
@@ -146,6 +156,12 @@ class Recomputing:
         for window in self._windows():
             found[window.first].append(self._together(window))
         return found
+
+    def _may_fit(self, limit_bytes: float) -> bool:
+        """Whether what policies about memory do not change leaves room for anything."""
+        held = self._held(self._table(self.decisions), self.decisions)
+        always = sum(float(held[name].sum()) for name in ("weights", "optimizer", "residual"))
+        return max(always, self.update_bytes) <= limit_bytes
 
     @cached_property
     def update_bytes(self) -> float:

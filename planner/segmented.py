@@ -32,7 +32,7 @@ from .remedies import more_memory
 from .splits import placed, search
 
 BETTER = 1 - 1e-6
-EFFORT_S = 10.0
+EFFORT_S = 5.0
 """Seconds after which no further choice is begun with."""
 UNLIMITED_S = 2.0
 """Seconds for the heuristic's plan that memory does not limit."""
@@ -43,7 +43,7 @@ def quicker_in_segments(
     problem: Problem, result: Result, time_limit_s: float | None = None
 ) -> Result:
     """The result, or that of a plan with segments that is quicker. ``time_limit_s`` is what the
-    search for the result was given; this takes up to a third of it besides."""
+    search for the result was given; this takes up to a fifth of it besides."""
     if result.plan is None or result.decisions is None or not has_segments(problem):
         return result
     if not held_back(result.plan):
@@ -55,7 +55,7 @@ def quicker_in_segments(
         plan.bucket_bytes, problem.schedule == "priority",
     )  # fmt: skip
     known = choice(own, result.decisions, problem.schedule)
-    effort_s = EFFORT_S if time_limit_s is None else min(EFFORT_S, time_limit_s / 3)
+    effort_s = EFFORT_S if time_limit_s is None else min(EFFORT_S, time_limit_s / 5)
     best = _best(problem, [(own, result.decisions)], start + effort_s)
     if best is None or not segments_of(best.decisions) or not _is_quicker(problem, best, known):
         return result
@@ -112,7 +112,7 @@ def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float
     """The plan with least of the objective that keeps all limits, of those that begin with each
     choice of layouts and exchanges."""
     best: Choice | None = None
-    for i, (model, start) in enumerate(chain(first, _starts(problem))):
+    for i, (model, start) in enumerate(chain(first, _starts(problem, end))):
         if i and time.perf_counter() > end:
             break
         problem.report("recomputing in segments", min(i / 10, 0.9))
@@ -140,15 +140,19 @@ def _is_quicker(problem: Problem, new: Choice, known: Choice) -> bool:
     return problem.goal.objective != "time" or next(steps) < next(steps) * BETTER
 
 
-def _starts(problem: Problem) -> Iterator[tuple[CostModel, Decisions]]:
+def _starts(problem: Problem, end: float) -> Iterator[tuple[CostModel, Decisions]]:
     """Layouts and exchanges to begin with, each under every number of micro-batches and slice
-    size."""
+    size; no search for some where none is left of the time."""
     every = list(models(problem))
     for model in every:
         for start in plain_starts(problem, model):
             yield model, start
+    left_s = end - time.perf_counter()
+    if left_s <= 0:
+        return
     free = msgspec.structs.replace(problem.goal, memory_limit_bytes=UNLIMITED_BYTES)
-    found = search(replace(problem, goal=free, progress=None), UNLIMITED_S).evaluation.decisions
+    quiet = replace(problem, goal=free, progress=None)
+    found = search(quiet, min(UNLIMITED_S, left_s)).evaluation.decisions
     for model in every:
         if all(
             option in with_policies(model, k, Option(option.layout, option.style),

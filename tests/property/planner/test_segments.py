@@ -132,7 +132,9 @@ def test_the_choice_is_the_best_of_all(model, where):
     found = known.quickest(limit)
     assert peak(model, found) <= limit
     assert again_s(model, found) == pytest.approx(best)
+    assert peak(model, known.fitting(limit)) <= limit
     assert known.quickest(min(peaks) - 1) is None
+    assert known.fitting(min(peaks) - 1) is None
 
 
 @settings(max_examples=60, deadline=None)
