@@ -111,7 +111,7 @@ def test_a_failing_plan_is_made_small(ranks):
         assert not any(unit.layout.first for unit in trial.plan.units), "placed elsewhere"
 
     with pytest.raises(AssertionError, match="placed elsewhere"):
-        _search(ranks, 3, 100, 0, fails)
+        _search(ranks, 3, 30, 0, fails)
     last = tried[-1]
     assert sum(unit.layout.first > 0 for unit in last.plan.units) == 1
     assert (last.parts, last.decays, last.plan.schedule) == (1, False, "barrier")
