@@ -49,6 +49,7 @@ def _recomputed(source: Figures, k: int, states: Sequence[State], plain: Reals) 
     )
     gathered = source.gathered(k, states)
     resident = np.minimum(resident, plain[:, AT["saved"]] - gathered) + gathered
+    found[:, AT["again"]] = plain[:, AT["saved"]] - resident
     return _released(source, found, plain, resident, states)
 
 

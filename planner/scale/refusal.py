@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..answer import Choice
+from ..choices import unit_options
 from ..cost import CostModel
 from ..enlarge import more_ranks
 from ..exact.cases import models
@@ -111,7 +112,7 @@ def _pass(
     starts: dict[tuple[int, int], Decisions] = {}
     for model in models(free):
         target = _target(problem, what, model)
-        begin = start if best is None else best.decisions
+        begin = _within(model, free, start if best is None else best.decisions)
         found, proved = part(free, model, deadline, target, begin)
         bound, hopeless = min(bound, proved), hopeless and proved > target * (1 + ROUNDING)
         if found is None or not found.feasible:
@@ -124,6 +125,16 @@ def _pass(
         least = needed(what, best.value, best.model) * bound / best.objective_s
     enough = float("inf") if best is None else needed(what, best.value, best.model)
     return Lean(what, best, bound, least, enough, starts, hopeless)
+
+
+def _within(model: CostModel, problem: Problem, decisions: Decisions | None) -> Decisions | None:
+    """The decisions where the model's units may have them: gradients that add up over micro-batches
+    cannot be released early."""
+    if decisions is None:
+        return None
+    options = (unit_options(model, k, problem.capability) for k in range(len(decisions)))
+    allowed = all(option in mine for option, mine in zip(decisions, options, strict=True))
+    return decisions if allowed else None
 
 
 def tightened(problem: Problem, known: Lean, end: float, solves: Callable[[Problem], bool]) -> Lean:

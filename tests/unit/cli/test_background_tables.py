@@ -28,7 +28,17 @@ def test_a_plan_shows_the_most_that_a_step_may_take():
 
 def test_a_run_beside_a_background_is_judged_by_both():
     job = BackgroundFigures(
-        open_share=0.5, cpu_s=1.0, steps=40, slowdown=1.15, undisturbed_s=0.102, limit=1.2
+        open_share=0.5,
+        cpu_s=1.0,
+        beside_s=4.0,
+        beside_open_share=0.5,
+        beside_cpu_s=1.0,
+        stops=9,
+        held_shares={"limit": 0.5},
+        steps=40,
+        slowdown=1.15,
+        undisturbed_s=0.102,
+        limit=1.2,
     )
     report = RunReport(
         target="test", world_size=2, steps=40, predicted=Figures(step_s=0.1),

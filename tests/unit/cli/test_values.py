@@ -62,6 +62,7 @@ WRONG = {
     ("launch", "--node-rank"): ("abc", "0.5", "-1"),
     ("launch", "--timeout"): ABOVE_0,
     ("launch", "--background-limit"): ("abc", "1", "0", "-1"),
+    ("plan", "--background-limit"): ("abc", "1", "0", "-1"),
     ("launch", "--background-memory"): SIZE,
     ("launch", "--background-grace"): FROM_0,
 }

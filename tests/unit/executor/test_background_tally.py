@@ -115,6 +115,7 @@ def test_one_that_ended_or_ran_beside_no_step_did_not_hardly_run():
 def test_a_state_survives_the_pipe_and_reaches_the_report():
     told = State.read(state(BUSY).text())
     assert told == state(BUSY)
-    figures = background_figures(told)
+    figures = background_figures(told, 1.2)
     assert (figures.beside_s, figures.beside_open_share, figures.stops) == (20.0, 0.25, 310)
+    assert figures.limit == 1.2
     assert figures.held_shares == {"learn": 0.2, "limit": 0.15, "gap": 0.4}
