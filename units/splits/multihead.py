@@ -78,7 +78,8 @@ def _forward(module: nn.MultiheadAttention, heads: slice) -> Callable[..., tuple
 
 def _by_head(x: Tensor, head_dim: int) -> Tensor:
     """[sample, position, head × size] as [sample, head, position, size]."""
-    return x.view(*x.shape[:-1], -1, head_dim).transpose(1, 2)
+    heads = x.shape[-1] // head_dim  # torch could not tell of a group that has no samples
+    return x.view(*x.shape[:-1], heads, head_dim).transpose(1, 2)
 
 
 def _mask(
@@ -90,7 +91,8 @@ def _mask(
     parts = []
     if scores is not None:
         per_head = scores.dim() == 3
-        whole = scores.view(samples, -1, *scores.shape[1:]) if per_head else scores
+        every = len(scores) // samples if samples else heads.stop
+        whole = scores.view(samples, every, *scores.shape[1:]) if per_head else scores
         parts.append(whole[:, heads] if per_head else whole)
     if padding is not None:
         parts.append(padding[:, None, None, :])
