@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Tests of a single process share the cores; those that start ranks have them for themselves.
 SINGLE := $(TEST) -n auto --dist loadfile tests/unit tests/property
-SEVERAL := $(TEST) tests/distributed tests/testbed tests/gpu
+SEVERAL := $(TEST) tests/distributed tests/testbed
 
 .PHONY: help demo test test-all test-long lint types bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-laysa bench-exchange bench-sharded testbed clean
 
