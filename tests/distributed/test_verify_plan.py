@@ -246,6 +246,7 @@ print("trained", plan.target)
 """
 
 
+@pytest.mark.slow
 def test_a_script_is_measured_between_its_steps(tmp_path):
     save(plan_of(build("mlp"), 2, {"3": "column", "5": "row"}), tmp_path / "plan.json")
     (tmp_path / "train.py").write_text(SCRIPT)
