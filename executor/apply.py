@@ -37,6 +37,7 @@ from .layout.statistics import Statistics, normalise_globally, norms_of, tolerat
 from .memory.install import check_memory, install_memory
 from .narrowing import check_narrowed, lives_at, narrowed
 from .parallel import ModelT, adopt, is_parallel
+from .ranks.aside import finish_aside
 from .ranks.broadcast import broadcast, changing_buffers
 from .ranks.control import digest
 from .ranks.groups import Group, Place, flat, make_world, place_of
@@ -65,6 +66,7 @@ def apply(
     """
     limit = time_limit(timeout_s)
     check(model, optimizer, plan)
+    finish_aside(limit)
     run = _make_run(model, plan, limit, lossy)
     _agree(run, model)
     check_headroom(run, model, optimizer)

@@ -37,6 +37,16 @@ def start_aside(
     return thread
 
 
+def finish_aside(limit_s: float) -> None:
+    """Waits until what ends by itself has ended, before another run begins: process groups are
+    used again, and a late thread of the run before would issue its collectives among the new
+    ones, on one rank earlier and on another later."""
+    end_s = time.monotonic() + limit_s
+    for thread, told in list(_threads.items()):
+        if told is None and thread is not threading.current_thread():
+            thread.join(max(end_s - time.monotonic(), 0.0))
+
+
 def leave_behind(work: dist.Work) -> None:
     """A collective that nobody will wait for any more, as what it was for is gone."""
     _when_it_ends()
