@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from .planner.alone import quicker_alone_s
 from .planner.cluster import Cluster
 from .planner.compare import Comparison
 from .planner.compare import compare as compare_plans
@@ -117,8 +118,9 @@ def plan(
     devices) or estimated (where its devices are catalogued). Plans only what the executor can run,
     unless ``hypothetical``; never the policies ``forbidden``. With ``bursts`` units may take a part
     of the ranks and leave the others idle. ``schedule`` says how gradients
-    travel: ``barrier``, ``priority``, or ``auto`` for what is predicted quicker. The goal's pins
-    may name patterns of units. Raises ``InputError``, and ``InfeasibleError`` where nothing fits.
+    travel: ``barrier``, ``priority``, or ``auto``: priority if predicted at least 5% quicker, or
+    if nothing else fits. The goal's pins may name patterns of units. Raises ``InputError``, and
+    ``InfeasibleError`` where nothing fits.
     """
     check_time_limit(time_limit_s)
     problem = problem_for(
@@ -151,6 +153,14 @@ def quicker_in_parts(
         forbidden=forbidden, schedule=schedule,
     )  # fmt: skip
     return find_quicker(problem, plan)
+
+
+def quicker_alone(
+    plan: Plan, profile: ModelProfile | None = None, cluster: Cluster | None = None
+) -> float | None:
+    """Seconds of one device by itself for the plan's batch, where it fits there and that is quicker
+    than the plan; else None. The profile and the cluster are found as for ``explain``."""
+    return quicker_alone_s(plan, *made_from(plan, profile, cluster))
 
 
 def sizes(

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from rich.console import RenderableType
 
-from . import api
+from . import api, targets
 from .comparisons import figures_rows, verification_table
 from .executor.launch import Ranks, new_folder
 from .executor.report import RunReport
@@ -57,6 +57,7 @@ def demo(folder: str | Path | None = None, *, say: Say = lambda shown: None) -> 
     as they come. Raises ``RunError`` where the equality or the accuracy is missed.
     """
     start = time.perf_counter()
+    _check_data()
     kept = _new(folder)
     say(f"The files of this run are kept in {kept}.")
     devices = "GPUs" if torch.cuda.device_count() >= RANKS else "CPU processes"
@@ -89,6 +90,16 @@ def demo(folder: str | Path | None = None, *, say: Say = lambda shown: None) -> 
     _check(report)
     say(f"Equal to one process, and {_percent(runs[0])} of the test pictures right. {took:.0f} s.")
     return report
+
+
+def _check_data() -> None:
+    """Asks for the pictures before a minute of measuring: what brings them may be missing."""
+    data = targets.workload(TARGET).data
+    assert data is not None  # the demo's network is trained on real pictures
+    try:
+        data("test")
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def _new(folder: str | Path | None) -> Path:

@@ -13,6 +13,8 @@ from .planner.goal import BACKGROUND_LIMIT, STATE_COPIES, BatchStatistics, Goal,
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}i": 1024**n for n, u in enumerate("kmgt", start=1)}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+MOST = 2**53
+"""Times are predicted in floating point, which holds every count up to here."""
 OBJECTIVES = {"step": "time", "gpu-seconds": "gpu_seconds"}
 """What users call what shall be least, and what ``Goal`` calls it."""
 
@@ -102,6 +104,8 @@ def _above_zero(what: str, value: float | None) -> None:
 def _at_least_one(what: str, value: int) -> None:
     if value < 1:
         raise InputError(f"a {what} of {value} cannot be: give at least 1")
+    if value > MOST:
+        raise InputError(f"a {what} of {value} cannot be: give at most {MOST}")
 
 
 def _one_of(what: str, value: str, known: Collection[str]) -> None:

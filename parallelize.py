@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import targets
+from .arguments import check_arguments
 from .executor.apply import apply
 from .executor.exchange.lazy import releases_not
+from .executor.exchange.optimizer import check_holds
 from .executor.exchange.residual import Lossy
 from .executor.ranks.agreement import rank_zero_decides, together
 from .executor.ranks.watch import time_limit
@@ -76,9 +78,14 @@ def auto_parallelize(
     """
     limit = time_limit(timeout_s)
     check_schedule(schedule)
+    check_arguments(
+        optimizer, plan=plan, global_batch_size=global_batch_size,
+        memory_limit_bytes=memory_limit_bytes, micro_batches=micro_batches,
+        min_fidelity=min_fidelity, time_limit_s=time_limit_s,
+    )  # fmt: skip
     device = start_process_group(limit)
     module = model.model if isinstance(model, Workload) else model
-    together(lambda: _move(module, device))
+    together(lambda: _ready(module, optimizer, device))
     chosen = together(lambda: _given_plan(plan))
     if chosen is None:
         workload, samples = together(lambda: _workload(model, example_inputs, loss))
@@ -139,10 +146,13 @@ def _workload(
     return targets.from_model(model, example, loss), example.size
 
 
-def _move(model: nn.Module, device: torch.device) -> None:
-    """The model on this rank's device. Parameter objects stay, so optimizers stay valid."""
+def _ready(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+    """The model on this rank's device. Parameter objects stay, so optimizers stay valid: one of
+    another model is refused before anything is measured."""
     if device.type != "cpu":
         model.to(device)
+    if optimizer is not None and isinstance(model, nn.Module):
+        check_holds(optimizer, model)
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer | None) -> OptimizerName:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from .units.workload import Workload
 
 Schedules = Literal["auto", "barrier", "priority"]
-"""How gradients may travel: ``auto`` takes what is predicted to be quicker."""
+"""How gradients may travel: ``auto`` takes priority where that is predicted to be clearly
+quicker (``schedules.WORTHWHILE``) or nothing else fits."""
 
 
 def problem_for(

@@ -39,14 +39,24 @@ def verdict(plan: Plan) -> str:
     return f"{gain(plan)}; {_proof(plan)}."
 
 
+def alone_words(alone_s: float, ranks: int) -> str:
+    """That one device is quicker than a plan for so many ranks."""
+    return (
+        f"One device by itself would take {seconds(alone_s)} for the whole batch, less than this "
+        f"plan, and fits in its memory: --ranks 1,{ranks} compares sizes."
+    )
+
+
 SEEN = 0.005
 """Of two figures that differ by less, both read the same."""
 
 
 def _proof(plan: Plan) -> str:
     by = plan.provenance
+    within = "the pins and " if plan.goal.pins else ""
     words = {
-        "optimal": f"proved best by the {by.solver} solver",
+        "optimal": f"proved best by the {by.solver} solver under {within}the schedule by "
+        f"{plan.schedule}",
         "feasible": f"found by the {by.solver} solver, not proved best",
         "heuristic": f"found by the {by.solver} solver, not proved best",
         "manual": "decided by hand",

@@ -25,6 +25,21 @@ HOW = (
 )
 
 
+class NoFileError(InputError):
+    """A target whose file is not there."""
+
+
+def planned(target: str) -> Workload:
+    """The workload of a plan's target, whose file is named as seen from where it was planned."""
+    try:
+        return workload(target)
+    except NoFileError:
+        raise InputError(
+            f"there is no file {target.rpartition(':')[0]} here, which the plan names: run this "
+            "from the folder where it was planned, or plan again here"
+        ) from None
+
+
 def workload(target: str | Workload, *, seed: int = 0) -> Workload:
     """The workload that ``target`` names, under that name; a Workload is returned as it is.
 
@@ -63,6 +78,8 @@ def _from_factory(target: str) -> Workload:
 def _call(factory: Callable[[], object], target: str) -> object:
     try:
         return factory()
+    except InputError:
+        raise  # a sentence of the factory's own
     except Exception as error:
         raise InputError(
             f"factory {target!r} failed with {type(error).__name__}: {error}; it is called without "
@@ -85,7 +102,7 @@ def _module(name: str) -> ModuleType:
 def _file(path: str) -> ModuleType:
     file = Path(path).resolve()
     if not file.is_file():
-        raise InputError(f"there is no file {path}: {HOW}")
+        raise NoFileError(f"there is no file {path}: {HOW}")
     # A name of its own, so that a file called torch.py or test.py hides nothing.
     name = f"_meshwright_target_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)

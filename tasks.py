@@ -113,10 +113,10 @@ def _profile(task: Task, folder: Path, device: torch.device) -> ModelProfile:
 
 def _verify(task: Task, folder: Path, device: torch.device) -> Verification:
     from .executor.verify import verify_on_ranks
-    from .targets import try_out, workload
+    from .targets import planned, try_out
 
     plan = load(Plan, folder / PLAN)
-    chosen = workload(plan.target)
+    chosen = planned(plan.target)
     try_out(chosen)
     with _bar(f"verifying {plan.target}") as step:
         return verify_on_ranks(
@@ -135,10 +135,10 @@ def _train(task: Task, folder: Path, device: torch.device) -> RunReport:
     from .executor.report import report_of_training
     from .executor.train import optimizer_for, run_steps
     from .feeding import accuracy, drawing
-    from .targets import try_out, workload
+    from .targets import planned, try_out
 
     plan = load(Plan, folder / PLAN)
-    chosen = workload(plan.target)
+    chosen = planned(plan.target)
     try_out(chosen)
     model = chosen.model.to(device)
     optimizer = optimizer_for(plan.goal, model.parameters(), LEARNING_RATE)

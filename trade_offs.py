@@ -15,10 +15,15 @@ def sizes_table(found: Sizes) -> list[Table | str]:
                 "device time/sample", "solver", "fits")  # fmt: skip
     title = f"{found.target}, global batch {found.batch}"
     table = figures_table(title, headings, [_size(row) for row in found.rows])
-    why = [f"{row.ranks} ranks: {row.why}" for row in found.rows if not row.fits]
+    why = [_why(row) for row in found.rows if not row.fits]
     if any(row.fits and not row.baseline_fits for row in found.rows):
         why.insert(0, "* data parallelism would not fit in memory there; this plan does.")
     return [table, f"Of the given cluster's kind: {found.how}.", *why]
+
+
+def _why(row: Size) -> str:
+    lead = f"{row.ranks} ranks"
+    return row.why if row.why.startswith(f"{lead} ") else f"{lead}: {row.why}"
 
 
 def _size(row: Size) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ from meshwright.planner.options import Decisions
 from meshwright.planner.problem import Problem
 from meshwright.planner.profile import ModelProfile
 from meshwright.profiler.tables import load_table
-from page import put_into
+from page import put_into, table
 
 RANKS = (8, 64, 256, 1024)
 LINKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9, "300 GB/s": 300e9}
@@ -407,13 +407,7 @@ def line(case: Case) -> tuple[str, ...]:
     )
 
 
-def table(rows: list[tuple[str, ...]], headings: tuple[str, ...], words: set[int]) -> list[str]:
-    """A Markdown table; columns in ``words`` stand to the left."""
-    rule = ["---" if i in words else "--:" for i in range(len(headings))]
-    return ["| " + " | ".join(row) + " |" for row in (headings, tuple(rule), *rows)]
-
-
-def sensitivity(found: list[dict[str, Case]]) -> list[str]:
+def sensitivity(found: list[dict[str, Case]]) -> str:
     """Ratio and bounded form on the most devices, by what is assumed."""
     cases = [others for others in found if others]
     names = [f"{c['as above'].model}, {c['as above'].link}" for c in cases]
@@ -421,7 +415,7 @@ def sensitivity(found: list[dict[str, Case]]) -> list[str]:
         (what, *(f"{c[what].ratio:.2f} ({c[what].bounded:.2f})" for c in cases))
         for what in SENSITIVITY
     ]
-    return table(rows, ("assumed", *names), {0})
+    return table(("assumed", *names), rows)
 
 
 def main() -> int:
@@ -464,12 +458,13 @@ def run_simulated(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], int]
         cases.append(case)
         others.append(more)
         print(f"{' | '.join(line(case))} | {case.seconds:.1f} s", flush=True)
-    text = table([line(case) for case in cases], HEADINGS, {0, 2, len(HEADINGS) - 1})
-    lines = [*text, "", *sensitivity(others), "", f"{time.perf_counter() - start:.0f} s"]
+    text = table(HEADINGS, map(line, cases), (0, 2, len(HEADINGS) - 1))
+    assumed = sensitivity(others)
+    lines = [text, "", assumed, "", f"{time.perf_counter() - start:.0f} s"]
     print("\n".join(lines))
     if asked.markdown:
-        put_into(asked.markdown, "simulated", "\n".join(text))
-        put_into(asked.markdown, "sensitivity", "\n".join(sensitivity(others)))
+        put_into(asked.markdown, "simulated", text)
+        put_into(asked.markdown, "sensitivity", assumed)
     slow = [c for c in cases if c.burst.step_s > c.plain.step_s * ROUNDING]
     for case in slow:
         print(f"SLOWER than data parallelism: {line(case)}")

@@ -26,6 +26,7 @@ from typing import Any
 
 from meshwright.testbed import Bed
 from page import keep, known, put_into
+from page import table as markdown
 
 BATCHES = {"vgg19-32": 32, "resnet50-32": 8, "seq2seq": 12, "gpt-mini": 8}
 """Samples of a rank in a step."""
@@ -95,9 +96,7 @@ def shown(value: object) -> str:
 
 def table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> str:
     """The rows as Markdown."""
-    lines = ["| " + " | ".join(columns) + " |", "| --- " + "| --: " * (len(columns) - 1) + "|"]
-    lines += ["| " + " | ".join(shown(row[c]) for c in columns) + " |" for row in rows]
-    return "\n".join(lines)
+    return markdown(columns, [[shown(row[c]) for c in columns] for row in rows])
 
 
 def with_gains(row: dict[str, Any]) -> dict[str, Any]:

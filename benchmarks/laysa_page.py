@@ -7,6 +7,7 @@ from typing import Any
 
 from laysa_figures import gains
 from meshwright.planner.peak import CLASS_NAMES
+from page import table as markdown
 
 CUT, FASTER, SLOWDOWN = 0.805, 2.5, 1.1
 """LaySA's claims (Zhao et al., IEEE Access 2021): peak memory cut by up to 80.5%, throughput up by
@@ -15,10 +16,7 @@ more than 150%; and what is asked of the time at equal batch."""
 
 def table(columns: Mapping[str, Callable[[Mapping[str, Any]], object]], rows: Any) -> str:
     """The rows as Markdown; a column has a heading, and what it shows of a row."""
-    lines = ["| " + " | ".join(columns) + " |", "| --- " + "| --: " * (len(columns) - 1) + "|"]
-    for row in rows:
-        lines.append("| " + " | ".join(str(show(row)) for show in columns.values()) + " |")
-    return "\n".join(lines)
+    return markdown(list(columns), ([show(row) for show in columns.values()] for row in rows))
 
 
 def mb(count: float) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Protocol
 
+from page import table
+
 WITHIN, BEYOND = 0.02, 0.05
 """The targets: of the median error, and of the worst."""
 LARGEST = 10
@@ -97,9 +99,3 @@ def largest(rows: Sequence[Row]) -> str:
 def worst(rows: Iterable[Row]) -> float:
     """The error that is furthest from nothing, with its sign."""
     return max((r.error for r in rows), key=abs)
-
-
-def table(headings: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """Markdown."""
-    rule = ["---", *["--:"] * (len(headings) - 1)]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (headings, rule, *lines))

@@ -1,13 +1,21 @@
-"""Results on a page of docs/: tables between marks, so that the words around them stay; and rows
+"""Results on a page of docs/: tables, between marks so that the words around them stay; and rows
 kept in a file as they come, so that a long benchmark can be run in pieces."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def table(
+    headings: Sequence[str], rows: Iterable[Sequence[object]], left: Collection[int] = (0,)
+) -> str:
+    """A Markdown table; the columns in ``left`` stand to the left, the others to the right."""
+    rule = ["---" if i in left else "--:" for i in range(len(headings))]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (headings, rule, *rows))
 
 
 def put(text: str, name: str, part: str) -> str:

@@ -17,7 +17,7 @@ from ..planner.pins import parse_wishes
 from ..planner.plan import LOSSY, Plan
 from ..planner.profile import ModelProfile
 from ..screen import progress
-from ..tables import decision_table, prediction_table, verdict
+from ..tables import alone_words, decision_table, prediction_table, verdict
 from ..trade_offs import front_table, sizes_table
 from . import plan_options as given
 from .output import Json, check_out, deliver, note, out
@@ -129,7 +129,22 @@ def _plan(
         note(f"the executor cannot run this plan: {reason}")
     note(_quicker(found, asked, options))
     table = decision_table(found, fold=fold)
-    deliver(found, path, json, table, prediction_table(found), verdict(found))
+    words = [verdict(found), *_alone(found, asked)]
+    deliver(found, path, json, table, prediction_table(found), *words)
+
+
+def _alone(found: Plan, asked: Asked) -> list[str]:
+    """That one device would be quicker, where it would."""
+    from .. import api
+
+    what, cluster, _ = asked
+    try:
+        alone_s = api.quicker_alone(
+            found, what if isinstance(what, ModelProfile) else None, cluster
+        )
+    except InputError:  # what was measured for the plan could not be kept on disk
+        return []
+    return [] if alone_s is None else [alone_words(alone_s, found.world_size)]
 
 
 def _quicker(found: Plan, asked: Asked, options: dict[str, Any]) -> str | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from meshwright import Batch, Workload
+from meshwright import Batch, InputError, Workload
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,7 +26,10 @@ VOCABULARY = 32000
 
 def llama_7b() -> Workload:
     """Llama with 6.7 billion parameters. Needs the extra ``hf``."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        raise InputError("llama_7b needs transformers: pip install 'meshwright[hf]'") from None
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,

@@ -1,5 +1,6 @@
 """Trains a small network on scikit-learn's digits, on as many processes as torchrun starts.
 
+    pip install -e ".[data]" -c constraints.txt    # scikit-learn; the constraints: torch for CPUs
     torchrun --nproc-per-node 2 examples/train_digits.py
     meshwright launch plan.json examples/train_digits.py      # with a plan made before
 

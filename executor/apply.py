@@ -154,6 +154,8 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     _check_norms(model, plan)
     _check_release(optimizer, plan)
     check_feedback(optimizer, plan)
+    if optimizer is not None:
+        optimizers.check_holds(optimizer, model)
     if optimizer is not None and any(unit.exchange == "topk" for unit in plan.units):
         check_momentum(optimizer)
     if optimizer is not None:

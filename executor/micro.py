@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from .run import Run
 
 
 def micro_batches(
-    model: nn.Module, batch: Batch, parts: int, counts: Sequence[float] | None = None
-) -> Iterator[Batch]:
+    model: nn.Module, batch: Any, parts: int, counts: Sequence[float] | None = None
+) -> Iterator[Any]:
     """Yields ``parts`` pieces of this rank's ``batch``, in order; call the model, the loss and
     backward on each, then step once.
 
@@ -27,10 +27,14 @@ def micro_batches(
     piece's loss is a mean over, where that is not its samples (tokens, say). Gradients are
     exchanged in the last piece's backward. Pieces may be empty: all ranks must ask for the same
     ``parts``. Collective.
+
+    ``batch`` is a ``Batch``, or what a loader gives: a tuple such as ``(x, y)``, a list or a dict,
+    whose tensors with the batch's dim 0 are cut. Pieces are of its kind.
     """
     if parts < 1:
         raise InputError(f"a batch cannot be cut into {parts} micro-batches: use at least 1")
-    bounds = [batch.size * i // parts for i in range(parts + 1)]
+    whole = _whole(batch)
+    bounds = [whole.size * i // parts for i in range(parts + 1)]
     mine = [bounds[i + 1] - bounds[i] for i in range(parts)] if counts is None else list(counts)
     if len(mine) != parts:
         raise InputError(f"{len(mine)} counts were given for {parts} micro-batches: give one each")
@@ -42,9 +46,23 @@ def micro_batches(
         for i in range(parts):
             run.synchronise = before and i == parts - 1
             _weigh(run, mine[i], gathered)
-            yield batch.slice(bounds[i], bounds[i + 1])
+            piece = whole.slice(bounds[i], bounds[i + 1])
+            yield piece if whole is batch else piece.args[0]
     finally:
         run.synchronise, run.weigh_next = before, None
+
+
+def _whole(batch: Any) -> Batch:
+    """The batch itself, or one around the tuple, list or dict that a loader gave."""
+    if isinstance(batch, Batch):
+        return batch
+    nested = isinstance(batch, tuple | list | Mapping)
+    if not nested or not any(isinstance(t, Tensor) and t.ndim for t in pytree.tree_leaves(batch)):
+        raise InputError(
+            f"micro_batches cannot cut this {type(batch).__name__}: give inputs and target as one"
+            " tuple (x, y), a dict of tensors, or a meshwright.Batch(args, target)"
+        )
+    return Batch((batch,), None)
 
 
 def _weigh(run: Run, mine: float, totals: Gathered) -> None:

@@ -74,7 +74,8 @@ class GradientSynchroniser:
         parameter: Any = entry.parameter  # torch has not typed its hooks
         hooks = [parameter.register_post_accumulate_grad_hook(ready)]
         if divisor != 1:
-            hooks.append(parameter.register_hook(partial(_divided, divisor)))
+            divided = partial(_divided, divisor, entry.degree > 1)
+            hooks.append(parameter.register_hook(divided))
         return hooks
 
     def _attach_anchor(self, anchor: Tensor) -> Any:
@@ -204,7 +205,21 @@ class GradientSynchroniser:
             )
 
 
-def _divided(divisor: float, gradient: Tensor | None) -> Tensor | None:
+def _divided(divisor: float, alone: bool, gradient: Tensor | None) -> Tensor | None:
     """None where nothing of what the parameter was used for has gone on to the loss from this rank,
-    as where it has no samples and the next unit leaves it idle."""
-    return None if gradient is None else gradient / divisor
+    as where it has no samples and the next unit leaves it idle. ``alone`` says that nobody else has
+    the gradient, as of a divided unit's kinds, whose kernels make it: that one is divided where it
+    lies, or a second one as large would be there for a moment."""
+    if gradient is None:
+        return None
+    if not alone or gradient.requires_grad or not _has_places_of_its_own(gradient):
+        return gradient / divisor
+    gradient /= divisor
+    return None  # as it is
+
+
+def _has_places_of_its_own(tensor: Tensor) -> bool:
+    """Whether no two elements lie in one place, as those of expanded tensors do."""
+    if tensor.layout is not torch.strided:
+        return False
+    return all(n < 2 or step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

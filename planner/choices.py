@@ -7,7 +7,7 @@ optimizer state or an update to divide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .budget import energy_budget, lost_energy, within_unit_limit
 from .capability import Capability
@@ -42,6 +42,16 @@ def unit_options(model: CostModel, k: int, capability: Capability) -> tuple[Opti
         for option in with_policies(model, k, base, capability)
         if within_unit_limit(model, k, option)
     )
+
+
+def may_have(model: CostModel, k: int, option: Option, capability: Capability) -> bool:
+    """Whether unit ``k`` may have the option's policies in the option's layout."""
+    return option in with_policies(model, k, Option(option.layout, option.style), capability)
+
+
+def all_may_have(model: CostModel, decisions: Sequence[Option], capability: Capability) -> bool:
+    """Whether every decision is one of its unit's options."""
+    return all(option in unit_options(model, k, capability) for k, option in enumerate(decisions))
 
 
 def with_policies(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .answer import choice
-from .choices import with_policies
+from .choices import may_have
 from .cost import CostModel
 from .evaluate import limits_bytes
 from .options import Decisions, Option
@@ -55,5 +55,4 @@ def _changed(
     problem: Problem, model: CostModel, k: int, option: Option, change: dict[str, object]
 ) -> Option:
     asked = option._replace(**change)  # type: ignore[arg-type]
-    plain = Option(option.layout, option.style)
-    return asked if asked in with_policies(model, k, plain, problem.capability) else option
+    return asked if may_have(model, k, asked, problem.capability) else option

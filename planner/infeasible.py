@@ -42,13 +42,16 @@ def explain_infeasible(
         available_bytes=tight.available_bytes,
         relaxations=tuple(r for r in relaxations if r is not None),
         limit=limit,
-        enlargement=more_ranks(problem) if limit in ENLARGED else None,
+        enlargement=more_ranks(problem) if limit in ENLARGED and not problem.brief else None,
         kind=tight.kind,
     )
 
 
 def _for_memory(problem: Problem, closest: Found) -> tuple[Relaxation | None, ...]:
-    return (_more_micro_batches(problem), _smaller_batch(problem), _higher_limit(problem, closest))
+    limit = _higher_limit(problem, closest)
+    if problem.brief:
+        return (limit,)
+    return (_more_micro_batches(problem), _smaller_batch(problem), limit)
 
 
 def _other_limit(

@@ -20,7 +20,7 @@ from .options import Option
 from .shares import Quantity, shard_bytes, share_of
 from .step import Vector
 from .timeline import Holding, Table
-from .travelling import arrived_bytes, chosen_bytes, doubled_bytes, travelling_bytes
+from .travelling import arrived_bytes, chosen_bytes, travelling_bytes
 from .unit_bytes import FIELD, UnitBytes
 
 UPDATE_COPIES = {"sgd": (0, 0), "momentum": (0, 0), "adam": (2, 1), "adamw": (2, 1)}
@@ -72,6 +72,7 @@ class MemoryModel:
         held = held_bytes(option.exchange, option.feedback, trained, largest, chosen)
         part, many = gathered(self.model, k, option), self.model.micro_batches > 1
         taken = 0 if many else part.saved  # a gradient whose chunk alone stays
+        new = (fresh or largest) if self.makes_new(option.layout) else 0.0
         found = UnitBytes(
             weights=cost.shard_bytes + unit.state_bytes - part.saved,
             optimizer=self._state_bytes(option, trained),
@@ -80,7 +81,7 @@ class MemoryModel:
             travelling=travelling_bytes(self.model, k, option),
             saved=resident,
             map_gradients=maps + (held.computed if sliced else held.moment) + part.behind + taken,
-            fresh=self._fresh_bytes(option, fresh or largest),
+            fresh=new + self.summed_bytes(k, option.layout),
             spared=spared,
             workspace=workspace + saved - resident + part.at_work,
             leaving=self._leaving_bytes(k, option, samples, held.moment) if sliced else 0.0,
@@ -100,7 +101,7 @@ class MemoryModel:
         own parameters are gone and those before are whole; and it receives as much as it sends."""
         if option.exchange == "dense" and not option.early_release:
             return 0.0
-        taken = moment + doubled_bytes(self.model, k, option)
+        taken = moment
         part = gathered(self.model, k, option)
         if part.whole:
             taken += part.before + part.whole
@@ -123,11 +124,19 @@ class MemoryModel:
         trained = (p for p in self.model.owned[k] if p.trainable)
         return [shard_bytes(unit, option.style, degree, (p,)) for p in trained]
 
-    def _fresh_bytes(self, option: Option, fresh_bytes: float) -> float:
-        """New gradients that do not stand: one that is added to others or copied into a bucket
-        (slices are cut from gradients where they lie)."""
-        sent = option.layout.groups > 1 and not self.model.sliced
-        return fresh_bytes if sent or self.model.micro_batches > 1 else 0.0
+    def makes_new(self, layout: Layout) -> bool:
+        """Whether new gradients do not stand: one that is added to others, copied into a bucket
+        (slices are cut from gradients where they lie), or of a burst, which is divided by another
+        number than gradients otherwise are (that of a divided unit where it lies)."""
+        sent = layout.groups > 1 and not self.model.sliced
+        divided = layout.degree == 1 and layout.groups != self.model.world_size
+        return sent or divided or self.model.micro_batches > 1
+
+    def summed_bytes(self, k: int, layout: Layout) -> float:
+        """What gradients of tied parameters take until they are one. What others hold is taken to
+        be whole, as their layout is not known here."""
+        own, others = self.model.summed_bytes[k]
+        return own / layout.degree + others
 
     def _renewed_bytes(self, k: int, option: Option, trained_bytes: int) -> float:
         """Temporaries of the update. What top-k has sent is copied out of its messages before, and

@@ -32,7 +32,9 @@ class Problem:
     search is allowed more (then the plan is hypothetical). Without ``placement`` one is chosen.
     With ``either`` the better schedule is chosen, else ``schedule`` is given. ``sparing`` shards
     the exchange only where nothing fits without, or that is clearly quicker.
-    Among plans whose objective is within ``near`` of the best (a share) the simpler is taken."""
+    Among plans whose objective is within ``near`` of the best (a share) the simpler is taken. Where
+    nothing fits, a ``brief`` answer says what the limit would have to be, and looks for no other
+    remedy."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -45,6 +47,7 @@ class Problem:
     sparing: bool = False
     bucket_bytes: int = BUCKET_BYTES
     near: float = 0.01
+    brief: bool = False
     progress: Progress | None = field(default=None, compare=False)
 
     @property

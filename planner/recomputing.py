@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .capability import Capability
-from .choices import with_policies
+from .choices import may_have
 from .cost import CostModel
 from .layout import data_parallel
 from .memory import MemoryModel
@@ -186,8 +186,7 @@ class Recomputing:
         if policy is None or own.memory in ("offload", policy):
             return own
         asked = own._replace(memory=policy)
-        plain = Option(own.layout, own.style)
-        return asked if asked in with_policies(self.model, k, plain, self.capability) else own
+        return asked if may_have(self.model, k, asked, self.capability) else own
 
     def _together(self, window: Window) -> Move:
         """The units of a window as one segment, all others kept."""

@@ -11,6 +11,10 @@ from .errors import InputError
 from .problem import Problem
 
 
+class NoLinksError(InputError):
+    """A size that takes several nodes of a cluster that states no links between nodes."""
+
+
 def resized_problem(problem: Problem, ranks: int) -> Problem:
     """The problem on a cluster of ``ranks`` ranks, its placement left open."""
     return replace(problem, cluster=resized(problem.cluster, ranks), placement=None)
@@ -33,7 +37,7 @@ def resized(cluster: Cluster, ranks: int) -> Cluster:
         )
     count = max(ranks // each, 1)
     if count > 1 and cluster.level("inter") is None:
-        raise InputError(
+        raise NoLinksError(
             f"{ranks} ranks need {count} nodes and the cluster states no links between nodes: "
             "add the inter level"
         )

@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from .capability import Capability
-from .choices import with_policies
+from .choices import may_have
 from .cost import CostModel
 from .evaluate import evaluation
 from .options import Decisions, Option
@@ -33,12 +33,14 @@ nearer than that."""
 def by_either(problem: Problem, search: Callable[[Problem], Result]) -> Result:
     """The better of ``search``'s answers by barrier and by priority; the barrier's where they are
     near each other."""
-    plain = search(replace(problem, schedule="barrier", either=False))
+    saving = _saves_memory(problem)
+    asked = problem.brief or saving  # then what follows has the last word
+    plain = search(replace(problem, schedule="barrier", either=False, brief=asked))
     sizes = problem.goal.slice_bytes or SLICE_BYTES
     goal = msgspec.structs.replace(problem.goal, slice_bytes=sizes)
     sliced = replace(problem, goal=goal, schedule="priority", either=False)
     if plain.plan is None:
-        other = releasing_last(sliced, search) if _saves_memory(problem) else plain
+        other = releasing_last(sliced, search) if saving else plain
         return other if other.plan is not None else nearer(plain, other)
     if not (problem.goal.allow_lossy or _promising(sliced, plain, plain.plan)):
         return plain
@@ -61,28 +63,32 @@ def releasing_last(problem: Problem, search: Callable[[Problem], Result]) -> Res
     """``search``'s answer without early release; with it where nothing else fits. It may be a
     little quicker too, but takes from the user what can be done between backward and step."""
     late = _without_release(problem)
-    found = search(late)
-    if found.plan is not None or late is problem:
+    if late is problem:
+        return search(problem)
+    found = search(replace(late, brief=True))
+    if found.plan is not None:
         return found
     other = search(problem)
     return other if other.plan is not None else nearer(found, other)
 
 
 def nearer(one: Result, other: Result) -> Result:
-    """Of two answers without a plan the one that asks for less, where both name a value of one
-    limit; else the second, which was allowed more. A value is proved to be the least only where
-    both have proved theirs."""
+    """Of two answers without a plan the second, which was allowed more and has all remedies; what
+    falls short is the first's (a ``brief`` one) where that asks for less of the same limit. A value
+    is proved to be the least only where both have proved theirs."""
     if one.infeasible is None or other.infeasible is None:
         return other
+    why = other.infeasible
     mine, theirs = (_of_limit(each.infeasible) for each in (one, other))
-    taken = other
+    proved = False
     if mine is not None and theirs is not None and mine.what == theirs.what:
-        taken = one if mine.value < theirs.value else other
-        if mine.proved and theirs.proved:
-            return taken
-    assert taken.infeasible is not None
-    weaker = tuple(unproved(change) for change in taken.infeasible.relaxations)
-    return taken._replace(infeasible=taken.infeasible._replace(relaxations=weaker))
+        proved = mine.proved and theirs.proved
+        if mine.value < theirs.value:
+            remedies = tuple(mine if r is theirs else r for r in why.relaxations)
+            why = one.infeasible._replace(relaxations=remedies, enlargement=why.enlargement)
+    if not proved:
+        why = why._replace(relaxations=tuple(map(unproved, why.relaxations)))
+    return other._replace(infeasible=why)
 
 
 def _of_limit(why: Infeasibility | None) -> Relaxation | None:
@@ -106,14 +112,15 @@ def _sharding_sparingly(problem: Problem, search: Callable[[Problem], Result]) -
     plain, first = without_shards(problem), without_shards(problem, SHARDING[1:])
     if plain is problem:
         return search(problem)
-    found = search(plain)
+    found = search(replace(plain, brief=True))
     if found.plan is None:
-        other = search(first)
-        if other.plan is not None:
-            return other
+        is_last = first is problem
+        other = search(first if is_last else replace(first, brief=True))
+        if other.plan is not None or is_last:
+            return other if other.plan is not None else nearer(found, other)
         # A unit cannot have both: ``may_gather``.
         kept = tuple(policy for policy in problem.capability.memory if policy != "offload")
-        last = other if first is problem else search(_within(problem, memory=kept))
+        last = search(_within(problem, memory=kept))
         return last if last.plan is not None else nearer(nearer(found, other), last)
     if not _quicker_in_shards(problem, found, found.plan):
         return found
@@ -129,8 +136,7 @@ def in_shards(model: CostModel, decisions: Decisions, capability: Capability) ->
     def of(k: int, option: Option) -> Option:
         sharded = option._replace(exchange="sharded", early_release=False)
         plain = option.exchange == "dense" and not option.early_release
-        known = with_policies(model, k, Option(option.layout, option.style), capability)
-        return sharded if plain and sharded in known else option
+        return sharded if plain and may_have(model, k, sharded, capability) else option
 
     return tuple(of(k, option) for k, option in enumerate(decisions))
 

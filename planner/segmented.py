@@ -18,14 +18,14 @@ import msgspec
 
 from .answer import Choice, answer, choice
 from .budget import permitted
-from .choices import with_policies
+from .choices import may_have
 from .cost import CostModel
 from .evaluate import evaluation, excess, limits_bytes, rank_memory
 from .exact.cases import models
 from .fitting import has_segments, plain_starts
 from .inside import segments_of
 from .micro_batches import held_back
-from .options import Decisions, Option
+from .options import Decisions
 from .problem import Infeasibility, Problem, Result
 from .recomputing import Recomputing
 from .remedies import more_memory
@@ -90,13 +90,13 @@ def less_in_segments(problem: Problem, why: Infeasibility) -> Infeasibility:
             if best is not None and time.perf_counter() > end:
                 break
             chosen = Recomputing(model, start, problem.capability).least()
-            tight = excess(model, rank_memory(model, chosen))
+            memory = rank_memory(model, chosen)
+            tight = excess(model, memory)
             if best is None or tight.over_bytes < best[1].over_bytes:
-                best = model, tight, chosen
+                best = model, tight, max(each.peak_bytes for each in memory)
     if best is None or best[1].over_bytes >= why.needed_bytes - why.available_bytes:
         return why
-    model, tight, chosen = best
-    needed = max(each.peak_bytes for each in rank_memory(model, chosen))
+    model, tight, needed = best
     others = (r for r in why.relaxations if r.what != "memory_limit_bytes")
     return why._replace(
         rank=model.placement[tight.position],
@@ -154,9 +154,5 @@ def _starts(problem: Problem, end: float) -> Iterator[tuple[CostModel, Decisions
     quiet = replace(problem, goal=free, progress=None)
     found = search(quiet, min(UNLIMITED_S, left_s)).evaluation.decisions
     for model in every:
-        if all(
-            option in with_policies(model, k, Option(option.layout, option.style),
-                                    problem.capability)
-            for k, option in enumerate(found)
-        ):  # fmt: skip
+        if all(may_have(model, k, option, problem.capability) for k, option in enumerate(found)):
             yield model, found

@@ -17,7 +17,7 @@ from .errors import InputError
 from .noun import Count, Noun, Seconds
 from .plan import Plan
 from .problem import Problem, Result
-from .resize import how_resized, resized, resized_problem
+from .resize import NoLinksError, how_resized, resized, resized_problem
 from .solver import settled, solve, solvers
 
 GBIT_BYTES = 125_000_000
@@ -139,14 +139,29 @@ def sizes(
     solver: str = "auto",
     time_limit_s: float | None = None,
 ) -> Sizes:
-    """Plans for clusters of so many ranks, built of the same nodes; the global batch stays."""
-    asked = [settled(resized_problem(problem, count)) for count in dict.fromkeys(ranks)]
+    """Plans for clusters of so many ranks, built of the same nodes; the global batch stays. Sizes
+    that take links which the cluster does not state are rows that do not fit; raises ``InputError``
+    where all are."""
+    asked = [_asked(problem, count) for count in dict.fromkeys(ranks)]
+    if asked and all(isinstance(each, Size) for each in asked):
+        resized_problem(problem, ranks[0])  # raises
     return Sizes(
         target=problem.profile.target,
         batch=problem.goal.batch,
         how=how_resized(problem.cluster),
-        rows=tuple(_size(each, solver, time_limit_s) for each in asked),
+        rows=tuple(
+            each if isinstance(each, Size) else _size(each, solver, time_limit_s) for each in asked
+        ),
     )
+
+
+def _asked(problem: Problem, ranks: int) -> Problem | Size:
+    """The problem on so many ranks, or the row that says why there is none."""
+    try:
+        return settled(resized_problem(problem, ranks))
+    except NoLinksError as error:
+        nodes = ranks // len(problem.cluster.nodes[0].devices)
+        return Size(ranks=ranks, nodes=nodes, fits=False, solver="none", why=str(error))
 
 
 def _size(problem: Problem, solver: str, time_limit_s: float | None) -> Size:

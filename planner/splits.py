@@ -34,6 +34,7 @@ from .options import Decisions, Option
 from .placement import place
 from .problem import Problem
 from .search import Candidate, Point, Score, Space, score_of
+from .standing import never_fits
 
 SPLIT_POINTS = 32
 """Split points tried for each layout; longer models are cut at as many even distances."""
@@ -99,6 +100,8 @@ def feasible(problem: Problem) -> bool:
         point = _start(problem, micro_batches)
         if not all(point.space.options):
             continue  # pins and the limit on each unit leave one of them nothing
+        if never_fits(point.model, point.space.options):
+            continue
         for layout in point.space.layouts:
             for decisions in split_plans(point.space, layout):
                 point.move_to(decisions)

@@ -88,6 +88,26 @@ class Structure:
         return tuple(found)
 
     @cached_property
+    def summed_bytes(self) -> tuple[tuple[float, float], ...]:
+        """For each unit the bytes of tied parameters' gradients besides those that stand: of its
+        own, and of others'. Backward comes to the last user first, whose gradient waits for the
+        first user's; where that has come both are there beside their sum."""
+        users: dict[str, list[int]] = {}
+        sizes: dict[str, int] = {}
+        for k, unit in enumerate(self.profile.units):
+            for p in unit.parameters:
+                if p.trainable and k not in users.setdefault(p.shared, []):
+                    users[p.shared].append(k)
+                    sizes[p.shared] = p.bytes
+        found = [[0.0, 0.0] for _ in self.profile.units]
+        for name, at in users.items():
+            if len(at) > 1:
+                found[at[0]][0] += 2.0 * sizes[name]
+                for k in range(at[0] + 1, at[-1]):
+                    found[k][1] += sizes[name]
+        return tuple((own, others) for own, others in found)
+
+    @cached_property
     def ties(self) -> tuple[tuple[int, ...], ...]:
         """For each unit the units that must share its layout, itself among them."""
         return tied_units(self.profile)

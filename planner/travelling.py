@@ -5,7 +5,8 @@ another order needs memory of its own. Per parameter, with P its shard's bytes a
 
     dense     P where it is packed with others (small ones)
     sharded   P received from peers and P/G of averages; a copy of P, if it does not lie as it is
-              sent (one slice, chunks of equal size), takes the gradient's place when all is sent
+              sent (one slice, chunks of equal size), takes the gradient's place before anything
+              is received
     top-k     what all peers send: G · ratio · P with numbers, and one's own message; the ratio
               is largest at the beginning, while top-k warms up
     dropped   nothing besides what dense has
@@ -73,19 +74,3 @@ def arrived_bytes(model: CostModel, option: Option, trained_bytes: float) -> flo
     if option.exchange != "topk":
         return 0.0
     return option.layout.groups * _message_bytes(model, option, trained_bytes)
-
-
-def doubled_bytes(model: CostModel, k: int, option: Option) -> float:
-    """What of unit ``k``'s gradients is there twice while a sharded exchange sends it."""
-    peers = option.layout.groups
-    if not model.sliced or peers == 1 or not option.shards:
-        return 0.0
-    unit, limit = model.profile.units[k], model.bucket_bytes
-    trained = [p for p in model.owned[k] if p.trainable]
-    sizes = [shard_bytes(unit, option.style, option.layout.degree, (p,)) for p in trained]
-    return float(sum(size for size in sizes if not _lies_in_rows(size, limit, peers)))
-
-
-def _lies_in_rows(size_bytes: int, limit_bytes: int, peers: int) -> bool:
-    whole = size_bytes <= limit_bytes and not packed(size_bytes, limit_bytes)
-    return whole and size_bytes % peers == 0

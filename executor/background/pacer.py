@@ -69,10 +69,15 @@ class Foreground:
 
     def hold(self, held: bool, now_s: float) -> None:
         """From now on the launcher holds the background, or no longer does."""
-        if held and self._held_since_s is None:
+        if held and not self.held:
             self._held_since_s = now_s
-        elif not held and self._held_since_s is not None:
+        elif not held and self.held:
             self._held_since_s, self._held_until_s = None, now_s
+
+    @property
+    def held(self) -> bool:
+        """Whether the launcher holds the background now."""
+        return self._held_since_s is not None
 
     def left(self) -> None:
         """No rank is there any more."""
@@ -119,7 +124,6 @@ class Pacer:
         self._launcher: list[int] = [_STDIN]
         self._started_s = time.monotonic()
         self._tally = Tally(self._started_s)
-        self._held = False
         self._kill_s = FOREVER
         self._orders = b""
         self._ended = ""
@@ -156,7 +160,8 @@ class Pacer:
             return now_s
         if self._kill_s < FOREVER:  # it writes its checkpoint
             return self._kill_s
-        found = Opening(False, FOREVER) if self._held else self.foreground.opening(now_s)
+        held = self.foreground.held
+        found = Opening(False, FOREVER) if held else self.foreground.opening(now_s)
         self._tally.turned(now_s, found, self.foreground.attached, self.child.cpu_s)
         self.child.let_run(found.runs)
         return found.until_s
@@ -185,8 +190,7 @@ class Pacer:
                 self.stop()
             elif order in (b"hold", b"release"):
                 now_s = time.monotonic()
-                self._held = order == b"hold"
-                self.foreground.hold(self._held, now_s)
+                self.foreground.hold(order == b"hold", now_s)
                 self._turn(now_s)
             if not self._ended:
                 self.tell()

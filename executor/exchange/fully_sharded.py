@@ -90,13 +90,6 @@ class FullyShardedParcel(ShardedParcel):
         """The slices that are gathered after a step: none."""
         return ()
 
-    def _average(self, watch: Watch) -> float:
-        doing = f"the exchange of the gradients of {self.listed}"
-        reduced = [s for s in self.slices if isinstance(s, ShardedSlice)]
-        waited = sum(s.reduce(self._parts, watch, doing) for s in reduced)
-        self._parts, self.gradients = {}, {}
-        return waited
-
     @property
     def outstanding_bytes(self) -> int:
         """Of gradients that have been sent and are held until they have arrived."""

@@ -48,6 +48,16 @@ def check(optimizer: torch.optim.Optimizer, divided: set[nn.Parameter]) -> None:
     )
 
 
+def check_holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuses an optimizer of another model; it may hold parameters of other modules besides."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if held.isdisjoint(model.parameters()):
+        raise InputError(
+            f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}: "
+            "make it with the model's own, such as SGD(model.parameters(), lr=0.1)"
+        )
+
+
 def _of_torch(cls: type) -> bool:
     return cls.__module__.startswith("torch.optim") and cls.__name__ != "Optimizer"
 
@@ -88,6 +98,12 @@ def scatter_optimizer_state(
     optimizer: torch.optim.Optimizer, shards: dict[nn.Parameter, Shard], state: dict[str, Any]
 ) -> None:
     """Loads what ``gather_optimizer_state`` returned, or a single process's ``state_dict``."""
+    missing = [key for key in ("state", "param_groups") if key not in state]
+    if missing:
+        raise InputError(
+            f"this optimizer state holds no {missing[0]!r}: give what full_optimizer_state_dict "
+            "returned, or what a single process's optimizer.state_dict() did"
+        )
     local = dict(state["state"])
     for index, parameter in _numbered(optimizer).items():
         shard = shards.get(parameter)

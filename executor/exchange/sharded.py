@@ -141,9 +141,13 @@ class ShardedSlice(Slice):
         """Of an all-reduce that takes as long as the gradients' way, which is half of its way."""
         return self.width * self.group.size * self.entries[0].parameter.element_size() // 2
 
+    def take(self, gradients: Mapping[Entry, Tensor]) -> None:
+        """Takes what it will send out of the gradients, which it does not need after that."""
+        self._held = self._rows([flat(gradients[s.entry]) for s in self.strips])
+
     def send(self, gradients: dict[Entry, Tensor]) -> None:
         """Sends each peer its elements. Collective, in the order of all slices."""
-        self._held = self._rows([flat(gradients[s.entry]) for s in self.strips])
+        assert self._held is not None, "a slice that has taken nothing"
         self._wire = torch.empty_like(self._held)
         self._settled = False
         if self._wire.numel():
@@ -239,11 +243,14 @@ class ShardedParcel(Parcel):
         self._reducing = False
 
     def send(self, number: int) -> None:
-        """Sends its next slice. What slices send they hold, be it a part of a gradient or a copy:
-        behind the last one nothing needs the whole gradients any more."""
-        super().send(number)
-        if self.sent == len(self.slices):
+        """Sends its next slice. With the first all of them take what they will send, be it a part
+        of a gradient or a copy, so that nothing needs the whole gradients any more: the last slices
+        may leave much later, behind those of units in front."""
+        if not self.travelling:
+            for one in self.reduced:
+                one.take(self.gradients)
             self.gradients = {entry: self.part(entry) for entry in self.entries}
+        super().send(number)
 
     def part(self, entry: Entry) -> Tensor:
         """Where the averages of this rank's elements will stand once they have settled."""
@@ -301,7 +308,7 @@ class ShardedParcel(Parcel):
 
     def _average(self, watch: Watch) -> float:
         doing = f"the exchange of the gradients of {self.listed}"
-        waited = sum(s.reduce(self._parts, watch, doing) for s in self.sharded)
+        waited = sum(s.reduce(self._parts, watch, doing) for s in self.reduced)
         self._parts, self.gradients = {}, {}  # who shows a gradient holds its part
         return waited
 
@@ -312,6 +319,11 @@ class ShardedParcel(Parcel):
         self._wholes = {}
 
     @property
-    def sharded(self) -> tuple[ShardedSlice, ...]:
+    def reduced(self) -> tuple[ShardedSlice, ...]:
         """Its slices, as what they are."""
         return tuple(s for s in self.slices if isinstance(s, ShardedSlice))
+
+    @property
+    def sharded(self) -> tuple[ShardedSlice, ...]:
+        """The slices that are gathered after a step."""
+        return self.reduced

@@ -15,7 +15,7 @@ from dataclasses import replace
 import pulp
 
 from ..answer import Choice, DisagreementError, answer, choice
-from ..choices import unit_options
+from ..choices import all_may_have
 from ..cost import CostModel
 from ..evaluate import evaluation
 from ..problem import Problem, Result
@@ -104,8 +104,7 @@ class Search:
         found = search(quiet, max(min(self.left_s / 4, 10.0), 0.0)).evaluation.decisions
         for model in every:
             for decisions in dict.fromkeys((model.baseline, found)):
-                if all(d in unit_options(model, k, self.problem.capability)
-                       for k, d in enumerate(decisions)):  # fmt: skip
+                if all_may_have(model, decisions, self.problem.capability):
                     self._offer(choice(model, decisions, self.problem.schedule))
 
     def _offer(self, new: Choice) -> bool:

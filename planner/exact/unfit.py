@@ -23,6 +23,7 @@ from ..fitting import fits_in_segments
 from ..objective import Value, value
 from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
 from ..remedies import higher, higher_unit_limit, more_memory, needed
+from ..standing import least_standing, never_fits
 from .backend import Interruption, Solved, run
 from .cases import Case, case, models
 from .integer import Program
@@ -99,10 +100,25 @@ def _solve(
     problem: Problem, this: Case, what: str, model: CostModel, end: float
 ) -> tuple[Solved, Program]:
     """The program with what is lifted as its objective."""
-    program = this.program(problem, excess=what == "memory_limit_bytes", limits_of=model)
+    lifts_memory = what == "memory_limit_bytes"
+    limits = _scaled(problem, this, model) if lifts_memory else model
+    program = this.program(problem, excess=lifts_memory, limits_of=limits)
     program.minimise(what)
     left = max(end - time.perf_counter(), 1.0)
     return run(program.problem, left, Interruption()), program
+
+
+def _scaled(problem: Problem, this: Case, model: CostModel) -> CostModel:
+    """The model under the largest limit that every plan is over, which changes no order of plans:
+    bytes are counted in units of the limit, and thousands of millions of them are no numbers to
+    solve with."""
+    limit = model.goal.memory_limit_bytes
+    least = least_standing(this.model, this.ledger.options)
+    if limit is None or least is None or least <= limit * model.world_size:
+        return model
+    each = max(int(least // model.world_size), limit)
+    goal = msgspec.structs.replace(model.goal, memory_limit_bytes=each)
+    return _with_goal(problem, model, goal)
 
 
 def _needed(what: str) -> Callable[[Value, CostModel, Choice], float]:
@@ -121,16 +137,20 @@ def _memory(problem: Problem, closest: Closest, end: float) -> Infeasibility:
     memory = rank_memory(model, decisions)
     tight = excess(model, memory)
     most = max(m.peak_bytes for m in memory)
-    relaxations = [more_memory(most, proved=closest.proved)]
-    found = (_more_micro_batches(problem, end), _smaller_batch(problem, end))
-    return Infeasibility(
+    why = Infeasibility(
         rank=model.placement[tight.position],
         unit=tight.unit,
         needed_bytes=tight.needed_bytes,
         available_bytes=tight.available_bytes,
-        relaxations=(*(r for r in found if r is not None), *relaxations),
-        enlargement=more_ranks(problem, lambda larger: _fits(larger, end), end),
+        relaxations=(more_memory(most, proved=closest.proved),),
         kind=tight.kind,
+    )
+    if problem.brief:
+        return why
+    found = (_more_micro_batches(problem, end), _smaller_batch(problem, end))
+    return why._replace(
+        relaxations=(*(r for r in found if r is not None), *why.relaxations),
+        enlargement=more_ranks(problem, lambda larger: _fits(larger, end), end),
     )
 
 
@@ -171,10 +191,26 @@ def _smaller_batch(problem: Problem, end: float) -> Relaxation | None:
 def _feasible(problem: Problem, end: float, **changes: object) -> bool:
     """Whether a plan keeps all limits when fields of the goal are changed."""
     changed = replace(problem, goal=msgspec.structs.replace(problem.goal, **changes))
-    closest = _least(changed, list(models(changed)), "memory_limit_bytes", end)
-    if closest is not None and closest.chosen.feasible:
+    cases = [case(changed, model) for model in models(changed)]
+    every = [this for this in cases if not never_fits(this.model, this.ledger.options)]
+    return any(_has_plan(changed, this, end) for this in every) or any(
+        fits_in_segments(changed, this.model) for this in every
+    )
+
+
+def _has_plan(problem: Problem, this: Case, end: float) -> bool:
+    """Whether the program has any solution; much quicker than the one that needs least."""
+    if not all(this.ledger.options):
+        return False
+    program = this.program(problem)
+    program.minimise("memory_limit_bytes")  # without excess there is nothing to make small
+    if run(program.problem, max(end - time.perf_counter(), 1.0), Interruption()).value is None:
+        return False
+    decisions = this.ledger.choose(program.chosen())
+    if choice(this.model, decisions, problem.schedule).feasible:
         return True
-    return any(fits_in_segments(changed, model) for model in models(changed))
+    closest = _least(problem, [this.model], "memory_limit_bytes", end)  # over a limit by rounding
+    return closest is not None and closest.chosen.feasible
 
 
 def _other(problem: Problem, closest: Closest, what: str, end: float) -> Infeasibility:
@@ -195,7 +231,7 @@ def _other(problem: Problem, closest: Closest, what: str, end: float) -> Infeasi
 
 def _larger(problem: Problem, what: str, end: float) -> Enlargement | None:
     """More ranks may shorten a step; they never save device-seconds."""
-    if what != "time_limit_s":
+    if what != "time_limit_s" or problem.brief:
         return None
     return more_ranks(problem, lambda larger: _fits(larger, end), end)
 
@@ -219,7 +255,9 @@ def _nothing(
     figures = value(model, model.baseline, problem.schedule)
     tight = excess(model, rank_memory(model, model.baseline))
     asked = [what for what in DEVICE_LIMITS if getattr(problem.goal, what) is not None]
-    limit = asked[0] if len(asked) == 1 and figures.over_bytes <= 0 else "several limits"
+    over = figures.over_bytes > 0
+    limit = "memory_limit_bytes" if over and not asked else "several limits"
+    limit = asked[0] if len(asked) == 1 and not over else limit
     limit = limit if unit_limit is None else "unit_amplification_limit"
     pinned = _pinned(problem, model)
     return Infeasibility(

@@ -95,11 +95,11 @@ class Figures:
         found[:, AT["idle"]] = free * (took + found[:, AT["update"]])
         idle = [self.samples(layout) is None for layout, _ in states]
         found[:, AT["saved"]] += self.gathered(k, states)
-        many = self.model.micro_batches > 1
-        new = [many or (y.groups > 1 and not self.model.sliced) for y, _ in states]
+        new = [self.memory.makes_new(layout) for layout, _ in states]
+        summed = np.array([self.memory.summed_bytes(k, layout) for layout, _ in states])
         fresh = judged.values(unit, lambda s: s.fresh, divides=False)
-        known = np.where(fresh > 0, fresh, found[:, AT["fresh"]])  # not measured: by its shape
-        found[:, AT["fresh"]] = np.where(new, known, 0.0)
+        shaped = found[:, AT["fresh"]] - summed  # not measured: by its shape
+        found[:, AT["fresh"]] = np.where(new, np.where(fresh > 0, fresh, shaped), 0.0) + summed
         measured = [AT[name] for name in ("saved", "map_gradients", "workspace", "spared", "fresh")]
         found[np.ix_(idle, measured)] = 0.0
         return found
@@ -118,7 +118,8 @@ class Figures:
         divided = [{name for name, _ in s.sharded} for s in unit.splits]
         sizes = tuple((p.bytes, p.trainable, *(p.shared in d for d in divided)) for p in owned)
         out = self.model.output_bytes_per_sample(k)
-        return sizes, unit.state_bytes, unit.batch_statistics, unit.statistics_bytes, out
+        summed = self.model.summed_bytes[k]
+        return sizes, unit.state_bytes, unit.batch_statistics, unit.statistics_bytes, out, summed
 
     def readers(self, states: tuple[State, ...]) -> tuple[Reader, Reader]:
         """Readers of curves at the busiest group's samples, and at the judged position's."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..answer import Choice
-from ..choices import unit_options
+from ..choices import all_may_have
 from ..cost import CostModel
 from ..enlarge import more_ranks
 from ..exact.cases import models
@@ -130,11 +130,9 @@ def _pass(
 def _within(model: CostModel, problem: Problem, decisions: Decisions | None) -> Decisions | None:
     """The decisions where the model's units may have them: gradients that add up over micro-batches
     cannot be released early."""
-    if decisions is None:
+    if decisions is None or not all_may_have(model, decisions, problem.capability):
         return None
-    options = (unit_options(model, k, problem.capability) for k in range(len(decisions)))
-    allowed = all(option in mine for option, mine in zip(decisions, options, strict=True))
-    return decisions if allowed else None
+    return decisions
 
 
 def tightened(problem: Problem, known: Lean, end: float, solves: Callable[[Problem], bool]) -> Lean:
@@ -166,7 +164,8 @@ def why_nothing(
     """What is missing where no plan was found; ``known`` is what was found without one limit."""
     if known is not None and known.choice is not None:
         why = explain_with(problem, known.what, known.relaxation())
-        larger = more_ranks(problem) if why.limit == "time_limit_s" else None
+        enlarges = why.limit == "time_limit_s" and not problem.brief
+        larger = more_ranks(problem) if enlarges else None
         return why._replace(enlargement=larger)  # more ranks never save device-seconds
     asked = [what for what in DEVICE_LIMITS if getattr(problem.goal, what) is not None]
     if "unit_amplification_limit" in asked:

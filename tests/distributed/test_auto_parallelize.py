@@ -173,6 +173,7 @@ def allow_lossy_exchange(rank: int, cache: str) -> None:
         mw.auto_parallelize(network(), example_inputs=(x[:4],), min_fidelity=0.5)
 
 
+@pytest.mark.slow
 def test_lossy_exchange_is_allowed_or_not(ranks, tmp_path):
     ranks(2)(allow_lossy_exchange, str(tmp_path), limit_s=LIMIT_S)
 
@@ -345,6 +346,7 @@ def test_half_an_environment_is_refused(tmp_path):
     assert "lacks MASTER_ADDR, MASTER_PORT" in done.stderr
 
 
+@pytest.mark.slow
 def test_models_with_dummy_inputs_need_nothing_else(tmp_path):
     pytest.importorskip("transformers")
     done = run_alone(

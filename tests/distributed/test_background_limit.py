@@ -35,10 +35,10 @@ data, seconds = np.ones(2**22), float(sys.argv[1])
 end = time.monotonic() + seconds
 taken, last = [], None
 while time.monotonic() < end:
-    for _ in range(24):
+    for _ in range(48):
         data *= 1.0000001
     goes_on = signals.waiting()
-    time.sleep(0.02)
+    time.sleep(0.01)
     if goes_on is not None:
         goes_on()
     signals.stepped()
@@ -48,7 +48,7 @@ while time.monotonic() < end:
     last = now
 print(json.dumps(taken))
 """
-"""Steps that are bound by memory, with a gap in each."""
+"""Steps that are bound by memory, with a short gap in each."""
 
 HOG = """
 import os, sys, time

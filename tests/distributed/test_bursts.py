@@ -36,7 +36,7 @@ SLEEP_S = 0.15
 
 
 @pytest.mark.timeout(600)  # hypothesis may take five minutes to make a failing plan small
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_random_plans(ranks, world):
     _search(ranks, world, QUICK, 0)
 

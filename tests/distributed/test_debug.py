@@ -99,6 +99,7 @@ def passes_exchanges(rank: int) -> set[str]:
     return groups
 
 
+@pytest.mark.slow
 def test_exchanges_that_share_or_send_a_part_pass(ranks: Any) -> None:
     for groups in ranks(2)(passes_exchanges, limit_s=90):
         assert groups >= {"control", "exchange", "parameters 1", "reads 1"}

@@ -479,7 +479,7 @@ def is_freed_with_its_model(rank: int) -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        other_ways_of_use,
+        pytest.param(other_ways_of_use, marks=pytest.mark.slow),
         evaluates_and_reads,
         regularises,
         freezes_and_thaws,

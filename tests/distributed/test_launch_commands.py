@@ -79,6 +79,7 @@ def test_explain_the_measured_plan(measured):
     assert "The largest part of the step" in meshwright("explain", "plan.json", cwd=measured)
 
 
+@pytest.mark.slow
 def test_profile_of_two_ranks_at_once(tmp_path):
     out = meshwright(*("profile", "mlp", "--ranks", 2, "--batches", "4,8", "--json"), cwd=tmp_path)
     document = json.loads(out)
@@ -86,6 +87,7 @@ def test_profile_of_two_ranks_at_once(tmp_path):
     assert document["batches"] == [4, 8]
 
 
+@pytest.mark.slow
 def test_estimate_for_a_device_that_is_not_here(tmp_path):
     meshwright("profile", "mlp", "--device", "h100-sxm", "-o", "h100.json", cwd=tmp_path)
     profile = load(ModelProfile, tmp_path / "h100.json")
@@ -105,6 +107,7 @@ def test_plan_for_a_cluster_that_is_not_here(measured):
     assert made.speedup > 3
 
 
+@pytest.mark.slow
 def test_two_hosts_that_meet_at_a_rendezvous(tmp_path):
     save(msgspec.structs.replace(plan_by_hand(2), target="mlp"), tmp_path / "plan.json")
     with socket.socket() as free:
@@ -164,7 +167,7 @@ def test_example_of_a_model_of_ones_own(tmp_path):
     assert "step time" in meshwright("launch", "p.json", "--steps", 5, cwd=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # continuous integration runs the demo itself
 def test_demo(tmp_path):
     report = json.loads(meshwright("demo", "-o", "kept", "--json", cwd=tmp_path))
     assert report["verification"]["passed"]

@@ -135,6 +135,7 @@ def test_a_killed_rank_is_named(plan_file):
     assert not ranks_alive(plan_file)
 
 
+@pytest.mark.slow
 def test_the_time_limit_ends_every_rank(plan_file):
     start = time.monotonic()
     done = launch(

@@ -664,6 +664,7 @@ def one_ends_early(rank: int) -> None:
         time.sleep(3)
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_early_is_named(ranks):
     first, _ = ranks(2).outcomes(one_ends_early)
     assert first.kind == "RunError"
@@ -681,6 +682,7 @@ def no_backward_on_one_rank(rank: int) -> None:
         time.sleep(3)
 
 
+@pytest.mark.slow
 def test_a_rank_without_backward_is_named(ranks):
     first, _ = ranks(2).outcomes(no_backward_on_one_rank)
     assert first.kind == "RunError"

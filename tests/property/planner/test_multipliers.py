@@ -23,7 +23,8 @@ from tests import brute, problems
 from tests.strategies import cluster
 
 QUICK = range(3000, 3012)
-FULL = range(3012, 3340)
+SAMPLED = range(3012, 3080)
+FULL = range(3080, 3340)
 EDGE_FIGURES = [*ENTRY, RECEIVED]
 
 
@@ -50,10 +51,15 @@ def test_bound_never_exceeds_the_optimum_and_the_gap_is_truthful():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_bound_never_exceeds_the_optimum_on_more_problems():
+    assert np.mean([judge(seed) for seed in SAMPLED]) < 0.02
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_bound_never_exceeds_the_optimum_on_many_problems():
-    excess = [judge(seed) for seed in FULL]
-    assert np.mean(excess) < 0.02
+    assert np.mean([judge(seed) for seed in FULL]) < 0.02
 
 
 def lagrangians(seed):

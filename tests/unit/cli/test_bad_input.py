@@ -364,3 +364,12 @@ def test_without_a_verb_the_help_is_the_answer(meshwright):
     done = meshwright()
     assert (done.code, done.err) == (2, "")
     assert "plan" in done.out
+
+
+def test_a_plans_file_that_is_not_here_is_looked_for_where_it_was_planned(monkeypatch, tmp_path):
+    from meshwright.planner.errors import InputError
+    from meshwright.targets import planned
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"no file \.\./x\.py here.*folder where it was planned"):
+        planned("../x.py:model")

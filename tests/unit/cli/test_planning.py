@@ -186,6 +186,7 @@ def test_a_plan_uses_what_memory_asks_for(meshwright, profile_file, cluster_file
         assert without.code == 3
 
 
+@pytest.mark.slow
 def test_sizes_are_a_table_and_its_json(meshwright, profile_file, cluster_file, tmp_path):
     path = tmp_path / "sizes.json"
     base = ("plan", profile_file, "-c", cluster_file, "--batch", 256, "--ranks", "4,8,16")
@@ -241,6 +242,7 @@ def test_explain_says_what_binds_and_what_more_would_buy(meshwright, plan_file):
     assert "planned again" not in meshwright("explain", plan_file, "--no-what-if").out
 
 
+@pytest.mark.slow
 def test_explain_says_why_nothing_is_known_of_more_devices(meshwright, profile_file, tmp_path):
     device = Device(name="a100", memory_bytes=40 * 2**30)
     level = Level(name="intra", latency_s=5e-6, bytes_per_s=1e9)
@@ -373,3 +375,24 @@ def test_a_lossy_exchange_is_planned_where_fidelity_was_measured(
     assert "no unit sends its gradient in part" in done.err
     done = meshwright(*base, "--min-fidelity", 0.9, "--forbid", "topk")
     assert all(u.exchange != "topk" for u in load(Plan, path).units)
+
+
+@pytest.mark.slow
+def test_one_device_that_is_quicker_is_said(meshwright, profile_file, cluster_file, tmp_path):
+    base = ("plan", profile_file, "--batch", 256, "--solver", "heuristic", "-c")
+    words = " ".join(meshwright(*base, cluster_file).out.split())
+    front = " ".join(meshwright(*base, cluster_file, "--front").out.split())
+    alone = front.partition("One device would take ")[2].partition(" for the whole")[0]
+    assert f"One device by itself would take {alone} for the whole batch" in words
+    assert "--ranks 1,8 compares" in words
+    fast = tmp_path / "fast.json"
+    save(cluster_of(8, gbit_s=100), fast)
+    assert "by itself" not in meshwright(*base, fast).out
+    small = (*base, cluster_file, "--memory-limit", "4GiB")
+    assert "by itself" not in meshwright(*small).out
+
+
+def test_a_proof_says_within_what(meshwright, profile_file, cluster_file):
+    base = ("plan", profile_file, "-c", cluster_file, "--batch", 256)
+    words = " ".join(meshwright(*base, "--pin", "34.linear=1x8").out.split())
+    assert "proved best by the integer solver under the pins and the schedule by " in words

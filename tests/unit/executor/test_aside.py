@@ -59,3 +59,16 @@ def test_a_collective_whose_model_is_gone_is_waited_for():
     )
     assert done.stdout.split() == ["over", "completed"]
     assert done.returncode == 0, done.stderr
+
+
+def test_what_ends_by_itself_is_finished_before_another_run_and_nothing_else_is():
+    done, _ = ended(
+        "stop = threading.Event()\n"
+        "def work():\n    time.sleep(0.5)\n    print('done', flush=True)\n"
+        "aside.start_aside('beats', stop.wait, stop)\n"
+        "aside.start_aside('slow', work)\n"
+        "aside.finish_aside(20)\n"
+        "print('next', threading.active_count(), flush=True)"
+    )
+    assert done.stdout.split() == ["done", "next", "2", "over"]
+    assert done.returncode == 0, done.stderr

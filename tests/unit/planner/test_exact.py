@@ -231,6 +231,7 @@ def test_an_interruption_returns_the_best_so_far(large):
     assert result.plan is not None
 
 
+@pytest.mark.slow
 def test_the_simpler_of_nearly_equal_plans_is_taken():
     for seed in (3, 17, 18, 26, 37):
         made = problem(seed, most=20_000)

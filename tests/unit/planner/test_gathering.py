@@ -55,7 +55,7 @@ def test_a_rank_holds_its_chunks_and_the_units_at_work():
     expected = {
         5: 3.75 + 1,
         4: 3.75 + 1 / 4 + 2 + 1 + 1,  # as it leaves: sent, received
-        3: 3.75 + 3 / 4 + 1 + 2 + 2 + 2,  # and copied, as it is cut into slices
+        3: 3.75 + 3 / 4 + 2 + 1 + 2 * 3 / 4 + 2 * 1,
         2: 3.75 + 4 / 4 + 1 + 1 + 3 / 4 + 2 * 2,
         1: 3.75 + 5 / 4 + 1 + 0 + 3 / 4 + 2 * 1,
         0: 3.75 + 5 / 4 + 2 * 1,

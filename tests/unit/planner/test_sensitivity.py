@@ -88,6 +88,24 @@ def test_resized_refuses_what_the_nodes_cannot_give(problem):
         resized(lone, 4)
 
 
+def test_sizes_that_need_unknown_links_are_rows_that_say_so(problem):
+    lone = msgspec.structs.replace(
+        problem.cluster,
+        nodes=problem.cluster.nodes[:1],
+        levels=tuple(v for v in problem.cluster.levels if v.name == "intra"),
+    )
+    asked = replace(problem, cluster=lone)
+    rows = sizes(asked, (2, 4, 8), "heuristic").rows
+    assert [(r.ranks, r.nodes, r.fits) for r in rows] == [
+        (2, 1, True),
+        (4, 2, False),
+        (8, 4, False),
+    ]
+    assert "add the inter level" in rows[1].why
+    with pytest.raises(InputError, match="4 ranks need 2 nodes"):
+        sizes(asked, (4, 8), "heuristic")
+
+
 def test_bandwidth_raises_one_level_only(problem):
     wider = with_bandwidth(problem.cluster, "inter", 1e9)
     before, after = problem.cluster, wider

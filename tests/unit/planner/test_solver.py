@@ -182,3 +182,12 @@ def test_bursts_only_where_the_capability_allows_them(problem):
 
 def test_a_time_limit_still_gives_a_plan(problem):
     assert solve(problem, time_limit_s=1e-6).plan is not None
+
+
+@pytest.mark.parametrize("limit", [1, 100])
+def test_a_limit_of_a_byte_is_memorys_and_the_least_is_proved_as_for_more(problem, limit):
+    found = solve(limited(problem, memory_limit_bytes=limit), "integer").infeasible
+    usual = solve(limited(problem, memory_limit_bytes=2**20), "integer").infeasible
+    assert found.limit == "memory_limit_bytes"
+    least, same = (w.relaxations[-1] for w in (found, usual))
+    assert (least.what, least.value, least.proved) == (same.what, same.value, True)
