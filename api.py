@@ -85,7 +85,8 @@ def probe(*, ranks: int | None = None, progress: Step | None = None) -> Cluster:
     """What the links among ranks do.
 
     Collective where torchrun started this process or a process group is initialised; else starts
-    ``ranks`` processes on this machine (default: one for each GPU, or 2).
+    ``ranks`` processes on this machine (default: one for each GPU, or 2). One rank has no links:
+    the answer is then this machine's device alone.
     """
     from . import local
 

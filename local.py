@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from .executor.launch import Ranks
 from .executor.start import local_device, start_process_group, under_torchrun
-from .measure import batches_for, cluster_of_ranks
+from .measure import batches_for, cluster_of_ranks, single_rank
 from .planner.cluster import Cluster
 from .planner.errors import InputError
 from .planner.goal import Goal
@@ -85,8 +85,10 @@ def probe(ranks: int | None, progress: Step | None) -> Cluster:
     if dist.is_initialized() or under_torchrun():
         return cluster_of_ranks(start_process_group(), progress, refresh=True)
     count = ranks if ranks is not None else max(torch.cuda.device_count(), 2)
-    if count < 2:
-        raise InputError(f"{count} ranks have no links to measure: probe at least 2")
+    if count < 1:
+        raise InputError(f"{count} ranks cannot be probed: name 1 (no links to measure) or more")
+    if count == 1:
+        return single_rank(local_device())
     found = run_task(Task(name="probe"), Ranks(nproc=count), Cluster)
     assert found is not None
     return found

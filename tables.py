@@ -187,7 +187,8 @@ def _devices(node: Node) -> str:
 def cluster_table(cluster: Cluster) -> Table:
     """Nodes, devices and links; neighbouring nodes that are equal share a row."""
     hosts = "one node" if len(cluster.nodes) == 1 else f"{len(cluster.nodes)} nodes"
-    title = f"{cluster.name}: {cluster.world_size} devices on {hosts}"
+    count = "one device" if cluster.world_size == 1 else f"{cluster.world_size} devices"
+    title = f"{cluster.name}: {count} on {hosts}"
     table = empty_table(title, ("", "", "latency", "bandwidth"), left=2)
     for devices, equal in groupby(cluster.nodes, _devices):
         table.add_row(names_of([node.name for node in equal]), devices, "", "")

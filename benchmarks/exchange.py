@@ -36,7 +36,8 @@ TOO_GOOD = 1.02
 WATCH_S = 0.02
 COLUMNS = (
     "model", "hosts", "batch", "ratio", "mbit_s", "compute_s", "ddp_default_s", "ddp_best_s",
-    "fsdp_s", "priority_s", "plan_s", "bound_s", "efficiency", "ddp_jitter_s", "priority_jitter_s",
+    "fsdp_s", "priority_s", "plan_s", "bound_s", "efficiency", "exchange_processor_s",
+    "ddp_jitter_s", "priority_jitter_s",
     "ddp_default / priority", "ddp_best / priority", "ddp_best / plan",
 )  # fmt: skip
 

@@ -336,7 +336,7 @@ def found_of(asked: dict[str, Any]) -> dict[str, Any]:
     sent = 2 * (RANKS - 1) / RANKS * weights
     mbit_s = 8e-6 * sent / compute_s
     set_rate(Path(asked["folder"]), mbit_s)
-    rate = median(goodput(int(sent)) for _ in range(3))
+    rate = median(goodput(int(sent)).bytes_per_s for _ in range(3))
     bench.chooser = Chooser(profiles, two_hosts(rate), budget)
     bench.say(f"compute {compute_s:.3f} s, {mbit_s:.0f} Mbit/s, {8e-6 * rate:.0f} of them goodput")
     equal = bench.equal(best.batch)

@@ -141,7 +141,7 @@ def rank(asked: dict[str, Any]) -> None:
         for ratio in asked["ratios"]:
             mbit_s = 8e-6 * sum(parts.sizes) / (ratio * times.step_s)
             set_rate(folder, mbit_s)
-            rate = median(goodput(sum(parts.sizes)) for _ in range(3))
+            rate = median(goodput(sum(parts.sizes)).bytes_per_s for _ in range(3))
             figures = row_of(Found(name, parts, times, rate, None), batch, asked, optimizer)
             row = {
                 "model": name, "optimizer": optimizer, "ratio": ratio, "mbit_s": mbit_s,

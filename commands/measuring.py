@@ -57,7 +57,8 @@ def profile(
 def probe(
     out_: Annotated[Path | None, out("cluster")] = None,
     ranks: Annotated[
-        int | None, whole("Start so many ranks here (default: one for each GPU, else 2).")
+        int | None,
+        whole("Start so many ranks here (default: one for each GPU, else 2); 1 has no links."),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -57,6 +57,12 @@ class Exchanges(Structure):
             )
         return self._gradients[key]
 
+    def closes_bucket(self, k: int, option: Option) -> bool:
+        """Whether a gradient of the unit is larger than a bucket: it has one to itself, and what
+        its layout has open before is sent as it is. Not where gradients travel in slices."""
+        sizes = self.gradients(k, option)
+        return not self.sliced and any(full > self.bucket_bytes for full, _ in sizes)
+
     def payload_bytes(self, option: Option, trained_bytes: int) -> int:
         """Bytes that a member has of the tensor exchanged: its gradient, the part that is not
         dropped, or the values and numbers (four bytes each) that all groups picked."""

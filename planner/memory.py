@@ -226,6 +226,7 @@ class MemoryModel:
             beside_backward=beside["beside_backward"],
             segments=segments,
             buckets_bytes=self.buckets_bytes(decisions),
+            closed_bytes=self.closed_bytes(decisions),
             sliced=self.model.sliced,
             together=self.updates_together,
         )
@@ -244,3 +245,9 @@ class MemoryModel:
             return 0.0
         kinds = len({o.layout for o in decisions if o.layout.groups > 1})
         return float(kinds * self.model.bucket_bytes)
+
+    def closed_bytes(self, decisions: Sequence[Option]) -> Vector:
+        """By unit what it takes off that while it works: the bucket that it closes."""
+        closes = [self.model.closes_bucket(k, option) for k, option in enumerate(decisions)]
+        found: Vector = np.array(closes, dtype=np.float64) * self.model.bucket_bytes
+        return found

@@ -23,7 +23,8 @@ are two running sums. Weights on the rows turn into a price for each unit's figu
                      (by priority standing + saved for units before, as it is in the next forward)
 
 Buckets in flight are the smaller of two sums, which is not linear; a share of the exchanged bytes
-that is never more stands for them (the chord under a concave function).
+that is never more stands for them (the chord under a concave function; none where units close what
+is open).
 """
 
 from __future__ import annotations

@@ -82,9 +82,10 @@ class Holding:
     unit ``received``, the largest tensor that a redistribution brings, and what others have there
     while it works (``beside_forward``, ``beside_backward``).
 
-    ``buckets_bytes`` is the most that buckets being filled may take together; gradients are views
-    of these. ``sliced`` gradients have none, and are applied as the next forward needs them;
-    ``together`` says that the update's temporaries are those of all units at once.
+    ``buckets_bytes`` is the most that buckets being filled may take together, of which a unit that
+    works has closed ``closed_bytes``; gradients are views of these. ``sliced`` gradients have none,
+    and are applied as the next forward needs them; ``together`` says that the update's temporaries
+    are those of all units at once.
     """
 
     table: Table
@@ -93,6 +94,7 @@ class Holding:
     beside_backward: Vector
     segments: Inside
     buckets_bytes: float
+    closed_bytes: Vector
     sliced: bool
     together: bool
 
@@ -109,7 +111,8 @@ class Holding:
 
 class _Alive(NamedTuple):
     """By unit what lives as its backward is reached: feature maps (forward has them too), weight
-    gradients, copies of later units' that travel, and open buckets' unfilled parts; ``pending``
+    gradients, copies of later units' that travel, and open buckets' unfilled parts (``opened``
+    before anything of the unit's own); ``pending``
     and ``coming`` are the gradients and copies that are there in its forward, ``renewing`` what
     lives while the unit is updated."""
 
@@ -117,6 +120,7 @@ class _Alive(NamedTuple):
     gradients: Vector
     travelling: Vector
     unfilled: Vector
+    opened: Vector
     pending: Vector
     coming: Vector
     renewing: Vector
@@ -143,7 +147,7 @@ class _Alive(NamedTuple):
         nothing where it ends none."""
         own = held["gradients"] if micro_batches == 1 else 0.0
         found: Vector = (
-            self.maps + self.gradients - own + self.travelling + self.unfilled
+            self.maps + self.gradients - own + self.travelling + self.opened
             + held.beside_backward + held.segments.again
         )  # fmt: skip
         return np.where(held.segments.again > 0, found, 0.0)
@@ -152,8 +156,9 @@ class _Alive(NamedTuple):
 def _alive(held: Holding, micro_batches: int) -> _Alive:
     own, copies, renewed = held["gradients"], held["travelling"], held["renewed"]
     maps = held["saved"].cumsum()
-    to_come = held["exchanged"].cumsum() - held["exchanged"]
-    unfilled = np.minimum(to_come, held.buckets_bytes)
+    to_come = held["exchanged"].cumsum()
+    opened = np.minimum(to_come, held.buckets_bytes)
+    unfilled = np.minimum(to_come - held["exchanged"], held.buckets_bytes - held.closed_bytes)
     many, every = micro_batches > 1, float(own.sum() + copies.sum())
     gradients = np.full_like(maps, own.sum()) if many else _from(own)
     travelling, none = _from(copies) - copies, np.zeros_like(maps)
@@ -164,7 +169,7 @@ def _alive(held: Holding, micro_batches: int) -> _Alive:
             pending, coming = _from(own) - own, travelling
     else:
         renewing = every + (np.full_like(maps, renewed.sum()) if held.together else renewed)
-    return _Alive(maps, gradients, travelling, unfilled, pending, coming, renewing)
+    return _Alive(maps, gradients, travelling, unfilled, opened, pending, coming, renewing)
 
 
 def _from(values: Vector) -> Vector:
@@ -237,7 +242,7 @@ def _running_again(held: Holding, alive: _Alive, k: int, micro_batches: int) -> 
         gradients=alive.gradients[k] - own,
         feature_maps=alive.maps[k],
         map_gradients=arriving,
-        buffers=alive.travelling[k] + alive.unfilled[k],
+        buffers=alive.travelling[k] + alive.opened[k],
         workspace=held.beside_backward[k] + held.segments.again[k] - arriving,
     )  # fmt: skip
 

@@ -261,6 +261,7 @@ class _Table:
             beside[one.point] = beside[one.point] + found
         always = weights.sum(axis=1)
         open_ = self._kinds(chosen) * self.model.bucket_bytes * (not self.model.sliced)
+        closed = self.unit(chosen, self._closes) * self.model.bucket_bytes
         to_come = exchanged.cumsum(axis=1) - exchanged
         own = gradients.sum(axis=1)
         every = own + travelling.sum(axis=1)
@@ -279,7 +280,7 @@ class _Table:
             there = work + beside["beside_forward"][:, k]
             peak = np.maximum(peak, always + before + there)
             there = work + beside["beside_backward"][:, k]
-            filling = np.minimum(to_come[:, k], open_)
+            filling = np.minimum(to_come[:, k], open_ - closed[:, k])
             peak = np.maximum(peak, always + alive + filling + there + maps[:, k])
             left = alive + behind - saved[:, k] + travelling[:, k] + leaving[:, k]
             peak = np.maximum(peak, always + left + beside["beside_backward"][:, k])
@@ -287,6 +288,13 @@ class _Table:
                 every = later + past + travelling[:, k] + behind - saved[:, k]
             peak = np.maximum(peak, always + every + renewed[:, k])
         return peak
+
+    def _closes(self, k, option, _):
+        """Whether a parameter's gradient is too large for a bucket with others."""
+        if self.model.sliced or option.layout.groups == 1:
+            return False
+        owned = self.model.owned[k]
+        return any(p.trainable and p.bytes > self.model.bucket_bytes for p in owned)
 
     def _kinds(self, chosen):
         """How many layouts exchange gradients."""

@@ -319,7 +319,8 @@ class PriorityExchange:
         for parcel in self.parcels:
             if wanted.there:
                 return
-            if parcel is not wanted and parcel.update is not None and parcel.there:
+            early = parcel is not wanted and parcel.update is not None and not parcel.swells
+            if early and parcel.there:
                 self._arrive(parcel)
 
     def _arrive(self, parcel: Parcel) -> None:

@@ -148,6 +148,12 @@ class Parcel:
         """Whether every slice has come back."""
         return self.sent == len(self.slices) and all(s.there for s in self.slices)
 
+    @property
+    def swells(self) -> bool:
+        """Whether its update makes something as large as its gradients, for which there is room
+        when those before it are done."""
+        return False
+
     def following(self, number: int) -> Slice:
         """Its next slice, which knows whether it will travel and what will be sent for it."""
         return self.slices[number]

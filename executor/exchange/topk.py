@@ -22,7 +22,7 @@ from .momentum import Momentum
 from .picked import PickedSlice, picked
 from .residual import Lossy, flat_of
 from .slices import Slice
-from .sparse import SparseAverage
+from .sparse import SparseAverage, SparseGradient
 
 MOST_ELEMENTS = 2**31 - 1
 """Elements are numbered in int32."""
@@ -125,6 +125,12 @@ class TopkParcel(LossyParcel):
                 slices.append(one := PickedSlice(entry))
                 one.expect(entry.ratio)
         return slices
+
+    @property
+    def swells(self) -> bool:
+        """An average is put together for the update, where no mirror takes it as it comes."""
+        sparse = (g for g in self.gradients.values() if isinstance(g, SparseGradient))
+        return any(not gradient.average.updates for gradient in sparse)
 
     def following(self, number: int) -> Slice:
         """Its next slice, with as many elements as this backward sends."""

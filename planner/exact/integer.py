@@ -21,7 +21,8 @@ family of constraints, with the function that adds it:
                          what shall be least                           ``Timeline.add``
  (7) bytes received      r_k ≥ what each edge brings to unit k         ``Timeline._received``
  (8) open buckets        h_k ≥ min(Σ_{i<k} sent_i,
-                                   layouts in use · bucket)            ``Timeline._buckets``
+                                   (layouts in use - those that the
+                                   unit closes) · bucket)              ``Timeline._buckets``
  (9) device-seconds      W·T - Σ_k idle_k ≤ amplification · alone      ``Program._budgets``
 (10) fidelity            Σ_k lost_k ≤ 1 - the floor                    ``Program._budgets``
 (11) step time limit     T ≤ limit                                     ``Program._budgets``

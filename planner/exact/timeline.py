@@ -82,7 +82,7 @@ class Timeline:
 
     def _buckets(self, i: int, figures: Sequence[Matrix], each: MemoryClass) -> list[Terms]:
         """h_k: as unit k's backward comes, the smaller of what is still to be exchanged and of the
-        open buckets, one for each layout in use; slices need no buckets."""
+        open buckets, one for each layout in use but one that the unit closes; slices need none."""
         units = range(len(self.program.x))
         if self.program.model.sliced:
             return [{} for _ in units]
@@ -94,10 +94,22 @@ class Timeline:
             self.program.running(to_come[k], to_come[k - 1], added)
         bucket = self.program.model.bucket_bytes / each.limit_bytes
         most = sum(float(s.max()) for s in sent)
-        if most <= bucket:
+        closed = [self._closed(k, bucket) for k in units]
+        if most <= bucket and not any(closed):
             return [{v: 1.0} for v in to_come]
-        kinds = self._kinds(i)
-        return [self._smaller(f"h{i}_{k}", to_come[k], most, kinds, bucket) for k in units]
+        top = self._top(i, bucket)
+        return [self._smaller(f"h{i}_{k}", to_come[k], most, top, closed[k]) for k in units]
+
+    def _top(self, i: int, bucket: float) -> Terms:
+        """What all open buckets may take."""
+        return dict.fromkeys(self._kinds(i), bucket)
+
+    def _closed(self, k: int, bucket: float) -> Terms:
+        """What a unit takes off that by the options under which a gradient of its own has a bucket
+        to itself."""
+        options = zip(self.program.x[k], self.program.ledger.units[k].options, strict=True)
+        closes = self.program.model.closes_bucket
+        return {x: -bucket for x, option in options if closes(k, option)}
 
     def _kinds(self, i: int) -> list[pulp.LpVariable]:
         """For each layout that exchanges gradients whether it is in use."""
@@ -114,18 +126,12 @@ class Timeline:
         return list(used.values())
 
     def _smaller(
-        self,
-        name: str,
-        to_come: pulp.LpVariable,
-        most: float,
-        kinds: Sequence[pulp.LpVariable],
-        bucket: float,
+        self, name: str, to_come: pulp.LpVariable, most: float, top: Terms, closed: Terms
     ) -> Terms:
-        """h ≥ the smaller of to_come and Σ kinds · bucket; a binary says which."""
+        """h ≥ the smaller of to_come and top + closed; a binary says which."""
         height = self.program.new(name)
         full = pulp.LpVariable(f"{name}_full", cat="Binary")
         self.program.at_most({to_come: 1.0, height: -1.0, full: -most}, 0.0)
-        top = bucket * len(kinds)
-        buckets = dict.fromkeys(kinds, bucket)
-        self.program.at_most(buckets | {height: -1.0, full: top}, top)
+        highest = sum(top.values())
+        self.program.at_most(top | closed | {height: -1.0, full: highest}, highest)
         return {height: 1.0}

@@ -170,7 +170,8 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
         float(u.memory.figures[..., at].max() + u.exchange.figures[..., at].max())
         for u in sheet.units
     )
-    share = 0.0 if model.sliced else bucket_share(most, model.bucket_bytes)
+    closes = any(model.closes_bucket(k, option) for k, option in enumerate(model.baseline))
+    share = 0.0 if model.sliced or closes else bucket_share(most, model.bucket_bytes)
     goal = model.goal
     economical = goal.objective == "gpu_seconds"
     bounds = Limits(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import msgspec
-from meshwright.planner.cluster import Device, Node
+from meshwright.planner.cluster import Cluster, Device, Node
+from meshwright.planner.noun import load
 from meshwright.tables import cluster_table
 
 from .conftest import cluster_of
@@ -42,3 +43,15 @@ def test_nodes_that_differ_have_rows_of_their_own():
         ("mixed", "2 x t4, 16.00 GiB; 1 x a100, 40.00 GiB"),
         ("host3, host4", "1 x a100, 40.00 GiB"),
     ]
+
+
+def test_one_rank_is_this_device_alone(meshwright, profile_file, tmp_path):
+    path = tmp_path / "alone.json"
+    done = meshwright("probe", "--ranks", 1, "-o", path)
+    assert done.code == 0, done.err
+    assert "one device on one node" in done.out
+    found = load(Cluster, path)
+    assert found.world_size == 1
+    assert not found.levels
+    done = meshwright("plan", profile_file, "-c", path, "--batch", 16)
+    assert done.code == 0, done.err

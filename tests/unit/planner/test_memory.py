@@ -52,6 +52,18 @@ def test_buckets_are_there_before_they_are_full():
     assert [p.buffers for c in (small, large) for p in c.points if p.phase == "update"] == [0, 0]
 
 
+def test_a_gradient_larger_than_a_bucket_closes_the_one_that_is_open():
+    """While its backward is at work nothing is open that is not its own."""
+    sizes = [linear("small", 512, 512, 1e-4, 1e3), linear("large", 1024, 1024, 1e-4, 1e3)]
+    profile = chain_profile([*sizes, linear("last", 512, 512, 1e-4, 1e3)])
+    m = CostModel(profile, cluster(4), Goal(batch=8), bucket_bytes=2 * MIB)
+    (found,) = rank_memory(m, m.baseline)
+    buffers = {p.unit: p.buffers / MIB for p in found.points if p.phase == "backward"}
+    assert buffers[3] == 1 + 2  # its new gradient, and the open bucket
+    assert buffers[2] == 4  # its new gradient only
+    assert buffers[1] == 1
+
+
 @pytest.mark.parametrize("saved", [1e3, 1e7])
 def test_copies_are_made_when_the_unit_s_own_feature_maps_are_gone(saved):
     """The fuller of two moments: with feature maps, or with what a sharded exchange copies."""
