@@ -33,6 +33,7 @@ drawn a little, and often in something else than the plan."""
 EXAMPLE_S = 90.0
 """No trial may take longer, however busy the machine."""
 SLEEP_S = 0.15
+TRIES = 6
 
 
 @pytest.mark.timeout(600)  # hypothesis may take five minutes to make a failing plan small
@@ -170,15 +171,17 @@ def overlaps(rank: int) -> None:
     units = [_part("left", Layout(groups=1)), _part("right", Layout(groups=1, first=1))]
     apply(model, None, plan(2, units), timeout_s=20)
     x = torch.randn(2, 3)
-    for _ in range(2):  # the first one sees who takes what
+    took = []
+    for _ in range(TRIES):  # the first one sees who takes what
         start = time.perf_counter()
         output = model(x)
         middle = time.perf_counter()
         output.sum().backward()
-        took = middle - start, time.perf_counter() - middle
-    assert max(took) < 1.7 * SLEEP_S, took
+        took.append((middle - start, time.perf_counter() - middle))
+    # Other work on this machine makes a branch longer, never two of them shorter.
+    assert all(min(phase) < 1.7 * SLEEP_S for phase in zip(*took[1:], strict=True)), took
     mine, other = (model.left, model.right) if rank == 0 else (model.right, model.left)
-    assert mine.calls == 2
+    assert mine.calls == TRIES
     assert other.calls == 0
     assert other.linear.weight.numel() == 0
     torch.testing.assert_close(output, alone(x))

@@ -540,7 +540,7 @@ def test_gradients_read_in_another_order_are_not_mixed_up(ranks):
         assert "ranks ask for different tensors at once" in outcome.error
 
 
-SLOW_S = 0.4
+SLOW_S = 1.0
 
 
 def slow_averages(parcel: ShardedParcel) -> None:
