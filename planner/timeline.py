@@ -112,9 +112,8 @@ class Holding:
 class _Alive(NamedTuple):
     """By unit what lives as its backward is reached: feature maps (forward has them too), weight
     gradients, copies of later units' that travel, and open buckets' unfilled parts (``opened``
-    before anything of the unit's own); ``pending``
-    and ``coming`` are the gradients and copies that are there in its forward, ``renewing`` what
-    lives while the unit is updated."""
+    before anything of the unit's own); ``pending`` and ``coming`` are the gradients and copies that
+    are there in its forward, ``renewing`` what lives while the unit is updated."""
 
     maps: Vector
     gradients: Vector

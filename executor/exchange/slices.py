@@ -150,8 +150,8 @@ class Parcel:
 
     @property
     def swells(self) -> bool:
-        """Whether its update makes something as large as its gradients, for which there is room
-        when those before it are done."""
+        """Whether to take it in needs room beside what travels, which there is when those before
+        it have been."""
         return False
 
     def following(self, number: int) -> Slice:

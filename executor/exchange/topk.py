@@ -22,7 +22,7 @@ from .momentum import Momentum
 from .picked import PickedSlice, picked
 from .residual import Lossy, flat_of
 from .slices import Slice
-from .sparse import SparseAverage, SparseGradient
+from .sparse import SparseAverage
 
 MOST_ELEMENTS = 2**31 - 1
 """Elements are numbered in int32."""
@@ -128,9 +128,8 @@ class TopkParcel(LossyParcel):
 
     @property
     def swells(self) -> bool:
-        """An average is put together for the update, where no mirror takes it as it comes."""
-        sparse = (g for g in self.gradients.values() if isinstance(g, SparseGradient))
-        return any(not gradient.average.updates for gradient in sparse)
+        """What has come is copied out of its messages, and put together for most updates."""
+        return any(isinstance(one, PickedSlice) for one in self.slices)
 
     def following(self, number: int) -> Slice:
         """Its next slice, with as many elements as this backward sends."""
