@@ -9,7 +9,8 @@ optimizers, and the bytes of live tensors are counted (on CUDA the allocator's).
 with the most resident memory of the process beside, and as the last line one JSON object: rows, and
 the median and the largest relative error |predicted - measured| / measured. With ``--keep`` rows
 are written to a file as they come, and those that it has already are not run again, so that the
-whole can be run in pieces. ``--markdown`` puts all of them between that page's marks.
+whole can be run in pieces. ``--markdown`` puts all of them between that page's marks. ``--mbit-s``
+starts the ranks on hosts of the test bed with links as slow as that.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from meshwright.planner.options import Option
 from meshwright.planner.plan import ScheduleName
 from meshwright.planner.profile import ModelProfile, UnitProfile
 from meshwright.profiler.model import profile
+from meshwright.testbed import Bed
 from page import keep, known, put_into
 from rich.console import Console
 from rich.table import Table
@@ -254,6 +256,15 @@ def summary_of(rows: Sequence[Row]) -> dict[str, object]:
     }
 
 
+def on_a_bed(mbit_s: float) -> None:
+    """Runs this program on a host for each rank, and shows what the first one says."""
+    with Bed(RANKS, mbit_s) as bed:
+        done = bed.launch([str(Path(__file__).resolve()), *sys.argv[1:]], timeout_s=LIMIT_S)
+    print(done[0].stdout, end="")
+    if any(host.returncode for host in done):
+        sys.exit("\n".join(host.stderr[-3000:] for host in done))
+
+
 def main() -> None:
     """Starts the ranks, or is one."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -262,7 +273,13 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=[])
     parser.add_argument("--keep", type=lambda name: Path(name).resolve())
     parser.add_argument("--markdown", type=lambda name: Path(name).resolve())
+    parser.add_argument(
+        "--mbit-s", type=float, help="on hosts of a test bed whose links carry so much (needs root)"
+    )
     asked = parser.parse_args()
+    if "RANK" not in os.environ and asked.mbit_s:
+        on_a_bed(asked.mbit_s)
+        return
     if "RANK" not in os.environ:
         with tempfile.TemporaryDirectory(prefix="memory-") as folder:
             program = [str(Path(__file__).resolve()), *sys.argv[1:]]
