@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import ceil
+from functools import cached_property
+from math import ceil, inf
 
 from .collectives import (
     Fabric,
@@ -60,8 +61,14 @@ class Exchanges(Structure):
     def closes_bucket(self, k: int, option: Option) -> bool:
         """Whether a gradient of the unit is larger than a bucket: it has one to itself, and what
         its layout has open before is sent as it is. Not where gradients travel in slices."""
-        sizes = self.gradients(k, option)
-        return not self.sliced and any(full > self.bucket_bytes for full, _ in sizes)
+        return self._overflowing[k] and option.layout.groups > 1
+
+    @cached_property
+    def _overflowing(self) -> tuple[bool, ...]:
+        """For each unit whether it has a gradient larger than a bucket; asked for every plan that a
+        search looks at."""
+        most = inf if self.sliced else self.bucket_bytes
+        return tuple(any(p.trainable and p.bytes > most for p in own) for own in self.owned)
 
     def payload_bytes(self, option: Option, trained_bytes: int) -> int:
         """Bytes that a member has of the tensor exchanged: its gradient, the part that is not

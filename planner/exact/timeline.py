@@ -97,12 +97,8 @@ class Timeline:
         closed = [self._closed(k, bucket) for k in units]
         if most <= bucket and not any(closed):
             return [{v: 1.0} for v in to_come]
-        top = self._top(i, bucket)
+        top: Terms = dict.fromkeys(self._kinds(i), bucket)
         return [self._smaller(f"h{i}_{k}", to_come[k], most, top, closed[k]) for k in units]
-
-    def _top(self, i: int, bucket: float) -> Terms:
-        """What all open buckets may take."""
-        return dict.fromkeys(self._kinds(i), bucket)
 
     def _closed(self, k: int, bucket: float) -> Terms:
         """What a unit takes off that by the options under which a gradient of its own has a bucket
