@@ -1,43 +1,41 @@
 """The variants that ``laysa.py`` compares, and the plans made for each.
 
 All exchange by priority in the same slices. Sparse variants send the same share of every unit that
-top-k can send in part; what is recomputed, in segments of how many blocks, and whether gradients
-are released early is chosen for the least predicted step that keeps the limit, by the planner's
-memory timeline and simulation. The naive combination takes both strategies as they come: early
-release everywhere, and residual buffers.
+top-k can send in part; what is recomputed, alone or in segments, is the planner's own choice
+(``planner/recomputing.py``), and gradients are released early where that makes the least predicted
+step that keeps the limit. The naive combination takes both strategies as they come: early release
+everywhere, and residual buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 from laysa_figures import OURS, largest
-from laysa_units import EVEN
 from meshwright.executor.capability import CAPABILITY
 from meshwright.planner import travelling
 from meshwright.planner.cluster import Cluster, Device, Level, Node
 from meshwright.planner.cost import CostModel
-from meshwright.planner.evaluate import evaluation, make_plan, rank_memory
+from meshwright.planner.evaluate import evaluation, make_plan
 from meshwright.planner.feedback import feedbacks
 from meshwright.planner.goal import Goal
+from meshwright.planner.inside import segments_of
 from meshwright.planner.layout import data_parallel
 from meshwright.planner.options import Decisions, Option
 from meshwright.planner.plan import FeedbackPolicy, Plan
-from meshwright.planner.profile import ModelProfile, UnitProfile
+from meshwright.planner.profile import FidelityProfile, ModelProfile, UnitProfile
+from meshwright.planner.recomputing import Recomputing
 
 RANKS = 2
 RATIO = 0.01
 SLICE_BYTES = 4 * 2**20
 OPTIMIZER = "momentum"
-SEGMENTS = (1, 2, 4, EVEN)
-"""Blocks of a segment that are tried."""
 OWN_MICRO_BATCHES = (2, 4)
 SHARES = (1.0, 0.75, 0.5)
 """Of its largest batch, what a variant may take instead where that is quicker for a sample."""
-DISCOVERED = 0
-"""Units as the model has them, not in segments."""
 # The runs send RATIO from the first step on; the planner expects top-k's warm-up, which sends more.
 travelling.FIRST_RATIO = RATIO
 
@@ -64,7 +62,6 @@ VARIANTS = (
 class Way(NamedTuple):
     """What a plan of a variant has decided for all units alike."""
 
-    segment: int = DISCOVERED
     saves: bool = False
     sparse: bool = False
     early: bool = False
@@ -84,11 +81,12 @@ class Chosen(NamedTuple):
     @property
     def words(self) -> str:
         """What was decided."""
-        again = [o for o in self.decisions if o.memory == "recompute"]
-        length = "even length" if self.way.segment == EVEN else str(self.way.segment)
-        segment = f" in segments of {length}" if self.way.segment else ""
+        segments = segments_of(self.decisions)
+        inside = sum(last - first + 1 for first, last in segments)
+        alone = sum(o.memory == "recompute" and not o.segment for o in self.decisions)
         parts = [
-            f"{len(again)} units recomputed{segment}" if again else "",
+            f"{alone} units recomputed alone" if alone else "",
+            f"{inside} units recomputed in {len(segments)} segments" if segments else "",
             "early release" if self.way.early else "",
             f"top-k, {self.way.feedback}" if self.way.sparse else "",
             f"{self.way.micro_batches} micro-batches" if self.way.micro_batches > 1 else "",
@@ -106,13 +104,13 @@ def two_hosts(bytes_per_s: float, host_bytes_per_s: float | None = None) -> Clus
 
 @dataclass
 class Chooser:
-    """Plans of the variants of one model. ``profiles`` are the same in units and in segments, by
-    their length."""
+    """Plans of the variants of one model."""
 
-    profiles: Mapping[int, ModelProfile]
+    profile: ModelProfile
     cluster: Cluster
     budget_bytes: int
-    _models: dict[tuple[Way, int], CostModel] = field(default_factory=dict)
+    _searches: dict[tuple[Way, int], Recomputing] = field(default_factory=dict)
+    _least: dict[tuple[Way, int], Chosen] = field(default_factory=dict)
 
     def ways(self, variant: Variant, micro_batches: int = 1) -> Iterator[Way]:
         """What may be decided within a variant. Early release needs one micro-batch."""
@@ -122,16 +120,13 @@ class Chooser:
             every = feedbacks("topk", OPTIMIZER, CAPABILITY.feedback, host)
         releasing = variant.saves and micro_batches == 1
         early = (True,) if variant.name == "naive" and releasing else (False, True)[: 1 + releasing]
-        for segment in self.profiles if variant.saves else (DISCOVERED,):
-            for release in early:
-                for feedback in every:
-                    yield Way(
-                        segment, variant.saves, variant.sparse, release, feedback, micro_batches
-                    )
+        for release in early:
+            for feedback in every:
+                yield Way(variant.saves, variant.sparse, release, feedback, micro_batches)
 
     def least(self, variant: Variant, batch: int, micro_batches: int = 1) -> Chosen:
         """The plan that needs least memory."""
-        found = [self._chosen(way, batch, frozenset()) for way in self.ways(variant, micro_batches)]
+        found = [self._leanest(way, batch) for way in self.ways(variant, micro_batches)]
         return min(found, key=lambda one: (one.peak_bytes, one.step_s))
 
     def quickest(
@@ -141,9 +136,11 @@ class Chooser:
         least memory where none is."""
         found = []
         for way in self.ways(variant, micro_batches):
-            if self._peak(way, batch, frozenset()) <= limit_bytes:
-                kept = self._kept(way, batch, limit_bytes)
-                found.append(self._chosen(way, batch, kept))
+            search = self._search(way, batch)
+            decisions = search.quickest(limit_bytes) if way.saves else search.decisions
+            if decisions is not None:
+                found.append(self._chosen(way, batch, decisions))
+        found = [one for one in found if one.peak_bytes <= limit_bytes]
         if not found:
             return self.least(variant, batch, micro_batches)
         return min(found, key=lambda one: (one.step_s, one.peak_bytes))
@@ -164,37 +161,30 @@ class Chooser:
                 rates[parts, size] = RANKS * size / chosen.step_s
         return max(rates, key=lambda key: rates[key], default=(1, 0))
 
-    def _kept(self, way: Way, batch: int, limit_bytes: float) -> frozenset[int]:
-        """The units that need not be recomputed: those first that take longest for their bytes."""
-        units, kept = self.profiles[way.segment].units, frozenset[int]()
-        able = [k for k, unit in enumerate(units) if may_recompute(unit)] if way.saves else []
-        able.sort(key=lambda k: _worth(units[k], batch), reverse=True)
-        for k in able:
-            if self._peak(way, batch, kept | {k}) <= limit_bytes:
-                kept |= {k}
-        return kept
+    def _leanest(self, way: Way, batch: int) -> Chosen:
+        key = way, batch
+        if key not in self._least:
+            search = self._search(way, batch)
+            decisions = search.least() if way.saves else search.decisions
+            self._least[key] = self._chosen(way, batch, decisions)
+        return self._least[key]
 
-    def _peak(self, way: Way, batch: int, kept: frozenset[int]) -> int:
-        found = rank_memory(self._model(way, batch), self._decisions(way, kept))
-        return max(one.peak_bytes for one in found)
-
-    def _chosen(self, way: Way, batch: int, kept: frozenset[int]) -> Chosen:
-        decisions = self._decisions(way, kept)
-        done = evaluation(self._model(way, batch), decisions, schedule="priority").prediction
+    def _chosen(self, way: Way, batch: int, decisions: Decisions) -> Chosen:
+        model = self._search(way, batch).model
+        done = evaluation(model, decisions, schedule="priority").prediction
         return Chosen(way, batch, decisions, max(done.peak_bytes), done.step_s)
 
-    def _decisions(self, way: Way, kept: frozenset[int]) -> Decisions:
-        units = self.profiles[way.segment].units
-        return tuple(_option(way, unit, k in kept) for k, unit in enumerate(units))
-
-    def _model(self, way: Way, batch: int) -> CostModel:
+    def _search(self, way: Way, batch: int) -> Recomputing:
+        """What may be recomputed where the rest is decided."""
         key = way, batch
-        if key not in self._models:
-            self._models[key] = CostModel(
-                self.profiles[way.segment], self.cluster, self._goal(way, batch),
+        if key not in self._searches:
+            model = CostModel(
+                self.profile, self.cluster, self._goal(way, batch),
                 way.micro_batches, None, SLICE_BYTES, sliced=True,
             )  # fmt: skip
-        return self._models[key]
+            decisions = [_option(way, unit) for unit in self.profile.units]
+            self._searches[key] = Recomputing(model, decisions, CAPABILITY)
+        return self._searches[key]
 
     def _goal(self, way: Way, batch: int) -> Goal:
         return Goal(
@@ -210,7 +200,7 @@ class Chooser:
         """The plan of some decisions."""
         way = chosen.way
         return make_plan(
-            self.profiles[way.segment],
+            self.profile,
             self.cluster,
             self._goal(way, chosen.batch),
             chosen.decisions,
@@ -221,19 +211,21 @@ class Chooser:
         )
 
 
-def may_recompute(unit: UnitProfile) -> bool:
-    """Whether there is anything to recompute."""
-    return bool(unit.modules) and unit.whole.saved(1) > 0
+def with_ratio(profile: ModelProfile, ratio: float) -> ModelProfile:
+    """The profile with top-k at that ratio as the only lossy exchange."""
+
+    def curves(unit: UnitProfile) -> tuple[FidelityProfile, ...]:
+        kept = unit.kept("topk", ratio)
+        if kept is None:
+            return ()
+        return (FidelityProfile(exchange="topk", ratios=(ratio,), kept=(kept,)),)
+
+    units = tuple(msgspec.structs.replace(u, fidelity=curves(u)) for u in profile.units)
+    return msgspec.structs.replace(profile, units=units)
 
 
-def _worth(unit: UnitProfile, batch: int) -> float:
-    return unit.whole.forward(batch) / max(unit.whole.saved(batch), 1.0)
-
-
-def _option(way: Way, unit: UnitProfile, kept: bool) -> Option:
+def _option(way: Way, unit: UnitProfile) -> Option:
     option = Option(data_parallel(RANKS))
-    if way.saves and not kept and may_recompute(unit):
-        option = option._replace(memory="recompute")
     if not any(p.trainable for p in unit.parameters):
         return option
     if way.sparse and unit.kept("topk", RATIO) is not None:

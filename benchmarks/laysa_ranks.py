@@ -23,18 +23,16 @@ import torch.distributed as dist
 from exchange_rank import fresh, goodput, momentum, set_rate, slowest
 from laysa_figures import Held, Settled, settled
 from laysa_plans import (
-    DISCOVERED,
     OURS,
     RANKS,
     RATIO,
-    SEGMENTS,
     VARIANTS,
     Chooser,
     Chosen,
     Variant,
     two_hosts,
+    with_ratio,
 )
-from laysa_units import in_segments, with_ratio
 from meshwright.executor.apply import apply
 from meshwright.executor.exchange.residual import Lossy
 from meshwright.executor.memory.peak import peak_bytes
@@ -191,13 +189,13 @@ class Bench:
         def run(name: str, chosen: Chosen) -> None:
             trainings[name], peak = self.begin(chosen)
             plan = self.chooser.plan(chosen)
-            self.keep(plan, chosen, name)
+            self.keep(plan, name)
             found[name] = {
                 "what": chosen.words,
                 "peak_bytes": peak,
                 "predicted_bytes": chosen.peak_bytes,
                 "predicted_step_s": chosen.step_s,
-                "classes": self.classes(plan, chosen),
+                "classes": self.classes(plan),
             }
 
         for variant in VARIANTS:
@@ -254,20 +252,20 @@ class Bench:
 
     # -- plans ---------------------------------------------------------------------------------
 
-    def keep(self, plan: Plan, chosen: Chosen, name: str) -> None:
+    def keep(self, plan: Plan, name: str) -> None:
         """Writes a plan, its profile and its cluster, for ``meshwright explain --memory``."""
         if dist.get_rank() or not self.asked["plans"]:
             return
         folder = Path(self.asked["plans"]) / f"{self.name}-{name.replace(' ', '-')}"
         folder.mkdir(parents=True, exist_ok=True)
         save(plan, folder / "plan.json")
-        save(self.chooser.profiles[chosen.way.segment], folder / "profile.json")
+        save(self.chooser.profile, folder / "profile.json")
         save(self.chooser.cluster, folder / "cluster.json")
 
-    def classes(self, plan: Plan, chosen: Chosen) -> dict[str, int]:
+    def classes(self, plan: Plan) -> dict[str, int]:
         """The bytes of each class, each at the moment at which it is largest, and together at the
         peak."""
-        found = self.chooser.profiles[chosen.way.segment]
+        found = self.chooser.profile
         moments = memory_timeline(plan, found, self.chooser.cluster).timelines[0].moments
         rows = [moment.by_class() for moment in moments]
         most = {name: max(row[name] for row in rows) for name in rows[0]}
@@ -278,7 +276,7 @@ class Bench:
         nothing of it is run."""
         rate = self.chooser.cluster.levels[0].bytes_per_s
         cluster = two_hosts(rate, HOST_BYTES_PER_S)
-        other = Chooser(self.chooser.profiles, cluster, self.chooser.budget_bytes)
+        other = Chooser(self.chooser.profile, cluster, self.chooser.budget_bytes)
         chosen = other.least(ours(), size)
         return {"what": chosen.words, "predicted_bytes": chosen.peak_bytes}
 
@@ -308,8 +306,8 @@ def alone_s(name: str, batch: Batch) -> float:
     return slowest(median(taken[1:]))
 
 
-def profiles_of(name: str, sizes: Sequence[int]) -> dict[int, ModelProfile]:
-    """Rank 0's profile, in units and in segments. Collective."""
+def profile_of(name: str, sizes: Sequence[int]) -> ModelProfile:
+    """Rank 0's profile. Collective."""
 
     def measure() -> ModelProfile:
         return profile(
@@ -317,27 +315,26 @@ def profiles_of(name: str, sizes: Sequence[int]) -> dict[int, ModelProfile]:
             budget_s=PROFILE_S,
         )  # fmt: skip
 
-    found = with_ratio(rank_zero_decides(measure), RATIO)
-    return {DISCOVERED: found, **{n: in_segments(found, n) for n in SEGMENTS}}
+    return with_ratio(rank_zero_decides(measure), RATIO)
 
 
 def found_of(asked: dict[str, Any]) -> dict[str, Any]:
     """Everything of one model. Collective."""
     name, budget = asked["model"], asked["budget_bytes"]
-    profiles = profiles_of(name, asked["sizes"])
-    bench = Bench(asked, Chooser(profiles, two_hosts(1e8), budget))
+    found = profile_of(name, asked["sizes"])
+    bench = Bench(asked, Chooser(found, two_hosts(1e8), budget))
     bench.say("profiled")
     best, training, _ = bench.settle(VARIANTS[0])
     if training is None:
         raise SystemExit(f"{name} does not fit into {budget} bytes densely: give it more")
     del training
     compute_s = alone_s(name, bench.batch(best.batch))
-    weights = profiles[DISCOVERED].parameter_bytes
+    weights = found.parameter_bytes
     sent = 2 * (RANKS - 1) / RANKS * weights
     mbit_s = 8e-6 * sent / compute_s
     set_rate(Path(asked["folder"]), mbit_s)
     rate = median(goodput(int(sent)).bytes_per_s for _ in range(3))
-    bench.chooser = Chooser(profiles, two_hosts(rate), budget)
+    bench.chooser = Chooser(found, two_hosts(rate), budget)
     bench.say(f"compute {compute_s:.3f} s, {mbit_s:.0f} Mbit/s, {8e-6 * rate:.0f} of them goodput")
     equal = bench.equal(best.batch)
     gc.collect()

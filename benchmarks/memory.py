@@ -104,6 +104,8 @@ def policies() -> Iterator[Policy]:
         if memory != "keep":
             yield Policy(memory, memory=memory)
             yield Policy(f"{memory}, sharded", "priority", memory=memory, exchange="sharded")
+            yield Policy(f"{memory}, mirror", "priority", memory=memory, exchange="topk",
+                         feedback="mirror", optimizers=("momentum",))  # fmt: skip
     for exchange in CAPABILITY.exchange:
         if exchange != "dense":
             yield Policy(exchange, "priority", exchange=exchange)

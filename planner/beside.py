@@ -21,11 +21,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .gathering import ARRIVING, own_bytes, whole_after, whole_before
+from .gathering import own_bytes, whole_after, whole_before
 from .step import Vector
 from .structure import Structure
 
-Whose = Literal["whole", "away"]
+Whose = Literal["whole", "underway", "away"]
 """The fields of ``UnitBytes`` that count elsewhere."""
 Point = Literal["beside_forward", "beside_backward"]
 
@@ -82,7 +82,7 @@ def _whole(structure: Structure) -> Iterator[Entry]:
         if before is not None:
             yield "beside_backward", "whole", at, before, 1.0
         if after is not None:
-            yield "beside_backward", "whole", at, after, float(ARRIVING)
+            yield "beside_backward", "underway", at, after, 1.0
 
 
 def _away(structure: Structure) -> Iterator[Entry]:

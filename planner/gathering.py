@@ -2,9 +2,9 @@
 
 Each rank keeps its chunk of them. While a unit works, forward or backward, its own are whole, and
 those of the unit that comes next are on their way. In backward, the gradients of the unit after it
-are on their way too, as sent and as received; the executor waits before there are more of these
-than the largest unit has. An embedding's backward does not use its parameters: the unit that comes
-next there is the one before it.
+are on their way too, what belongs to others as sent and as received; the executor waits before
+there are more of these than the largest unit has. An embedding's backward does not use its
+parameters: the unit that comes next there is the one before it.
 
 The neighbours (of units with such parameters) count whatever their own exchange is, so that a
 unit's bytes depend on its own decision alone: an upper bound. Tied parameters count as whole
@@ -22,20 +22,22 @@ from .shares import shard_bytes
 from .structure import Structure
 
 ARRIVING = 2
-"""So many times its size a gradient takes until it has arrived: what is sent, what is received."""
+"""So many times what others own of a gradient it takes, besides this rank's own chunk, until it has
+arrived: what is sent, what is received."""
 
 
 class Gathered(NamedTuple):
     """Bytes of one unit: ``saved`` of parameters, and as many of their gradients, that this rank
     need not keep between uses; ``at_work`` of parameters that are whole in its forward, ``before``
     of others in its backward, ``behind`` of what its backward has more than its forward; ``whole``
-    its own while they are."""
+    its own while they are, ``underway`` of its gradients on their way."""
 
     saved: int = 0
     at_work: int = 0
     before: int = 0
     behind: int = 0
     whole: int = 0
+    underway: int = 0
 
 
 def gathered(structure: Structure, k: int, option: Option) -> Gathered:
@@ -49,8 +51,9 @@ def gathered(structure: Structure, k: int, option: Option) -> Gathered:
         0 if near is None else own_bytes(structure, near, plain)
         for near in (whole_before(structure, k), whole_after(structure, k))
     )
-    behind = before + (ARRIVING - 1) * after
-    return Gathered(own - ceil(own / groups), own + after, before, behind, own)
+    others, later = (bytes_ - ceil(bytes_ / groups) for bytes_ in (own, after))
+    behind = before + ARRIVING * later - after
+    return Gathered(others, own + after, before, behind, own, ARRIVING * others)
 
 
 def neighbours(structure: Structure, k: int) -> tuple[int, ...]:

@@ -84,29 +84,36 @@ class MemoryModel:
             fresh=new + self.summed_bytes(k, option.layout),
             spared=spared,
             workspace=workspace + saved - resident + part.at_work,
-            leaving=self._leaving_bytes(k, option, samples, held.moment) if sliced else 0.0,
+            leaving=self._leaving_bytes(k, option, samples, trained, held.moment)
+            if sliced
+            else 0.0,
             exchanged=cost.gradient_bytes,
             renewed=self._renewed_bytes(k, option, trained),
             again=saved - resident if option.memory == "recompute" else 0.0,
             given=self._given_bytes(k, samples) if option.segment else 0.0,
             arriving=self._arriving_bytes(k, samples) if option.segment else 0.0,
             whole=part.whole,
+            underway=part.underway,
             away=saved - resident if option.memory == "offload" else 0.0,
         )
         return found.released() if option.early_release else found
 
-    def _leaving_bytes(self, k: int, option: Option, samples: int, moment: float) -> float:
-        """What there is besides as the unit's gradients leave, where that takes anything. Where
-        parameters are whole only while they are used, others' gradients have arrived by then, its
-        own parameters are gone and those before are whole; and it receives as much as it sends."""
+    def _leaving_bytes(
+        self, k: int, option: Option, samples: int, trained: float, moment: float
+    ) -> float:
+        """What there is besides as the unit's gradients leave, where that takes anything. A sharded
+        one stands beside the copies of what will be sent and of this rank's own elements, before
+        anything is received. Where parameters are whole only while they are used, others' gradients
+        have arrived by then, its own parameters are gone and those before are whole."""
         if option.exchange == "dense" and not option.early_release:
             return 0.0
         taken = moment
         part = gathered(self.model, k, option)
         if part.whole:
-            taken += part.before + part.whole
             many = self.model.micro_batches > 1  # then gradients are whole, else chunks
-            taken += part.whole - part.saved if many else part.whole
+            taken += part.before + part.whole + (0.0 if many else part.saved)
+        elif option.exchange == "sharded":
+            taken += trained / option.layout.groups
         return taken + self.model.passing_bytes[k] * samples
 
     def gathered_bytes(self, k: int, option: Option, samples: int | None) -> float:
@@ -142,7 +149,7 @@ class MemoryModel:
         """Temporaries of the update. What top-k has sent is copied out of its messages before, and
         they are gone when the update is at work."""
         if option.exchange == "sharded":
-            return 0.0  # its gradient and the copies that travelled have gone by then
+            return 0.0  # of a chunk, and less than the copies that travelled, which have gone
         copies = self._copies_bytes(k, option, trained_bytes)
         if option.exchange != "topk":
             return copies / (option.layout.groups if option.gathers else 1)

@@ -185,8 +185,9 @@ class Recomputing:
         own = self.decisions[k]
         if policy is None or own.memory in ("offload", policy):
             return own
-        asked = own._replace(memory=policy)
-        return asked if may_have(self.model, k, asked, self.capability) else own
+        alone = Option(own.layout, own.style, policy)  # whatever else has been decided
+        may = may_have(self.model, k, alone, self.capability)
+        return own._replace(memory=policy) if may else own
 
     def _together(self, window: Window) -> Move:
         """The units of a window as one segment, all others kept."""

@@ -4,9 +4,8 @@ Gradients that leave in slices are sent from where they lie; what is packed, rec
 another order needs memory of its own. Per parameter, with P its shard's bytes and G peers:
 
     dense     P where it is packed with others (small ones)
-    sharded   P received from peers and P/G of averages; a copy of P, if it does not lie as it is
-              sent (one slice, chunks of equal size), takes the gradient's place before anything
-              is received
+    sharded   P (G - 1)/G received from peers; as much that is sent, and one's own P/G, take the
+              gradient's place before anything is received
     top-k     what all peers send: G · ratio · P with numbers, and one's own message; the ratio
               is largest at the beginning, while top-k warms up
     dropped   nothing besides what dense has
@@ -47,7 +46,7 @@ def travelling_bytes(model: CostModel, k: int, option: Option) -> float:
         return (layout.groups + 1) * _message_bytes(model, option, sum(sizes))
     if option.exchange != "sharded":
         return float(sum(s for s in sizes if packed(s, model.bucket_bytes)))
-    return sum(sizes) * (1 + 1 / layout.groups)
+    return sum(sizes) * (1 - 1 / layout.groups)
 
 
 def _message_bytes(model: CostModel, option: Option, shard_bytes: float) -> float:

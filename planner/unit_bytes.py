@@ -18,8 +18,9 @@ class UnitBytes(NamedTuple):
     ``again`` are feature maps that are made again in backward; of a unit in a segment ``given`` is
     what enters it and nobody else keeps, and ``arriving`` the gradients of feature maps that are
     there as its backward begins (see ``inside``).
-    ``whole`` and ``away`` count where other units work (see ``beside``): parameters that are whole
-    only while they are used, and feature maps that come back early.
+    ``whole``, ``underway`` and ``away`` count where other units work (see ``beside``): parameters
+    that are whole only while they are used, their gradients on their way, and feature maps that
+    come back early.
     """
 
     weights: float = 0.0
@@ -39,6 +40,7 @@ class UnitBytes(NamedTuple):
     given: float = 0.0
     arriving: float = 0.0
     whole: float = 0.0
+    underway: float = 0.0
     away: float = 0.0
 
     @property

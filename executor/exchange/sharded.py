@@ -5,7 +5,7 @@ A slice of gradients goes to the peers that own its elements; after ``step()`` t
 sent to all peers (``trip``), before the next forward needs them. The bytes are those of an
 all-reduce. gloo's own reduce-scatter is an all-reduce inside (torch 2.13: 16.8 MB sent of 16.8 MB
 among two ranks), so that the parts travel by an all-to-all (8.4 MB) and are added up where they
-arrive, in the order of ranks.
+arrive. A rank's own elements stay: neither what is sent nor what is received has room for them.
 """
 
 from __future__ import annotations
@@ -110,6 +110,19 @@ class Strip:
         rest = whole[full * chunk :][self.start : self.stop]
         return whole[: full * chunk].view(full, chunk)[:, self.start : self.stop], rest
 
+    def leave(self, whole: Tensor, into: Tensor) -> Tensor:
+        """Copies what the other peers get of the flat ``whole``, a row for each, and returns a view
+        of this rank's elements."""
+        full, rest = self.rows(whole)
+        slot, many = self.sharing.slot, len(full)
+        into[: min(slot, many)] = full[:slot]
+        into[slot : max(slot, many - 1)] = full[slot + 1 :]
+        if slot == many:
+            return rest
+        if rest.numel():
+            into[many - (slot < many), : rest.numel()] = rest
+        return full[slot] if slot < many else rest[:0]
+
     @property
     def mine(self) -> slice:
         """Where this rank's elements of the slice are in its part of the parameter."""
@@ -141,9 +154,16 @@ class ShardedSlice(Slice):
         """Of an all-reduce that takes as long as the gradients' way, which is half of its way."""
         return self.width * self.group.size * self.entries[0].parameter.element_size() // 2
 
-    def take(self, gradients: Mapping[Entry, Tensor]) -> None:
-        """Takes what it will send out of the gradients, which it does not need after that."""
-        self._held = self._rows([flat(gradients[s.entry]) for s in self.strips])
+    def take(self, gradients: Mapping[Entry, Tensor], parts: Mapping[Entry, Tensor]) -> None:
+        """Takes what it will send out of the gradients, which it does not need after that, and
+        writes this rank's own elements into its ``parts``."""
+        wholes = [flat(gradients[s.entry]) for s in self.strips]
+        self._held = wholes[0].new_zeros(self.group.size - 1, self.width)
+        at = 0
+        for strip, whole in zip(self.strips, wholes, strict=True):
+            own = strip.leave(whole, self._held[:, at : at + strip.width])
+            parts[strip.entry][strip.mine] = own
+            at += strip.width
 
     def send(self, gradients: dict[Entry, Tensor]) -> None:
         """Sends each peer its elements. Collective, in the order of all slices."""
@@ -151,8 +171,11 @@ class ShardedSlice(Slice):
         self._wire = torch.empty_like(self._held)
         self._settled = False
         if self._wire.numel():
+            rows = [int(peer != self.strips[0].sharing.slot) for peer in range(self.group.size)]
             into, out = self._carried = [handed(as_bytes(t)) for t in (self._wire, self._held)]
-            self.work = dist.all_to_all_single(into, out, group=self.group.handle, async_op=True)
+            self.work = dist.all_to_all_single(
+                into, out, rows, rows, group=self.group.handle, async_op=True
+            )
 
     def _rows(self, wholes: Sequence[Tensor]) -> Tensor:
         """A row of elements for each peer; where they lie, if they lie like that."""
@@ -185,8 +208,8 @@ class ShardedSlice(Slice):
         at = 0
         for strip in self.strips:
             part = parts[strip.entry][strip.mine]
-            torch.sum(self._wire[:, at : at + part.numel()], dim=0, out=part)
-            part.div_(self.group.size)
+            others = self._wire[:, at : at + part.numel()]
+            part.add_(others[0] if len(others) == 1 else others.sum(dim=0)).div_(self.group.size)
             at += strip.width
         self._held = None
         self._settle()
@@ -243,13 +266,14 @@ class ShardedParcel(Parcel):
         self._reducing = False
 
     def send(self, number: int) -> None:
-        """Sends its next slice. With the first all of them take what they will send, be it a part
-        of a gradient or a copy, so that nothing needs the whole gradients any more: the last slices
-        may leave much later, behind those of units in front."""
+        """Sends its next slice. With the first all of them take what they will send, so that
+        nothing needs the whole gradients any more: the last slices may leave much later, behind
+        those of units in front."""
         if not self.travelling:
+            parts = {entry: self.part(entry) for entry in self.entries}
             for one in self.reduced:
-                one.take(self.gradients)
-            self.gradients = {entry: self.part(entry) for entry in self.entries}
+                one.take(self.gradients, parts)
+            self.gradients = parts
         super().send(number)
 
     def part(self, entry: Entry) -> Tensor:

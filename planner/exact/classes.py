@@ -14,7 +14,6 @@ import numpy as np
 
 from ..cost import CostModel
 from ..evaluate import limits_bytes
-from ..gathering import ARRIVING
 from ..layout import Layout
 from ..positions import group_samples
 from ..rows import AT, OWN_BYTES, Matrix
@@ -76,7 +75,7 @@ def _covers(more: MemoryClass, less: MemoryClass) -> bool:
 def _always_fits(ledger: Ledger, each: MemoryClass) -> bool:
     """Whether even the largest of everything together stays under the limit."""
     most = sum(float(f[:, OWN_BYTES].max(axis=0).sum() + f[:, AT["gradients"]].max()
-                     + ARRIVING * f[:, AT["whole"]].max())
+                     + f[:, AT["underway"]].max())
                for f in each.figures)  # fmt: skip
     received = [e.figures[-1].max(initial=0.0) for e in ledger.edges]
     return most + max(received, default=0.0) <= each.limit_bytes

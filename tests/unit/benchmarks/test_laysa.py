@@ -1,23 +1,19 @@
-"""The arithmetic of ``benchmarks/laysa.py``: largest batches, gains, tables, segments, variants."""
+"""The arithmetic of ``benchmarks/laysa.py``: largest batches, gains, tables, variants."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.memory_tables import memory_tables
 from meshwright.planner import travelling
-from meshwright.planner.curve import Curve, proportional
-from meshwright.planner.evaluate import evaluate
-from meshwright.planner.goal import Goal
+from meshwright.planner.curve import proportional
 from meshwright.planner.moments import memory_timeline
 from meshwright.planner.profile import (
     FidelityProfile,
@@ -40,11 +36,10 @@ def laysa() -> Iterator[SimpleNamespace]:
         import laysa_figures as figures
         import laysa_page as pages
         import laysa_plans as plans
-        import laysa_units as units
         import page
     finally:
         sys.path.remove(folder)
-    yield SimpleNamespace(figures=figures, pages=pages, plans=plans, units=units, page=page)
+    yield SimpleNamespace(figures=figures, pages=pages, plans=plans, page=page)
     travelling.FIRST_RATIO = before
 
 
@@ -173,7 +168,7 @@ def test_the_page_holds_each_models_part_once(laysa) -> None:
     json.dumps({"rows": rows()})
 
 
-# -- segments ------------------------------------------------------------------------------------
+# -- variants ------------------------------------------------------------------------------------
 
 
 def block_unit(name: str, saved: float, work: float, parameters: int = 100) -> UnitProfile:
@@ -206,64 +201,10 @@ def residual() -> ModelProfile:
     return chain_profile(units, bytes_per_sample=20.0)
 
 
-def test_blocks_become_units(laysa, residual: ModelProfile) -> None:
-    pairs = laysa.units.in_segments(laysa.units.with_ratio(residual, 0.01), 2)
-    assert [u.modules for u in pairs.units] == [
-        (), ("stem",), ("layer1.0", "layer1.1"), ("layer1.2", "layer1.3"), ("head",), (),
-    ]  # fmt: skip
-    first = pairs.units[2].whole
-    size = float(residual.batches[-1])
-    assert first.forward(size) == pytest.approx(4 * size)
-    assert first.saved(size) == pytest.approx(2 * (100 + 60 + 20) * size)
-    # The last block's first unit: what comes after it in the block has saved nothing yet.
-    assert first.workspace(size) == pytest.approx(max(30 - 60 - 20, 0) * size)
-    assert pairs.units[2].parameter_bytes == 400
-    assert pairs.units[2].kept("topk", 0.01) == pytest.approx(0.5)
-    assert pairs.units[2].kept("topk", 0.1) is None
-    ends = [(e.source, e.target) for e in pairs.edges]
-    names = [u.name for u in pairs.units]
-    assert ends == list(pairwise(names))
-    assert pairs.parameter_bytes == residual.parameter_bytes
-
-
-def test_even_segments_save_no_more_than_the_fullest_block(laysa, residual) -> None:
-    found = laysa.units.with_ratio(residual, 0.01)
-    even = laysa.units.in_segments(found, laysa.units.EVEN)
-    assert even == laysa.units.in_segments(found, 1)  # all save alike
-    full = found.units[2]
-    doubled = ShareProfile(
-        style="none", degree=1, forward=full.whole.forward, backward=full.whole.backward,
-        saved=proportional(280.0), gradient=full.whole.gradient, workspace=full.whole.workspace,
-        parameter_bytes=full.whole.parameter_bytes,
-    )  # fmt: skip
-    units = list(found.units)
-    units[2] = msgspec.structs.replace(full, shares=(doubled,))  # its block saves as much as two
-    uneven = msgspec.structs.replace(found, units=tuple(units))
-    even = laysa.units.in_segments(uneven, laysa.units.EVEN)
-    modules = [u.modules for u in even.units if "layer1.0" in u.modules or len(u.modules) > 1]
-    assert modules == [("layer1.0",), ("layer1.1", "layer1.2")]
-    assert ("layer1.3",) in [u.modules for u in even.units]
-
-
-def test_segments_need_as_much_as_their_units_where_all_is_kept(laysa, residual) -> None:
-    links, found = laysa.plans.two_hosts(1e8), laysa.units.with_ratio(residual, 0.01)
-    goal = Goal(batch=2 * residual.batches[-1], optimizer="momentum")
-    plain = max(evaluate(residual, links, goal, schedule="priority").peak_bytes)
-    for length in (1, 2, 4):
-        merged = laysa.units.in_segments(found, length)
-        assert max(evaluate(merged, links, goal, schedule="priority").peak_bytes) == pytest.approx(
-            plain, rel=0.2
-        )
-
-
-# -- variants ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def chooser(laysa, residual: ModelProfile):
-    found = laysa.units.with_ratio(residual, 0.01)
-    profiles = {0: found, **{n: laysa.units.in_segments(found, n) for n in (1, 2)}}
-    return laysa.plans.Chooser(profiles, laysa.plans.two_hosts(1e3), 10**9)
+    found = laysa.plans.with_ratio(residual, 0.01)
+    return laysa.plans.Chooser(found, laysa.plans.two_hosts(1e3), 10**9)
 
 
 def test_each_variant_decides_what_it_may(laysa, chooser) -> None:
@@ -319,8 +260,7 @@ def test_plans_show_their_classes(laysa, chooser) -> None:
         chosen = chooser.least(variant, 8)
         plan = chooser.plan(chosen)
         assert not plan.hypothetical
-        found = chooser.profiles[chosen.way.segment]
-        timeline = memory_timeline(plan, found, chooser.cluster)
+        timeline = memory_timeline(plan, chooser.profile, chooser.cluster)
         assert timeline.timelines[0].peak.total == pytest.approx(chosen.peak_bytes, abs=16)
         text = str([str(c.header) for c in memory_tables(timeline)[0].columns])
         assert "feature maps" in text
@@ -329,14 +269,7 @@ def test_plans_show_their_classes(laysa, chooser) -> None:
 
 def test_a_device_with_a_host_keeps_mirrors_there(laysa, chooser) -> None:
     ours = laysa.plans.VARIANTS[-1]
-    beside = laysa.plans.Chooser(chooser.profiles, laysa.plans.two_hosts(1e3, 1e9), 10**9)
+    beside = laysa.plans.Chooser(chooser.profile, laysa.plans.two_hosts(1e3, 1e9), 10**9)
     there = beside.least(ours, 8)
     assert there.way.feedback == "host_mirror"
     assert there.peak_bytes < chooser.least(ours, 8).peak_bytes
-
-
-def test_curves_are_merged_point_by_point(laysa) -> None:
-    units = [block_unit("layer1.0.a", 10.0, 0.0), block_unit("layer1.0.b", 10.0, 50.0)]
-    found = laysa.units._share(units, (2, 4))
-    assert found.workspace == Curve(x=(2.0, 4.0), y=(100.0, 200.0))
-    assert found.saved == Curve(x=(2.0, 4.0), y=(40.0, 80.0))

@@ -50,15 +50,16 @@ def test_a_rank_holds_its_chunks_and_the_units_at_work():
     less = [p.workspace / MIB for p in sharded if p.phase == "forward"]
     assert less == [0] * 6
     # Chunks of weights and state, chunks of gradients that are complete; then its own parameters
-    # and those of the unit before it, its gradient, and twice that of the unit after it. Beside the
-    # input the first unit's gradient travels, beside the output the last one's parameters are.
+    # and those of the unit before it, its gradient, and twice what others own of that of the unit
+    # after it. Beside the input the first unit's gradient travels, beside the output the last one's
+    # parameters are. Where it is more: as its gradient leaves, that and what others own of it.
     expected = {
         5: 3.75 + 1,
-        4: 3.75 + 1 / 4 + 2 + 1 + 1,  # as it leaves: sent, received
-        3: 3.75 + 3 / 4 + 2 + 1 + 2 * 3 / 4 + 2 * 1,
-        2: 3.75 + 4 / 4 + 1 + 1 + 3 / 4 + 2 * 2,
-        1: 3.75 + 5 / 4 + 1 + 0 + 3 / 4 + 2 * 1,
-        0: 3.75 + 5 / 4 + 2 * 1,
+        4: 3.75 + 1 / 4 + 2 + 1 + 3 / 4,
+        3: 3.75 + 3 / 4 + 2 + 1 + 2 * 3 / 4 + 1.5 * 1,
+        2: 3.75 + 4 / 4 + 1 + 1 + 3 / 4 + 1.5 * 2,
+        1: 3.75 + 5 / 4 + 1 + 0 + 3 / 4 + 1.5 * 1,
+        0: 3.75 + 5 / 4 + 1.5 * 1,
     }
     backward = {p.unit: p.total / MIB for p in fully if p.phase == "backward"}
     assert backward == pytest.approx(expected, abs=0.05)  # and feature maps
@@ -83,7 +84,7 @@ def test_units_without_parameters_work_beside_their_neighbours_whole_ones():
         there = {(p.unit, p.phase): p.workspace / MIB for p in points}
         for k in (2, 3):
             assert there[k, "forward"] == 2 * first + 3 * second
-            assert there[k, "backward"] == 2 * first + 2 * 3 * second
+            assert there[k, "backward"] == 2 * first + 1.5 * 3 * second
 
 
 def test_micro_batches_add_up_whole_gradients():

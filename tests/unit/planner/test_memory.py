@@ -75,8 +75,10 @@ def test_copies_are_made_when_the_unit_s_own_feature_maps_are_gone(saved):
     (found,) = rank_memory(m, chosen)
     (point,) = (p for p in found.points if p.phase == "backward" and p.unit == 2)
     maps = saved * 2  # two samples on each rank, as many bytes of their gradients
-    working = 3 * MIB + 2 * maps + maps + 2 * MIB + 1.25 * MIB
-    leaving = 3 * MIB + maps + 2 * 256 + 2 * MIB + 2 * 1.25 * MIB
+    # What three peers send of a later unit's; of its own besides, in the gradient's place, what it
+    # sends to them and its own elements: a moment before, beside the gradient.
+    working = 3 * MIB + 2 * maps + maps + 2 * MIB + 0.75 * MIB
+    leaving = 3 * MIB + maps + 2 * 256 + 2 * MIB + (0.75 + 1) * MIB
     assert point.total == max(working, leaving)
     assert (working > leaving) == (saved == 1e7)
 

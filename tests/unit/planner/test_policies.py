@@ -113,7 +113,7 @@ def test_a_sharded_exchange_divides_state_and_update(model):
     sharded = HOME._replace(exchange="sharded")
     assert holds(model, sharded).optimizer == ceil(holds(model, HOME).optimizer / 4)
     size = 4 * 64 * 64
-    assert holds(model, sharded).travelling == size * (1 + 1 / 4)  # received, and the averages
+    assert holds(model, sharded).travelling == size * (1 - 1 / 4)  # received from three
     wide = CostModel(model.profile, model.cluster, model.goal, bucket_bytes=2**20, sliced=True)
     assert holds(model, HOME).travelling == 0
     assert holds(wide, HOME).travelling == size  # packed: copied
