@@ -70,6 +70,11 @@ class MemoryModel:
         trained = cost.trained_bytes
         chosen = chosen_bytes(self.model, option, largest)
         held = held_bytes(option.exchange, option.feedback, trained, largest, chosen)
+        if sliced and option.exchange == "topk" and option.feedback in AT_ONCE and spared:
+            # What is never there together was measured with all of the gradients; these are taken
+            # in one by one, and those that an operator computes at once are there at once.
+            held = held._replace(computed=max(held.computed, trained - spared))
+            spared = max(spared - trained, 0.0)
         part, many = gathered(self.model, k, option), self.model.micro_batches > 1
         taken = 0 if many else part.saved  # a gradient whose chunk alone stays
         new = (fresh or largest) if self.makes_new(option.layout) else 0.0

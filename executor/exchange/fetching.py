@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ..ranks.aside import start_aside
+from ..ranks.aside import as_here, start_aside
 from ..ranks.groups import Group
 from ..ranks.watch import Watch
 from .freed import USE, Freed, Keeper
@@ -235,7 +235,7 @@ class Fetcher:
         for number, one in enumerate(parcel.fetches):
             text = f"gathering {number} of {one.entries[0].name!r} for a use"
             self._announce(text, one.sent_bytes, one.gathers)
-        parcel.allocate()
+        parcel.announce()
         aside = not parcel.updated and not any(e.group.on_stream for e in parcel.entries)
         self._issuer.submit(parcel.issue, aside=aside)
 
@@ -323,7 +323,7 @@ class Issuer:
         with self._lock:
             start = not self._running
             if self._running or aside:
-                self._waiting.append(work)
+                self._waiting.append(as_here(work))
                 self._running = True
         if start and aside:
             start_aside("meshwright uses", self._run)

@@ -118,20 +118,21 @@ class FullyShardedParcel(ShardedParcel):
         """The memory of its parameters while they are whole."""
         return sum(e.parameter.numel() * e.parameter.element_size() for e in self.entries)
 
-    def allocate(self) -> None:
-        """Gives the parameters memory, to be filled by ``issue``."""
-        for entry in self.entries:
-            data = bare(entry.parameter)
-            resize(data, data.numel())
+    def announce(self) -> None:
+        """It will be put together: ``issue`` will have been called when ``land`` is."""
         self.coming = True
         self._issued.clear()
 
     def issue(self) -> None:
-        """Sends this rank's chunks to all peers once the last step has updated them. Never raises:
-        ``land`` does. Collective."""
+        """Sends this rank's chunks to all peers once the last step has updated them, and gives the
+        parameters memory to be filled: not before, as an update has copies of its own. Never
+        raises: ``land`` does. Collective."""
         try:
             if self.trip is not None:
                 self.trip.wait_for(self)
+            for entry in self.entries:
+                data = bare(entry.parameter)
+                resize(data, data.numel())
             wholes = {e: flat(bare(e.parameter)) for e in self.entries}
             for one in self.fetches:
                 one.fetch(wholes, self.chunks)

@@ -71,6 +71,8 @@ class PriorityExchange:
         self._start_s = 0.0
         self._votes: Votes | None = None
         self._unused: set[Entry] = set()
+        self._fresh: ShardedParcel | None = None
+        """What has just been taken, in the midst of autograd's work on one of its gradients."""
         fully = [p for p in self.parcels if isinstance(p, FullyShardedParcel)]
         self.uses = Fetcher(fully, watch, issued, self.finish) if fully else None
 
@@ -108,7 +110,7 @@ class PriorityExchange:
         self._orders.begin()
         for policy in self.policies:
             policy.begin()
-        self._next, self._unused = 0, set()
+        self._next, self._unused, self._fresh = 0, set(), None
         for entry in (e for e in self.home if e.idle):  # must not hold back what comes after it
             self._unused.add(entry)
             self._take_unused(entry)
@@ -124,8 +126,12 @@ class PriorityExchange:
         return self.home[entry].holds(entry)
 
     def ready(self, entry: Entry) -> None:
-        """The entry's gradient is complete: its slices leave if it is their turn."""
+        """The entry's gradient is complete: its slices leave if it is their turn; those that have
+        taken what they send when autograd has let go of it, which is with the next gradient."""
         parcel = self.home[entry]
+        if self._fresh is not None:
+            self._fresh = None
+            self._advance()
         self._take(entry, as_sent(entry))
         if isinstance(parcel.gradients[entry], SparseGradient) or not parcel.sends(entry):
             self._show(entry)  # its memory is free from here on
@@ -134,6 +140,10 @@ class PriorityExchange:
         if self._eager and parcel.full:
             if self.uses is not None:
                 self._waited_s += make_room(parcel, self.uses.parcels, self._watch)
+            if isinstance(parcel, ShardedParcel):
+                self._show_all(parcel)
+                parcel.take()
+                self._fresh = parcel
             self._advance()
             self._release()
 
@@ -174,7 +184,7 @@ class PriorityExchange:
         while self._next < len(turns):
             turn = turns[self._next]
             parcel = self.parcels[turn.load]
-            if not parcel.full:
+            if not parcel.full or parcel is self._fresh:
                 return
             following = parcel.following(turn.number)
             if not following.skipped:
@@ -186,10 +196,13 @@ class PriorityExchange:
 
     def _send(self, parcel: Parcel, number: int) -> None:
         if not parcel.travelling:  # from now on its memory is the library's
-            for entry in parcel.entries:
-                if entry not in self._unused:
-                    self._show(entry)
+            self._show_all(parcel)
         parcel.send(number)
+
+    def _show_all(self, parcel: Parcel) -> None:
+        for entry in parcel.entries:
+            if entry not in self._unused:
+                self._show(entry)
 
     def end(self, votes: Votes) -> None:
         """Backward is over: the rest leaves, zeros (or what had accumulated before) for gradients
@@ -200,6 +213,7 @@ class PriorityExchange:
                 if entry not in parcel.gradients and not self.release.over(parcel):
                     self._unused.add(entry)
                     self._take_unused(entry)
+        self._fresh = None
         self._advance()
         assert self._next == len(self._orders.turns), "a slice was left behind"
         self._orders.end(self.parcels)

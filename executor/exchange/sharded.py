@@ -263,18 +263,31 @@ class ShardedParcel(Parcel):
         """After a step: what updates and gathers its parameters."""
         self._parts: dict[Entry, Tensor] = {}
         self._wholes: dict[Entry, Tensor] = {}
-        self._reducing = False
+        self._reducing = self._taken = False
+
+    @property
+    def travelling(self) -> bool:
+        """Whether slices have taken what they send and not been waited for."""
+        return self._taken or super().travelling
+
+    def take(self) -> None:
+        """All slices take what they will send, so that nothing needs the whole gradients any more:
+        the last slices may leave much later, behind those of units in front."""
+        parts = {entry: self.part(entry) for entry in self.entries}
+        for one in self.reduced:
+            one.take(self.gradients, parts)
+        self.gradients, self._taken = parts, True
 
     def send(self, number: int) -> None:
-        """Sends its next slice. With the first all of them take what they will send, so that
-        nothing needs the whole gradients any more: the last slices may leave much later, behind
-        those of units in front."""
-        if not self.travelling:
-            parts = {entry: self.part(entry) for entry in self.entries}
-            for one in self.reduced:
-                one.take(self.gradients, parts)
-            self.gradients = parts
+        """Sends its next slice."""
+        if not self._taken:
+            self.take()
         super().send(number)
+
+    def clear(self) -> None:
+        """Begins anew; gradients live on where others hold them."""
+        super().clear()
+        self._taken = False
 
     def part(self, entry: Entry) -> Tensor:
         """Where the averages of this rank's elements will stand once they have settled."""

@@ -17,13 +17,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ..ranks.aside import start_aside
+from ..ranks.aside import as_here, start_aside
 from ..ranks.watch import Watch
 
 
@@ -76,15 +74,7 @@ class Trip:
 
     def start(self) -> None:
         """Sets out, in a thread of its own."""
-        modes = _get_current_dispatch_mode_stack()  # what counts memory, say, counts here too
-
-        def travel() -> None:
-            with ExitStack() as entered:
-                for mode in modes:
-                    entered.enter_context(mode)
-                self._travel()
-
-        start_aside("meshwright sharded step", travel)
+        start_aside("meshwright sharded step", as_here(self._travel))
 
     def run(self) -> None:
         """Goes all the way at once."""

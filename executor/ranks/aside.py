@@ -12,9 +12,11 @@ import atexit
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 LEAVE_S = 3.0
 """So long a process that ends waits for what it has started."""
@@ -35,6 +37,20 @@ def start_aside(
     _threads[thread] = stop
     thread.start()
     return thread
+
+
+def as_here(work: Callable[[], None]) -> Callable[[], None]:
+    """``work`` for another thread, under the modes of this one: what counts memory, say, counts
+    there too."""
+    modes = _get_current_dispatch_mode_stack()
+
+    def run() -> None:
+        with ExitStack() as entered:
+            for mode in modes:
+                entered.enter_context(mode)
+            work()
+
+    return run
 
 
 def finish_aside(limit_s: float) -> None:

@@ -86,7 +86,8 @@ def exchange_block(source: Figures, k: int) -> Block:
     )
     model = source.model
     around = neighbours(model, k), model.passing_bytes[k]
-    key = source.states_of(k), source.shape(k), around, lossy
+    spared = tuple(share.spared for share in unit.shares)  # zero for most units
+    key = source.states_of(k), source.shape(k), around, lossy, spared
     if key not in source.exchanges:
         source.exchanges[key] = _exchange(source, k, lossy)
     shared = source.exchanges[key]
