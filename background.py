@@ -107,9 +107,14 @@ def outlook(plan: Plan, ranks: Iterable[int]) -> str:
     """What the plan leaves a background job beside these ranks, for people."""
     shares = [idle_share(plan, rank) for rank in ranks]
     if not any(shares):
+        more = (
+            "; all its units run on every rank, though device time was to be saved"
+            if plan.goal.objective == "gpu_seconds"
+            else "; plan with --bursts --objective gpu-seconds for more"
+        )
         return (
             "the plan leaves no rank here idle, so a background job gets what waits for others "
-            "leave; plan with --objective gpu-seconds for more"
+            f"leave{more}"
         )
     least, most = min(shares), max(shares)
     span = f"{most:.0%}" if least == most else f"{least:.0%} to {most:.0%}"

@@ -131,13 +131,14 @@ def _beside(
 def _beside_background(
     report: RunReport, job: BackgroundFigures
 ) -> list[tuple[str, str, str, str]]:
-    """The step while the background job was held, which is what a plan predicts; and with it, held
-    against the most that its limit allows."""
+    """The step while the background job was held, which is what a plan predicts; and the mean of
+    all, which is what its limit is about."""
     held = job.undisturbed_s if job.steps else None
-    most_s = report.predicted.step_s * job.limit
+    mean_s = job.undisturbed_s * job.slowdown if job.steps else None
+    times = f" ({job.slowdown:.2f} times that, limit {job.limit:g})" if job.steps else ""
     return [
         _beside("step time, background job held", report.predicted.step_s, held, seconds),
-        _beside(f"  with it, at most {job.limit:g} times", most_s, report.measured.step_s, seconds),
+        _beside(f"  with it, on average{times}", None, mean_s, seconds),
     ]
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from .executor.launch import Ranks
 from .executor.start import local_device, start_process_group, under_torchrun
-from .measure import batches_for, cluster_of_ranks, single_rank
+from .measure import batches_for, cluster_of_ranks, room_bytes, single_rank
 from .planner.cluster import Cluster
 from .planner.errors import InputError
 from .planner.goal import Goal
@@ -108,7 +108,12 @@ def profile_for(
         if ranks > 1 and local_device().type == "cpu" and isinstance(target, str):
             try_out(workload(target))
             return _on_ranks(target, batches, ranks, refresh=False)
-        return profile(target, batches, None, 1, progress)
+        chosen = workload(target)
+        try_out(chosen)
+        where = local_device()
+        return profile_model(
+            chosen, batches=batches, device=where, progress=progress, room_bytes=room_bytes(where)
+        )
     if len(names) > 1:
         raise InputError(
             f"the cluster has devices of several kinds ({', '.join(sorted(names))}): profile the "

@@ -33,6 +33,8 @@ from .units.workload import Workload
 
 SEVERAL_STATISTICS_SAMPLES = 2
 """A batch of one has no statistics to normalise by: torch refuses it."""
+ROOM = 0.6
+"""Of a device's memory, what measuring may take: others may be on the machine."""
 
 
 def batches_for(goal: Goal, world_size: int) -> tuple[int, ...]:
@@ -54,11 +56,15 @@ def profile_on_ranks(
 
     On the CPU all ranks measure at once: they share caches and memory bandwidth in the run that is
     to be predicted, so they do here. On a GPU, which each rank has to itself, rank 0 measures.
+    Unless ``refresh`` asks for these ``batches``, they are taken as far as they fit.
     """
 
     def measure() -> ModelProfile:
         step = progress if dist.get_rank() == 0 else None
-        return profile_model(workload, batches=batches, device=device, progress=step)
+        room = None if refresh else room_bytes(device)
+        return profile_model(
+            workload, batches=batches, device=device, progress=step, room_bytes=room
+        )
 
     def measure_together() -> ModelProfile:
         if device.type != "cpu" or dist.get_world_size() == 1:
@@ -103,6 +109,11 @@ def single_rank(device: torch.device) -> Cluster:
     alone = Device(name=device_name(device), memory_bytes=memory_bytes(device))
     name = socket.gethostname()
     return Cluster(name=name, nodes=(Node(name=name, devices=(alone,)),), levels=())
+
+
+def room_bytes(device: torch.device) -> float:
+    """What measuring may take of the device's memory."""
+    return ROOM * memory_bytes(device, local_ranks())
 
 
 def local_ranks() -> int:

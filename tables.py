@@ -47,6 +47,8 @@ def alone_words(alone_s: float, ranks: int) -> str:
     )
 
 
+EXACT = 1e-4
+"""A gap up to which a plan is said to be the best: what solvers take for none."""
 SEEN = 0.005
 """Of two figures that differ by less, both read the same."""
 
@@ -54,8 +56,10 @@ SEEN = 0.005
 def _proof(plan: Plan) -> str:
     by = plan.provenance
     within = "the pins and " if plan.goal.pins else ""
+    near = by.gap is not None and by.gap > EXACT
+    best = f"proved within {gap_text(by.gap or 0.0)} of the best" if near else "proved best"
     words = {
-        "optimal": f"proved best by the {by.solver} solver under {within}the schedule by "
+        "optimal": f"{best} by the {by.solver} solver under {within}the schedule by "
         f"{plan.schedule}",
         "feasible": f"found by the {by.solver} solver, not proved best",
         "heuristic": f"found by the {by.solver} solver, not proved best",

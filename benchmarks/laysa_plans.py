@@ -85,8 +85,10 @@ class Chosen(NamedTuple):
         inside = sum(last - first + 1 for first, last in segments)
         alone = sum(o.memory == "recompute" and not o.segment for o in self.decisions)
         parts = [
-            f"{alone} units recomputed alone" if alone else "",
-            f"{inside} units recomputed in {len(segments)} segments" if segments else "",
+            f"{alone} unit{'s' * (alone > 1)} recomputed alone" if alone else "",
+            f"{inside} units recomputed in {len(segments)} segment{'s' * (len(segments) > 1)}"
+            if segments
+            else "",
             "early release" if self.way.early else "",
             f"top-k, {self.way.feedback}" if self.way.sparse else "",
             f"{self.way.micro_batches} micro-batches" if self.way.micro_batches > 1 else "",

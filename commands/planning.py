@@ -16,7 +16,7 @@ from ..planner.noun import load
 from ..planner.pins import parse_wishes
 from ..planner.plan import LOSSY, Plan
 from ..planner.profile import ModelProfile
-from ..screen import progress
+from ..screen import progress, seconds
 from ..tables import alone_words, decision_table, prediction_table, verdict
 from ..trade_offs import front_table, sizes_table
 from . import plan_options as given
@@ -127,10 +127,23 @@ def _plan(
         )
     for reason in found.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
+    note(_simulated_longer(found))
     note(_quicker(found, asked, options))
     table = decision_table(found, fold=fold)
     words = [verdict(found), *_alone(found, asked)]
     deliver(found, path, json, table, prediction_table(found), *words)
+
+
+def _simulated_longer(found: Plan) -> str | None:
+    """That a step is predicted to take longer than its limit, which the formula keeps."""
+    limit_s, step_s = found.goal.time_limit_s, found.prediction.step_s
+    if limit_s is None or step_s <= limit_s:
+        return None
+    return (
+        f"the limit of {seconds(limit_s)} is kept by the formula, and simulated the step takes "
+        f"{seconds(step_s)}: for a plan whose simulated step keeps it, ask for less, such as "
+        f"--step-limit {limit_s * limit_s / step_s:.3g}s"
+    )
 
 
 def _alone(found: Plan, asked: Asked) -> list[str]:

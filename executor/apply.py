@@ -35,6 +35,7 @@ from .layout.shards import Shard
 from .layout.state import install
 from .layout.statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
 from .memory.install import check_memory, install_memory
+from .mismatch import check_state
 from .narrowing import check_narrowed, lives_at, narrowed
 from .parallel import ModelT, adopt, is_parallel
 from .ranks.aside import finish_aside
@@ -70,6 +71,8 @@ def apply(
     run = _make_run(model, plan, limit, lossy)
     _agree(run, model)
     check_headroom(run, model, optimizer)
+    if run.world.rank == 0:
+        check_state(optimizer, plan)
     everything = [*model.parameters(), *model.buffers()]
     broadcast(everything, run.world.likes[1], run.watch, "the broadcast of rank 0's parameters")
     division = divide(model, run)

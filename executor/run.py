@@ -32,6 +32,7 @@ from .layout.held import bring_home
 from .layout.redistribute import Meter
 from .layout.shards import Shard
 from .memory.regions import Regions
+from .mismatch import Pieces
 from .ranks.aside import LEAVE_S
 from .ranks.broadcast import broadcast
 from .ranks.control import Control, Header, Row, digest
@@ -71,6 +72,7 @@ class Run:
         self.sharings: dict[nn.Parameter, Sharing] = {}
         self.regions = Regions()
         self.weigh_next: Callable[[Forward], Weight] | None = None
+        self._pieces = Pieces(plan)
         self._number = 0
         self._buffers: list[Tensor] = []
         self._all_entries: list[Entry] = []
@@ -139,6 +141,7 @@ class Run:
             self.watch,
             lambda: self.forward,
             anchor,
+            self._pieces.exchanged if self.world.rank == 0 else lambda backwards: None,
         )
 
     def _exchange_of(self, entries: Sequence[Entry]) -> Exchange:

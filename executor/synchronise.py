@@ -31,7 +31,8 @@ class GradientSynchroniser:
     ``latest()`` is the forward that ran last, whose ``no_sync`` counts where the loss did not come
     through the model's output. ``anchor`` is a leaf that gets a gradient on every rank, also where
     units leave this one idle and no parameter of its own gets any. A backward begins with its first
-    gradient at that output (or parameter) and ends with the engine's callback.
+    gradient at that output (or parameter) and ends with the engine's callback. ``exchanged(n)`` is
+    told when the gradients of n backwards have been exchanged.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class GradientSynchroniser:
         watch: Watch,
         latest: Callable[[], Forward | None],
         anchor: Tensor | None = None,
+        exchanged: Callable[[int], None] = lambda backwards: None,
     ) -> None:
         self.entries = list(entries)
         self._voting_s = 0.0
@@ -56,6 +58,7 @@ class GradientSynchroniser:
         self._dirty: set[Entry] = set()
         self._number = 0
         self._anchored = False
+        self._exchanged, self._backwards = exchanged, 0
         self._hooks = [h for entry in self.entries for h in self._attach(entry)]
         if anchor is not None:
             self._hooks.append(self._attach_anchor(anchor))
@@ -147,9 +150,12 @@ class GradientSynchroniser:
         if not (self._touched or self._anchored):
             return  # torch.autograd.grad: no parameter has accumulated anything
         self._check_weighted()
+        self._backwards += 1
         if self._synchronise:
             with torch.no_grad():
                 self._exchange_all()
+            self._exchanged(self._backwards)
+            self._backwards = 0
         latest = self._latest()
         number = latest.announce().number if latest is not None else 0
         self._watch.post(f"has finished backward after forward {number} and not begun the next")

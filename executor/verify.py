@@ -133,7 +133,8 @@ def _still(model: nn.Module) -> list[str]:
     off = list(_rates(model))
     for module, name in off:
         setattr(module, name, 0.0)
-    return [f"dropout is off ({len(off)} places)"] if off else []
+    what = "1 module" if len(off) == 1 else f"{len(off)} modules"
+    return [f"dropout is off in {what}"] if off else []
 
 
 def _rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -31,6 +31,12 @@ class Footprint:
     spared: dict[str, int] = field(default_factory=dict)
     discarded: set[str] = field(default_factory=set)
 
+    @property
+    def total(self) -> int:
+        """All feature maps, and the most that a node has besides."""
+        besides = [self.gradient.get(n, 0) + self.workspace.get(n, 0) for n in self.saved]
+        return sum(self.saved.values()) + max(besides, default=0)
+
 
 class SavedTensors:
     """Counts the storages that autograd saves, each once, without ``known`` ones (parameters,

@@ -42,6 +42,11 @@ DEGREES = (2, 4, 8)
 LONGEST_STEP_S = 4.0
 """Without sizes given, no larger batch is measured once a step takes this long."""
 
+LONGEST_SHARE = 0.1
+"""Of the time for a profile, what a step may take where sizes are to fit."""
+FEW = 2
+"""Samples whose step tells what larger batches take; the fewest that have batch statistics."""
+
 Progress = Callable[[int, int, str], None]
 
 
@@ -86,6 +91,7 @@ def profile(
     budget_s: float = 40.0,
     repeats: int = 5,
     progress: Progress | None = None,
+    room_bytes: float | None = None,
 ) -> ModelProfile:
     """Measures a workload on this machine.
 
@@ -93,8 +99,10 @@ def profile(
     takes long. ``degrees`` are the model parallel degrees at which divided units are measured.
     ``budget_s`` bounds the time roughly: fewer repeats are made and larger degrees left out when it
     runs short. Weights, buffers, gradients, random state and train/eval flags are left as they
-    were; the model is moved to ``device`` and stays there. Raises ``InputError`` where the model
-    fails on its batch.
+    were; the model is moved to ``device`` and stays there. With ``room_bytes`` a batch size that
+    would take more memory than that, or too long for the budget, is halved until it does not: times
+    and bytes of larger batches follow the line through those that were measured. Raises
+    ``InputError`` where the model fails on its batch.
     """
     where = torch.device(device or "cpu")
     job = _Job(workload, where, budget_s, progress)
@@ -103,6 +111,8 @@ def profile(
     with torch.random.fork_rng(devices=_cuda(where)):
         found = discover(workload.model, job.batch(3), job.batch(2))
         with preserved(workload.model):
+            if batches and room_bytes is not None:
+                batches = _fitting(job, found, batches, room_bytes)
             measured = list(_measure(job, found, batches, repeats))
             units = _units(job, found, measured, degrees)
             units = _with_fidelity(job, units, measured[len(measured) // 2].batch)
@@ -133,6 +143,30 @@ def _cuda(device: torch.device) -> list[int]:
 def _dtype(model: nn.Module) -> str:
     types = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return str(types[0] if types else torch.get_default_dtype()).removeprefix("torch.")
+
+
+def _fitting(job: _Job, found: Discovery, batches: Sequence[int], room_bytes: float) -> list[int]:
+    """The sizes, halved where they do not fit, judged by a batch of ``FEW``."""
+    model, loss, batch = job.workload.model, job.workload.loss, job.batch(FEW)
+    few = measure_footprint(model, found.units, batch, loss, job.device)
+    model.zero_grad()
+    step_s = plain_step(model, batch, loss, job.device)
+    model.zero_grad()
+    # Of a profile's own: the model's values are kept, and gradients are made.
+    standing = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+    def fits(size: int) -> bool:
+        takes = standing + few.total * size / FEW <= room_bytes
+        return takes and step_s * size / FEW <= job.budget_s * LONGEST_SHARE
+
+    sizes = set[int]()
+    for size in batches:
+        while size > FEW and not fits(size):
+            size //= 2
+        sizes.add(size)
+    if len(sizes) == 1:  # one size alone makes no curve
+        sizes.add(max(sizes) // 2 or FEW)
+    return sorted(sizes)
 
 
 def _measure(

@@ -124,7 +124,7 @@ def test_dropout_and_local_statistics_are_set_aside_and_said(ranks, styles, dtyp
     assert first == second
     assert first.passed
     assert first.batches == (8, 9, 8)
-    assert any("dropout is off (1 places)" in note for note in first.notes)
+    assert any("dropout is off in 1 module" in note for note in first.notes)
     assert any("statistics of the whole batch" in note for note in first.notes)
     kinds = {d.what: d for d in first.deviations}
     assert kinds["loss"].tensors == 3

@@ -296,3 +296,29 @@ def test_saved_tensors_are_those_that_torch_saves() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         twin(x).sum()
     assert counted.bytes == {"here": sum(packed.values())}
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "budget_s", "expected"),
+    [
+        (1e12, 1e6, (16, 64)),
+        (4e6, 1e6, (16, 32)),
+        (1e12, 1e-6, (1, 2)),
+        (1.0, 1e6, (1, 2)),
+    ],
+)
+def test_batches_that_do_not_fit_are_halved(room_bytes, budget_s, expected, monkeypatch):
+    """Down to two, and where one size alone is left, half of it makes the curve."""
+    asked = []
+
+    def measure(job, found, batches, repeats):
+        asked.append(tuple(batches))
+        raise StopIteration
+
+    monkeypatch.setattr("meshwright.profiler.model._measure", measure)
+    workload = models.build("cnn-digits")
+    standing = 3 * sum(p.numel() * p.element_size() for p in workload.model.parameters())
+    with pytest.raises(StopIteration):
+        profile(workload, batches=(16, 64), budget_s=budget_s, room_bytes=room_bytes + standing)
+    (found,) = asked
+    assert found == expected

@@ -1,0 +1,86 @@
+"""Scripts that do otherwise than their plans count on are told so, once."""
+
+from __future__ import annotations
+
+import warnings
+
+import msgspec
+import pytest
+import torch
+from meshwright.executor.mismatch import Pieces, check_state, state_copies
+from meshwright.planner.evaluate import make_plan
+from meshwright.planner.goal import Goal
+from meshwright.planner.layout import data_parallel
+from meshwright.planner.options import Option
+
+from tests.strategies import chain_profile, cluster, linear
+
+
+def plan_of(**goal):
+    profile = chain_profile([linear("fc", 8, 8)])
+    return make_plan(
+        profile, cluster(2), Goal(batch=8, **goal), [Option(data_parallel(2))] * len(profile.units)
+    )
+
+
+def weights():
+    return [torch.nn.Parameter(torch.ones(2))]
+
+
+@pytest.mark.parametrize(
+    ("make", "copies"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
+        (lambda p: torch.optim.AdamW(p), 2),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
+        (lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True), 3),
+        (lambda p: torch.optim.LBFGS(p), None),
+    ],
+)
+def test_what_optimizers_keep(make, copies):
+    parameters = weights()
+    optimizer = make(parameters)
+    assert state_copies(optimizer) == copies
+    if copies is None:
+        return
+    parameters[0].grad = torch.ones(2)
+    optimizer.step()
+    kept = [v for v in optimizer.state[parameters[0]].values() if torch.is_tensor(v) and v.ndim]
+    assert len(kept) == copies
+
+
+def test_an_optimizer_of_ones_own_is_not_judged():
+    class AdamW(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+    assert state_copies(AdamW(weights())) is None
+
+
+def test_an_optimizer_that_keeps_more_than_planned_is_told_under_a_limit():
+    adam, sgd = torch.optim.AdamW(weights()), torch.optim.SGD(weights(), lr=0.1)
+    limited = plan_of(memory_limit_bytes=2**20)
+    with pytest.warns(UserWarning, match="AdamW keeps 2 values .* for sgd with 0 values"):
+        check_state(adam, limited)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_state(sgd, limited)
+        check_state(None, limited)
+        check_state(adam, plan_of())
+        check_state(adam, plan_of(memory_limit_bytes=2**20, optimizer="adamw"))
+
+
+def test_a_batch_that_is_not_cut_is_told_once():
+    plan = msgspec.structs.replace(plan_of(memory_limit_bytes=2**20), micro_batches=4)
+    pieces = Pieces(plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pieces.exchanged(4)
+        pieces.exchanged(8)
+    with pytest.warns(UserWarning, match=r"into 4 micro-batches .* 1 backward ran"):
+        pieces.exchanged(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pieces.exchanged(1)
+        Pieces(msgspec.structs.replace(plan_of(), micro_batches=4)).exchanged(1)
