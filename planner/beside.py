@@ -83,6 +83,9 @@ def _whole(structure: Structure) -> Iterator[Entry]:
             yield "beside_backward", "whole", at, before, 1.0
         if after is not None:
             yield "beside_backward", "underway", at, after, 1.0
+            beyond = whole_after(structure, after)
+            if beyond is not None:
+                yield "beside_backward", "underway", at, beyond, 1.0
 
 
 def _away(structure: Structure) -> Iterator[Entry]:

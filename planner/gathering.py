@@ -1,10 +1,10 @@
 """Bytes of parameters that are whole only while they are used (exchange ``fully_sharded``).
 
 Each rank keeps its chunk of them. While a unit works, forward or backward, its own are whole, and
-those of the unit that comes next are on their way. In backward, the gradients of the unit after it
-are on their way too, what belongs to others as sent and as received; the executor waits before
-there are more of these than the largest unit has. An embedding's backward does not use its
-parameters: the unit that comes next there is the one before it.
+those of the unit that comes next are on their way. In backward, the gradients of the two units
+after it are on their way too, what belongs to others as sent and as received; the executor waits
+before there are those of a third. An embedding's backward does not use its parameters: the unit
+that comes next there is the one before it.
 
 The neighbours (of units with such parameters) count whatever their own exchange is, so that a
 unit's bytes depend on its own decision alone: an upper bound. Tied parameters count as whole
@@ -30,7 +30,8 @@ class Gathered(NamedTuple):
     """Bytes of one unit: ``saved`` of parameters, and as many of their gradients, that this rank
     need not keep between uses; ``at_work`` of parameters that are whole in its forward, ``before``
     of others in its backward, ``behind`` of what its backward has more than its forward; ``whole``
-    its own while they are, ``underway`` of its gradients on their way."""
+    its own while they are, ``underway`` of its gradients on their way, ``meanwhile`` of the next
+    unit's as its own leave."""
 
     saved: int = 0
     at_work: int = 0
@@ -38,6 +39,7 @@ class Gathered(NamedTuple):
     behind: int = 0
     whole: int = 0
     underway: int = 0
+    meanwhile: int = 0
 
 
 def gathered(structure: Structure, k: int, option: Option) -> Gathered:
@@ -47,18 +49,23 @@ def gathered(structure: Structure, k: int, option: Option) -> Gathered:
         return Gathered()
     own = own_bytes(structure, k, option)
     plain = Option(option.layout) if degree == 1 else option
-    before, after = (
+    last = whole_after(structure, k)
+    beyond = whole_after(structure, last) if last is not None else None
+    before, after, later = (
         0 if near is None else own_bytes(structure, near, plain)
-        for near in (whole_before(structure, k), whole_after(structure, k))
+        for near in (whole_before(structure, k), last, beyond)
     )
-    others, later = (bytes_ - ceil(bytes_ / groups) for bytes_ in (own, after))
-    behind = before + ARRIVING * later - after
-    return Gathered(others, own + after, before, behind, own, ARRIVING * others)
+    shares = (bytes_ - ceil(bytes_ / groups) for bytes_ in (own, after, later))
+    mine, next_, third = (ARRIVING * share for share in shares)
+    behind = before + next_ + third - after
+    return Gathered(mine // ARRIVING, own + after, before, behind, own, mine, next_)
 
 
 def neighbours(structure: Structure, k: int) -> tuple[int, ...]:
     """All of a unit and its neighbours that ``gathered`` depends on."""
-    near = (whole_before(structure, k), k, whole_after(structure, k))
+    after = whole_after(structure, k)
+    beyond = whole_after(structure, after) if after is not None else None
+    near = (whole_before(structure, k), k, after, beyond)
     return tuple(0 if i is None else own_bytes(structure, i) for i in near)
 
 

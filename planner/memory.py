@@ -108,15 +108,16 @@ class MemoryModel:
     ) -> float:
         """What there is besides as the unit's gradients leave, where that takes anything. A sharded
         one stands beside the copies of what will be sent and of this rank's own elements, before
-        anything is received. Where parameters are whole only while they are used, others' gradients
-        have arrived by then, its own parameters are gone and those before are whole."""
+        anything is received. Where parameters are whole only while they are used, its own are gone
+        by then, those before are whole, and the gradients of the unit after it may be on their way.
+        """
         if option.exchange == "dense" and not option.early_release:
             return 0.0
         taken = moment
         part = gathered(self.model, k, option)
         if part.whole:
             many = self.model.micro_batches > 1  # then gradients are whole, else chunks
-            taken += part.before + part.whole + (0.0 if many else part.saved)
+            taken += part.before + part.whole + part.meanwhile + (0.0 if many else part.saved)
         elif option.exchange == "sharded":
             taken += trained / option.layout.groups
         return taken + self.model.passing_bytes[k] * samples

@@ -42,7 +42,7 @@ DEGREES = (2, 4, 8)
 LONGEST_STEP_S = 4.0
 """Without sizes given, no larger batch is measured once a step takes this long."""
 
-LONGEST_SHARE = 0.1
+LONGEST_SHARE = 0.2
 """Of the time for a profile, what a step may take where sizes are to fit."""
 FEW = 2
 """Samples whose step tells what larger batches take; the fewest that have batch statistics."""

@@ -363,16 +363,10 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def make_room(parcel: Parcel, parcels: Sequence[FullyShardedParcel], watch: Watch) -> float:
-    """Before a parcel's gradients leave: waits until those on their way are no more with them than
-    the largest parcel has, so that a backward takes no more memory where the network is slow.
+    """Before a parcel's gradients leave: waits until those of the parcel before it in backward are
+    the only ones on their way, so that a backward takes no more memory where the network is slow.
     Returns the seconds waited."""
     if not isinstance(parcel, FullyShardedParcel):
         return 0.0
-    limit = max(p.whole_bytes for p in parcels)
-    away = [p for p in reversed(parcels) if p.outstanding_bytes]
-    held, waited = parcel.whole_bytes + sum(p.outstanding_bytes for p in away), 0.0
-    for other in away:
-        if held > limit or other.arrived:
-            held -= other.outstanding_bytes
-            waited += other.release(watch)
-    return waited
+    away = [p for p in reversed(parcels) if p is not parcel and p.outstanding]
+    return sum(p.release(watch) for i, p in enumerate(away) if i < len(away) - 1 or p.arrived)

@@ -91,11 +91,9 @@ class FullyShardedParcel(ShardedParcel):
         return ()
 
     @property
-    def outstanding_bytes(self) -> int:
-        """Of gradients that have been sent and are held until they have arrived."""
-        if self._released or self.trip is not None or self.sent < len(self.slices):
-            return 0
-        return self.whole_bytes
+    def outstanding(self) -> bool:
+        """Whether gradients have been sent and are held until they have arrived."""
+        return not self._released and self.trip is None and self.sent == len(self.slices)
 
     def release(self, watch: Watch) -> float:
         """Waits for the averages of this rank's elements and lets go of what has been sent, in the
@@ -112,11 +110,6 @@ class FullyShardedParcel(ShardedParcel):
         self._released = False
 
     # -- the whole -----------------------------------------------------------------------------
-
-    @property
-    def whole_bytes(self) -> int:
-        """The memory of its parameters while they are whole."""
-        return sum(e.parameter.numel() * e.parameter.element_size() for e in self.entries)
 
     def announce(self) -> None:
         """It will be put together: ``issue`` will have been called when ``land`` is."""

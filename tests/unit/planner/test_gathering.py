@@ -50,16 +50,16 @@ def test_a_rank_holds_its_chunks_and_the_units_at_work():
     less = [p.workspace / MIB for p in sharded if p.phase == "forward"]
     assert less == [0] * 6
     # Chunks of weights and state, chunks of gradients that are complete; then its own parameters
-    # and those of the unit before it, its gradient, and twice what others own of that of the unit
-    # after it. Beside the input the first unit's gradient travels, beside the output the last one's
-    # parameters are. Where it is more: as its gradient leaves, that and what others own of it.
+    # and those of the unit before it, its gradient, and twice what others own of those of the two
+    # units after it. Beside the input the first two units' gradients travel, beside the output the
+    # last one's parameters are. Where it is more: as its gradient leaves, what others own of it.
     expected = {
         5: 3.75 + 1,
         4: 3.75 + 1 / 4 + 2 + 1 + 3 / 4,
         3: 3.75 + 3 / 4 + 2 + 1 + 2 * 3 / 4 + 1.5 * 1,
-        2: 3.75 + 4 / 4 + 1 + 1 + 3 / 4 + 1.5 * 2,
-        1: 3.75 + 5 / 4 + 1 + 0 + 3 / 4 + 1.5 * 1,
-        0: 3.75 + 5 / 4 + 1.5 * 1,
+        2: 3.75 + 4 / 4 + 1 + 1 + 3 / 4 + 1.5 * (2 + 1),
+        1: 3.75 + 5 / 4 + 1 + 0 + 3 / 4 + 1.5 * (1 + 2),
+        0: 3.75 + 5 / 4 + 1.5 * (1 + 1),
     }
     backward = {p.unit: p.total / MIB for p in fully if p.phase == "backward"}
     assert backward == pytest.approx(expected, abs=0.05)  # and feature maps
