@@ -105,12 +105,10 @@ def profile_for(
     if names == {here}:
         batches = batches_for(goal, cluster.world_size)
         ranks = max(len(node.devices) for node in cluster.nodes)
-        if ranks > 1 and local_device().type == "cpu" and isinstance(target, str):
-            try_out(workload(target))
-            return _on_ranks(target, batches, ranks, refresh=False)
-        chosen = workload(target)
+        chosen, where = workload(target), local_device()
         try_out(chosen)
-        where = local_device()
+        if ranks > 1 and where.type == "cpu" and isinstance(target, str):
+            return _on_ranks(target, batches, ranks, refresh=False)
         return profile_model(
             chosen, batches=batches, device=where, progress=progress, room_bytes=room_bytes(where)
         )

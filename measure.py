@@ -25,23 +25,21 @@ from .planner.cluster import Cluster, Device, Node
 from .planner.goal import Goal
 from .planner.profile import ModelProfile
 from .profiler.device import device_name, memory_bytes, software
+from .profiler.model import FEW
 from .profiler.model import profile as profile_model
 from .profiler.probe import probe as probe_ranks
 from .remember import DocumentT, find, keep
 from .screen import Step
 from .units.workload import Workload
 
-SEVERAL_STATISTICS_SAMPLES = 2
-"""A batch of one has no statistics to normalise by: torch refuses it."""
 ROOM = 0.6
 """Of a device's memory, what measuring may take: others may be on the machine."""
 
 
 def batches_for(goal: Goal, world_size: int) -> tuple[int, ...]:
     """Batch sizes worth measuring for a goal: around what one rank gets in a micro-batch."""
-    share = max(goal.batch // (world_size * min(goal.micro_batches)), SEVERAL_STATISTICS_SAMPLES)
-    least = SEVERAL_STATISTICS_SAMPLES
-    return tuple(sorted({max(share // 4, least), max(share // 2, least), share, 2 * share}))
+    share = max(goal.batch // (world_size * min(goal.micro_batches)), FEW)
+    return tuple(sorted({max(share // 4, FEW), max(share // 2, FEW), share, 2 * share}))
 
 
 def profile_on_ranks(

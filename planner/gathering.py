@@ -49,24 +49,32 @@ def gathered(structure: Structure, k: int, option: Option) -> Gathered:
         return Gathered()
     own = own_bytes(structure, k, option)
     plain = Option(option.layout) if degree == 1 else option
-    last = whole_after(structure, k)
-    beyond = whole_after(structure, last) if last is not None else None
-    before, after, later = (
-        0 if near is None else own_bytes(structure, near, plain)
-        for near in (whole_before(structure, k), last, beyond)
+    before, after, beyond = (
+        0 if near is None else own_bytes(structure, near, plain) for near in _near(structure, k)
     )
-    shares = (bytes_ - ceil(bytes_ / groups) for bytes_ in (own, after, later))
-    mine, next_, third = (ARRIVING * share for share in shares)
-    behind = before + next_ + third - after
-    return Gathered(mine // ARRIVING, own + after, before, behind, own, mine, next_)
+    saved, *later = (bytes_ - ceil(bytes_ / groups) for bytes_ in (own, after, beyond))
+    return Gathered(
+        saved=saved,
+        at_work=own + after,
+        before=before,
+        behind=before + ARRIVING * sum(later) - after,
+        whole=own,
+        underway=ARRIVING * saved,
+        meanwhile=ARRIVING * later[0],
+    )
 
 
 def neighbours(structure: Structure, k: int) -> tuple[int, ...]:
     """All of a unit and its neighbours that ``gathered`` depends on."""
-    after = whole_after(structure, k)
-    beyond = whole_after(structure, after) if after is not None else None
-    near = (whole_before(structure, k), k, after, beyond)
+    near = (k, *_near(structure, k))
     return tuple(0 if i is None else own_bytes(structure, i) for i in near)
+
+
+def _near(structure: Structure, k: int) -> tuple[int | None, int | None, int | None]:
+    """The unit before ``k`` and the two after it that stand beside it."""
+    after = whole_after(structure, k)
+    beyond = None if after is None else whole_after(structure, after)
+    return whole_before(structure, k), after, beyond
 
 
 def whole_before(structure: Structure, k: int) -> int | None:

@@ -45,7 +45,8 @@ LONGEST_STEP_S = 4.0
 LONGEST_SHARE = 0.2
 """Of the time for a profile, what a step may take where sizes are to fit."""
 FEW = 2
-"""Samples whose step tells what larger batches take; the fewest that have batch statistics."""
+"""Samples whose step tells what larger batches take, and the fewest that are measured for a goal: a
+batch of one has no statistics to normalise by, torch refuses it."""
 
 Progress = Callable[[int, int, str], None]
 

@@ -6,7 +6,6 @@ import copy
 import gc
 import itertools
 import os
-import tempfile
 import warnings
 from functools import partial
 from pathlib import Path
@@ -39,32 +38,18 @@ def gently(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 class Barrier:
     """The same training with its slices reduced one after the other when backward is over: it takes
     the local gradients as they are computed (a kernel run twice may round differently), reduces
-    them and steps parameters of its own, which each forward must have met. With a ``folder`` what
-    is its own lies in files there."""
+    them and steps parameters of its own, which each forward must have met."""
 
-    def __init__(self, model: nn.Module, optimizer: str, limit: int, folder: str | None) -> None:
+    def __init__(self, model: nn.Module, optimizer: str, limit: int) -> None:
         self.parcels, self.limit = run_of(model)._priority_exchange().parcels, limit
-        self.folder = folder
-        self.twins = {p: nn.Parameter(self.own(p)) for p in model.parameters()}
+        self.twins = {p: nn.Parameter(p.detach().clone()) for p in model.parameters()}
         self.optimizer = gently(optimizer_of(optimizer, self.twins.values()))
         self.waits = 0
         for parameter, twin in self.twins.items():
-            twin.grad = self.own(torch.zeros_like(twin))
-            if folder is not None:  # what momentum begins with anyway
-                self.optimizer.state[twin]["momentum_buffer"] = self.own(torch.zeros_like(twin))
+            twin.grad = torch.zeros_like(twin)
             parameter.register_hook(partial(self.keep, twin))
         for module in model.modules():
             module.register_forward_hook(self.check)
-
-    def own(self, tensor: Tensor) -> Tensor:
-        """A copy; in a file, which is gone with it."""
-        if self.folder is None:
-            return tensor.detach().clone()
-        assert tensor.is_contiguous()
-        with tempfile.NamedTemporaryFile(dir=self.folder) as file:
-            size, dtype = tensor.numel(), tensor.dtype
-            kept = torch.from_file(file.name, shared=True, size=size, dtype=dtype)
-        return kept.view(tensor.shape).copy_(tensor.detach())
 
     @staticmethod
     def keep(twin: nn.Parameter, gradient: Tensor) -> None:
@@ -95,9 +80,7 @@ class Barrier:
                 flat.copy_(piece)
 
 
-def equals_a_barrier(
-    rank: int, name: str, optimizer: str, steps: int, size: int, folder: str | None = None
-) -> int:
+def equals_a_barrier(rank: int, name: str, optimizer: str, steps: int, size: int) -> int:
     """Bit for bit the training in which the same slices are reduced when backward is over."""
     torch.manual_seed(5)
     workload = models.build(name)
@@ -108,7 +91,7 @@ def equals_a_barrier(
         found = discover(model, workload.make_batch(size))
         chosen = plan_for(found, dist.get_world_size(), statistics="local", bucket_bytes=limit)
     apply(model, ours, chosen)
-    barrier = Barrier(model, optimizer, limit, folder)
+    barrier = Barrier(model, optimizer, limit)
     for _ in range(steps):
         batch = workload.make_batch(size)
         workload.loss(model(*batch.args, **batch.kwargs), batch.target).backward()
