@@ -169,7 +169,11 @@ class Mover:
         order = sorted(range(self.group.size), key=slots.__getitem__)
         width = tensor.element_size()
         flat = [sends[m].reshape(-1) for m in order if m in sends]
-        buffer = torch.cat(flat) if flat else tensor.new_empty(0)
+        waits = bool(expects) or self.group.on_stream
+        # One piece is sent from where it lies, which nothing touches while this rank waits (a
+        # gradient that is one number, seen as many, lies nowhere).
+        still = waits and len(flat) == 1 and flat[0].stride(0) == 1
+        buffer = flat[0] if still else torch.cat([tensor.new_empty(0), *flat])
         arriving = tensor.new_empty(sum(expects.values()))
         self._issued(doing, 0, self.group)
         # Bytes travel, so that every type does.
@@ -183,7 +187,7 @@ class Mover:
             async_op=True,
         )
         self.meter.moves += 1
-        if expects or self.group.on_stream:
+        if waits:
             self.meter.seconds += self.watch.wait(work, self.group, doing)
             let_go(carried)
         else:  # who only gives need not wait until others take

@@ -118,9 +118,9 @@ SMALL = [*THUMBNAILS, "alexnet", "seq2seq-mini", "seq2seq", "gpt-mini"]
 PUBLISHED = ["vgg11", "vgg16", "vgg19", "resnet50", "wide_resnet101", "gpt-small"]
 
 
-BYTES_OF_PARAMETERS = 14
-"""Beside 0.3 GB for torch, alexnet on 4 ranks took 11 times its parameters on each, gpt-small on 2
-ranks 13 times: parameters, gradients and momentum of both trainings are 6, the rest is passing."""
+BYTES_OF_PARAMETERS = 8
+"""Beside 0.4 GB for torch, alexnet took 6 times its parameters on each of 2 and of 4 ranks, gpt-small
+8 times: parameters, gradients and momentum of both trainings are 6, the rest is passing."""
 MEMORY_SHARE = 0.9
 """Of all memory, what a test may take."""
 
@@ -129,7 +129,7 @@ def bytes_needed(name: str, world: int) -> float:
     with torch.device("meta"):
         model = models.build(name).model
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    return world * (BYTES_OF_PARAMETERS * parameters + 3e8)
+    return world * (BYTES_OF_PARAMETERS * parameters + 4e8)
 
 
 def test_every_reference_workload_is_among_those_compared():
@@ -157,7 +157,7 @@ def test_equals_a_barrier_on_all(ranks, name, world):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_equals_a_barrier_as_published(ranks, name, world):
     """One image of 224 pixels (or one text) for each rank and step. Two trainings of 140 million
-    parameters on each of 4 ranks take 30 GB: the pair is skipped where there is not that much."""
+    parameters on each of 4 ranks take 20 GB: the pair is skipped where there is not that much."""
     needed = bytes_needed(name, world) / 1e9
     here = MEMORY_SHARE * memory_bytes(torch.device("cpu")) / 1e9
     if needed > here:

@@ -163,8 +163,18 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     )
 
 
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    """Its gradient is one number in memory, seen as many."""
+    return output.sum() / output.numel()
+
+
 def style_equals_whole(
-    rank: int, name: str, degree: int, counts: list[int], placement: list[int] | None
+    rank: int,
+    name: str,
+    degree: int,
+    counts: list[int],
+    placement: list[int] | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = loss,
 ) -> None:
     build, draw, units = CASES[name]
     torch.manual_seed(3)
@@ -196,6 +206,10 @@ def _double(tensor: Tensor) -> Tensor:
 
 def test_styles_on_2_ranks(ranks):
     ranks(2)(all_styles, 2, [3, 3])
+
+
+def test_a_gradient_that_is_one_number(ranks):
+    ranks(2)(style_equals_whole, "linear column then column", 2, [3, 3], loss=mean)
 
 
 def test_styles_on_uneven_shares(ranks):
