@@ -119,8 +119,9 @@ PUBLISHED = ["vgg11", "vgg16", "vgg19", "resnet50", "wide_resnet101", "gpt-small
 
 
 BYTES_OF_PARAMETERS = 8
-"""Beside 0.4 GB for torch, alexnet took 6 times its parameters on each of 2 and of 4 ranks, gpt-small
-8 times: parameters, gradients and momentum of both trainings are 6, the rest is passing."""
+"""Beside 0.4 GB for torch, alexnet took 6 times its parameters on each of 2 and of 4 ranks,
+gpt-small 8 times: parameters, gradients and momentum of both trainings are 6, the rest is passing.
+"""
 MEMORY_SHARE = 0.9
 """Of all memory, what a test may take."""
 

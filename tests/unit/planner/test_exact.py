@@ -62,6 +62,11 @@ def test_solvers_against_brute_force(seed, solver):
     agree(solver, made, found)
 
 
+def test_a_program_that_a_tighter_tolerance_on_integers_gets_wrong():
+    made = problem(89, most=1_000_000)
+    agree("integer", made, best(made))
+
+
 class Counts(NamedTuple):
     """Problems that had a plan or provably none, those among them whose optimum a limit changed,
     and those with two values of everything that can be chosen."""
