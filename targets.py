@@ -82,8 +82,8 @@ def _call(factory: Callable[[], object], target: str) -> object:
         raise  # a sentence of the factory's own
     except Exception as error:
         raise InputError(
-            f"factory {target!r} failed with {type(error).__name__}: {error}; it is called without "
-            "arguments and returns a Workload"
+            f"factory {target!r} failed with {_said(error)}; it is called without arguments and "
+            "returns a Workload(name, model, make_batch, loss)"
         ) from error
 
 

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
         _exit(128 + signal.SIGINT)
     except Exception as error:
         if not _leave_word(folder, rank, error):
-            traceback.print_exc()
+            traceback.print_exception(_from_program(error))
         _exit(1)
 
 
@@ -73,6 +73,14 @@ def run_program(program: list[str]) -> None:
         sys.argv = program
         sys.path[0] = str(Path(program[0]).resolve().parent)
         runpy.run_path(program[0], run_name="__main__")
+
+
+def _from_program(error: Exception) -> Exception:
+    """The error as if the program had been started by itself: what called it is of no use."""
+    ours, frames = (__file__, runpy.run_path.__code__.co_filename), error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in ours:
+        frames = frames.tb_next
+    return error.with_traceback(frames)
 
 
 def _leave_word(folder: Path, rank: int, error: Exception) -> bool:

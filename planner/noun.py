@@ -107,6 +107,8 @@ def _check_head(cls: type[Document], data: bytes, origin: str) -> None:
 
 def _damaged(cls: type[Noun], origin: str, error: Exception) -> str:
     detail = printable(str(error) or type(error).__name__)
+    if "truncated" in detail:
+        return f"{origin} ends in the middle of a {cls.__name__}: write it anew"
     return f"{origin} is not a valid {cls.__name__}: {detail}; write it anew or mend that field"
 
 

@@ -103,6 +103,9 @@ def test_a_failing_ranks_error_reaches_the_user(plan_file):
     )
     assert done.returncode == 1
     assert sentence(done) == "meshwright: rank 1 failed with ValueError: the loss is not finite"
+    assert "Traceback" in done.stderr
+    assert "runpy" not in done.stderr  # the program's own lines only
+    assert "worker.py" not in done.stderr
     assert not ranks_alive(plan_file)
 
 

@@ -42,6 +42,10 @@ def needy(argument):
     return None
 
 
+def misnamed():
+    return Workload("w", nn.Linear(2, 2), make_batches=None, loss=None)
+
+
 def broken():
     raise KeyError("no such layer")
 """
@@ -78,6 +82,7 @@ def test_unknown_model_names_the_nearest(meshwright, tmp_path):
         ("mine.py:wrong_width", ("mat1 and mat2 shapes cannot be multiplied",)),
         ("mine.py:no_mean", ("shape (2, 2)", "expected one number")),
         ("mine.py:needy", ("missing 1 required positional argument", "without arguments")),
+        ("mine.py:misnamed", ("'make_batches'", "Workload(name, model, make_batch, loss)")),
         ("mine.py:broken", ("KeyError", "no such layer")),
         ("mine.py:absent", ("'absent'", "factory")),
         ("mine.py", ("mine.py:factory",)),
@@ -217,7 +222,7 @@ def test_damaged_cluster(meshwright, profile_file, cluster_file, tmp_path, field
 def test_truncated_profile(meshwright, profile_file, cluster_file, keep):
     profile_file.write_bytes(profile_file.read_bytes()[:keep])
     done = meshwright("plan", profile_file, "-c", cluster_file, "--batch", 256)
-    refused(done, 2, "profile.json", "not a valid ModelProfile")
+    refused(done, 2, "profile.json", "ends in the middle of a ModelProfile")
 
 
 def test_not_text_at_all(meshwright, profile_file, cluster_file):
