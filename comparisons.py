@@ -152,7 +152,10 @@ _MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 def measured_table(report: RunReport) -> Table:
     """Predicted beside measured."""
-    title = f"{report.target} on {report.world_size} ranks, {report.steps} steps"
+    title = (
+        f"{report.target} on {report.world_size} ranks, medians of {report.steps} steps after the "
+        "first ones"
+    )
     headings = ("", "predicted", "measured", "ratio")
     return figures_table(title, headings, figures_rows(report))
 

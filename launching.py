@@ -68,7 +68,7 @@ def launch(
             say(told or "")
         if background.finishes and not state.ended:
             say(f"the background job goes on, output in {background.log}; Ctrl-C ends it")
-            say(sentence(job.wait(), background.limit))
+            say(has_ended(job.wait(), background.log))
     return report
 
 

@@ -64,7 +64,7 @@ def hardly_ran(state: State, limit: float) -> str | None:
 
 
 def has_ended(state: State, log: str) -> str:
-    """What became of a background job that was stopped with its run."""
+    """That a background job is over, and where it wrote."""
     return f"background job {state.pid} has ended with {state.ended}; its output is in {log}"
 
 

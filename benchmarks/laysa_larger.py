@@ -1,0 +1,84 @@
+"""What the variants of ``laysa.py`` are predicted to need at batches too large to train here.
+
+    python benchmarks/laysa_larger.py [--models resnet50-32] [--batches 12 64 256 1024]
+
+Profiles a model in one process and prints the least memory of sparse exchange only, and of the
+collaborative plan with its mirrors on the device and on a host beside it. Nothing is trained. The
+last line is one JSON object: rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from exchange_rank import fresh
+from laysa import CASES
+from laysa_plans import RANKS, RATIO, VARIANTS, Chooser, two_hosts, with_ratio
+from laysa_ranks import HOST_BYTES_PER_S, PROFILE_S, ours
+from meshwright.planner.profile import ModelProfile
+from meshwright.profiler.model import profile
+from page import table
+
+LINK_BYTES_PER_S = 1e8
+"""Any: what needs least memory does not depend on it."""
+HEADINGS = ("batch", "sparse only MB", "collaborative MB", "below", "mirrors on a host MB", "below")
+
+
+def profiled(model: str) -> ModelProfile:
+    """As ``laysa.py`` profiles it."""
+    found = profile(
+        fresh(model), batches=CASES[model].sizes, degrees=(), repeats=1, optimizers=("momentum",),
+        budget_s=PROFILE_S,
+    )  # fmt: skip
+    return with_ratio(found, RATIO)
+
+
+def rows_of(model: str, batches: Sequence[int]) -> list[dict[str, Any]]:
+    """The least bytes of each at each batch of both hosts."""
+    found = profiled(model)
+    device, beside = (
+        Chooser(found, two_hosts(LINK_BYTES_PER_S, host), 2**40)
+        for host in (None, HOST_BYTES_PER_S)
+    )
+    sparse = next(v for v in VARIANTS if v.name == "sparse only")
+    return [
+        {
+            "model": model,
+            "batch": batch,
+            "sparse_bytes": device.least(sparse, batch // RANKS).peak_bytes,
+            "collaborative_bytes": device.least(ours(), batch // RANKS).peak_bytes,
+            "host_mirror_bytes": beside.least(ours(), batch // RANKS).peak_bytes,
+        }
+        for batch in batches
+    ]
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    lines = []
+    for row in rows:
+        figures = [row[f"{n}_bytes"] for n in ("sparse", "collaborative", "host_mirror")]
+        sparse, ours_bytes, host = (f"{f / 1e6:.1f}" for f in figures)
+        cuts = [f"{1 - f / figures[0]:.0%}" for f in figures[1:]]
+        lines.append([row["batch"], sparse, ours_bytes, cuts[0], host, cuts[1]])
+    return table(list(HEADINGS), lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Predicts what was asked for and prints it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(CASES), default=["resnet50-32"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[12, 64, 256, 1024])
+    asked = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    for model in asked.models:
+        rows += (own := rows_of(model, asked.batches))
+        print(page(own), flush=True)
+    print(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
