@@ -16,7 +16,7 @@ from ..planner.noun import fingerprint
 from ..planner.plan import SHARDING, Plan
 from .background.signals import tell_pacer
 from .capability import CAPABILITY
-from .division import Division, check_ties, divide, divided, split_of, tensor_named
+from .division import check_ties, divide, divided, split_of, tensor_named
 from .exchange import optimizer as optimizers
 from .exchange import sharded_steps
 from .exchange.buckets import Entry
@@ -30,6 +30,7 @@ from .exchange.topk import MOST_ELEMENTS
 from .headroom import check_headroom, watch_memory
 from .layout.boundary import crosses
 from .layout.gradients import Members
+from .layout.parts import Division
 from .layout.residence import Residence
 from .layout.shards import Shard
 from .layout.state import install

@@ -3,55 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ..planner.errors import InputError
-from ..planner.layout import Layout, Style
+from ..planner.layout import Layout
 from ..planner.ownership import feature_bounds
 from ..planner.plan import Plan, UnitPlan
 from ..units.spec import SplitSpec
 from ..units.splits import apply_split, find_splits
 from .layout.boundary import Boundary, keeps_features
+from .layout.parts import Division
 from .layout.redistribute import Mover
-from .layout.shards import Shard, aliases, by_name
+from .layout.shards import Shard, aliases
 from .narrowing import lives_at, narrowed, settle
-from .ranks.groups import Place
 from .run import Run
-
-
-@dataclass
-class Division:
-    """The slices that this rank holds."""
-
-    parameters: dict[nn.Parameter, Shard] = field(default_factory=dict)
-    buffers: dict[int, Shard] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
-    styles: dict[str, Style] = field(default_factory=dict)
-    """Place and style of the unit that a module belongs to, by the module's name, where the unit is
-    divided or leaves ranks idle."""
-
-    def add(self, tensor: Tensor, shard: Shard, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """Notes what this rank has of a tensor; its gradient goes to ``gradients`` meanwhile."""
-        if not isinstance(tensor, nn.Parameter):
-            self.buffers[id(tensor)] = shard
-        elif tensor not in self.parameters:
-            self.parameters[tensor] = shard
-            if tensor.grad is not None:
-                gradients[tensor], tensor.grad = tensor.grad, None
-
-    def give_back(self, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """Parameters get this rank's part of their gradients again."""
-        for parameter, gradient in gradients.items():
-            parameter.grad = self.parameters[parameter].take(gradient)
-
-    @property
-    def by_name(self) -> dict[str, Shard]:
-        """Each divided parameter's and buffer's slice, under all of its names."""
-        return by_name([*self.parameters.values(), *self.buffers.values()])
 
 
 def divided(plan: Plan) -> Iterator[tuple[UnitPlan, list[UnitPlan]]]:

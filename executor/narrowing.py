@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +22,11 @@ from ..units.splits.slicing import forget_accumulator
 from .layout.boundary import Boundary
 from .layout.burst_unit import BurstUnit
 from .layout.bursts import Bursts
+from .layout.parts import Division
 from .layout.redistribute import Mover
 from .layout.residence import Residence
 from .layout.shards import Shard
 from .run import Run
-
-if TYPE_CHECKING:
-    from .division import Division
 
 
 def narrowed(plan: Plan) -> Iterator[UnitPlan]:

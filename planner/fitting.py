@@ -1,4 +1,5 @@
-"""Whether a model fits with recomputed units in segments, where layouts are plain.
+"""Whether memory holds a plan back, and whether a model fits with recomputed units in segments,
+where layouts are plain.
 
 Division, and the other ways to save memory, are the solvers' to try; what they ask here is whether
 data parallelism would do.
@@ -13,6 +14,7 @@ from .choices import may_have
 from .cost import CostModel
 from .evaluate import limits_bytes
 from .options import Decisions, Option
+from .plan import Plan
 from .problem import Problem
 from .recomputing import Recomputing
 from .search import Space
@@ -22,6 +24,15 @@ from .windows import any_window
 def has_segments(problem: Problem) -> bool:
     """Whether units of the model can be recomputed together."""
     return "recompute" in problem.capability.memory and any_window(problem.profile)
+
+
+def held_back(plan: Plan) -> bool:
+    """Whether a plan does something for the sake of memory, as far as it shows."""
+    saves = any(
+        unit.memory != "keep" or unit.early_release or unit.exchange == "fully_sharded"
+        for unit in plan.units
+    )
+    return saves or not plan.baseline_fits
 
 
 def fits_in_segments(problem: Problem, model: CostModel) -> bool:

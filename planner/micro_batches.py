@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import msgspec
 
+from .fitting import held_back
 from .plan import Plan
 from .problem import Problem, Relaxation
 from .schedules import WORTHWHILE
@@ -45,15 +46,6 @@ def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
         if time.perf_counter() > end:
             break
     return None if best is None else _named(plan, best)
-
-
-def held_back(plan: Plan) -> bool:
-    """Whether a plan does something for the sake of memory, as far as it shows."""
-    saves = any(
-        unit.memory != "keep" or unit.early_release or unit.exchange == "fully_sharded"
-        for unit in plan.units
-    )
-    return saves or not plan.baseline_fits
 
 
 def _named(plan: Plan, better: Plan) -> Relaxation:

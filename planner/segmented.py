@@ -22,9 +22,8 @@ from .choices import may_have
 from .cost import CostModel
 from .evaluate import evaluation, excess, limits_bytes, rank_memory
 from .exact.cases import models
-from .fitting import has_segments, plain_starts
+from .fitting import has_segments, held_back, plain_starts
 from .inside import segments_of
-from .micro_batches import held_back
 from .options import Decisions
 from .problem import Infeasibility, Problem, Result
 from .recomputing import Recomputing

@@ -5,8 +5,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 from meshwright.executor.capability import CAPABILITY
+from meshwright.planner.fitting import held_back
 from meshwright.planner.goal import Goal
-from meshwright.planner.micro_batches import held_back, quicker_in_parts
+from meshwright.planner.micro_batches import quicker_in_parts
 from meshwright.planner.problem import Problem
 from meshwright.planner.solver import solve
 
