@@ -34,12 +34,12 @@ if TYPE_CHECKING:
         loss_weight,
     )
     from .parallelize import auto_parallelize
-    from .planner.cluster import Cluster
-    from .planner.errors import InfeasibleError, InputError, MeshwrightError, RunError
-    from .planner.goal import Goal
-    from .planner.noun import load, save
-    from .planner.plan import Plan
-    from .planner.profile import ModelProfile
+    from .planner.nouns.cluster import Cluster
+    from .planner.nouns.errors import InfeasibleError, InputError, MeshwrightError, RunError
+    from .planner.nouns.goal import Goal
+    from .planner.nouns.noun import load, save
+    from .planner.nouns.plan import Plan
+    from .planner.nouns.profile import ModelProfile
     from .units.workload import Batch, Workload
 
 __version__ = "0.1.0"

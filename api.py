@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from .planner.alone import quicker_alone_s
-from .planner.cluster import Cluster
-from .planner.compare import Comparison
-from .planner.compare import compare as compare_plans
-from .planner.errors import InputError
-from .planner.explain import Explanation
-from .planner.explain import explain as explain_plan
-from .planner.goal import Goal
-from .planner.micro_batches import quicker_in_parts as find_quicker
-from .planner.moments import MemoryTimeline
-from .planner.moments import memory_timeline as timeline_of
+from .planner.answers.alone import quicker_alone_s
+from .planner.answers.compare import Comparison
+from .planner.answers.compare import compare as compare_plans
+from .planner.answers.explain import Explanation
+from .planner.answers.explain import explain as explain_plan
+from .planner.answers.micro_batches import quicker_in_parts as find_quicker
+from .planner.answers.moments import MemoryTimeline
+from .planner.answers.moments import memory_timeline as timeline_of
+from .planner.answers.pareto import Front, described_front
+from .planner.answers.sensitivity import Sizes, gains_of
+from .planner.answers.sensitivity import sizes as plan_sizes
+from .planner.evaluation.problem import Relaxation
 from .planner.multiplex.jobs import Assumptions
 from .planner.multiplex.report import ClusterReport
-from .planner.pareto import Front, described_front
-from .planner.plan import Plan
-from .planner.problem import Relaxation
-from .planner.profile import ModelProfile
-from .planner.sensitivity import Sizes, gains_of
-from .planner.sensitivity import sizes as plan_sizes
+from .planner.nouns.cluster import Cluster
+from .planner.nouns.errors import InputError
+from .planner.nouns.goal import Goal
+from .planner.nouns.plan import Plan
+from .planner.nouns.profile import ModelProfile
 from .planner.solver import settled, solve
 from .planning import (
     Schedules,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .planner.errors import InputError
-from .planner.plan import Plan
+from .planner.nouns.errors import InputError
+from .planner.nouns.plan import Plan
 from .planning import check_time_limit
 
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Literal
 
 from .executor.background.job import check_limit, command_of
 from .executor.background.settings import GRACE_S, Settings
-from .planner.errors import InputError
-from .planner.goal import BACKGROUND_LIMIT
-from .planner.noun import load
-from .planner.plan import Plan
+from .planner.nouns.errors import InputError
+from .planner.nouns.goal import BACKGROUND_LIMIT
+from .planner.nouns.noun import load
+from .planner.nouns.plan import Plan
 
 if TYPE_CHECKING:
     import torch

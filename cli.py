@@ -11,7 +11,7 @@ import typer
 
 from . import __version__
 from .commands import explaining, measuring, multiplexing, planning, running
-from .planner.errors import InputError, MemoryRunError, MeshwrightError
+from .planner.nouns.errors import InputError, MemoryRunError, MeshwrightError
 
 STOPPED = 130
 """The exit code of a command that Ctrl-C ended: 128 + SIGINT, as shells have it."""

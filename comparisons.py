@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from .planner.compare import Comparison
+from .planner.answers.compare import Comparison
 from .screen import figures_table, seconds, size
 
 if TYPE_CHECKING:  # these load torch

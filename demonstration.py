@@ -16,12 +16,12 @@ from .executor.launch import Ranks, new_folder
 from .executor.report import RunReport
 from .executor.verify import Verification
 from .goals import make_goal
-from .planner.cluster import Cluster
-from .planner.errors import InputError, RunError
-from .planner.evaluate import make_plan
-from .planner.noun import Noun, Seconds, save
-from .planner.plan import Plan
-from .planner.profile import ModelProfile
+from .planner.evaluation.evaluate import make_plan
+from .planner.nouns.cluster import Cluster
+from .planner.nouns.errors import InputError, RunError
+from .planner.nouns.noun import Noun, Seconds, save
+from .planner.nouns.plan import Plan
+from .planner.nouns.profile import ModelProfile
 from .screen import figures_table
 from .tables import cluster_table, decision_table, gain, prediction_table, units_table
 from .tasks import Task, run_task

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.table import Table
 
-from .planner.binding import LimitUse
-from .planner.compare import policy_words
-from .planner.device_time import DeviceTime
-from .planner.explain import Alternative, Explanation, UnitExplanation
-from .planner.sensitivity import Gain
+from .planner.answers.binding import LimitUse
+from .planner.answers.compare import policy_words
+from .planner.answers.device_time import DeviceTime
+from .planner.answers.explain import Alternative, Explanation, UnitExplanation
+from .planner.answers.sensitivity import Gain
 from .screen import empty_table, figures_table, names_of, seconds, size
 
 NEGLIGIBLE = 1e-3

@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection, Sequence
 from typing import get_args
 
-from .planner.errors import InputError
-from .planner.goal import BACKGROUND_LIMIT, STATE_COPIES, BatchStatistics, Goal, Pin
+from .planner.nouns.errors import InputError
+from .planner.nouns.goal import BACKGROUND_LIMIT, STATE_COPIES, BatchStatistics, Goal, Pin
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}i": 1024**n for n, u in enumerate("kmgt", start=1)}

@@ -25,10 +25,10 @@ from .executor.start import cores
 from .executor.worker import STDOUT_TO_STDERR
 from .outcomes import hardly_ran, has_ended, sentence
 from .overflow import with_a_plan_that_fits
-from .planner.cluster import Cluster
-from .planner.errors import InputError, MemoryRunError
-from .planner.noun import save
-from .planner.plan import Plan
+from .planner.nouns.cluster import Cluster
+from .planner.nouns.errors import InputError, MemoryRunError
+from .planner.nouns.noun import save
+from .planner.nouns.plan import Plan
 from .profiler.device import device_name
 from .remember import find
 from .tasks import PLAN, Task, run_task

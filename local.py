@@ -10,10 +10,10 @@ import torch.distributed as dist
 from .executor.launch import Ranks
 from .executor.start import local_device, start_process_group, under_torchrun
 from .measure import batches_for, cluster_of_ranks, room_bytes, single_rank
-from .planner.cluster import Cluster
-from .planner.errors import InputError
-from .planner.goal import Goal
-from .planner.profile import ModelProfile
+from .planner.nouns.cluster import Cluster
+from .planner.nouns.errors import InputError
+from .planner.nouns.goal import Goal
+from .planner.nouns.profile import ModelProfile
 from .profiler.catalogue import datasheet
 from .profiler.catalogue import names as catalogued
 from .profiler.device import device_name

@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from .executor.overhead import measure_overhead, measure_priority_overhead
 from .executor.ranks.agreement import rank_zero_decides, together
-from .planner.cluster import Cluster, Device, Node
-from .planner.goal import Goal
-from .planner.profile import ModelProfile
+from .planner.nouns.cluster import Cluster, Device, Node
+from .planner.nouns.goal import Goal
+from .planner.nouns.profile import ModelProfile
 from .profiler.device import device_name, memory_bytes, software
 from .profiler.model import FEW
 from .profiler.model import profile as profile_model

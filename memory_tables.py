@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from .planner.moments import MemoryTimeline, RankTimeline
-from .planner.peak import CLASS_NAMES, Moment
+from .planner.answers.moments import MemoryTimeline, RankTimeline
+from .planner.nouns.peak import CLASS_NAMES, Moment
 from .plots import figure_in
 from .screen import empty_table, size
 

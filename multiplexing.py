@@ -8,18 +8,18 @@ from typing import Any
 
 from rich.table import Table
 
-from .planner.cluster import Cluster
-from .planner.errors import InputError
-from .planner.evaluate import decisions_of
-from .planner.explain import check_belongs
+from .planner.answers.explain import check_belongs
+from .planner.evaluation.evaluate import decisions_of
 from .planner.multiplex.gaps import Interval
 from .planner.multiplex.jobs import Assumptions, Background, best_background, foreground_of
 from .planner.multiplex.report import ClusterReport, report, utilisation
 from .planner.multiplex.simulation import ClusterRun, DeviceClass, simulate_cluster
 from .planner.multiplex.trace import devices_of, trace
-from .planner.noun import write_whole
-from .planner.plan import Plan
-from .planner.profile import ModelProfile
+from .planner.nouns.cluster import Cluster
+from .planner.nouns.errors import InputError
+from .planner.nouns.noun import write_whole
+from .planner.nouns.plan import Plan
+from .planner.nouns.profile import ModelProfile
 from .planning import made_from
 from .plots import figure_in
 from .screen import figures_table, seconds

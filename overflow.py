@@ -6,11 +6,11 @@ import msgspec
 
 from .executor.capability import CAPABILITY
 from .executor.headroom import command, forecast, less_than
-from .planner.cluster import Cluster
-from .planner.errors import MemoryRunError
-from .planner.plan import Plan
-from .planner.problem import Problem
-from .planner.profile import ModelProfile
+from .planner.evaluation.problem import Problem
+from .planner.nouns.cluster import Cluster
+from .planner.nouns.errors import MemoryRunError
+from .planner.nouns.plan import Plan
+from .planner.nouns.profile import ModelProfile
 from .planner.solver import solve
 from .remember import find
 from .screen import seconds, size

@@ -23,11 +23,11 @@ from .executor.report import PLAN_VARIABLE, record_run
 from .executor.start import start_process_group
 from .goals import make_goal
 from .measure import batches_for, cluster_of_ranks, profile_on_ranks
-from .planner.errors import InputError
-from .planner.goal import BatchStatistics, Goal
-from .planner.noun import load
-from .planner.pins import EARLY_RELEASE
-from .planner.plan import Plan
+from .planner.nouns.errors import InputError
+from .planner.nouns.goal import BatchStatistics, Goal
+from .planner.nouns.noun import load
+from .planner.nouns.pins import EARLY_RELEASE
+from .planner.nouns.plan import Plan
 from .planner.solver import solve
 from .planning import Schedules, check_schedule, problem_for
 from .units.workload import Workload

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
-from .planner.capability import EVERYTHING, Capability
-from .planner.cluster import Cluster
-from .planner.errors import InputError
-from .planner.goal import Goal
-from .planner.pins import without
-from .planner.plan import Plan
-from .planner.problem import Problem, Progress
-from .planner.profile import ModelProfile
-from .planner.schedules import SLICE_BYTES
+from .planner.evaluation.problem import Problem, Progress
+from .planner.nouns.capability import EVERYTHING, Capability
+from .planner.nouns.cluster import Cluster
+from .planner.nouns.errors import InputError
+from .planner.nouns.goal import Goal
+from .planner.nouns.pins import without
+from .planner.nouns.plan import Plan
+from .planner.nouns.profile import ModelProfile
+from .planner.search.schedules import SLICE_BYTES
 from .remember import recall
 from .screen import Step
 

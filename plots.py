@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .planner.errors import InputError
+from .planner.nouns.errors import InputError
 
 
 def check_plots() -> None:

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
-from .planner.errors import InputError
-from .planner.noun import Document, fingerprint, load, save
+from .planner.nouns.errors import InputError
+from .planner.nouns.noun import Document, fingerprint, load, save
 
 CACHE_VARIABLE = "MESHWRIGHT_CACHE"
 DocumentT = TypeVar("DocumentT", bound=Document)

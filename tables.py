@@ -7,10 +7,10 @@ from itertools import groupby
 
 from rich.table import Table
 
-from .planner.cluster import Cluster, Node
-from .planner.compare import policy_words, segment_words
-from .planner.plan import Plan, Prediction, UnitPlan
-from .planner.profile import ModelProfile, UnitProfile
+from .planner.answers.compare import policy_words, segment_words
+from .planner.nouns.cluster import Cluster, Node
+from .planner.nouns.plan import Plan, Prediction, UnitPlan
+from .planner.nouns.profile import ModelProfile, UnitProfile
 from .screen import empty_table, gap_text, names_of, rate, seconds, size
 
 

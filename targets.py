@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from .models import build
-from .planner.errors import InputError
+from .planner.nouns.errors import InputError
 from .units.workload import Batch, Workload
 
 HOW = (

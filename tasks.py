@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from .planner.cluster import Cluster
-from .planner.noun import Noun, load, save
-from .planner.plan import Plan
-from .planner.profile import ModelProfile
+from .planner.nouns.cluster import Cluster
+from .planner.nouns.noun import Noun, load, save
+from .planner.nouns.plan import Plan
+from .planner.nouns.profile import ModelProfile
 from .screen import Step, progress
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from .planner.pareto import Front
-from .planner.sensitivity import Size, Sizes
+from .planner.answers.pareto import Front
+from .planner.answers.sensitivity import Size, Sizes
 from .screen import figures_table, gap_text, seconds
 
 

@@ -30,11 +30,7 @@ from typing import Any, NamedTuple
 
 import deeppool
 import msgspec
-from meshwright.planner.capability import Capability
-from meshwright.planner.cluster import Cluster, CollectiveCurve, Device
-from meshwright.planner.curve import Curve
-from meshwright.planner.errors import InputError
-from meshwright.planner.goal import Goal, Pin
+from meshwright.planner.evaluation.problem import Problem
 from meshwright.planner.multiplex.choose import (
     ROUNDING,
     DataParallel,
@@ -53,9 +49,13 @@ from meshwright.planner.multiplex.jobs import (
 )
 from meshwright.planner.multiplex.report import ClusterReport, report
 from meshwright.planner.multiplex.simulation import simulate_cluster
-from meshwright.planner.options import Decisions
-from meshwright.planner.problem import Problem
-from meshwright.planner.profile import ModelProfile
+from meshwright.planner.nouns.capability import Capability
+from meshwright.planner.nouns.cluster import Cluster, CollectiveCurve, Device
+from meshwright.planner.nouns.curve import Curve
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.goal import Goal, Pin
+from meshwright.planner.nouns.options import Decisions
+from meshwright.planner.nouns.profile import ModelProfile
 from meshwright.profiler.tables import load_table
 from page import put_into, table
 

@@ -41,14 +41,14 @@ from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.parallel import run_of
 from meshwright.executor.ranks.agreement import rank_zero_decides
 from meshwright.executor.start import start_process_group
-from meshwright.planner.budget import idle_s, unit_s
-from meshwright.planner.cluster import Cluster
-from meshwright.planner.cost import CostModel
-from meshwright.planner.evaluate import decisions_of, make_plan
-from meshwright.planner.goal import Goal
-from meshwright.planner.plan import Plan
-from meshwright.planner.problem import Problem
-from meshwright.planner.profile import ModelProfile
+from meshwright.planner.costs.budget import idle_s, unit_s
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.evaluation.evaluate import decisions_of, make_plan
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.cluster import Cluster
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.plan import Plan
+from meshwright.planner.nouns.profile import ModelProfile
 from meshwright.planner.solver import solve
 from meshwright.profiler.model import profile
 from meshwright.profiler.probe import probe

@@ -20,17 +20,17 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from meshwright.planner.bursts import LIMITS, greedy
-from meshwright.planner.capability import EVERYTHING
-from meshwright.planner.cluster import Cluster, Device, Level, Node
-from meshwright.planner.cost import CostModel
-from meshwright.planner.goal import Goal
-from meshwright.planner.objective import value
-from meshwright.planner.pareto import Point, cheapest_within, within
-from meshwright.planner.problem import Problem
-from meshwright.planner.profile import ModelProfile
-from meshwright.planner.splits import placed
-from meshwright.planner.tables import profile_of_table
+from meshwright.planner.answers.pareto import Point, cheapest_within, within
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.evaluation.objective import value
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.capability import EVERYTHING
+from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.profile import ModelProfile
+from meshwright.planner.nouns.tables import profile_of_table
+from meshwright.planner.search.bursts import LIMITS, greedy
+from meshwright.planner.search.splits import placed
 
 NETWORKS = ("vgg16", "wide_resnet101_2")
 RANKS = (8, 16, 32, 64)

@@ -28,16 +28,16 @@ from meshwright.executor.parallel import run_of
 from meshwright.executor.ranks.agreement import rank_zero_decides
 from meshwright.executor.start import start_process_group
 from meshwright.models import build
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import data_parallel
-from meshwright.planner.plan import Plan, Prediction, Provenance, UnitPlan
-from meshwright.planner.problem import Problem
-from meshwright.planner.profile import ModelProfile
-from meshwright.planner.schedule import Message, Step, work_of
-from meshwright.planner.simulate import simulate
-from meshwright.planner.slices import cut
+from meshwright.planner.costs.step import LINKS, Chain, empty_chain, priority_bound
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import data_parallel
+from meshwright.planner.nouns.plan import Plan, Prediction, Provenance, UnitPlan
+from meshwright.planner.nouns.profile import ModelProfile
 from meshwright.planner.solver import solve
-from meshwright.planner.step import LINKS, Chain, empty_chain, priority_bound
+from meshwright.planner.steps.schedule import Message, Step, work_of
+from meshwright.planner.steps.simulate import simulate
+from meshwright.planner.steps.slices import cut
 from meshwright.profiler.model import profile
 from meshwright.profiler.probe import probe
 from meshwright.units.discover import discover

@@ -18,7 +18,7 @@ from exchange_rank import fresh
 from laysa import CASES
 from laysa_plans import RANKS, RATIO, VARIANTS, Chooser, two_hosts, with_ratio
 from laysa_ranks import HOST_BYTES_PER_S, PROFILE_S, ours
-from meshwright.planner.profile import ModelProfile
+from meshwright.planner.nouns.profile import ModelProfile
 from meshwright.profiler.model import profile
 from page import table
 

@@ -16,18 +16,18 @@ from typing import NamedTuple
 import msgspec
 from laysa_figures import OURS, largest
 from meshwright.executor.capability import CAPABILITY
-from meshwright.planner import travelling
-from meshwright.planner.cluster import Cluster, Device, Level, Node
-from meshwright.planner.cost import CostModel
-from meshwright.planner.evaluate import evaluation, make_plan
-from meshwright.planner.feedback import feedbacks
-from meshwright.planner.goal import Goal
-from meshwright.planner.inside import segments_of
-from meshwright.planner.layout import data_parallel
-from meshwright.planner.options import Decisions, Option
-from meshwright.planner.plan import FeedbackPolicy, Plan
-from meshwright.planner.profile import FidelityProfile, ModelProfile, UnitProfile
-from meshwright.planner.recomputing import Recomputing
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.costs.feedback import feedbacks
+from meshwright.planner.costs.inside import segments_of
+from meshwright.planner.evaluation.evaluate import evaluation, make_plan
+from meshwright.planner.memory import travelling
+from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import data_parallel
+from meshwright.planner.nouns.options import Decisions, Option
+from meshwright.planner.nouns.plan import FeedbackPolicy, Plan
+from meshwright.planner.nouns.profile import FidelityProfile, ModelProfile, UnitProfile
+from meshwright.planner.search.recomputing import Recomputing
 
 RANKS = 2
 RATIO = 0.01

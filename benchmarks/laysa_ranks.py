@@ -40,10 +40,10 @@ from meshwright.executor.micro import micro_batches
 from meshwright.executor.parallel import run_of
 from meshwright.executor.ranks.agreement import rank_zero_decides
 from meshwright.executor.start import start_process_group
-from meshwright.planner.moments import memory_timeline
-from meshwright.planner.noun import save
-from meshwright.planner.plan import Plan
-from meshwright.planner.profile import ModelProfile
+from meshwright.planner.answers.moments import memory_timeline
+from meshwright.planner.nouns.noun import save
+from meshwright.planner.nouns.plan import Plan
+from meshwright.planner.nouns.profile import ModelProfile
 from meshwright.profiler.model import profile
 from meshwright.units.workload import Batch
 

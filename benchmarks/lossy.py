@@ -22,7 +22,7 @@ from statistics import mean
 from typing import Any
 
 from lossy_ranks import EPOCHS, MOMENTUM, RATE, TEXT_STEPS
-from meshwright.planner.errors import RunError
+from meshwright.planner.nouns.errors import RunError
 from meshwright.testbed import Bed, missing
 from rich.console import Console
 from rich.table import Table

@@ -24,9 +24,9 @@ from meshwright.executor.parallel import run_of
 from meshwright.executor.start import start_process_group
 from meshwright.executor.train import share_of
 from meshwright.models import build
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import data_parallel
-from meshwright.planner.plan import ExchangePolicy, Plan, Prediction, Provenance, UnitPlan
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import data_parallel
+from meshwright.planner.nouns.plan import ExchangePolicy, Plan, Prediction, Provenance, UnitPlan
 from meshwright.units.discover import Discovery, discover
 from meshwright.units.workload import Batch, Workload
 from torch import nn

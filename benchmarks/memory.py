@@ -34,14 +34,14 @@ from meshwright.executor.ranks.agreement import rank_zero_decides
 from meshwright.executor.start import start_process_group
 from meshwright.executor.train import run_steps
 from meshwright.models import build
-from meshwright.planner.cluster import Cluster, Device, Level, Node
-from meshwright.planner.evaluate import make_plan
-from meshwright.planner.feedback import LINEAR, MIRRORS
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import data_parallel
-from meshwright.planner.options import Option
-from meshwright.planner.plan import ScheduleName
-from meshwright.planner.profile import ModelProfile, UnitProfile
+from meshwright.planner.costs.feedback import LINEAR, MIRRORS
+from meshwright.planner.evaluation.evaluate import make_plan
+from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import data_parallel
+from meshwright.planner.nouns.options import Option
+from meshwright.planner.nouns.plan import ScheduleName
+from meshwright.planner.nouns.profile import ModelProfile, UnitProfile
 from meshwright.profiler.model import profile
 from meshwright.testbed import Bed
 from page import keep, known, put_into

@@ -19,9 +19,9 @@ import sys
 import time
 from typing import Any
 
-from meshwright.planner.capability import EVERYTHING
-from meshwright.planner.goal import Goal
-from meshwright.planner.problem import Problem
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.capability import EVERYTHING
+from meshwright.planner.nouns.goal import Goal
 from meshwright.planner.solver import solve, solvers
 from synthetic import cluster_of, gpt_like
 

@@ -28,14 +28,14 @@ from meshwright.executor.start import cores, start_process_group
 from meshwright.executor.train import Measured, run_steps
 from meshwright.measure import batches_for, cluster_of_ranks, profile_on_ranks
 from meshwright.models import build
-from meshwright.planner.capability import degrees
-from meshwright.planner.cluster import Cluster
-from meshwright.planner.evaluate import make_plan
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import Layout, Style, data_parallel
-from meshwright.planner.options import Option, tied_units
-from meshwright.planner.plan import Plan, Prediction, ScheduleName
-from meshwright.planner.profile import ModelProfile, UnitProfile
+from meshwright.planner.evaluation.evaluate import make_plan
+from meshwright.planner.nouns.capability import degrees
+from meshwright.planner.nouns.cluster import Cluster
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout, Style, data_parallel
+from meshwright.planner.nouns.options import Option, tied_units
+from meshwright.planner.nouns.plan import Plan, Prediction, ScheduleName
+from meshwright.planner.nouns.profile import ModelProfile, UnitProfile
 from rich.console import Console
 from rich.table import Table
 

@@ -43,8 +43,8 @@ from meshwright.executor.exchange.pending import bare
 from meshwright.executor.exchange.sharded import ShardedParcel
 from meshwright.executor.parallel import is_parallel, run_of
 from meshwright.executor.start import start_process_group
-from meshwright.planner.plan import SHARDING, ExchangePolicy, Plan
-from meshwright.planner.variants import with_exchange
+from meshwright.planner.answers.variants import with_exchange
+from meshwright.planner.nouns.plan import SHARDING, ExchangePolicy, Plan
 from meshwright.units.discover import discover
 
 OPTIMIZERS: dict[str, Optimizing] = {

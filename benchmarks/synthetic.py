@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from meshwright.planner.cluster import Cluster, Device, Level, Node
-from meshwright.planner.curve import ZERO, Curve, proportional
-from meshwright.planner.layout import Style
-from meshwright.planner.profile import (
+from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
+from meshwright.planner.nouns.curve import ZERO, Curve, proportional
+from meshwright.planner.nouns.layout import Style
+from meshwright.planner.nouns.profile import (
     CompressionRate,
     EdgeProfile,
     FidelityProfile,

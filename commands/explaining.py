@@ -10,11 +10,11 @@ import typer
 from ..comparisons import comparison_tables
 from ..explanations import explanation_tables
 from ..memory_tables import memory_tables, plot_memory
-from ..planner.cluster import Cluster
-from ..planner.errors import InputError
-from ..planner.noun import load
-from ..planner.plan import Plan
-from ..planner.profile import ModelProfile
+from ..planner.nouns.cluster import Cluster
+from ..planner.nouns.errors import InputError
+from ..planner.nouns.noun import load
+from ..planner.nouns.plan import Plan
+from ..planner.nouns.profile import ModelProfile
 from ..screen import progress
 from .output import Json, check_out, deliver, note
 from .values import number, whole

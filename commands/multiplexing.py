@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from ..multiplexing import assumptions_of, cluster_tables
-from ..planner.cluster import Cluster
 from ..planner.multiplex.jobs import Assumptions
-from ..planner.noun import load
-from ..planner.plan import Plan
-from ..planner.profile import ModelProfile
+from ..planner.nouns.cluster import Cluster
+from ..planner.nouns.noun import load
+from ..planner.nouns.plan import Plan
+from ..planner.nouns.profile import ModelProfile
 from ..plots import check_plots
 from .output import Json, check_out, deliver, note, out
 from .values import duration, number, whole

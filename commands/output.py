@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from ..planner.errors import InputError
-from ..planner.noun import Noun, encode, save
+from ..planner.nouns.errors import InputError
+from ..planner.nouns.noun import Noun, encode, save
 from ..screen import console
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout, for machines.")]

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from ..goals import make_goal, shares_note
-from ..planner.cluster import Cluster
-from ..planner.errors import InputError
-from ..planner.goal import Goal
-from ..planner.noun import load
-from ..planner.pins import parse_wishes
-from ..planner.plan import LOSSY, Plan
-from ..planner.profile import ModelProfile
+from ..planner.nouns.cluster import Cluster
+from ..planner.nouns.errors import InputError
+from ..planner.nouns.goal import Goal
+from ..planner.nouns.noun import load
+from ..planner.nouns.pins import parse_wishes
+from ..planner.nouns.plan import LOSSY, Plan
+from ..planner.nouns.profile import ModelProfile
 from ..screen import progress, seconds
 from ..tables import alone_words, decision_table, prediction_table, verdict
 from ..trade_offs import front_table, sizes_table

@@ -10,9 +10,9 @@ import typer
 
 from ..background import AtEnd, Background
 from ..comparisons import measured_table, verification_table
-from ..planner.errors import InputError, RunError
-from ..planner.noun import load
-from ..planner.plan import Plan
+from ..planner.nouns.errors import InputError, RunError
+from ..planner.nouns.noun import load
+from ..planner.nouns.plan import Plan
 from ..screen import console, size
 from . import launch_options as given
 from .output import Json, check_out, deliver, note, out

@@ -13,7 +13,7 @@ from functools import partial
 import typer
 
 from ..goals import parse_bytes, parse_counts, parse_seconds
-from ..planner.errors import InputError
+from ..planner.nouns.errors import InputError
 
 OptionInfo = typer.models.OptionInfo
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..planner.errors import InputError
-from ..planner.layout import Layout
-from ..planner.noun import fingerprint
-from ..planner.plan import SHARDING, Plan
+from ..planner.nouns.errors import InputError
+from ..planner.nouns.layout import Layout
+from ..planner.nouns.noun import fingerprint
+from ..planner.nouns.plan import SHARDING, Plan
 from .background.signals import tell_pacer
 from .capability import CAPABILITY
 from .division import check_ties, divide, divided, split_of, tensor_named

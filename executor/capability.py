@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..planner.capability import Capability
+from ..planner.nouns.capability import Capability
 
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),

@@ -8,10 +8,10 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..planner.errors import InputError
-from ..planner.layout import Layout
-from ..planner.ownership import feature_bounds
-from ..planner.plan import Plan, UnitPlan
+from ..planner.costs.ownership import feature_bounds
+from ..planner.nouns.errors import InputError
+from ..planner.nouns.layout import Layout
+from ..planner.nouns.plan import Plan, UnitPlan
 from ..units.spec import SplitSpec
 from ..units.splits import apply_split, find_splits
 from .layout.boundary import Boundary, keeps_features

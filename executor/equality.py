@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..planner.noun import Count, Noun
+from ..planner.nouns.noun import Count, Noun
 
 DtypeName = Literal["float64", "float32"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..planner.errors import InputError
+from ..planner.nouns.errors import InputError
 from .exchange.lossy import LossyParcel
 from .exchange.priority import PriorityExchange
 from .parallel import run_of

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ..planner.errors import InputError
+from ..planner.nouns.errors import InputError
 from .ranks.control import Gathered, Header
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..planner.errors import InputError
-from ..planner.peak import CLASS_NAMES, Moment
-from ..planner.plan import Plan
+from ..planner.nouns.errors import InputError
+from ..planner.nouns.peak import CLASS_NAMES, Moment
+from ..planner.nouns.plan import Plan
 from ..units.storages import OverBudgetError
 from .exchange.freed import use_of
 from .exchange.pending import bare

@@ -24,8 +24,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..planner.errors import InfeasibleError, InputError, MemoryRunError, RunError
-from ..planner.plan import Plan
+from ..planner.nouns.errors import InfeasibleError, InputError, MemoryRunError, RunError
+from ..planner.nouns.plan import Plan
 from .capability import CAPABILITY
 from .start import cores
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ..planner.errors import InputError
+from ..planner.nouns.errors import InputError
 from ..units.workload import Batch
 from .forward import Weight
 from .parallel import run_of

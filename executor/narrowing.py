@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..planner.errors import InputError
-from ..planner.layout import Layout
-from ..planner.plan import Plan, UnitPlan
+from ..planner.nouns.errors import InputError
+from ..planner.nouns.layout import Layout
+from ..planner.nouns.plan import Plan, UnitPlan
 from ..units.spec import ParameterCut, SplitSpec
 from ..units.splits import apply_split
 from ..units.splits.slicing import forget_accumulator

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..planner.cluster import StepOverhead
-from ..planner.goal import Goal
-from ..planner.layout import Layout, data_parallel
-from ..planner.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan
+from ..planner.nouns.cluster import StepOverhead
+from ..planner.nouns.goal import Goal
+from ..planner.nouns.layout import Layout, data_parallel
+from ..planner.nouns.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan
 from .apply import apply
 from .parallel import run_of
 

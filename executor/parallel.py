@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from ..planner.errors import InputError
+from ..planner.nouns.errors import InputError
 from .exchange.chunks import whole_chunks
 from .exchange.optimizer import gather_optimizer_state, scatter_optimizer_state
 from .layout.state import gather_state

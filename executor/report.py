@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..planner.goal import BACKGROUND_LIMIT
-from ..planner.noun import Bytes, Count, Index, Noun, Seconds, Share, Slowdown, load, save
-from ..planner.plan import Plan, Prediction
+from ..planner.nouns.goal import BACKGROUND_LIMIT
+from ..planner.nouns.noun import Bytes, Count, Index, Noun, Seconds, Share, Slowdown, load, save
+from ..planner.nouns.plan import Plan, Prediction
 from .background.settings import State
 from .parallel import run_of
 from .ranks.steps import after_each_step

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..planner.layout import Layout, data_parallel
-from ..planner.ownership import sample_bounds
-from ..planner.plan import SHARDING, Plan
+from ..planner.costs.ownership import sample_bounds
+from ..planner.nouns.layout import Layout, data_parallel
+from ..planner.nouns.plan import SHARDING, Plan
 from .exchange.buckets import BucketExchange, Entry, Exchange, make_buckets
 from .exchange.lazy import LazySteps
 from .exchange.momentum import Momentum, has_momentum

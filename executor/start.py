@@ -11,7 +11,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..planner.errors import InputError, RunError
+from ..planner.nouns.errors import InputError, RunError
 from .allocator import keep_freed_memory
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

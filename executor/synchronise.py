@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ..planner.errors import RunError
+from ..planner.nouns.errors import RunError
 from .exchange.buckets import Entry, Exchange
 from .forward import Forward
 from .ranks.control import Control, Gathered

@@ -10,9 +10,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from ..planner.goal import Goal
-from ..planner.noun import Bytes, Count, Noun, Seconds
-from ..planner.plan import Plan
+from ..planner.nouns.goal import Goal
+from ..planner.nouns.noun import Bytes, Count, Noun, Seconds
+from ..planner.nouns.plan import Plan
 from ..units.storages import tensors_in
 from ..units.workload import Batch, Workload
 from .apply import apply

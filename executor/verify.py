@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ..planner.compare import policy_words
-from ..planner.errors import InputError
-from ..planner.noun import Count, Noun
-from ..planner.plan import Plan, UnitPlan
+from ..planner.answers.compare import policy_words
+from ..planner.nouns.errors import InputError
+from ..planner.nouns.noun import Count, Noun
+from ..planner.nouns.plan import Plan, UnitPlan
 from ..units.workload import Batch, Workload
 from .apply import apply
 from .equality import LOSS, STATE, Deviation, DtypeName, deviations

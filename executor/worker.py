@@ -85,8 +85,8 @@ def _from_program(error: Exception) -> Exception:
 
 def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
     """Writes why; returns whether the sentence says it all, as those of our own errors do."""
-    from ..planner.errors import MeshwrightError
-    from ..planner.noun import write_whole
+    from ..planner.nouns.errors import MeshwrightError
+    from ..planner.nouns.noun import write_whole
 
     expected = isinstance(error, MeshwrightError)
     message = str(error) or type(error).__name__

@@ -1,24 +1,24 @@
 """Plans how to train a model on a cluster. Pure: no torch, no files beyond JSON, no processes."""
 
-from .capability import EVERYTHING, PLAIN, Capability
-from .cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
-from .compare import Comparison, compare
-from .cost import CostModel
-from .curve import Curve
-from .errors import InfeasibleError, InputError, MeshwrightError, RunError
-from .evaluate import Evaluation, decisions_of, evaluate, evaluation, make_plan
-from .explain import Explanation, explain
-from .goal import Goal
-from .layout import Layout, data_parallel, lattice
-from .noun import decode, encode, fingerprint, load, save
-from .options import Decisions, Option
-from .placement import place
-from .plan import Plan, Prediction, Provenance, UnitPlan
-from .problem import Infeasibility, Problem, Result
-from .profile import EdgeProfile, ModelProfile, ShareProfile, SplitProfile, UnitProfile
+from .answers.compare import Comparison, compare
+from .answers.explain import Explanation, explain
+from .costs.cost import CostModel
+from .costs.placement import place
+from .costs.step import barrier_step, priority_bound, priority_step
+from .evaluation.evaluate import Evaluation, decisions_of, evaluate, evaluation, make_plan
+from .evaluation.problem import Infeasibility, Problem, Result
+from .nouns.capability import EVERYTHING, PLAIN, Capability
+from .nouns.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
+from .nouns.curve import Curve
+from .nouns.errors import InfeasibleError, InputError, MeshwrightError, RunError
+from .nouns.goal import Goal
+from .nouns.layout import Layout, data_parallel, lattice
+from .nouns.noun import decode, encode, fingerprint, load, save
+from .nouns.options import Decisions, Option
+from .nouns.plan import Plan, Prediction, Provenance, UnitPlan
+from .nouns.profile import EdgeProfile, ModelProfile, ShareProfile, SplitProfile, UnitProfile
+from .nouns.tables import profile_of_table
 from .solver import Solver, solve, solvers
-from .step import barrier_step, priority_bound, priority_step
-from .tables import profile_of_table
 
 __all__ = [
     "EVERYTHING",

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from .cluster import Cluster
-from .errors import InputError
-from .noun import Document, schema, write_whole
-from .plan import Plan
-from .profile import ModelProfile
+from .nouns.cluster import Cluster
+from .nouns.errors import InputError
+from .nouns.noun import Document, schema, write_whole
+from .nouns.plan import Plan
+from .nouns.profile import ModelProfile
 
 DOCUMENTS: dict[str, type[Document]] = {
     "plan": Plan,

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from .errors import InputError
-from .pins import no_such_unit, spelled_out
-from .problem import INTEGER_PAIRS, Problem, Result, state_pairs
-from .schedules import by_either, sharding_sparingly
+from .evaluation.problem import INTEGER_PAIRS, Problem, Result, state_pairs
+from .nouns.errors import InputError
+from .nouns.pins import no_such_unit, spelled_out
+from .search.schedules import by_either, sharding_sparingly
 
 PREFERENCE = ("integer", "multipliers", "heuristic")
 """The order in which ``auto`` looks for a solver: the first that is there and that is able."""
@@ -68,10 +68,10 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
     result = _solvers[name]().solve(problem, time_limit_s)
     result = result._replace(reason="; ".join(r for r in (reason, result.reason) if r))
     if problem.capability.branches:
-        from .branches import side_by_side
+        from .search.branches import side_by_side
 
         result = side_by_side(problem, result)
-    from .segmented import quicker_in_segments
+    from .search.segmented import quicker_in_segments
 
     return quicker_in_segments(problem, result, time_limit_s)
 
@@ -114,9 +114,9 @@ def _check(problem: Problem) -> None:
 def _load() -> None:
     """Registers the solvers that come with the planner (late: they load the libraries that they
     solve with)."""
-    from . import heuristic
     from .exact import solve as integer
     from .scale import multipliers
+    from .search import heuristic
 
     register("heuristic", heuristic.Heuristic)
     register("integer", integer.Integer)

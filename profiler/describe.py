@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ..planner.cluster import Cluster, Level, Node
-from ..planner.errors import InputError
+from ..planner.nouns.cluster import Cluster, Level, Node
+from ..planner.nouns.errors import InputError
 from .catalogue import device as catalogued
 
 INTER_LATENCY_US = 30.0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..planner.curve import Curve
+from ..planner.nouns.curve import Curve
 from ..units.spec import UnitSpec
 from ..units.workload import Batch, Workload
 from .footprint import Footprint, measure_footprint

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..planner.capability import degrees
-from ..planner.curve import Curve
-from ..planner.profile import (
+from ..planner.nouns.capability import degrees
+from ..planner.nouns.curve import Curve
+from ..planner.nouns.profile import (
     ModelProfile,
     ShareProfile,
     SplitProfile,

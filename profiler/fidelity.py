@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..planner.profile import FidelityProfile
+from ..planner.nouns.profile import FidelityProfile
 from ..units.workload import Batch, Workload
 
 STEPS = 4

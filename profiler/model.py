@@ -11,9 +11,9 @@ import msgspec
 import torch
 from torch import nn
 
-from ..planner.curve import Curve
-from ..planner.errors import InputError
-from ..planner.profile import (
+from ..planner.nouns.curve import Curve
+from ..planner.nouns.errors import InputError
+from ..planner.nouns.profile import (
     EdgeProfile,
     ModelProfile,
     ParameterProfile,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..planner.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
-from ..planner.errors import InputError
+from ..planner.nouns.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
+from ..planner.nouns.errors import InputError
 from .collect import COLLECTIVES, Group, curves, measure
 from .device import device_name, memory_bytes, software
 from .host_link import host_bytes_per_s

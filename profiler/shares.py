@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ..planner.capability import degrees
-from ..planner.profile import ShareProfile, SplitProfile, UnitProfile
+from ..planner.nouns.capability import degrees
+from ..planner.nouns.profile import ShareProfile, SplitProfile, UnitProfile
 from ..units.replay import Call, run_modules
 from ..units.spec import SplitSpec, UnitSpec
 from ..units.splits import apply_split

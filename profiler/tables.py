@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib import resources
 
-from ..planner.errors import InputError
-from ..planner.profile import ModelProfile
-from ..planner.tables import profile_of_table
+from ..planner.nouns.errors import InputError
+from ..planner.nouns.profile import ModelProfile
+from ..planner.nouns.tables import profile_of_table
 
 _FOLDER = ("data", "deeppool_a100")
 

@@ -9,8 +9,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from ..planner.errors import InputError
-from ..planner.profile import UpdateRate
+from ..planner.nouns.errors import InputError
+from ..planner.nouns.profile import UpdateRate
 from .collect import synchronise
 
 LIMIT_BYTES = 256 * 2**20

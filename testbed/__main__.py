@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 
-from ..planner.errors import MeshwrightError
+from ..planner.nouns.errors import MeshwrightError
 from .bed import BURST_BYTES, Bed
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..planner.errors import InputError, RunError
+from ..planner.nouns.errors import InputError, RunError
 
 BURST_BYTES = 256 * 1024
 """The token bucket's depth. 32 KB lose 40% of the rate; 2 MB beat it after a pause."""

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from meshwright.planner.budget import energy_budget, gpu_seconds_limit, idle_s, lost_energy
-from meshwright.planner.choices import unit_options
-from meshwright.planner.evaluate import limits_bytes
-from meshwright.planner.exact.cases import models
-from meshwright.planner.memory import MemoryModel
-from meshwright.planner.options import ties_agree
-from meshwright.planner.positions import group_samples
-from meshwright.planner.splits import placed
+from meshwright.planner.costs.budget import energy_budget, gpu_seconds_limit, idle_s, lost_energy
+from meshwright.planner.costs.positions import group_samples
+from meshwright.planner.evaluation.choices import unit_options
+from meshwright.planner.evaluation.evaluate import limits_bytes
+from meshwright.planner.evaluation.models import models
+from meshwright.planner.memory.held import MemoryModel
+from meshwright.planner.nouns.options import ties_agree
+from meshwright.planner.search.splits import placed
 
 CHUNK = 40_000
 WHOLE = dict.fromkeys(("column", "pair"), "whole")

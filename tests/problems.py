@@ -4,17 +4,18 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
-from meshwright.planner.budget import single_device_s
-from meshwright.planner.capability import EVERYTHING, Capability
-from meshwright.planner.cost import CostModel
-from meshwright.planner.curve import Curve, proportional
-from meshwright.planner.evaluate import rank_memory
-from meshwright.planner.exact.cases import case, models
-from meshwright.planner.goal import Goal, Pin
-from meshwright.planner.layout import lattice
-from meshwright.planner.objective import value
-from meshwright.planner.problem import Problem
-from meshwright.planner.profile import (
+from meshwright.planner.costs.budget import single_device_s
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.evaluation.evaluate import rank_memory
+from meshwright.planner.evaluation.models import models
+from meshwright.planner.evaluation.objective import value
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.exact.cases import case
+from meshwright.planner.nouns.capability import EVERYTHING, Capability
+from meshwright.planner.nouns.curve import Curve, proportional
+from meshwright.planner.nouns.goal import Goal, Pin
+from meshwright.planner.nouns.layout import lattice
+from meshwright.planner.nouns.profile import (
     CompressionRate,
     EdgeProfile,
     FidelityProfile,
@@ -23,7 +24,7 @@ from meshwright.planner.profile import (
     SplitProfile,
     UpdateRate,
 )
-from meshwright.planner.splits import placed
+from meshwright.planner.search.splits import placed
 
 from tests.brute import best, combinations
 from tests.strategies import chain_profile, cluster, linear

@@ -5,8 +5,11 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 from hypothesis import strategies as st
-from meshwright.planner.capability import EVERYTHING
-from meshwright.planner.cluster import (
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.costs.step import Chain
+from meshwright.planner.evaluation.evaluate import make_plan
+from meshwright.planner.nouns.capability import EVERYTHING
+from meshwright.planner.nouns.cluster import (
     Cluster,
     CollectiveCurve,
     Device,
@@ -14,13 +17,11 @@ from meshwright.planner.cluster import (
     Level,
     Node,
 )
-from meshwright.planner.cost import CostModel
-from meshwright.planner.curve import ZERO, Curve, constant, proportional
-from meshwright.planner.evaluate import make_plan
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import lattice
-from meshwright.planner.options import Option, allowed, ties_agree
-from meshwright.planner.profile import (
+from meshwright.planner.nouns.curve import ZERO, Curve, constant, proportional
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import lattice
+from meshwright.planner.nouns.options import Option, allowed, ties_agree
+from meshwright.planner.nouns.profile import (
     EdgeProfile,
     ModelProfile,
     ParameterProfile,
@@ -29,7 +30,6 @@ from meshwright.planner.profile import (
     UnitProfile,
     UpdateRate,
 )
-from meshwright.planner.step import Chain
 
 WORLDS = (1, 2, 3, 4, 6, 8)
 

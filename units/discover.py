@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..planner.profile import UnitKind
+from ..planner.nouns.profile import UnitKind
 from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, loads_of, pruned
 from .pieces import Piece, pieces_of
 from .replay import Call, capture

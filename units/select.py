@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..planner.profile import UnitKind
+from ..planner.nouns.profile import UnitKind
 from .splits import block_kind
 from .splits.following import BATCH_NORMS, CONVOLUTIONS, may_follow
 from .splits.linear import is_linear

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..planner.layout import Style
-from ..planner.ownership import feature_bounds
-from ..planner.profile import UnitKind
+from ..planner.costs.ownership import feature_bounds
+from ..planner.nouns.layout import Style
+from ..planner.nouns.profile import UnitKind
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ..planner.errors import InputError
+from ..planner.nouns.errors import InputError
 from .preserve import preserved
 from .workload import Batch
 

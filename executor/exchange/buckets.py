@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...planner.layout import Layout
-from ...planner.plan import ExchangePolicy, FeedbackPolicy
+from ...planner.nouns.layout import Layout
+from ...planner.nouns.plan import ExchangePolicy, FeedbackPolicy
 from ..layout.gradients import Members, ShardGradient
 from ..ranks.groups import Group
 from ..ranks.watch import Watch

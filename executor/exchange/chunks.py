@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...planner.errors import InputError
+from ...planner.nouns.errors import InputError
 from ..layout.shards import LocalPart
 from .freed import SAVING, use_of
 from .pending import bare

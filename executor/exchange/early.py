@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...planner.errors import InputError
+from ...planner.nouns.errors import InputError
 from .buckets import Entry
 from .release import ReleasedGradient
 

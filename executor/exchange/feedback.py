@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...planner.errors import InputError
-from ...planner.feedback import AT_ONCE, MIRRORS
-from ...planner.plan import Plan
+from ...planner.costs.feedback import AT_ONCE, MIRRORS
+from ...planner.nouns.errors import InputError
+from ...planner.nouns.plan import Plan
 from .buckets import Entry
 from .momentum import has_momentum
 from .residual import Feedback, Residual, flat_of

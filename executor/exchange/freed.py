@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ...planner.errors import RunError
+from ...planner.nouns.errors import RunError
 from .pending import OUTSIDE, Pending
 
 USE = "_meshwright_use"

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...planner.errors import InputError
-from ...planner.slices import cut
+from ...planner.nouns.errors import InputError
+from ...planner.steps.slices import cut
 from .buckets import Entry
 from .feedback import feedback_of, mirrors
 from .residual import Feedback

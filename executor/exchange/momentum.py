@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ...planner.errors import InputError, RunError
+from ...planner.nouns.errors import InputError, RunError
 
 Groups = list[dict[str, Any]]
 

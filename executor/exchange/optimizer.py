@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...planner.errors import InputError
+from ...planner.nouns.errors import InputError
 from ..layout.shards import Shard
 from ..ranks.watch import Watch
 from .sharing import Sharing, whole_state

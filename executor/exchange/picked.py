@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.slices import Cut
+from ...planner.steps.slices import Cut
 from ..ranks.carried import handed
 from ..ranks.watch import Watch
 from .buckets import Entry

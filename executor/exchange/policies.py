@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ...planner.plan import ExchangePolicy
+from ...planner.nouns.plan import ExchangePolicy
 from ..ranks.control import Control
 from .dropping import DroppedParcel, Dropping
 from .fully_sharded import FullyShardedParcel

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...planner.errors import RunError
+from ...planner.nouns.errors import RunError
 from ..ranks.control import Control
 from ..ranks.groups import Group
 from ..ranks.watch import Watch

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...planner.errors import InputError
-from ...planner.order import Turn
+from ...planner.nouns.errors import InputError
+from ...planner.steps.order import Turn
 from .buckets import Entry
 from .slices import Parcel
 from .waiting import VALUELESS, stand_in

@@ -16,8 +16,8 @@ from statistics import median
 
 import torch
 
-from ...planner.order import Load, Turn, send_order
-from ...planner.plan import Plan
+from ...planner.nouns.plan import Plan
+from ...planner.steps.order import Load, Turn, send_order
 from ..ranks.control import Control, Gathered
 from .release import placed
 from .slices import Parcel

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...planner.plan import SHARDING
-from ...planner.slices import Cut
+from ...planner.nouns.plan import SHARDING
+from ...planner.steps.slices import Cut
 from ..layout.gradients import Members
 from ..ranks.carried import handed
 from ..ranks.groups import World

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...planner.errors import InputError
+from ...planner.nouns.errors import InputError
 from .fully_sharded import FullyShardedParcel
 from .optimizer import ELEMENTWISE
 from .pending import resume, suspend

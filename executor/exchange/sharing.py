@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.errors import RunError
+from ...planner.nouns.errors import RunError
 from ..layout.gradients import Members, ShardGradient
 from ..ranks.carried import handed, let_go
 from ..ranks.control import digest

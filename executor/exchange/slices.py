@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.plan import SHARDING, ExchangePolicy
-from ...planner.slices import Cut, cut, grouped
+from ...planner.nouns.plan import SHARDING, ExchangePolicy
+from ...planner.steps.slices import Cut, cut, grouped
 from ..ranks.aside import leave_behind
 from ..ranks.carried import handed, let_go
 from ..ranks.watch import Watch

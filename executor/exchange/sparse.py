@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...planner.errors import RunError
+from ...planner.nouns.errors import RunError
 from ..layout.gradients import ShardGradient
 from .buckets import Entry
 from .feedback import mirrors

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...planner.slices import cut
+from ...planner.steps.slices import cut
 from .buckets import Entry
 from .feedback import folds, mirrors
 from .lossy import LossyParcel, like

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ...planner.ownership import Form, Held
-from ...planner.plan import UnitPlan
+from ...planner.costs.ownership import Form, Held
+from ...planner.nouns.plan import UnitPlan
 from ...units.spec import SplitSpec
 from .brought import Brought, Taking
 from .bursts import Bursts, want

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...planner.ownership import Held
+from ...planner.costs.ownership import Held
 from .held import HeldTensor
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ...planner.errors import RunError
-from ...planner.ownership import Form, box, entry, exit_, sample_bounds
-from ...planner.plan import UnitPlan
+from ...planner.costs.ownership import Form, box, entry, exit_, sample_bounds
+from ...planner.nouns.errors import RunError
+from ...planner.nouns.plan import UnitPlan
 from ...units.spec import SplitSpec
 from .bursts import Bursts, Want, want
 from .held import HeldTensor

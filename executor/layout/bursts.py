@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.layout import Layout
-from ...planner.ownership import Box, Form, Held, box, home, transfers
-from ...planner.plan import UnitPlan
+from ...planner.costs.ownership import Box, Form, Held, box, home, transfers
+from ...planner.nouns.layout import Layout
+from ...planner.nouns.plan import UnitPlan
 from ...units.spec import SplitSpec
 from ..ranks.groups import Group, World
 from ..ranks.watch import Watch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ...planner.ownership import Held
+from ...planner.costs.ownership import Held
 
 
 class HeldTensor(Tensor):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from ...planner.layout import Style
+from ...planner.nouns.layout import Style
 from ..ranks.groups import Place
 from .shards import Shard, by_name
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.errors import RunError
-from ...planner.layout import Layout, data_parallel
-from ...planner.ownership import Box, Form, Held, box, transfers
+from ...planner.costs.ownership import Box, Form, Held, box, transfers
+from ...planner.nouns.errors import RunError
+from ...planner.nouns.layout import Layout, data_parallel
 from ..ranks.carried import handed, let_go
 from ..ranks.groups import Group
 from ..ranks.watch import Watch

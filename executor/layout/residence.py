@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...planner.errors import InputError
-from ...planner.layout import Layout
+from ...planner.nouns.errors import InputError
+from ...planner.nouns.layout import Layout
 from ..ranks.groups import World
 from ..ranks.watch import Watch
 from .shards import LocalShard, Shard

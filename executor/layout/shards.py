@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as DTensorShard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ...planner.errors import InputError
+from ...planner.nouns.errors import InputError
 from ...units.spec import ParameterCut
 from ...units.splits import join_parameter, slice_parameter
 from ..ranks.groups import Group

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ...planner.errors import InfeasibleError, InputError, RunError
+from ...planner.nouns.errors import InfeasibleError, InputError, RunError
 
 Answer = TypeVar("Answer")
 _ERRORS = (InputError, InfeasibleError, RunError)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.errors import InputError, RunError
+from ...planner.nouns.errors import InputError, RunError
 from .groups import World
 from .watch import Watch
 

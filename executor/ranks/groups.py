@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ...planner.layout import Layout
+from ...planner.nouns.layout import Layout
 from .threads import computing_first
 
 Place = int | Layout

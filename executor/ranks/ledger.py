@@ -19,7 +19,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from ...planner.errors import InputError, RunError
+from ...planner.nouns.errors import InputError, RunError
 from .groups import Group
 from .pulse import REACH_S, Pulse, within
 

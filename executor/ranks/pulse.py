@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from ...planner.errors import RunError
+from ...planner.nouns.errors import RunError
 from .aside import start_aside
 
 BEAT_S = 0.5

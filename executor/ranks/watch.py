@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ...planner.errors import InputError, RunError
+from ...planner.nouns.errors import InputError, RunError
 from .groups import Group
 from .ledger import Ledger, debugging
 from .places import ENDED, TIMEOUT_VARIABLE, is_present, where_all_are

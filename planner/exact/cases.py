@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..answer import choice
-from ..choices import unit_options
-from ..cost import CostModel
-from ..problem import Problem
+from ..costs.cost import CostModel
+from ..evaluation.answer import choice
+from ..evaluation.choices import unit_options
+from ..evaluation.problem import Problem
 from .classes import memory_classes
 from .integer import Program
 from .ledger import Ledger
@@ -31,24 +30,6 @@ class Case(NamedTuple):
         the limits are those of another model's goal."""
         classes = memory_classes(self.ledger, limits_of or self.model)
         return Program(self.ledger, classes, problem.schedule, self.time_unit_s, excess=excess)
-
-
-def models(problem: Problem) -> Iterator[CostModel]:
-    """A cost model for each number of micro-batches and each slice size."""
-    batch, world = problem.goal.batch, problem.cluster.world_size
-    for times in sorted(set(problem.goal.micro_batches)):
-        if times > 1 and (batch < times * world or not problem.capability.micro_batches):
-            continue
-        for size in problem.slice_bytes:
-            yield CostModel(
-                problem.profile,
-                problem.cluster,
-                problem.goal,
-                times,
-                problem.placement,
-                size,
-                problem.schedule == "priority",
-            )
 
 
 def case(problem: Problem, model: CostModel) -> Case:

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cost import CostModel
-from ..evaluate import limits_bytes
-from ..layout import Layout
-from ..positions import group_samples
-from ..rows import AT, OWN_BYTES, Matrix
-from ..step import Vector
+from ..costs.cost import CostModel
+from ..costs.positions import group_samples
+from ..costs.step import Vector
+from ..evaluation.evaluate import limits_bytes
+from ..memory.rows import AT, OWN_BYTES, Matrix
+from ..nouns.layout import Layout
 from .ledger import Ledger
 
 

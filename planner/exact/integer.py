@@ -48,11 +48,11 @@ from collections.abc import Sequence
 
 import pulp
 
-from ..budget import energy_budget, gpu_seconds_limit, lost_energy
-from ..options import Option
-from ..rows import AT, rows
-from ..schedule import ScheduleName
-from ..step import LINKS, Vector
+from ..costs.budget import energy_budget, gpu_seconds_limit, lost_energy
+from ..costs.step import LINKS, Vector
+from ..memory.rows import AT, rows
+from ..nouns.options import Option
+from ..steps.schedule import ScheduleName
 from .classes import MemoryClass
 from .ledger import Ledger
 from .linear import Terms, summed

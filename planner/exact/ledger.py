@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..budget import idle_s
-from ..cost import CostModel
-from ..layout import Layout, Style
-from ..memory import MemoryModel
-from ..options import Decisions, Option
-from ..ownership import entry, exit_
-from ..rows import AT, ENTRY, FIGURES, OWN_BYTES, RECEIVED, Matrix
-from ..step import LINKS, Vector
-from ..taking import taking
+from ..costs.budget import idle_s
+from ..costs.cost import CostModel
+from ..costs.ownership import entry, exit_
+from ..costs.step import LINKS, Vector
+from ..costs.taking import taking
+from ..memory.held import MemoryModel
+from ..memory.rows import AT, ENTRY, FIGURES, OWN_BYTES, RECEIVED, Matrix
+from ..nouns.layout import Layout, Style
+from ..nouns.options import Decisions, Option
 
 State = tuple[Layout, Style]
 EDGE_FIGURES: tuple[int, ...] = (*ENTRY, RECEIVED)

@@ -14,15 +14,16 @@ from dataclasses import replace
 
 import pulp
 
-from ..answer import Choice, DisagreementError, answer, choice
-from ..choices import all_may_have
-from ..cost import CostModel
-from ..evaluate import evaluation
-from ..problem import Problem, Result
-from ..segmented import fitting_in_segments, less_in_segments
-from ..splits import placed, search
+from ..costs.cost import CostModel
+from ..evaluation.answer import Choice, DisagreementError, answer, choice
+from ..evaluation.choices import all_may_have
+from ..evaluation.evaluate import evaluation
+from ..evaluation.models import models
+from ..evaluation.problem import Problem, Result
+from ..search.segmented import fitting_in_segments, less_in_segments
+from ..search.splits import placed, search
 from .backend import Backend, Interruption, Solved, run
-from .cases import Case, case, models
+from .cases import Case, case
 from .integer import Program
 from .unfit import explain_proved
 

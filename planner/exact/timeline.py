@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import pulp
 
-from ..layout import Layout
-from ..rows import AT, Matrix, Rows
+from ..memory.rows import AT, Matrix, Rows
+from ..nouns.layout import Layout
 from .classes import MemoryClass
 from .linear import Terms, summed
 from .variables import Variables

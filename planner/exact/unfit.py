@@ -14,18 +14,26 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..answer import Choice, choice
-from ..choices import unit_options
-from ..cost import CostModel
-from ..enlarge import more_ranks
-from ..evaluate import excess, rank_memory
-from ..fitting import fits_in_segments
-from ..objective import Value, value
-from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
-from ..remedies import higher, higher_unit_limit, more_memory, needed
-from ..standing import least_standing, never_fits
+from ..costs.cost import CostModel
+from ..evaluation.answer import Choice, choice
+from ..evaluation.choices import unit_options
+from ..evaluation.evaluate import excess, rank_memory
+from ..evaluation.models import models
+from ..evaluation.objective import Value, value
+from ..evaluation.problem import (
+    INTEGER_PAIRS,
+    Enlargement,
+    Infeasibility,
+    Problem,
+    Relaxation,
+    state_pairs,
+)
+from ..search.enlarge import more_ranks
+from ..search.fitting import fits_in_segments
+from ..search.remedies import higher, higher_unit_limit, more_memory, needed
+from ..search.standing import least_standing, never_fits
 from .backend import Interruption, Solved, run
-from .cases import Case, case, models
+from .cases import Case, case
 from .integer import Program
 
 EFFORT_S = 20.0

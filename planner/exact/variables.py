@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import pulp
 
-from ..rows import RECEIVED, Matrix
-from ..step import Vector
+from ..costs.step import Vector
+from ..memory.rows import RECEIVED, Matrix
 from .ledger import EDGE_FIGURES, Ledger
 from .linear import Linear, Terms, summed
 

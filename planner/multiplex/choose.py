@@ -23,22 +23,22 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..budget import unit_s
-from ..bursts import LIMITS, greedy
-from ..cost import BUCKET_BYTES, CostModel
-from ..errors import InputError
-from ..evaluate import evaluation
-from ..layout import Layout
-from ..memory import MemoryModel
-from ..objective import over_bytes
-from ..options import Decisions, Option
-from ..plan import ScheduleName
-from ..problem import Problem, Result
-from ..schedule import bucketed_s
-from ..search import Point, Space
+from ..costs.budget import unit_s
+from ..costs.cost import BUCKET_BYTES, CostModel
+from ..costs.step import barrier_step, priority_step
+from ..evaluation.evaluate import evaluation
+from ..evaluation.objective import over_bytes
+from ..evaluation.problem import Problem, Result
+from ..memory.held import MemoryModel
+from ..nouns.errors import InputError
+from ..nouns.layout import Layout
+from ..nouns.options import Decisions, Option
+from ..nouns.plan import ScheduleName
+from ..search.bursts import LIMITS, greedy
+from ..search.space import Point, Space
+from ..search.splits import placed
 from ..solver import solve
-from ..splits import placed
-from ..step import barrier_step, priority_step
+from ..steps.schedule import bucketed_s
 from .gaps import share_beside
 from .jobs import Assumptions, Background, model_beside, slowed
 from .narrow import narrowed, worth

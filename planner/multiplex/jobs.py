@@ -10,15 +10,15 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from ..cluster import Cluster, Device, Node
-from ..cost import CostModel
-from ..errors import InputError
-from ..evaluate import evaluate
-from ..goal import Goal
-from ..noun import Noun, Positive, Seconds, Share
-from ..options import Decisions
-from ..plan import Plan, ScheduleName
-from ..profile import ModelProfile
+from ..costs.cost import CostModel
+from ..evaluation.evaluate import evaluate
+from ..nouns.cluster import Cluster, Device, Node
+from ..nouns.errors import InputError
+from ..nouns.goal import Goal
+from ..nouns.noun import Noun, Positive, Seconds, Share
+from ..nouns.options import Decisions
+from ..nouns.plan import Plan, ScheduleName
+from ..nouns.profile import ModelProfile
 from .timeline import StepTimelines, timelines
 
 Slowdown = Annotated[float, msgspec.Meta(ge=1)]

@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..budget import unit_s
-from ..capability import Capability
-from ..cost import CostModel
-from ..layout import Layout
-from ..memory import MemoryModel
-from ..options import Decisions, Option, allowed
-from ..plan import ScheduleName
-from ..search import Point, Space
+from ..costs.budget import unit_s
+from ..costs.cost import CostModel
+from ..memory.held import MemoryModel
+from ..nouns.capability import Capability
+from ..nouns.layout import Layout
+from ..nouns.options import Decisions, Option, allowed
+from ..nouns.plan import ScheduleName
+from ..search.space import Point, Space
 
 RUNS = (1, 2, 4, 8, 16)
 """Lengths of runs of units that change together."""

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..cost import CostModel
-from ..evaluate import rank_memory
-from ..lanes import simulate_lanes
-from ..options import Decisions, Option
-from ..parcels import step_of
-from ..plan import ScheduleName
-from ..positions import PositionClass, position_classes
-from ..schedule import COMPUTE
-from ..shares import backward_s, busiest_samples, forward_s
-from ..simulate import Span, simulate
+from ..costs.cost import CostModel
+from ..costs.positions import PositionClass, position_classes
+from ..costs.shares import backward_s, busiest_samples, forward_s
+from ..evaluation.evaluate import rank_memory
+from ..nouns.options import Decisions, Option
+from ..nouns.plan import ScheduleName
+from ..steps.lanes import simulate_lanes
+from ..steps.parcels import step_of
+from ..steps.schedule import COMPUTE
+from ..steps.simulate import Span, simulate
 
 STEADY = 5
 """Steps that are simulated under priority; the last but one is told, so that what it sends late is

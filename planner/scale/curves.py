@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..curve import Curve
-from ..layout import Layout, Style
-from ..profile import ShareProfile, UnitProfile
-from ..shares import Quantity
+from ..costs.shares import Quantity
+from ..nouns.curve import Curve
+from ..nouns.layout import Layout, Style
+from ..nouns.profile import ShareProfile, UnitProfile
 
 Reals = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]

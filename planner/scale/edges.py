@@ -7,13 +7,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..collectives import Fabric
-from ..cost import CostModel
-from ..layout import Layout, Style
-from ..ownership import Held, entry, exit_
-from ..rows import ENTRY
-from ..step import LINKS
-from .flows import Flows, Reals, flow_seconds, flows
+from ..costs.collectives import Fabric
+from ..costs.cost import CostModel
+from ..costs.flows import Flows, Reals, flow_seconds, flows
+from ..costs.ownership import Held, entry, exit_
+from ..costs.step import LINKS
+from ..memory.rows import ENTRY
+from ..nouns.layout import Layout, Style
 
 State = tuple[Layout, Style]
 Sizes = tuple[float, float, int]

@@ -7,15 +7,15 @@ from functools import cached_property
 
 import numpy as np
 
-from ..choices import STYLES
-from ..layout import Layout
-from ..memory import MemoryModel
-from ..options import Option, allowed
-from ..positions import group_samples
-from ..rows import AT, FIGURES
-from ..search import Space
-from ..shares import busiest_samples
-from ..step import LINKS
+from ..costs.positions import group_samples
+from ..costs.shares import busiest_samples
+from ..costs.step import LINKS
+from ..evaluation.choices import STYLES
+from ..memory.held import MemoryModel
+from ..memory.rows import AT, FIGURES
+from ..nouns.layout import Layout
+from ..nouns.options import Option, allowed
+from ..search.space import Space
 from .curves import Reader
 from .tables import Block, Policy, Reals, State
 

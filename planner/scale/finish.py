@@ -21,8 +21,18 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse import coo_array, csr_array, vstack
 
-from ..rows import ALWAYS, AT, ENTRY, LOST, LOST_FIGURE, RECEIVED, SLICES, Matrix, slice_waits
-from ..step import Vector
+from ..costs.step import Vector
+from ..memory.rows import (
+    ALWAYS,
+    AT,
+    ENTRY,
+    LOST,
+    LOST_FIGURE,
+    RECEIVED,
+    SLICES,
+    Matrix,
+    slice_waits,
+)
 from .limits import INFINITE
 from .program import Program
 from .rounding import IDLE, Rounding, Standing

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..rows import ALWAYS, AT, ENTRY, LOST_FIGURE, RECEIVED, Matrix, Rows, prices
-from ..step import Vector
+from ..costs.step import Vector
+from ..memory.rows import ALWAYS, AT, ENTRY, LOST_FIGURE, RECEIVED, Matrix, Rows, prices
 from .dynamic import Order, minimise, order_of
 from .finish import Finish
 from .limits import Limits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..rows import LOST, Values
+from ..memory.rows import LOST, Values
 
 INFINITE = float("inf")
 ROUNDING = 5e-10

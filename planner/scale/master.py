@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
 
-from ..rows import ALWAYS, LOST, UPDATE, Matrix, Values
-from ..step import Vector
+from ..costs.step import Vector
+from ..memory.rows import ALWAYS, LOST, UPDATE, Matrix, Values
 from .limits import INFINITE, Limits
 
 Mask = npt.NDArray[np.bool_]

@@ -14,9 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ..cost import CostModel
-from ..ownership import Held, entry, exit_
-from ..taking import Taking, load_of, taking
+from ..costs.cost import CostModel
+from ..costs.ownership import Held, entry, exit_
+from ..costs.taking import Taking, load_of, taking
 from .tables import EdgeTable, Reals, State
 
 

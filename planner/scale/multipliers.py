@@ -11,21 +11,21 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ..answer import Choice, answer, choice
-from ..budget import energy_budget, gpu_seconds_limit, within_unit_limit
-from ..bursts import LIMITS, greedy
-from ..cost import CostModel
-from ..evaluate import limits_bytes
-from ..exact.cases import models
+from ..costs.budget import energy_budget, gpu_seconds_limit, within_unit_limit
+from ..costs.cost import CostModel
+from ..evaluation.answer import Choice, answer, choice
+from ..evaluation.evaluate import limits_bytes
+from ..evaluation.models import models
+from ..evaluation.problem import INTEGER_PAIRS, Problem, Result, state_pairs
 from ..exact.solve import Integer
-from ..memory import MemoryModel
-from ..options import Decisions
-from ..problem import INTEGER_PAIRS, Problem, Result, state_pairs
-from ..rows import AT, Rows, bucket_share, rows
-from ..search import Space
-from ..segmented import fitting_in_segments, less_in_segments
-from ..splits import placed
-from ..splits import search as heuristic_search
+from ..memory.held import MemoryModel
+from ..memory.rows import AT, Rows, bucket_share, rows
+from ..nouns.options import Decisions
+from ..search.bursts import LIMITS, greedy
+from ..search.segmented import fitting_in_segments, less_in_segments
+from ..search.space import Space
+from ..search.splits import placed
+from ..search.splits import search as heuristic_search
 from .lagrange import Lagrangian, Search
 from .limits import INFINITE, Limits
 from .refusal import TIGHTEN_S, Lean, key_of, lean, limit_of, tightened, why_nothing

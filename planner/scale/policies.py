@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..budget import energy_budget
-from ..choices import may_gather
-from ..cost import CostModel
-from ..feedback import feedbacks
-from ..gathering import neighbours
-from ..options import Option
-from ..plan import SHARDING, FeedbackPolicy
-from ..rows import AT, FIGURES
-from ..shares import saved_bytes
-from ..step import LINKS
+from ..costs.budget import energy_budget
+from ..costs.cost import CostModel
+from ..costs.feedback import feedbacks
+from ..costs.gathering import neighbours
+from ..costs.shares import saved_bytes
+from ..costs.step import LINKS
+from ..evaluation.choices import may_gather
+from ..memory.rows import AT, FIGURES
+from ..nouns.options import Option
+from ..nouns.plan import SHARDING, FeedbackPolicy
 from .figures import Figures
 from .tables import Block, Policy, Reals, State
 

@@ -12,7 +12,7 @@ import highspy
 import numpy as np
 from scipy.sparse import csr_array
 
-from ..step import Vector
+from ..costs.step import Vector
 
 
 class Program(NamedTuple):

@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..answer import Choice
-from ..choices import all_may_have
-from ..cost import CostModel
-from ..enlarge import more_ranks
-from ..exact.cases import models
+from ..costs.cost import CostModel
+from ..evaluation.answer import Choice
+from ..evaluation.choices import all_may_have
+from ..evaluation.models import models
+from ..evaluation.problem import Infeasibility, Problem, Relaxation
 from ..exact.unfit import DEVICE_LIMITS, explain_unproved, explain_with
-from ..infeasible import explain_infeasible
-from ..options import Decisions
-from ..problem import Infeasibility, Problem, Relaxation
-from ..remedies import (
+from ..nouns.options import Decisions
+from ..search.enlarge import more_ranks
+from ..search.infeasible import explain_infeasible
+from ..search.remedies import (
     LIFTED,
     alone_s,
     higher,
@@ -34,8 +34,8 @@ from ..remedies import (
     rounded_up,
     with_limit,
 )
-from ..splits import feasible
-from ..splits import search as heuristic_search
+from ..search.splits import feasible
+from ..search.splits import search as heuristic_search
 
 STEP = 0.02
 """To such a share the least that is found is looked for where nothing is proved."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..rows import (
+from ..memory.rows import (
     AT,
     BESIDE,
     ENTRY,

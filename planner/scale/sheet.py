@@ -15,11 +15,11 @@ from functools import cached_property
 
 import numpy as np
 
-from ..choices import unit_options
-from ..memory import MemoryModel
-from ..options import Decisions, Option, ties_agree
-from ..rows import ENTRY, FIGURES, RECEIVED, Matrix, write_beside
-from ..search import Space
+from ..evaluation.choices import unit_options
+from ..memory.held import MemoryModel
+from ..memory.rows import ENTRY, FIGURES, RECEIVED, Matrix, write_beside
+from ..nouns.options import Decisions, Option, ties_agree
+from ..search.space import Space
 from .edges import EdgeFigures
 from .figures import Figures
 from .moves import Moves

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..layout import Layout, Style
-from ..options import Option
-from ..rows import FIGURES, LOST_FIGURE
+from ..memory.rows import FIGURES, LOST_FIGURE
+from ..nouns.layout import Layout, Style
+from ..nouns.options import Option
 
 State = tuple[Layout, Style]
 Numbers = npt.NDArray[np.int64]

@@ -9,8 +9,8 @@ import msgspec
 from burst_models import MODELS, build
 from burst_trials import Counts, Trial
 from hypothesis import strategies as st
-from meshwright.planner.layout import Layout, Style
-from meshwright.planner.plan import ExchangePolicy, Plan, UnitPlan
+from meshwright.planner.nouns.layout import Layout, Style
+from meshwright.planner.nouns.plan import ExchangePolicy, Plan, UnitPlan
 from meshwright.units.spec import UnitSpec
 from plans import SCHEDULES, plan, scheduled
 

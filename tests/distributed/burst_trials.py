@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 import torch
 from burst_models import DtypeName
-from meshwright.planner.plan import Plan
+from meshwright.planner.nouns.plan import Plan
 from meshwright.units.workload import Batch
 
 Counts = tuple[int, ...]

@@ -14,7 +14,7 @@ from meshwright.executor.apply import apply
 from meshwright.executor.equality import LOSS, STATE, Yardstick
 from meshwright.executor.micro import micro_batches
 from meshwright.executor.parallel import full_optimizer_state_dict, full_state_dict, run_of
-from meshwright.planner.wire import Carried, exchanged_bytes, moved_bytes
+from meshwright.planner.costs.wire import Carried, exchanged_bytes, moved_bytes
 from meshwright.units.discover import Discovery
 from meshwright.units.workload import Batch
 from reference import assert_equal, furthest, optimizer_of, twin, whole_gradients, whole_loss

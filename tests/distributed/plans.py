@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from meshwright.executor.layout.shards import aliases
-from meshwright.planner.goal import BatchStatistics, Goal
-from meshwright.planner.layout import Layout, Style
-from meshwright.planner.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan
+from meshwright.planner.nouns.goal import BatchStatistics, Goal
+from meshwright.planner.nouns.layout import Layout, Style
+from meshwright.planner.nouns.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan
 from meshwright.units.discover import Discovery
 from meshwright.units.spec import SplitSpec, UnitSpec
 from torch import nn

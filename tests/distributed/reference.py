@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.parallel import full_state_dict, run_of
-from meshwright.planner.plan import Plan
+from meshwright.planner.nouns.plan import Plan
 from meshwright.units.workload import Batch
 from torch import Tensor, nn
 

@@ -16,10 +16,10 @@ from meshwright.executor.apply import apply
 from meshwright.executor.background.job import beside
 from meshwright.executor.background.messages import VARIABLE, Kind, unpacked
 from meshwright.executor.background.settings import Settings
-from meshwright.planner.errors import InputError
-from meshwright.planner.layout import Layout
-from meshwright.planner.noun import save
-from meshwright.planner.plan import UnitPlan
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.nouns.noun import save
+from meshwright.planner.nouns.plan import UnitPlan
 from plans import NOTHING, scheduled
 from plans import plan as plan_by_hand
 

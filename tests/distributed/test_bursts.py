@@ -18,9 +18,9 @@ from meshwright.executor.apply import apply
 from meshwright.executor.exchange.schedule import FIRST
 from meshwright.executor.layout.shards import LocalShard
 from meshwright.executor.parallel import full_state_dict, run_of
-from meshwright.planner.errors import InputError
-from meshwright.planner.layout import Layout
-from meshwright.planner.plan import UnitPlan
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.nouns.plan import UnitPlan
 from plans import plan, scheduled
 from reference import twin, whole_gradients
 from torch import Tensor, nn

@@ -12,8 +12,8 @@ from meshwright import models
 from meshwright.executor.apply import apply
 from meshwright.executor.exchange.pending import Pending
 from meshwright.executor.parallel import run_of
-from meshwright.planner.plan import SHARDING, ExchangePolicy, Plan
-from meshwright.planner.variants import with_exchange
+from meshwright.planner.answers.variants import with_exchange
+from meshwright.planner.nouns.plan import SHARDING, ExchangePolicy, Plan
 from meshwright.units.discover import Discovery, discover
 from meshwright.units.spec import UnitSpec
 from meshwright.units.workload import Batch, Workload

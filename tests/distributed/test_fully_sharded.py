@@ -17,8 +17,8 @@ from meshwright.executor.exchange.chunks import LocalChunk
 from meshwright.executor.exchange.fully_sharded import FullyShardedParcel
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import full_state_dict, run_of
-from meshwright.planner.errors import InputError, RunError
-from meshwright.planner.variants import with_exchange
+from meshwright.planner.answers.variants import with_exchange
+from meshwright.planner.nouns.errors import InputError, RunError
 from plans import plan, unit
 from reference import twin
 from test_equality import BLOCKS, Case, equals_one_process

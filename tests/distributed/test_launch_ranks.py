@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from meshwright.planner.cluster import Cluster, Device, Level, Node
-from meshwright.planner.evaluate import make_plan
-from meshwright.planner.goal import Goal
-from meshwright.planner.noun import save
+from meshwright.planner.evaluation.evaluate import make_plan
+from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.noun import save
 from meshwright.profiler.tables import load_table
 
 from tests.processes import alive, wait_until

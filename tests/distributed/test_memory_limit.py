@@ -19,16 +19,16 @@ from meshwright.executor.ranks.agreement import rank_zero_decides
 from meshwright.executor.train import optimizer_for, run_steps, train_step
 from meshwright.models.gpt import GPT, Shape
 from meshwright.models.text import next_symbol_workload
-from meshwright.planner.capability import Capability
-from meshwright.planner.cost import CostModel
-from meshwright.planner.errors import InputError
-from meshwright.planner.evaluate import evaluate, rank_memory
-from meshwright.planner.goal import Goal
-from meshwright.planner.options import Decisions
-from meshwright.planner.plan import Plan
-from meshwright.planner.problem import Problem
-from meshwright.planner.profile import ModelProfile
-from meshwright.planner.recomputing import Recomputing
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.evaluation.evaluate import evaluate, rank_memory
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.capability import Capability
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.options import Decisions
+from meshwright.planner.nouns.plan import Plan
+from meshwright.planner.nouns.profile import ModelProfile
+from meshwright.planner.search.recomputing import Recomputing
 from meshwright.planner.solver import solve
 from meshwright.profiler.model import profile
 from meshwright.units.discover import discover

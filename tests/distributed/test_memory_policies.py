@@ -21,8 +21,8 @@ from meshwright.executor.memory import host as hosts
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import run_of
 from meshwright.models.gpt import GPT, Shape
-from meshwright.planner.errors import InputError
-from meshwright.planner.plan import Plan, UnitPlan
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.plan import Plan, UnitPlan
 from meshwright.units.discover import discover
 from meshwright.units.workload import Batch
 from plans import by_columns_and_rows, plan, plan_for, scheduled, unit

@@ -16,8 +16,8 @@ from meshwright.executor.exchange.residual import Lossy
 from meshwright.executor.exchange_state import exchange_state_dict, load_exchange_state_dict
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import run_of
-from meshwright.planner.errors import InputError
-from meshwright.planner.plan import FeedbackPolicy
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.plan import FeedbackPolicy
 from test_dropped import resumes, unused_on_some_ranks
 from test_picked import OPTIMIZERS
 from torch import Tensor, nn

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from meshwright import api
 from meshwright.goals import make_goal
-from meshwright.planner.noun import load, save
-from meshwright.planner.plan import Plan
+from meshwright.planner.nouns.noun import load, save
+from meshwright.planner.nouns.plan import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
 

@@ -12,14 +12,14 @@ from meshwright import models
 from meshwright.executor.apply import apply
 from meshwright.executor.exchange.picked import PickedSlice
 from meshwright.executor.parallel import run_of
-from meshwright.planner.cost import CostModel
-from meshwright.planner.evaluate import make_plan
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import Layout
-from meshwright.planner.options import Decisions, Option
-from meshwright.planner.parcels import parcel_messages, parcels
-from meshwright.planner.plan import Plan
-from meshwright.planner.profile import ModelProfile
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.evaluation.evaluate import make_plan
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.nouns.options import Decisions, Option
+from meshwright.planner.nouns.plan import Plan
+from meshwright.planner.nouns.profile import ModelProfile
+from meshwright.planner.steps.parcels import parcel_messages, parcels
 from meshwright.profiler.describe import describe_cluster
 from meshwright.profiler.estimate import estimate
 

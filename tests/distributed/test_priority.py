@@ -18,7 +18,7 @@ from meshwright.executor.apply import apply
 from meshwright.executor.exchange.pending import Pending
 from meshwright.executor.exchange.waiting import WaitingGradient
 from meshwright.executor.parallel import run_of
-from meshwright.planner.slices import cut
+from meshwright.planner.steps.slices import cut
 from meshwright.profiler.device import memory_bytes
 from meshwright.units.discover import discover
 from plans import plan, plan_for, scheduled, unit

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from harness import Ranks
 from meshwright.executor.overhead import measure_overhead, measure_priority_overhead
-from meshwright.planner.cluster import Cluster, StepOverhead
-from meshwright.planner.errors import InputError
-from meshwright.planner.noun import decode, encode
+from meshwright.planner.nouns.cluster import Cluster, StepOverhead
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.noun import decode, encode
 from meshwright.profiler.collect import COLLECTIVES, Group, curves, measure
 from meshwright.profiler.probe import probe
 

@@ -24,9 +24,9 @@ from meshwright.executor.parallel import (
     load_full_optimizer_state_dict,
     run_of,
 )
-from meshwright.planner.errors import InputError
-from meshwright.planner.plan import ExchangePolicy, Plan
-from meshwright.planner.variants import with_exchange
+from meshwright.planner.answers.variants import with_exchange
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.plan import ExchangePolicy, Plan
 from plans import plan, unit
 from reference import twin
 from torch import Tensor, nn

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from meshwright.models.gpt import MLP, Attention
-from meshwright.planner.plan import UnitPlan
+from meshwright.planner.nouns.plan import UnitPlan
 from meshwright.units.workload import Batch
 from plans import SCHEDULES, plan, scheduled, unit
 from reference import assert_equal, train_alone, train_together, twin

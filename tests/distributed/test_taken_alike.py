@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.parallel import full_state_dict, run_of
-from meshwright.planner.wire import moved_bytes
+from meshwright.planner.costs.wire import moved_bytes
 from meshwright.units.discover import discover
 from meshwright.units.workload import Batch
 from plans import plan_for

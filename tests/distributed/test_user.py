@@ -23,7 +23,7 @@ from meshwright.executor.parallel import (
     loss_weight,
 )
 from meshwright.models.gpt import Attention
-from meshwright.planner.errors import InputError
+from meshwright.planner.nouns.errors import InputError
 from meshwright.units.workload import Batch
 from plans import plan, scheduled, unit
 from reference import twin

@@ -16,9 +16,9 @@ from meshwright.executor import verify as verification
 from meshwright.executor.equality import LOSS, STATE, Yardstick, deviations
 from meshwright.executor.verify import verify_on_ranks
 from meshwright.models import build
-from meshwright.planner.layout import Layout
-from meshwright.planner.noun import save
-from meshwright.planner.plan import Plan, UnitPlan
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.nouns.noun import save
+from meshwright.planner.nouns.plan import Plan, UnitPlan
 from meshwright.units.discover import discover
 from plans import plan as plan_by_hand
 from torch import nn

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from meshwright.planner.errors import InputError, RunError
+from meshwright.planner.nouns.errors import InputError, RunError
 from meshwright.testbed import Bed, Host, missing
 
 from tests.processes import wait_until

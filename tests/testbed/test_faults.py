@@ -15,7 +15,7 @@ from statistics import median
 
 import pytest
 import torch
-from meshwright.planner.plan import SHARDING
+from meshwright.planner.nouns.plan import SHARDING
 from meshwright.testbed import Bed, Host, missing
 
 from tests.sampling import sampled
@@ -166,7 +166,7 @@ def test_launch_says_the_sentence_and_ends(tmp_path: Path) -> None:
     start = (
         "import sys; from pathlib import Path\n"
         "from meshwright.executor.launch import Ranks, run_ranks\n"
-        "from meshwright.planner.errors import RunError\n"
+        "from meshwright.planner.nouns.errors import RunError\n"
         "number, folder, *program = sys.argv[1:]\n"
         "try:\n"
         "    run_ranks(program, Ranks(1, 2, int(number), '10.77.0.1:29500'), Path(folder))\n"

@@ -15,7 +15,7 @@ from meshwright.arguments import check_arguments
 from meshwright.executor import micro
 from meshwright.executor.exchange.optimizer import check_holds, scatter_optimizer_state
 from meshwright.goals import make_goal
-from meshwright.planner.errors import InputError
+from meshwright.planner.nouns.errors import InputError
 from torch import nn
 from torch.optim import SGD
 

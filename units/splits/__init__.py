@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ...planner.errors import InputError
-from ...planner.profile import UnitKind
+from ...planner.nouns.errors import InputError
+from ...planner.nouns.profile import UnitKind
 from ..spec import Reduce, SplitSpec
 from .attention import AttentionRecipe
 from .convolution import ConvolutionRecipe

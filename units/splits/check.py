@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ...planner.ownership import feature_bounds
+from ...planner.costs.ownership import feature_bounds
 from ..replay import Call, run_modules
 from ..spec import SplitSpec, UnitSpec
 from . import apply_split

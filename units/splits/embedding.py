@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...planner.ownership import feature_bounds
+from ...planner.costs.ownership import feature_bounds
 from ..spec import ParameterCut, Reduce, SplitSpec
 from .following import bears_slices
 from .recipe import Place, qualified

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...planner.ownership import feature_bounds
+from ...planner.costs.ownership import feature_bounds
 from ..spec import SplitSpec
 from .linear import patch_row
 from .recipe import Place, cuts_of, qualified

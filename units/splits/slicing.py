@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ...planner.errors import InputError
+from ...planner.nouns.errors import InputError
 from ..spec import ParameterCut
 
 _MARK = "_meshwright_cut"

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.executor.layout.bursts import crossing
-from meshwright.planner.layout import Layout
-from meshwright.planner.ownership import Held, box, home, traffic, transfers
+from meshwright.planner.costs.ownership import Held, box, home, traffic, transfers
+from meshwright.planner.nouns.layout import Layout
 
 FEATURES = 5
 

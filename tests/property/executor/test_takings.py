@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.executor.layout.brought import Brought, Taking
-from meshwright.planner.ownership import entry
+from meshwright.planner.costs.ownership import entry
 
 from tests.strategies import decided
 

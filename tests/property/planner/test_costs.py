@@ -3,9 +3,7 @@
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.capability import EVERYTHING
-from meshwright.planner.cluster import Interference
-from meshwright.planner.collectives import (
+from meshwright.planner.costs.collectives import (
     Fabric,
     all_gather_s,
     all_reduce_s,
@@ -14,14 +12,16 @@ from meshwright.planner.collectives import (
     reduce_scatter_s,
     rings,
 )
-from meshwright.planner.cost import CostModel
-from meshwright.planner.evaluate import evaluation
-from meshwright.planner.layout import lattice
-from meshwright.planner.memory import MemoryModel
-from meshwright.planner.ownership import entry, exit_, traffic, transfers
-from meshwright.planner.positions import position_classes
-from meshwright.planner.search import Point, Space
-from meshwright.planner.timeline import peak_bytes, timeline
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.costs.ownership import entry, exit_, traffic, transfers
+from meshwright.planner.costs.positions import position_classes
+from meshwright.planner.evaluation.evaluate import evaluation
+from meshwright.planner.memory.held import MemoryModel
+from meshwright.planner.memory.timeline import peak_bytes, timeline
+from meshwright.planner.nouns.capability import EVERYTHING
+from meshwright.planner.nouns.cluster import Interference
+from meshwright.planner.nouns.layout import lattice
+from meshwright.planner.search.space import Point, Space
 
 from tests.strategies import clusters, decided
 

@@ -7,11 +7,11 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.cluster import Cluster
-from meshwright.planner.errors import InputError
-from meshwright.planner.noun import Noun, decode, encode
-from meshwright.planner.plan import Plan
-from meshwright.planner.profile import ModelProfile
+from meshwright.planner.nouns.cluster import Cluster
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.noun import Noun, decode, encode
+from meshwright.planner.nouns.plan import Plan
+from meshwright.planner.nouns.profile import ModelProfile
 from meshwright.planner.schemas import schema_files
 
 from tests.strategies import clusters, plans, profiles

@@ -4,14 +4,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.cost import CostModel
-from meshwright.planner.goal import Goal
-from meshwright.planner.lanes import lanes_of, simulate_lanes
-from meshwright.planner.layout import Layout, data_parallel
-from meshwright.planner.options import Option
-from meshwright.planner.parcels import step_of
-from meshwright.planner.profile import EdgeProfile
-from meshwright.planner.simulate import simulate
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout, data_parallel
+from meshwright.planner.nouns.options import Option
+from meshwright.planner.nouns.profile import EdgeProfile
+from meshwright.planner.steps.lanes import lanes_of, simulate_lanes
+from meshwright.planner.steps.parcels import step_of
+from meshwright.planner.steps.simulate import simulate
 
 from tests.strategies import chain_profile, cluster, decided, linear
 

@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.collectives import Fabric
-from meshwright.planner.layout import Layout, lattice
-from meshwright.planner.movement import boxes, moved, overlaps
-from meshwright.planner.ownership import Held, box, traffic, transfers
+from meshwright.planner.costs.collectives import Fabric
+from meshwright.planner.costs.movement import boxes, moved, overlaps
+from meshwright.planner.costs.ownership import Held, box, traffic, transfers
+from meshwright.planner.nouns.layout import Layout, lattice
 
 from tests.strategies import cluster
 

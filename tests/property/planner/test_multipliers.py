@@ -4,20 +4,20 @@ import time
 
 import numpy as np
 import pytest
-from meshwright.planner.answer import choice
-from meshwright.planner.choices import unit_options
-from meshwright.planner.collectives import Fabric
-from meshwright.planner.exact.cases import models
-from meshwright.planner.layout import Layout, lattice
-from meshwright.planner.movement import moved, moved_s
-from meshwright.planner.ownership import Held
-from meshwright.planner.rows import ENTRY, RECEIVED, slice_waits, values
+from meshwright.planner.costs.collectives import Fabric
+from meshwright.planner.costs.flows import flow_seconds, flows
+from meshwright.planner.costs.movement import moved, moved_s
+from meshwright.planner.costs.ownership import Held
+from meshwright.planner.costs.shares import batch_counts
+from meshwright.planner.evaluation.answer import choice
+from meshwright.planner.evaluation.choices import unit_options
+from meshwright.planner.evaluation.models import models
+from meshwright.planner.memory.rows import ENTRY, RECEIVED, slice_waits, values
+from meshwright.planner.nouns.layout import Layout, lattice
 from meshwright.planner.scale.dynamic import minimise, order_of
-from meshwright.planner.scale.flows import flow_seconds, flows
 from meshwright.planner.scale.lagrange import Search
 from meshwright.planner.scale.multipliers import Multipliers, lagrangian_of
-from meshwright.planner.shares import batch_counts
-from meshwright.planner.splits import placed
+from meshwright.planner.search.splits import placed
 
 from tests import brute, problems
 from tests.strategies import cluster

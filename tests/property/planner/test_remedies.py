@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.cost import CostModel
-from meshwright.planner.remedies import DIGITS, alone_s, rounded_up
+from meshwright.planner.costs.cost import CostModel
 from meshwright.planner.scale import multipliers
 from meshwright.planner.scale.multipliers import Multipliers
+from meshwright.planner.search.remedies import DIGITS, alone_s, rounded_up
 from meshwright.planner.solver import solve
 
 from tests.brute import best

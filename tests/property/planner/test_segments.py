@@ -4,20 +4,20 @@ import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from meshwright.planner.capability import EVERYTHING
-from meshwright.planner.choices import with_policies
-from meshwright.planner.cost import CostModel
-from meshwright.planner.curve import constant, proportional
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import data_parallel
-from meshwright.planner.memory import MemoryModel
-from meshwright.planner.options import Option
-from meshwright.planner.problem import Problem
-from meshwright.planner.profile import EdgeProfile, PieceProfile
-from meshwright.planner.recomputing import Recomputing
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.costs.windows import windows
+from meshwright.planner.evaluation.choices import with_policies
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.memory.held import MemoryModel
+from meshwright.planner.memory.timeline import peak_bytes
+from meshwright.planner.nouns.capability import EVERYTHING
+from meshwright.planner.nouns.curve import constant, proportional
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import data_parallel
+from meshwright.planner.nouns.options import Option
+from meshwright.planner.nouns.profile import EdgeProfile, PieceProfile
+from meshwright.planner.search.recomputing import Recomputing
 from meshwright.planner.solver import solve
-from meshwright.planner.timeline import peak_bytes
-from meshwright.planner.windows import windows
 
 from tests.strategies import chain_profile, cluster, linear, share
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from meshwright.planner.answer import choice
-from meshwright.planner.exact.cases import models
+from meshwright.planner.evaluation.answer import choice
+from meshwright.planner.evaluation.models import models
 from meshwright.planner.exact.solve import Integer
-from meshwright.planner.memory import MemoryModel
-from meshwright.planner.rows import slice_waits, values
+from meshwright.planner.memory.held import MemoryModel
+from meshwright.planner.memory.rows import slice_waits, values
 from meshwright.planner.scale.multipliers import Multipliers, lagrangian_of
-from meshwright.planner.search import Point, Space
-from meshwright.planner.splits import placed
+from meshwright.planner.search.space import Point, Space
+from meshwright.planner.search.splits import placed
 
 from tests import brute, problems
 

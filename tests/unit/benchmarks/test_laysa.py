@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.memory_tables import memory_tables
-from meshwright.planner import travelling
-from meshwright.planner.curve import proportional
-from meshwright.planner.moments import memory_timeline
-from meshwright.planner.profile import (
+from meshwright.planner.answers.moments import memory_timeline
+from meshwright.planner.memory import travelling
+from meshwright.planner.nouns.curve import proportional
+from meshwright.planner.nouns.profile import (
     FidelityProfile,
     ModelProfile,
     ParameterProfile,

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import pytest
 from meshwright import cli
-from meshwright.planner.cluster import Cluster, Device, Level, Node
-from meshwright.planner.noun import load, save
-from meshwright.planner.plan import Plan
+from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
+from meshwright.planner.nouns.noun import load, save
+from meshwright.planner.nouns.plan import Plan
 from meshwright.profiler.tables import load_table
 
 

@@ -5,8 +5,8 @@ from meshwright.background import over_step_limit
 from meshwright.comparisons import figures_rows
 from meshwright.executor.background.law import LIMIT
 from meshwright.executor.report import BackgroundFigures, Figures, RunReport
-from meshwright.planner.goal import BACKGROUND_LIMIT, Goal
-from meshwright.planner.problem import Problem
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.goal import BACKGROUND_LIMIT, Goal
 from meshwright.planner.solver import solve
 from meshwright.tables import prediction_table
 

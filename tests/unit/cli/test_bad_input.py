@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from meshwright.planner.layout import Layout
-from meshwright.planner.noun import save
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.nouns.noun import save
 
 from tests.strategies import chain_profile, linear
 
@@ -372,7 +372,7 @@ def test_without_a_verb_the_help_is_the_answer(meshwright):
 
 
 def test_a_plans_file_that_is_not_here_is_looked_for_where_it_was_planned(monkeypatch, tmp_path):
-    from meshwright.planner.errors import InputError
+    from meshwright.planner.nouns.errors import InputError
     from meshwright.targets import planned
 
     monkeypatch.chdir(tmp_path)

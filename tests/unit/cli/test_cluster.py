@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import msgspec
-from meshwright.planner.cluster import Cluster, Device, Node
-from meshwright.planner.noun import load
+from meshwright.planner.nouns.cluster import Cluster, Device, Node
+from meshwright.planner.nouns.noun import load
 from meshwright.tables import cluster_table
 
 from .conftest import cluster_of

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from meshwright import __version__
 from meshwright.comparisons import SETTINGS
-from meshwright.planner.cluster import Cluster, Device, Level, Node
-from meshwright.planner.goal import Goal
-from meshwright.planner.noun import encode, load, save
-from meshwright.planner.plan import Plan
-from meshwright.planner.profile import FidelityProfile, ModelProfile
+from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.noun import encode, load, save
+from meshwright.planner.nouns.plan import Plan
+from meshwright.planner.nouns.profile import FidelityProfile, ModelProfile
 from meshwright.tables import gain, verdict
 
 from .conftest import cluster_of

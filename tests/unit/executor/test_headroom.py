@@ -4,8 +4,8 @@ import pytest
 import torch
 from meshwright.executor import headroom
 from meshwright.executor.headroom import free_bytes, overflowed, refusal
-from meshwright.planner.evaluate import make_plan
-from meshwright.planner.goal import Goal
+from meshwright.planner.evaluation.evaluate import make_plan
+from meshwright.planner.nouns.goal import Goal
 from meshwright.units.storages import OverBudgetError
 
 from tests.strategies import chain_profile, cluster, linear

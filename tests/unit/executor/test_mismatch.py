@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.mismatch import Pieces, check_state, state_copies
-from meshwright.planner.evaluate import make_plan
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import data_parallel
-from meshwright.planner.options import Option
+from meshwright.planner.evaluation.evaluate import make_plan
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import data_parallel
+from meshwright.planner.nouns.options import Option
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -15,9 +15,9 @@ from meshwright.executor.micro import _emptied
 from meshwright.executor.ranks.control import Row, check_rows
 from meshwright.executor.ranks.watch import DEFAULT_TIMEOUT_S, time_limit
 from meshwright.executor.scaling import scale_output
-from meshwright.planner.errors import InputError, RunError
-from meshwright.planner.layout import Layout
-from meshwright.planner.ownership import Held
+from meshwright.planner.costs.ownership import Held
+from meshwright.planner.nouns.errors import InputError, RunError
+from meshwright.planner.nouns.layout import Layout
 from meshwright.units.workload import Batch
 
 

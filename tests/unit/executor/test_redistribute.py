@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.executor.layout.redistribute import _part, route
-from meshwright.planner.layout import Layout, data_parallel
-from meshwright.planner.ownership import Box, Held, box
+from meshwright.planner.costs.ownership import Box, Held, box
+from meshwright.planner.nouns.layout import Layout, data_parallel
 
 counts_of_groups = st.lists(st.integers(0, 4), min_size=2, max_size=5).map(tuple)
 FORMS = ("samples", "features", "whole")

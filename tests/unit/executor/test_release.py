@@ -6,8 +6,8 @@ import pytest
 import torch
 from meshwright.executor.exchange.early import EarlyUpdates
 from meshwright.executor.exchange.release import Release, ReleasedGradient, placed
-from meshwright.planner.errors import InputError
-from meshwright.planner.order import Turn
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.steps.order import Turn
 from torch import nn
 
 

@@ -15,7 +15,7 @@ from meshwright.executor.exchange.slices import Parcel, make_parcels
 from meshwright.executor.ranks.control import Control
 from meshwright.executor.ranks.groups import Group, World
 from meshwright.executor.ranks.watch import Watch
-from meshwright.planner.layout import Layout
+from meshwright.planner.nouns.layout import Layout
 from torch import nn
 
 ALONE = Group((0,), 0, None, "exchange")

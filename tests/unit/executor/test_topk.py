@@ -11,8 +11,8 @@ from meshwright.executor.exchange.priority import PriorityExchange
 from meshwright.executor.exchange.residual import Lossy, Residual
 from meshwright.executor.exchange.topk import Picking, TopkParcel, largest, ratio_at
 from meshwright.executor.ranks.groups import Group
-from meshwright.planner.errors import InputError, RunError
-from meshwright.planner.travelling import FIRST_RATIO
+from meshwright.planner.memory.travelling import FIRST_RATIO
+from meshwright.planner.nouns.errors import InputError, RunError
 from torch import nn
 
 

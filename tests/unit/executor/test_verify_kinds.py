@@ -2,9 +2,9 @@
 
 import msgspec
 from meshwright.executor.verify import _kinds
-from meshwright.planner.evaluate import make_plan
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import Layout
+from meshwright.planner.evaluation.evaluate import make_plan
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 from meshwright.goals import make_goal
-from meshwright.planner.capability import EVERYTHING
-from meshwright.planner.errors import InputError
-from meshwright.planner.explain import explain
-from meshwright.planner.goal import Goal
-from meshwright.planner.plan import Plan
-from meshwright.planner.problem import Problem
+from meshwright.planner.answers.explain import explain
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.capability import EVERYTHING
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.plan import Plan
 from meshwright.planner.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from meshwright.planner.branches import regions
-from meshwright.planner.capability import EVERYTHING, PLAIN
-from meshwright.planner.cost import CostModel
-from meshwright.planner.curve import Curve
-from meshwright.planner.goal import Goal, Pin
-from meshwright.planner.layout import Layout
-from meshwright.planner.problem import Problem
-from meshwright.planner.profile import EdgeProfile
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.capability import EVERYTHING, PLAIN
+from meshwright.planner.nouns.curve import Curve
+from meshwright.planner.nouns.goal import Goal, Pin
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.nouns.profile import EdgeProfile
+from meshwright.planner.search.branches import regions
 from meshwright.planner.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear

@@ -1,8 +1,7 @@
 """Seconds of collectives against hand calculation."""
 
 import pytest
-from meshwright.planner.cluster import CollectiveCurve
-from meshwright.planner.collectives import (
+from meshwright.planner.costs.collectives import (
     Fabric,
     all_gather_s,
     all_reduce_s,
@@ -14,8 +13,9 @@ from meshwright.planner.collectives import (
     reduce_scatter_s,
     rings,
 )
-from meshwright.planner.curve import Curve
-from meshwright.planner.layout import Layout, data_parallel
+from meshwright.planner.nouns.cluster import CollectiveCurve
+from meshwright.planner.nouns.curve import Curve
+from meshwright.planner.nouns.layout import Layout, data_parallel
 
 from tests.strategies import cluster
 

@@ -2,16 +2,16 @@
 
 import msgspec
 import pytest
-from meshwright.planner.capability import PLAIN
-from meshwright.planner.cluster import StepOverhead
-from meshwright.planner.cost import CostModel
-from meshwright.planner.curve import proportional
-from meshwright.planner.errors import InputError
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import Layout, data_parallel
-from meshwright.planner.options import Option, allowed, ties_agree
-from meshwright.planner.shares import batch_counts, busiest_samples, share_of
-from meshwright.planner.step import LINKS
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.costs.shares import batch_counts, busiest_samples, share_of
+from meshwright.planner.costs.step import LINKS
+from meshwright.planner.nouns.capability import PLAIN
+from meshwright.planner.nouns.cluster import StepOverhead
+from meshwright.planner.nouns.curve import proportional
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout, data_parallel
+from meshwright.planner.nouns.options import Option, allowed, ties_agree
 
 from tests.strategies import chain_profile, cluster, linear, norm, share
 

@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 from hypothesis import given, settings
-from meshwright.planner.cluster import Interference, StepOverhead
-from meshwright.planner.cost import CostModel
-from meshwright.planner.curve import Curve
-from meshwright.planner.device_time import device_time
-from meshwright.planner.evaluate import evaluation
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import Layout
-from meshwright.planner.options import Option
+from meshwright.planner.answers.device_time import device_time
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.evaluation.evaluate import evaluation
+from meshwright.planner.nouns.cluster import Interference, StepOverhead
+from meshwright.planner.nouns.curve import Curve
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.nouns.options import Option
 
 from tests.strategies import chain_profile, cluster, decided, linear
 

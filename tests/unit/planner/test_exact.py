@@ -8,18 +8,19 @@ import msgspec
 import numpy as np
 import pulp
 import pytest
-from meshwright.planner.answer import Choice, DisagreementError, check, choice
-from meshwright.planner.capability import EVERYTHING, PLAIN
-from meshwright.planner.errors import InfeasibleError
+from meshwright.planner.evaluation.answer import Choice, DisagreementError, check, choice
+from meshwright.planner.evaluation.models import models
+from meshwright.planner.evaluation.objective import value
+from meshwright.planner.evaluation.problem import Problem
 from meshwright.planner.exact.backend import Interruption, run
-from meshwright.planner.exact.cases import case, models
+from meshwright.planner.exact.cases import case
 from meshwright.planner.exact.solve import Integer
-from meshwright.planner.goal import Goal, Pin
-from meshwright.planner.layout import Layout
-from meshwright.planner.objective import value
-from meshwright.planner.problem import Problem
+from meshwright.planner.nouns.capability import EVERYTHING, PLAIN
+from meshwright.planner.nouns.errors import InfeasibleError
+from meshwright.planner.nouns.goal import Goal, Pin
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.search.splits import placed
 from meshwright.planner.solver import solve, solvers
-from meshwright.planner.splits import placed
 
 from tests.brute import best, every_decision
 from tests.problems import problem, varies

@@ -5,17 +5,17 @@ from pathlib import Path
 import msgspec
 import pytest
 from meshwright.planner import schemas
-from meshwright.planner.compare import compare
-from meshwright.planner.cost import CostModel
-from meshwright.planner.errors import InputError
-from meshwright.planner.evaluate import decisions_of, evaluate, make_plan
-from meshwright.planner.explain import explain
-from meshwright.planner.goal import Goal, Pin
-from meshwright.planner.layout import Layout
-from meshwright.planner.options import Option
-from meshwright.planner.problem import Problem
+from meshwright.planner.answers.compare import compare
+from meshwright.planner.answers.explain import explain
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.costs.step import barrier_step, binding_term, priority_step
+from meshwright.planner.evaluation.evaluate import decisions_of, evaluate, make_plan
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.goal import Goal, Pin
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.nouns.options import Option
 from meshwright.planner.solver import solve
-from meshwright.planner.step import barrier_step, binding_term, priority_step
 from meshwright.profiler.tables import load_table
 
 from tests.strategies import chain_profile, cluster, linear

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from meshwright.planner.cost import CostModel
-from meshwright.planner.errors import InputError
-from meshwright.planner.evaluate import decisions_of, evaluate, rank_memory
-from meshwright.planner.gathering import Gathered, gathered
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import data_parallel
-from meshwright.planner.options import Option
-from meshwright.planner.schedules import without_shards
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.costs.gathering import Gathered, gathered
+from meshwright.planner.evaluation.evaluate import decisions_of, evaluate, rank_memory
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import data_parallel
+from meshwright.planner.nouns.options import Option
+from meshwright.planner.search.schedules import without_shards
 from meshwright.planner.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear

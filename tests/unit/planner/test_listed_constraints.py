@@ -4,11 +4,12 @@ import importlib
 import re
 from pathlib import Path
 
-from meshwright.planner import budget, rows, step
+from meshwright.planner.costs import budget, step
 from meshwright.planner.exact import integer
 from meshwright.planner.exact.linear import Linear
 from meshwright.planner.exact.timeline import Timeline
 from meshwright.planner.exact.variables import Variables
+from meshwright.planner.memory import rows
 
 HOMES = {
     "Linear": Linear,

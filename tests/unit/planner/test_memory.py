@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from meshwright.planner.cost import BUCKET_BYTES, CostModel
-from meshwright.planner.evaluate import evaluate, evaluation, excess, rank_memory
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import Layout, data_parallel
-from meshwright.planner.options import Option
-from meshwright.planner.positions import group_samples, position_classes
+from meshwright.planner.costs.cost import BUCKET_BYTES, CostModel
+from meshwright.planner.costs.positions import group_samples, position_classes
+from meshwright.planner.evaluation.evaluate import evaluate, evaluation, excess, rank_memory
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout, data_parallel
+from meshwright.planner.nouns.options import Option
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 from meshwright.executor.capability import CAPABILITY
-from meshwright.planner.fitting import held_back
-from meshwright.planner.goal import Goal
-from meshwright.planner.micro_batches import quicker_in_parts
-from meshwright.planner.problem import Problem
+from meshwright.planner.answers.micro_batches import quicker_in_parts
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.search.fitting import held_back
 from meshwright.planner.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear

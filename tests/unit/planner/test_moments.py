@@ -3,10 +3,10 @@
 import pytest
 from meshwright import memory_tables, plots
 from meshwright.memory_tables import plot_memory
-from meshwright.planner.errors import InputError
-from meshwright.planner.evaluate import make_plan
-from meshwright.planner.goal import Goal
-from meshwright.planner.moments import memory_timeline
+from meshwright.planner.answers.moments import memory_timeline
+from meshwright.planner.evaluation.evaluate import make_plan
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.goal import Goal
 from meshwright.screen import console
 
 from tests.strategies import chain_profile, cluster, linear

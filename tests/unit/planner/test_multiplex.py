@@ -5,17 +5,14 @@ from itertools import product
 
 import msgspec
 import pytest
-from meshwright.planner.capability import Capability
-from meshwright.planner.cluster import Device
-from meshwright.planner.collectives import Fabric
-from meshwright.planner.cost import CostModel
-from meshwright.planner.curve import Curve
-from meshwright.planner.errors import InputError
-from meshwright.planner.evaluate import evaluation
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import Layout
-from meshwright.planner.memory import MemoryModel
-from meshwright.planner.movement import moved
+from meshwright.planner.costs.collectives import Fabric
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.costs.flows import moved_by_areas
+from meshwright.planner.costs.movement import moved
+from meshwright.planner.costs.ownership import entry, exit_
+from meshwright.planner.evaluation.evaluate import evaluation
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.memory.held import MemoryModel
 from meshwright.planner.multiplex.choose import best_data_parallel, burst_beside, candidates
 from meshwright.planner.multiplex.gaps import fill, share_beside
 from meshwright.planner.multiplex.jobs import (
@@ -29,11 +26,14 @@ from meshwright.planner.multiplex.report import report
 from meshwright.planner.multiplex.simulation import simulate_cluster
 from meshwright.planner.multiplex.timeline import timelines
 from meshwright.planner.multiplex.trace import trace
-from meshwright.planner.options import Option
-from meshwright.planner.ownership import entry, exit_
-from meshwright.planner.problem import Problem
-from meshwright.planner.scale.flows import moved_by_areas
-from meshwright.planner.search import Point, Space
+from meshwright.planner.nouns.capability import Capability
+from meshwright.planner.nouns.cluster import Device
+from meshwright.planner.nouns.curve import Curve
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.nouns.options import Option
+from meshwright.planner.search.space import Point, Space
 
 from tests.strategies import chain_profile, cluster, linear
 

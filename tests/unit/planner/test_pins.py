@@ -2,13 +2,13 @@
 
 import msgspec
 import pytest
-from meshwright.planner.capability import EVERYTHING, PLAIN
-from meshwright.planner.errors import InputError
-from meshwright.planner.goal import Goal, Pin
-from meshwright.planner.layout import Layout
-from meshwright.planner.nearest import nearest
-from meshwright.planner.pins import parse_wishes, spelled_out, without
-from meshwright.planner.problem import Problem
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.capability import EVERYTHING, PLAIN
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.goal import Goal, Pin
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.nouns.nearest import nearest
+from meshwright.planner.nouns.pins import parse_wishes, spelled_out, without
 from meshwright.planner.solver import settled, solve, solvers
 
 from tests.strategies import chain_profile, cluster, linear, norm

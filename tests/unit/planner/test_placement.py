@@ -1,9 +1,9 @@
 """Placement on small clusters whose best order is known."""
 
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import Layout
-from meshwright.planner.placement import order_cost, place
-from meshwright.planner.problem import Problem
+from meshwright.planner.costs.placement import order_cost, place
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout
 from meshwright.planner.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear

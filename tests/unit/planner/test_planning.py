@@ -4,14 +4,14 @@ import itertools
 
 import msgspec
 import pytest
-from meshwright.planner.capability import EVERYTHING, PLAIN
-from meshwright.planner.cost import CostModel
-from meshwright.planner.curve import proportional
-from meshwright.planner.evaluate import evaluation, is_data_parallel, make_plan
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import Layout, data_parallel
-from meshwright.planner.options import Option
-from meshwright.planner.problem import Problem
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.evaluation.evaluate import evaluation, is_data_parallel, make_plan
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.capability import EVERYTHING, PLAIN
+from meshwright.planner.nouns.curve import proportional
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout, data_parallel
+from meshwright.planner.nouns.options import Option
 from meshwright.planner.solver import solve
 from meshwright.profiler.tables import load_table
 

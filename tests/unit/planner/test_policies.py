@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.budget import energy_budget, gpu_seconds_limit, lost_energy
-from meshwright.planner.capability import EVERYTHING, PLAIN
-from meshwright.planner.choices import unit_options
-from meshwright.planner.cost import CostModel
-from meshwright.planner.errors import InputError
-from meshwright.planner.evaluate import rank_memory
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import Layout, data_parallel
-from meshwright.planner.memory import MemoryModel
-from meshwright.planner.options import Option
-from meshwright.planner.profile import CompressionRate, FidelityProfile
-from meshwright.planner.schedule import Message, Step, work_of
-from meshwright.planner.simulate import simulate
-from meshwright.planner.step import LINKS, Chain, priority_step
+from meshwright.planner.costs.budget import energy_budget, gpu_seconds_limit, lost_energy
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.costs.step import LINKS, Chain, priority_step
+from meshwright.planner.evaluation.choices import unit_options
+from meshwright.planner.evaluation.evaluate import rank_memory
+from meshwright.planner.memory.held import MemoryModel
+from meshwright.planner.nouns.capability import EVERYTHING, PLAIN
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout, data_parallel
+from meshwright.planner.nouns.options import Option
+from meshwright.planner.nouns.profile import CompressionRate, FidelityProfile
+from meshwright.planner.steps.schedule import Message, Step, work_of
+from meshwright.planner.steps.simulate import simulate
 
 from tests.strategies import chain_profile, cluster, linear
 

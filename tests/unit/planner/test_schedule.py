@@ -1,10 +1,11 @@
 """What leaves in which bucket, and when."""
 
-from meshwright.planner.cost import CostModel
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import Layout
-from meshwright.planner.options import Option
-from meshwright.planner.schedule import (
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.costs.step import LINKS, empty_chain
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.nouns.options import Option
+from meshwright.planner.steps.schedule import (
     Message,
     Step,
     bucket_messages,
@@ -12,8 +13,7 @@ from meshwright.planner.schedule import (
     slice_messages,
     work_of,
 )
-from meshwright.planner.simulate import simulate
-from meshwright.planner.step import LINKS, empty_chain
+from meshwright.planner.steps.simulate import simulate
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from meshwright.planner.capability import PLAIN
-from meshwright.planner.cost import CostModel
-from meshwright.planner.evaluate import decisions_of, evaluate
-from meshwright.planner.goal import Goal
-from meshwright.planner.problem import Problem
-from meshwright.planner.schedules import in_shards, without_shards
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.evaluation.evaluate import decisions_of, evaluate
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.capability import PLAIN
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.search.schedules import in_shards, without_shards
 from meshwright.planner.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear

@@ -2,21 +2,21 @@
 
 import msgspec
 import pytest
-from meshwright.planner.capability import EVERYTHING
-from meshwright.planner.compare import decision_text
-from meshwright.planner.cost import CostModel
-from meshwright.planner.curve import constant
-from meshwright.planner.errors import InfeasibleError
-from meshwright.planner.evaluate import decisions_of, evaluation, rank_memory
-from meshwright.planner.goal import Goal
-from meshwright.planner.inside import segments_of
-from meshwright.planner.layout import Layout, data_parallel
-from meshwright.planner.options import Option
-from meshwright.planner.problem import Problem
-from meshwright.planner.profile import PieceProfile
-from meshwright.planner.recomputing import Recomputing
+from meshwright.planner.answers.compare import decision_text
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.costs.inside import segments_of
+from meshwright.planner.costs.windows import windows
+from meshwright.planner.evaluation.evaluate import decisions_of, evaluation, rank_memory
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.capability import EVERYTHING
+from meshwright.planner.nouns.curve import constant
+from meshwright.planner.nouns.errors import InfeasibleError
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout, data_parallel
+from meshwright.planner.nouns.options import Option
+from meshwright.planner.nouns.profile import PieceProfile
+from meshwright.planner.search.recomputing import Recomputing
 from meshwright.planner.solver import solve
-from meshwright.planner.windows import windows
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -2,14 +2,14 @@
 
 import msgspec
 import pytest
-from meshwright.planner.capability import PLAIN
-from meshwright.planner.enlarge import more_ranks
-from meshwright.planner.errors import InfeasibleError, InputError
-from meshwright.planner.goal import Goal, Pin
-from meshwright.planner.heuristic import Heuristic
-from meshwright.planner.layout import Layout
-from meshwright.planner.problem import Problem
-from meshwright.planner.resize import resized_problem
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.capability import PLAIN
+from meshwright.planner.nouns.errors import InfeasibleError, InputError
+from meshwright.planner.nouns.goal import Goal, Pin
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.search.enlarge import more_ranks
+from meshwright.planner.search.heuristic import Heuristic
+from meshwright.planner.search.resize import resized_problem
 from meshwright.planner.solver import Solver, solve, solvers
 
 from tests.strategies import chain_profile, cluster, linear

@@ -2,13 +2,13 @@
 
 import msgspec
 import pytest
-from meshwright.planner.cost import CostModel
-from meshwright.planner.evaluate import evaluation
-from meshwright.planner.goal import Goal
-from meshwright.planner.lanes import simulate_lanes
-from meshwright.planner.layout import Layout, data_parallel
-from meshwright.planner.options import Option
-from meshwright.planner.profile import EdgeProfile
+from meshwright.planner.costs.cost import CostModel
+from meshwright.planner.evaluation.evaluate import evaluation
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout, data_parallel
+from meshwright.planner.nouns.options import Option
+from meshwright.planner.nouns.profile import EdgeProfile
+from meshwright.planner.steps.lanes import simulate_lanes
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -1,11 +1,11 @@
 """What each position sends, by hand."""
 
-from meshwright.planner.capability import EVERYTHING
-from meshwright.planner.goal import Goal
-from meshwright.planner.layout import Layout
-from meshwright.planner.plan import Plan, Prediction, Provenance, UnitPlan
-from meshwright.planner.profile import EdgeProfile
-from meshwright.planner.wire import Carried, exchanged_bytes, moved_bytes, ring_bytes
+from meshwright.planner.costs.wire import Carried, exchanged_bytes, moved_bytes, ring_bytes
+from meshwright.planner.nouns.capability import EVERYTHING
+from meshwright.planner.nouns.goal import Goal
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.nouns.plan import Plan, Prediction, Provenance, UnitPlan
+from meshwright.planner.nouns.profile import EdgeProfile
 from msgspec.structs import replace
 
 NOTHING = Prediction(

@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 import torch
 from meshwright import models
-from meshwright.planner.errors import InputError
-from meshwright.planner.noun import decode, encode
-from meshwright.planner.profile import ModelProfile
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.noun import decode, encode
+from meshwright.planner.nouns.profile import ModelProfile
 from meshwright.profiler.catalogue import datasheet
 from meshwright.profiler.estimate import FLOPS_REACHED, estimate
 

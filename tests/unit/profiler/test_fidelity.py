@@ -4,9 +4,9 @@ import msgspec
 import pytest
 import torch
 from meshwright import models
-from meshwright.planner.capability import EVERYTHING
-from meshwright.planner.goal import Goal
-from meshwright.planner.problem import Problem
+from meshwright.planner.evaluation.problem import Problem
+from meshwright.planner.nouns.capability import EVERYTHING
+from meshwright.planner.nouns.goal import Goal
 from meshwright.planner.solver import solve
 from meshwright.profiler.fidelity import PICKED, Fidelity
 from meshwright.profiler.model import profile

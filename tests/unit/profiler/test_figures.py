@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.cluster import Cluster
-from meshwright.planner.errors import InputError
-from meshwright.planner.noun import decode, encode
+from meshwright.planner.nouns.cluster import Cluster
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.noun import decode, encode
 from meshwright.profiler import catalogue
 from meshwright.profiler.describe import describe_cluster
 from meshwright.profiler.device import device_name, memory_bytes, software

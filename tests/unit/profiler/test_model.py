@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from meshwright import models
-from meshwright.planner.errors import InputError
-from meshwright.planner.noun import decode, encode
-from meshwright.planner.profile import ModelProfile
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.noun import decode, encode
+from meshwright.planner.nouns.profile import ModelProfile
 from meshwright.profiler.footprint import SavedTensors, measure_footprint
 from meshwright.profiler.model import profile
 from meshwright.profiler.shares import ShareMeter

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from meshwright import models
-from meshwright.planner.errors import InputError
+from meshwright.planner.nouns.errors import InputError
 from meshwright.units.discover import Discovery, discover
 from meshwright.units.workload import Batch
 from torch import Tensor, nn

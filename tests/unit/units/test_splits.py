@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from meshwright import models
-from meshwright.planner.errors import InputError
-from meshwright.planner.layout import Style
+from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.layout import Style
 from meshwright.units.replay import Call, capture
 from meshwright.units.spec import SplitSpec, UnitSpec
 from meshwright.units.splits import apply_split, find_splits, join_parameter

@@ -1,0 +1,1 @@
+"""What each decision costs: seconds and bytes of units, edges and collectives."""

@@ -1,0 +1,1 @@
+"""What a rank holds at each point of a step."""

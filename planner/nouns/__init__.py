@@ -1,0 +1,1 @@
+"""What users and the other rooms speak of: plan, profile, cluster, goal, layouts, options."""

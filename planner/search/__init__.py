@@ -1,0 +1,1 @@
+"""The heuristic search, and what it and the other solvers go by."""

@@ -1,0 +1,1 @@
+"""A step as it is run: what is computed and sent in which order, simulated."""
