@@ -15,6 +15,7 @@ from ..planner.nouns.plan import Plan, UnitPlan
 from ..units.spec import SplitSpec
 from ..units.splits import apply_split, find_splits
 from .layout.boundary import Boundary, keeps_features
+from .layout.held import show_to_backward_hooks
 from .layout.parts import Division
 from .layout.redistribute import Mover
 from .layout.shards import Shard, aliases
@@ -44,6 +45,8 @@ def divide(model: nn.Module, run: Run) -> Division:
         specs = {unit.name: spec for unit, _, spec in units}
         for unit in narrowed(run.plan):
             settle(model, run, run.bursts, unit, specs.get(unit.name), division, names)
+    if units or run.bursts is not None:
+        show_to_backward_hooks(model, [path for unit in run.plan.units for path in unit.modules])
     return division
 
 

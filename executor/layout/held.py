@@ -4,11 +4,11 @@ touches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.costs.ownership import Held
@@ -104,3 +104,25 @@ _SHAPE = {
 def bring_home(tree: Any) -> Any:
     """The tree with every held tensor brought home."""
     return pytree.tree_map_only(HeldTensor, HeldTensor.home, tree)
+
+
+def show_to_backward_hooks(model: nn.Module, units: Iterable[str]) -> None:
+    """Brings home what goes into and comes out of modules that have backward hooks: torch ties
+    those to the tensors themselves, which a stand-in is not. ``units`` are the modules of units,
+    inside which no tensor is held."""
+    inside = tuple(f"{path}." for path in units)
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return bring_home((args, kwargs)) if _watched(module) else None
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        return bring_home(output) if _watched(module) else None
+
+    for name, module in model.named_modules():
+        if not name.startswith(inside):
+            module.register_forward_pre_hook(enter, with_kwargs=True)
+            module.register_forward_hook(leave)
+
+
+def _watched(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -24,6 +24,8 @@ from meshwright.executor.parallel import (
 )
 from meshwright.models.gpt import Attention
 from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.nouns.layout import Layout
+from meshwright.planner.nouns.plan import Plan
 from meshwright.units.workload import Batch
 from plans import plan, scheduled, unit
 from reference import twin
@@ -462,6 +464,36 @@ def changes_output_in_place(rank: int) -> None:
     close(gradients(model), gradients(alone))
 
 
+def watched_in_backward(rank: int) -> None:
+    """Hooks of modules see the gradients of this rank's own samples, whatever units have left."""
+    divided = [unit(("1.0", "1.1"), 2, "column", 2), unit("2.0", 2, "row", 2)]
+    whole = unit(("1.0", "1.1"), 1, "none", 2)
+    alone = msgspec.structs.replace(whole, layout=Layout(groups=1, degree=1))
+    seen = [gradients_seen(rank, plan(2, units)) for units in ([], divided, [alone])]
+    assert len(seen[0]) == 6
+    for other in seen[1:]:
+        close(other, seen[0])
+
+
+def gradients_seen(rank: int, chosen: Plan) -> dict[str, Tensor]:
+    """What hooks before and after the backward of each part are given of its output."""
+    torch.manual_seed(7)
+    parts = ((nn.Linear(4, 6), nn.Tanh()), (nn.Linear(6, 8), nn.ReLU()), (nn.Linear(8, 3),))
+    model = nn.Sequential(*(nn.Sequential(*part) for part in parts)).double()
+    found: dict[str, Tensor] = {}
+    for name, module in model.named_children():
+        module.register_full_backward_pre_hook(
+            lambda _, given, name=name: found.update({f"{name} before": given[0].clone()})
+        )
+        module.register_full_backward_hook(
+            lambda _, __, given, name=name: found.update({f"{name} after": given[0].clone()})
+        )
+    apply(model, None, chosen)
+    inputs, target = part(rank, [3, 1])
+    F.cross_entropy(model(inputs), target).backward()
+    return found
+
+
 def describes_slices(rank: int) -> None:
     """Divided entries are DTensors that torch can put together; where it cannot, they say so."""
     attention = Attention(8, 4)
@@ -616,6 +648,7 @@ CHECKS = [
     weighs_by_tokens,
     cuts_into_micro_batches,
     changes_output_in_place,
+    watched_in_backward,
     scaler_skips_everywhere,
     describes_slices,
     loss_inside_the_model,
