@@ -30,6 +30,9 @@ from .unfit import explain_proved
 ROUNDING = 1e-6
 AT_LEAST_AS_GOOD = 1e-5
 """A program must reach the best objective so far, with this much room for rounding."""
+AGREES = 1e-5
+"""Of a step, what the program may have it shorter or longer than the formula: integers are such to
+``backend.INTEGRAL``, times what the options of a unit differ by."""
 CUTS = 50
 """How often a solution over a limit by rounding is excluded before that is taken for a bug."""
 
@@ -174,7 +177,7 @@ class Search:
         """Holds the program's step against the formula's; ``T`` may be above it where nothing
         presses it down."""
         said = (program.step.value() or 0.0) * this.time_unit_s
-        near = 1e-6 * new.value.step_s + 1e-9 * this.time_unit_s
+        near = AGREES * new.value.step_s + 1e-9 * this.time_unit_s
         if said < new.value.step_s - near or (
             solved.outcome == "optimal" and said > new.value.step_s + near and program.presses
         ):
