@@ -70,12 +70,12 @@ _HOMES = {
         "loss_weight",
     ),
     ".parallelize": ("auto_parallelize",),
-    ".planner.cluster": ("Cluster",),
-    ".planner.errors": ("InfeasibleError", "InputError", "MeshwrightError", "RunError"),
-    ".planner.goal": ("Goal",),
-    ".planner.noun": ("load", "save"),
-    ".planner.plan": ("Plan",),
-    ".planner.profile": ("ModelProfile",),
+    ".planner.nouns.cluster": ("Cluster",),
+    ".planner.nouns.errors": ("InfeasibleError", "InputError", "MeshwrightError", "RunError"),
+    ".planner.nouns.goal": ("Goal",),
+    ".planner.nouns.noun": ("load", "save"),
+    ".planner.nouns.plan": ("Plan",),
+    ".planner.nouns.profile": ("ModelProfile",),
     ".units.workload": ("Batch", "Workload"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

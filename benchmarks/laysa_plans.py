@@ -2,9 +2,9 @@
 
 All exchange by priority in the same slices. Sparse variants send the same share of every unit that
 top-k can send in part; what is recomputed, alone or in segments, is the planner's own choice
-(``planner/recomputing.py``), and gradients are released early where that makes the least predicted
-step that keeps the limit. The naive combination takes both strategies as they come: early release
-everywhere, and residual buffers.
+(``planner/search/recomputing.py``), and gradients are released early where that makes the least
+predicted step that keeps the limit. The naive combination takes both strategies as they come: early
+release everywhere, and residual buffers.
 """
 
 from __future__ import annotations

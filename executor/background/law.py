@@ -25,8 +25,8 @@ from statistics import median
 from typing import NamedTuple
 
 LIMIT = 1.1
-"""Default of what the foreground's step may be slowed by: ``planner.goal.BACKGROUND_LIMIT``, which
-the pacer does not load, as that would load the planner with it."""
+"""Default of what the foreground's step may be slowed by: ``BACKGROUND_LIMIT`` of the planner's
+goal, which the pacer does not load, as that would load the planner with it."""
 FIRST_HELD = 8
 """So many steps at the beginning the background is held; the first three of them do not count:
 they allocate and fill caches."""

@@ -1,5 +1,5 @@
 """What divided units have been brought in the forward that runs: the next one that needs the same
-tensor in the same form gets the same, and nothing moves again (``planner/taking``).
+tensor in the same form gets the same, and nothing moves again (``planner/costs/taking``).
 
 Only where a backward may follow: what a unit was brought it has saved then, and the next one saves
 no more. The first forward of a kind tells which tensors have several takers, so that later ones

@@ -1,6 +1,6 @@
 """Moves a tensor between the forms in which a group's members hold it.
 
-Which pieces go where is what ``planner.ownership.transfers`` says, nothing else. One autograd
+Which pieces go where is what ``planner.costs.ownership.transfers`` says, nothing else. One autograd
 function does all moves: forward it gathers pieces; its backward runs the same pieces the other way
 and adds what comes back, for a sample that several members used has a gradient from each. The sum
 of partial results in forward is that same transpose, and the gather is its backward.
