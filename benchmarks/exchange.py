@@ -122,6 +122,7 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     slower = max(row["priority_s"] / row["ddp_best_s"] for row in rows)
     equal = [row["ddp_best_s"] / row["priority_s"] for row in rows if row["ratio"] == 1.0]
     lines = [
+        "Of two hosts:\n",
         f"- Efficiency (bound / measured): {median(found):.2f} in the median row (target 0.90), "
         f"{min(found):.2f} in the worst (0.80).",
         f"- Priority against the best DDP: at most {slower:.2f} times its time (1.03).",

@@ -93,7 +93,7 @@ def page(found: Mapping[str, Any]) -> str:
     if found["own"]:
         parts += [
             "Each with the number of micro-batches and the batch (up to twice the equal one) that "
-            "are predicted to be best for it:",
+            "are predicted to be best for it, or as at its largest batch where that was quicker:",
             table(OWN, found["own"]),
         ]
     return "\n\n".join(parts) + "\n"

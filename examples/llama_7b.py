@@ -7,7 +7,7 @@ To plan it for 64 devices without any of them, or memory for its parameters:
     meshwright cluster --device a100-sxm-80gb --nodes 8 --devices-per-node 8 \\
         --inter-gbit-s 200 --intra-gbyte-s 250 -o cluster.json
     meshwright plan llama.json --cluster cluster.json --batch 128 --optimizer adamw \\
-        --micro-batches 1,2 --time-limit 60 -o plan.json
+        --micro-batches 1,2 --time-limit 30 -o plan.json
     meshwright explain plan.json --memory --profile llama.json --cluster cluster.json
 """
 

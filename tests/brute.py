@@ -1,7 +1,7 @@
 """Every combination of options, evaluated: what the solvers are held against.
 
-Written from the definitions in ``step`` and ``memory`` for whole arrays of combinations at once,
-independently of the rows and constraints that the solvers use.
+Written from the definitions in ``costs.step`` and ``memory.held`` for whole arrays of combinations
+at once, independently of the rows and constraints that the solvers use.
 """
 
 import itertools

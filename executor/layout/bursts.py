@@ -2,8 +2,8 @@
 tensors travel.
 
 What such a unit leaves stays where it was made until something asks for it, and goes from there
-straight to where it is needed: ``ownership.transfers`` says which pieces move. Ranks that a move
-gives nothing to do not wait for it.
+straight to where it is needed (``planner.costs.ownership`` says which pieces move). Ranks that a
+move gives nothing to do not wait for it.
 
 Two things keep parallel branches on different ranks from waiting for each other. What leaves a
 branch is fetched when both have been called. And what enters them is sent to all of them when the

@@ -15,7 +15,7 @@ it is kept) and the magnitudes of what is held are there beside the choice: valu
 int64. Those are there beside the message then, with its numbers in int32. When it has come, the
 elements of all peers are copied out of it.
 
-With buckets instead of slices gradients are views of these (``memory``).
+With buckets instead of slices gradients are views of these (``held``).
 """
 
 from __future__ import annotations

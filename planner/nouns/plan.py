@@ -17,11 +17,11 @@ SHARDING: tuple[ExchangePolicy, ...] = ("sharded", "fully_sharded")
 LOSSY: tuple[ExchangePolicy, ...] = ("dropped", "topk")
 """A part of the gradient waits for a later step."""
 FeedbackPolicy = Literal["residual", "in_place", "mirror", "host_mirror"]
-"""Where top-k keeps what it has not sent. See ``feedback``."""
+"""Where top-k keeps what it has not sent. See ``costs.feedback``."""
 Status = Literal["optimal", "feasible", "heuristic", "manual"]
 ScheduleName = Literal["barrier", "priority"]
 """How gradients travel: in buckets, first in, first out, all waited for (``barrier``); in slices,
-those first that forward needs first (``priority``). See ``schedule``."""
+those first that forward needs first (``priority``). See ``steps.schedule``."""
 
 
 class UnitPlan(Noun, frozen=True, kw_only=True):

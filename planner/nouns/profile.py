@@ -167,7 +167,7 @@ class EdgeProfile(Noun, frozen=True, kw_only=True):
     part of it that comes back in backward (none for token numbers and masks). ``features`` is the
     length of the dimension that a ``column`` source slices, or that a ``row`` target needs sliced.
     Edges of one source with the same number in ``tensors`` carry the same tensors, so that units
-    which need them alike get them together (``taking``).
+    which need them alike get them together (``costs.taking``).
     """
 
     source: str
@@ -273,9 +273,11 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
         return sum(once.values())
 
     def update_seconds_per_byte(self, optimizer: str) -> float:
-        """The measured update rate, zero where that optimizer was not measured."""
+        """The measured update rate, Adam's and AdamW's for each other where one was not measured;
+        zero where none was."""
         rates = {r.optimizer: r.seconds_per_byte for r in self.updates}
-        return rates.get(optimizer, 0.0)
+        alike = {"adam": "adamw", "adamw": "adam"}.get(optimizer, optimizer)
+        return rates.get(optimizer, rates.get(alike, 0.0))
 
     def compression_seconds_per_byte(self, exchange: str) -> float:
         """The measured rate of a lossy exchange, zero where it was not measured."""

@@ -1,4 +1,4 @@
-"""What each policy about memory and exchange adds to a unit, as ``cost`` and ``memory`` have it."""
+"""What each policy about memory and exchange adds to a unit (``costs.cost``, ``memory.held``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tables import Block, Policy, Reals, State
 
 
 def memory_block(source: Figures, k: int, states: tuple[State, ...], plain: Reals) -> Block:
-    """Keep, recompute and offload, as ``cost`` and ``memory`` have them."""
+    """Keep, recompute and offload, as ``costs.cost`` and ``memory.held`` have them."""
     unit, names = source.model.profile.units[k], ["keep"]
     saves = not unit.fixed and saved_bytes(unit, "none", 1, 1.0) > 0
     if saves and "recompute" in source.space.capability.memory:

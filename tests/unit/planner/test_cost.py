@@ -248,3 +248,12 @@ def test_a_thousand_ranks_are_quick():
         layout = Layout(groups=1024 // degree, degree=degree)
         style = "none" if degree == 1 else "column"
         assert m.edge(1, Option(layout, style), Option(data_parallel(1024))).forward.seconds >= 0
+
+
+def test_adam_updates_as_adamw_where_only_that_was_measured():
+    profile = chain_profile(
+        [linear("fc", 100, 100, 1e-3)], updates=(("adamw", 2e-9), ("sgd", 1e-9))
+    )
+    assert profile.update_seconds_per_byte("adam") == 2e-9
+    assert profile.update_seconds_per_byte("sgd") == 1e-9
+    assert profile.update_seconds_per_byte("momentum") == 0.0
