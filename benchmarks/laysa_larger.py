@@ -14,12 +14,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from exchange_rank import fresh
 from laysa import CASES
-from laysa_plans import RANKS, RATIO, VARIANTS, Chooser, two_hosts, with_ratio
-from laysa_ranks import HOST_BYTES_PER_S, PROFILE_S, ours
-from meshwright.planner.nouns.profile import ModelProfile
-from meshwright.profiler.model import profile
+from laysa_figures import OURS
+from laysa_page import mb
+from laysa_plans import RANKS, Chooser, two_hosts
+from laysa_ranks import HOST_BYTES_PER_S, named, profile_of
 from page import table
 
 LINK_BYTES_PER_S = 1e8
@@ -27,30 +26,21 @@ LINK_BYTES_PER_S = 1e8
 HEADINGS = ("batch", "sparse only MB", "collaborative MB", "below", "mirrors on a host MB", "below")
 
 
-def profiled(model: str) -> ModelProfile:
-    """As ``laysa.py`` profiles it."""
-    found = profile(
-        fresh(model), batches=CASES[model].sizes, degrees=(), repeats=1, optimizers=("momentum",),
-        budget_s=PROFILE_S,
-    )  # fmt: skip
-    return with_ratio(found, RATIO)
-
-
 def rows_of(model: str, batches: Sequence[int]) -> list[dict[str, Any]]:
     """The least bytes of each at each batch of both hosts."""
-    found = profiled(model)
+    found = profile_of(model, CASES[model].sizes)
     device, beside = (
         Chooser(found, two_hosts(LINK_BYTES_PER_S, host), 2**40)
         for host in (None, HOST_BYTES_PER_S)
     )
-    sparse = next(v for v in VARIANTS if v.name == "sparse only")
+    sparse, ours = named("sparse only"), named(OURS)
     return [
         {
             "model": model,
             "batch": batch,
             "sparse_bytes": device.least(sparse, batch // RANKS).peak_bytes,
-            "collaborative_bytes": device.least(ours(), batch // RANKS).peak_bytes,
-            "host_mirror_bytes": beside.least(ours(), batch // RANKS).peak_bytes,
+            "collaborative_bytes": device.least(ours, batch // RANKS).peak_bytes,
+            "host_mirror_bytes": beside.least(ours, batch // RANKS).peak_bytes,
         }
         for batch in batches
     ]
@@ -61,9 +51,9 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         figures = [row[f"{n}_bytes"] for n in ("sparse", "collaborative", "host_mirror")]
-        sparse, ours_bytes, host = (f"{f / 1e6:.1f}" for f in figures)
+        sparse, ours, host = map(mb, figures)
         cuts = [f"{1 - f / figures[0]:.0%}" for f in figures[1:]]
-        lines.append([row["batch"], sparse, ours_bytes, cuts[0], host, cuts[1]])
+        lines.append([row["batch"], sparse, ours, cuts[0], host, cuts[1]])
     return table(list(HEADINGS), lines)
 
 

@@ -63,9 +63,9 @@ HOST_BYTES_PER_S = 12e9
 QUICK = "collaborative quickest"
 
 
-def ours() -> Variant:
-    """The collaborative one."""
-    return next(variant for variant in VARIANTS if variant.name == OURS)
+def named(name: str) -> Variant:
+    """The variant of that name."""
+    return next(variant for variant in VARIANTS if variant.name == name)
 
 
 class Training:
@@ -202,7 +202,7 @@ class Bench:
             run(variant.name, self.chooser.least(variant, size))
         limit = self.chooser.budget_bytes
         for _ in range(2):  # once more where more was taken than predicted
-            run(QUICK, self.chooser.quickest(ours(), size, limit))
+            run(QUICK, self.chooser.quickest(named(OURS), size, limit))
             if found[QUICK]["peak_bytes"] <= self.chooser.budget_bytes:
                 break
             limit = int(limit * found[QUICK]["predicted_bytes"] / found[QUICK]["peak_bytes"])
@@ -277,7 +277,7 @@ class Bench:
         rate = self.chooser.cluster.levels[0].bytes_per_s
         cluster = two_hosts(rate, HOST_BYTES_PER_S)
         other = Chooser(self.chooser.profile, cluster, self.chooser.budget_bytes)
-        chosen = other.least(ours(), size)
+        chosen = other.least(named(OURS), size)
         return {"what": chosen.words, "predicted_bytes": chosen.peak_bytes}
 
 
@@ -307,21 +307,18 @@ def alone_s(name: str, batch: Batch) -> float:
 
 
 def profile_of(name: str, sizes: Sequence[int]) -> ModelProfile:
-    """Rank 0's profile. Collective."""
-
-    def measure() -> ModelProfile:
-        return profile(
-            fresh(name), batches=sizes, degrees=(), repeats=1, optimizers=("momentum",),
-            budget_s=PROFILE_S,
-        )  # fmt: skip
-
-    return with_ratio(rank_zero_decides(measure), RATIO)
+    """What is measured of a model here, with top-k's ratio."""
+    found = profile(
+        fresh(name), batches=sizes, degrees=(), repeats=1, optimizers=("momentum",),
+        budget_s=PROFILE_S,
+    )  # fmt: skip
+    return with_ratio(found, RATIO)
 
 
 def found_of(asked: dict[str, Any]) -> dict[str, Any]:
     """Everything of one model. Collective."""
     name, budget = asked["model"], asked["budget_bytes"]
-    found = profile_of(name, asked["sizes"])
+    found = rank_zero_decides(lambda: profile_of(name, asked["sizes"]))
     bench = Bench(asked, Chooser(found, two_hosts(1e8), budget))
     bench.say("profiled")
     best, training, _ = bench.settle(VARIANTS[0])

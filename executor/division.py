@@ -45,7 +45,7 @@ def divide(model: nn.Module, run: Run) -> Division:
         specs = {unit.name: spec for unit, _, spec in units}
         for unit in narrowed(run.plan):
             settle(model, run, run.bursts, unit, specs.get(unit.name), division, names)
-    if units or run.bursts is not None:
+    if run.bursts is not None or any(keeps_features(unit, rest) for unit, rest, _ in units):
         show_to_backward_hooks(model, [path for unit in run.plan.units for path in unit.modules])
     return division
 

@@ -150,5 +150,6 @@ def crosses(unit: UnitPlan, following: Sequence[UnitPlan]) -> bool:
 
 
 def keeps_features(unit: UnitPlan, following: Sequence[UnitPlan]) -> bool:
-    """Whether the next unit can take this one's output as it is held: same division, divided."""
-    return bool(following) and unit.layout.degree > 1 and following[0].layout == unit.layout
+    """Whether the next unit can take this one's features as they are held: same division."""
+    divided = unit.style == "column" and unit.layout.degree > 1
+    return divided and bool(following) and following[0].layout == unit.layout
