@@ -9,15 +9,19 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Tests of a single process share the cores; those that start ranks have them for themselves.
 SINGLE := $(TEST) -n auto --dist loadfile tests/unit tests/property
 SEVERAL := $(TEST) tests/distributed tests/testbed
+# What another Python or other versions of what we build on would break first.
+SMOKE := tests/unit/planner tests/unit/cli tests/unit/test_imports.py tests/distributed/test_training.py
 
-.PHONY: help demo test test-all test-long lint types bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-laysa bench-exchange bench-sharded testbed clean
+.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-laysa bench-exchange bench-sharded testbed clean
 
 help:
 	@echo "make demo              measure, plan, verify and train on this machine"
 	@echo "make test              the quick tests"
 	@echo "make test-all          those and the slow ones"
 	@echo "make test-long         those that take many minutes, and other random examples"
+	@echo "make smoke             the few that run under every Python (VENV=folder PYTHON=python3.13)"
 	@echo "make lint, make types  ruff, mypy"
+	@echo "make lock              constraints.txt anew, from constraints.in"
 	@echo "make bench-prediction  predicted against measured step times"
 	@echo "make bench-memory      predicted against measured peak memory"
 	@echo "make bench-planner     time, gap and memory of planning, by units and ranks"
@@ -56,6 +60,9 @@ test-long: $(VENV)/test.stamp
 	$(TEST) -m long
 	HYPOTHESIS_PROFILE=search $(TEST) -n auto tests/property
 
+smoke: $(VENV)/test.stamp
+	$(TEST) -n auto --dist loadfile -m "not slow and not long" $(SMOKE)
+
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -65,6 +72,9 @@ types: $(VENV)/test.stamp
 	mkdir -p build/types
 	ln -sfn ../.. build/types/meshwright
 	$(BIN)/mypy
+
+lock:
+	.ci/lock
 
 bench-prediction: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/prediction.py
