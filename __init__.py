@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import (
+        auto_parallelize,
         compare,
         describe_cluster,
         explain,
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
         sizes,
         verify,
     )
-    from .background import Background
-    from .demonstration import demo
-    from .executor.exchange.residual import Lossy
+    from .cli.demonstration import demo
     from .executor.exchange_state import exchange_state_dict, load_exchange_state_dict
+    from .executor.gradients.residual import Lossy
+    from .executor.launch.background import Background
     from .executor.micro import join, micro_batches
     from .executor.parallel import (
         full_optimizer_state_dict,
@@ -33,19 +34,19 @@ if TYPE_CHECKING:
         load_full_optimizer_state_dict,
         loss_weight,
     )
-    from .parallelize import auto_parallelize
-    from .planner.nouns.cluster import Cluster
-    from .planner.nouns.errors import InfeasibleError, InputError, MeshwrightError, RunError
-    from .planner.nouns.goal import Goal
-    from .planner.nouns.noun import load, save
-    from .planner.nouns.plan import Plan
-    from .planner.nouns.profile import ModelProfile
-    from .units.workload import Batch, Workload
+    from .models.workload import Batch, Workload
+    from .planner.schema.cluster import Cluster
+    from .planner.schema.errors import InfeasibleError, InputError, MeshwrightError, RunError
+    from .planner.schema.goal import Goal
+    from .planner.schema.plan import Plan
+    from .planner.schema.profile import ModelProfile
+    from .planner.schema.record import load, save
 
 __version__ = "0.1.0"
 
 _HOMES = {
     ".api": (
+        "auto_parallelize",
         "compare",
         "describe_cluster",
         "explain",
@@ -58,9 +59,9 @@ _HOMES = {
         "sizes",
         "verify",
     ),
-    ".background": ("Background",),
-    ".demonstration": ("demo",),
-    ".executor.exchange.residual": ("Lossy",),
+    ".executor.launch.background": ("Background",),
+    ".cli.demonstration": ("demo",),
+    ".executor.gradients.residual": ("Lossy",),
     ".executor.exchange_state": ("exchange_state_dict", "load_exchange_state_dict"),
     ".executor.micro": ("join", "micro_batches"),
     ".executor.parallel": (
@@ -69,14 +70,13 @@ _HOMES = {
         "load_full_optimizer_state_dict",
         "loss_weight",
     ),
-    ".parallelize": ("auto_parallelize",),
-    ".planner.nouns.cluster": ("Cluster",),
-    ".planner.nouns.errors": ("InfeasibleError", "InputError", "MeshwrightError", "RunError"),
-    ".planner.nouns.goal": ("Goal",),
-    ".planner.nouns.noun": ("load", "save"),
-    ".planner.nouns.plan": ("Plan",),
-    ".planner.nouns.profile": ("ModelProfile",),
-    ".units.workload": ("Batch", "Workload"),
+    ".planner.schema.cluster": ("Cluster",),
+    ".planner.schema.errors": ("InfeasibleError", "InputError", "MeshwrightError", "RunError"),
+    ".planner.schema.goal": ("Goal",),
+    ".planner.schema.record": ("load", "save"),
+    ".planner.schema.plan": ("Plan",),
+    ".planner.schema.profile": ("ModelProfile",),
+    ".models.workload": ("Batch", "Workload"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

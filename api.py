@@ -10,29 +10,33 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from .planner.answers.alone import quicker_alone_s
-from .planner.answers.compare import Comparison
-from .planner.answers.compare import compare as compare_plans
-from .planner.answers.explain import Explanation
-from .planner.answers.explain import explain as explain_plan
-from .planner.answers.micro_batches import quicker_in_parts as find_quicker
-from .planner.answers.moments import MemoryTimeline
-from .planner.answers.moments import memory_timeline as timeline_of
-from .planner.answers.pareto import Front, described_front
-from .planner.answers.sensitivity import Sizes, gains_of
-from .planner.answers.sensitivity import sizes as plan_sizes
-from .planner.evaluation.problem import Relaxation
+from .executor.capability import CAPABILITY
+from .planner.explain.compare import Comparison
+from .planner.explain.compare import compare as compare_plans
+from .planner.explain.front import Front, described_front
+from .planner.explain.micro_batches import quicker_in_parts as find_quicker
+from .planner.explain.moments import MemoryTimeline
+from .planner.explain.moments import memory_timeline as timeline_of
+from .planner.explain.single_device import quicker_alone_s
+from .planner.explain.what_if import Sizes, gains_of
+from .planner.explain.what_if import sizes as plan_sizes
+from .planner.explain.why import Explanation
+from .planner.explain.why import explain as explain_plan
 from .planner.multiplex.jobs import Assumptions
 from .planner.multiplex.report import ClusterReport
-from .planner.nouns.cluster import Cluster
-from .planner.nouns.errors import InputError
-from .planner.nouns.goal import Goal
-from .planner.nouns.plan import Plan
-from .planner.nouns.profile import ModelProfile
-from .planner.solver import settled, solve
-from .planning import (
+from .planner.schema.cache import remember
+from .planner.schema.cluster import Cluster
+from .planner.schema.errors import InputError
+from .planner.schema.goal import Goal
+from .planner.schema.goal_values import make_goal
+from .planner.schema.pins import EARLY_RELEASE
+from .planner.schema.plan import Plan
+from .planner.schema.profile import ModelProfile
+from .planner.solve.problem import Problem, Relaxation
+from .planner.solve.request import (
     Schedules,
     capability_of,
+    check_schedule,
     check_time_limit,
     leaves_idle,
     made_from,
@@ -40,14 +44,19 @@ from .planning import (
     problem_of,
     shown,
 )
-from .remember import remember
-from .screen import Step
+from .planner.solve.solver import settled, solve
 
 if TYPE_CHECKING:
-    from .background import Background
-    from .executor.report import RunReport
-    from .executor.verify import Verification
-    from .units.workload import Workload
+    import torch
+    from torch import Tensor, nn
+
+    from .executor.gradients.residual import Lossy
+    from .executor.launch.background import Background
+    from .executor.launch.progress import Step
+    from .executor.launch.report import RunReport
+    from .executor.launch.verify import Verification
+    from .models.workload import Workload
+    from .planner.schema.goal import BatchStatistics
 
 # Torch and what needs it is imported where it is used: reading, comparing and explaining plans must
 # not wait seconds for it.
@@ -68,7 +77,7 @@ def profile(
     With ``ranks`` above 1 so many processes measure at once, as they will share this host's memory
     in a run (needs a target by name). Raises ``InputError``.
     """
-    from . import local
+    from .profiler import local
 
     _check_counts(batches or (), ranks)
     return local.profile(target, batches, device, ranks, progress)
@@ -88,7 +97,7 @@ def probe(*, ranks: int | None = None, progress: Step | None = None) -> Cluster:
     ``ranks`` processes on this machine (default: one for each GPU, or 2). One rank has no links:
     the answer is then this machine's device alone.
     """
-    from . import local
+    from .profiler import local
 
     return local.probe(ranks, progress)
 
@@ -124,7 +133,7 @@ def plan(
     ``InfeasibleError`` where nothing fits.
     """
     check_time_limit(time_limit_s)
-    problem = problem_for(
+    problem = _problem(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
@@ -132,6 +141,29 @@ def plan(
     remember(problem.profile)
     remember(cluster)
     return found
+
+
+def _problem(
+    what: str | Workload | ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    *,
+    schedule: Schedules,
+    progress: Step | None,
+    **how: Any,
+) -> Problem:
+    """The problem of ``problem_for``, with a profile where ``what`` is none: measured here, or
+    estimated for the cluster's devices."""
+    check_schedule(schedule)
+    if isinstance(what, ModelProfile):
+        profile = what
+    else:
+        from .profiler import local
+
+        profile = local.profile_for(what, cluster, goal, progress)
+    return problem_for(
+        profile, cluster, goal, CAPABILITY, schedule=schedule, progress=progress, **how
+    )
 
 
 def quicker_in_parts(
@@ -150,8 +182,8 @@ def quicker_in_parts(
     """
     made, there = made_from(plan, profile, cluster)
     problem = problem_for(
-        made, there, plan.goal, bursts=leaves_idle(plan), hypothetical=bool(plan.hypothetical),
-        forbidden=forbidden, schedule=schedule,
+        made, there, plan.goal, CAPABILITY, bursts=leaves_idle(plan),
+        hypothetical=bool(plan.hypothetical), forbidden=forbidden, schedule=schedule,
     )  # fmt: skip
     return find_quicker(problem, plan)
 
@@ -183,7 +215,7 @@ def sizes(
     check_time_limit(time_limit_s)
     if not ranks:
         raise InputError("no cluster sizes to plan for: name at least one, such as 8")
-    problem = problem_for(
+    problem = _problem(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
@@ -209,7 +241,7 @@ def front(
     check_time_limit(time_limit_s)
     if points < 2:
         raise InputError(f"a front of {points} points has no two ends: ask for at least 2")
-    problem = problem_for(
+    problem = _problem(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
@@ -233,10 +265,10 @@ def explain(
     if best < 1:
         raise InputError(f"{best} alternatives explain nothing: ask for at least 1")
     made, there = made_from(plan, profile, cluster)
-    found = explain_plan(plan, made, there, capability=capability_of(plan), best=best)
+    found = explain_plan(plan, made, there, capability=capability_of(plan, CAPABILITY), best=best)
     if not what_if:
         return found
-    problem = replace(problem_of(plan, made, there), progress=shown(progress))
+    problem = replace(problem_of(plan, made, there, CAPABILITY), progress=shown(progress))
     more = gains_of(plan, problem, time_limit_s)
     return msgspec.structs.replace(found, gains=more)
 
@@ -268,7 +300,7 @@ def multiplex(
     given they are found as for ``explain``. ``trace`` and ``plot`` are files to write. Raises
     ``InputError``.
     """
-    from . import multiplexing
+    from .cli.render import multiplexing
 
     return multiplexing.multiplexed(
         plans, backgrounds, profiles, clusters, assumptions, devices, horizon_s, trace, plot
@@ -294,12 +326,12 @@ def verify(
 ) -> Verification:
     """Whether training under ``plan`` equals that of one process, on the plan's own model.
 
-    Starts the plan's ranks on this machine; see ``executor.verify``. ``batch`` in samples (default:
-    the plan's, at most four for each rank). ``timeout_s`` ends it. Raises ``InputError``.
+    Starts the plan's ranks on this machine; see ``executor.launch.verify``. ``batch`` in samples
+    (default: the plan's, at most four for each rank). ``timeout_s`` ends it. Raises ``InputError``.
     """
-    from .executor.launch import Ranks, check_plan
-    from .executor.verify import Verification
-    from .tasks import Task, run_task
+    from .executor.launch.processes import Ranks, check_plan
+    from .executor.launch.tasks import Task, run_task
+    from .executor.launch.verify import Verification
 
     check_plan(plan, plan.world_size)
     lossy = [unit for unit in plan.units if unit.exchange in ("dropped", "topk")]
@@ -346,8 +378,8 @@ def launch(
     ``Background`` with settings. ``at_end`` is told the result when the run is over, the return may
     be later: when the background job is. ``say`` is told what that has had and cost.
     """
-    from .background import Background
-    from .launching import launch, ranks_for
+    from .executor.launch.background import Background
+    from .executor.launch.launch import launch, ranks_for
 
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
     beside = (
@@ -356,3 +388,112 @@ def launch(
         else background
     )
     return launch(plan, script, steps, ranks, beside, at_end, say)
+
+
+def auto_parallelize(
+    model: nn.Module | Workload,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    example_inputs: Any = None,
+    global_batch_size: int | None = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    plan: Plan | str | Path | None = None,
+    memory_limit_bytes: int | None = None,
+    micro_batches: Sequence[int] = (1,),
+    batch_statistics: BatchStatistics = "local",
+    schedule: Schedules = "auto",
+    lossy: bool | Lossy = False,
+    min_fidelity: float | None = None,
+    solver: str = "auto",
+    time_limit_s: float | None = None,
+    timeout_s: float | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None, Plan]:
+    """Plans how to train ``model`` on the ranks there are, and makes it so; collective.
+
+    Starts the process group from torchrun's environment if there is none; without torchrun this
+    process is the only rank. ``plan`` (or the file that the launcher names in ``MESHWRIGHT_PLAN``)
+    is applied as it is. Else rank 0 profiles the model, all ranks measure their links, and rank 0
+    plans for all; what was measured is kept on disk and found again by its fingerprint.
+
+    ``example_inputs``: a tensor, a tuple of arguments, a mapping of keyword arguments or a
+    ``Batch``, a few samples of what a rank will feed. Not needed for a ``Workload`` or a model with
+    ``dummy_inputs``. ``global_batch_size`` in samples (default: the example's on each rank).
+    ``loss(output, target)`` is measured with the model where given. ``schedule`` says how gradients
+    travel: ``barrier``, ``priority``, or ``auto`` for what is predicted quicker. ``time_limit_s``
+    bounds the search, ``timeout_s`` every later wait for another rank. ``lossy`` allows part of the
+    gradients to wait for later steps where communication would be waited for, as long as
+    ``min_fidelity`` (0.9, say) of their energy is sent at once, as measured. ``Lossy`` settings in
+    place of True say how, for a ready ``plan`` too. The other arguments are ``Goal``'s; the
+    optimizer's kind is read off ``optimizer``.
+
+    Returns the same model object, the same optimizer object and the plan. Raises ``InputError`` or
+    ``InfeasibleError``, the same on every rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from .executor.apply import apply
+    from .executor.arguments import check_arguments
+    from .executor.comm.agreement import together
+    from .executor.comm.watchdog import time_limit
+    from .executor.gradients.residual import Lossy
+    from .executor.launch.report import given_plan, record_run
+    from .executor.launch.start import start_process_group
+    from .executor.optimizer.lazy import releases_not
+    from .executor.optimizer.state import optimizer_name, ready
+    from .models.target import workload_of
+    from .models.workload import Workload
+
+    limit = time_limit(timeout_s)
+    check_schedule(schedule)
+    check_arguments(
+        optimizer, plan=plan, global_batch_size=global_batch_size,
+        memory_limit_bytes=memory_limit_bytes, micro_batches=micro_batches,
+        min_fidelity=min_fidelity, time_limit_s=time_limit_s,
+    )  # fmt: skip
+    device = start_process_group(limit)
+    module = model.model if isinstance(model, Workload) else model
+    together(lambda: ready(module, optimizer, device))
+    chosen = together(lambda: given_plan(plan))
+    if chosen is None:
+        workload, samples = together(lambda: workload_of(model, example_inputs, loss))
+        goal = together(
+            lambda: make_goal(
+                samples * dist.get_world_size() if global_batch_size is None else global_batch_size,
+                memory_limit_bytes=memory_limit_bytes,
+                optimizer=optimizer_name(optimizer),
+                micro_batches=micro_batches,
+                batch_statistics=batch_statistics,
+                allow_lossy=lossy is not False,
+                min_fidelity=min_fidelity,
+            )
+        )
+        with torch.random.fork_rng():  # measuring draws random batches; the user's draws go on
+            forbidden = (EARLY_RELEASE,) if releases_not(optimizer) else ()
+            chosen = _make_plan(workload, goal, device, schedule, solver, time_limit_s, forbidden)
+    settings = lossy if isinstance(lossy, Lossy) else None
+    model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
+    record_run(model_, optimizer_)
+    return model_, optimizer_, chosen
+
+
+def _make_plan(
+    workload: Workload,
+    goal: Goal,
+    device: torch.device,
+    schedule: Schedules,
+    solver: str,
+    time_limit_s: float | None,
+    forbidden: Sequence[str],
+) -> Plan:
+    import torch.distributed as dist
+
+    from .executor.comm.agreement import rank_zero_decides
+    from .profiler.sessions import batches_for, cluster_of_ranks, profile_on_ranks
+
+    profile = profile_on_ranks(workload, batches_for(goal, dist.get_world_size()), device)
+    cluster = cluster_of_ranks(device)
+    problem = problem_for(
+        profile, cluster, goal, CAPABILITY, schedule=schedule, forbidden=forbidden
+    )
+    return rank_zero_decides(lambda: solve(problem, solver, time_limit_s).checked())

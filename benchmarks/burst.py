@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import deeppool
 import msgspec
-from meshwright.planner.evaluation.problem import Problem
 from meshwright.planner.multiplex.choose import (
     ROUNDING,
     DataParallel,
@@ -49,13 +48,14 @@ from meshwright.planner.multiplex.jobs import (
 )
 from meshwright.planner.multiplex.report import ClusterReport, report
 from meshwright.planner.multiplex.simulation import simulate_cluster
-from meshwright.planner.nouns.capability import Capability
-from meshwright.planner.nouns.cluster import Cluster, CollectiveCurve, Device
-from meshwright.planner.nouns.curve import Curve
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.goal import Goal, Pin
-from meshwright.planner.nouns.options import Decisions
-from meshwright.planner.nouns.profile import ModelProfile
+from meshwright.planner.schema.capability import Capability
+from meshwright.planner.schema.cluster import Cluster, CollectiveCurve, Device
+from meshwright.planner.schema.curve import Curve
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal, Pin
+from meshwright.planner.schema.options import Decisions
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.solve.problem import Problem
 from meshwright.profiler.tables import load_table
 from page import put_into, table
 
@@ -210,7 +210,7 @@ def profile_of(name: str, global_statistics: bool = False) -> ModelProfile:
     """A published table, or the estimate for the transformer, of which there is none."""
     if name != TRANSFORMER:
         return load_table(name) if global_statistics else own_statistics(load_table(name))
-    from meshwright.models import build
+    from meshwright.models.zoo import build
     from meshwright.profiler.estimate import estimate
 
     return estimate(build(name), SHEET)

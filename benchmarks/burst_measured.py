@@ -38,21 +38,21 @@ from meshwright.executor.background.job import Job, beside
 from meshwright.executor.background.law import FIRST_HELD, LIMIT
 from meshwright.executor.background.settings import Settings
 from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.comm.agreement import rank_zero_decides
+from meshwright.executor.launch.processes.start import start_process_group
 from meshwright.executor.parallel import run_of
-from meshwright.executor.ranks.agreement import rank_zero_decides
-from meshwright.executor.start import start_process_group
-from meshwright.planner.costs.budget import idle_s, unit_s
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.evaluation.evaluate import decisions_of, make_plan
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.cluster import Cluster
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.plan import Plan
-from meshwright.planner.nouns.profile import ModelProfile
-from meshwright.planner.solver import solve
+from meshwright.models.workload import Batch
+from meshwright.planner.cost.budget import idle_s, unit_s
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.schema.cluster import Cluster
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.solve.evaluate import decisions_of, make_plan
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 from meshwright.profiler.model import profile
 from meshwright.profiler.probe import probe
-from meshwright.units.workload import Batch
 from page import put_into
 from torch.nn.parallel import DistributedDataParallel
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from meshwright.models import build
-from meshwright.models.images import Pictures, image_workload
-from meshwright.models.vgg import vgg_thumbnail
-from meshwright.units.workload import Workload
+from meshwright.models.workload import Workload
+from meshwright.models.zoo import build
+from meshwright.models.zoo.images import Pictures, image_workload
+from meshwright.models.zoo.vgg import vgg_thumbnail
 from torch import nn
 
 CONVOLUTIONS = "vgg16-32-conv"

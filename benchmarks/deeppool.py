@@ -20,17 +20,17 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from meshwright.planner.answers.pareto import Point, cheapest_within, within
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.evaluation.objective import value
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.capability import EVERYTHING
-from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.profile import ModelProfile
-from meshwright.planner.nouns.tables import profile_of_table
-from meshwright.planner.search.bursts import LIMITS, greedy
-from meshwright.planner.search.splits import placed
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.explain.front import Point, cheapest_within, within
+from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layer_times import profile_of_table
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.solve.heuristic.bursts import LIMITS, greedy
+from meshwright.planner.solve.heuristic.splits import placed
+from meshwright.planner.solve.objective import value
+from meshwright.planner.solve.problem import Problem
 
 NETWORKS = ("vgg16", "wide_resnet101_2")
 RANKS = (8, 16, 32, 64)

@@ -24,9 +24,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from meshwright.testbed import Bed
 from page import keep, known, put_into
 from page import table as markdown
+from testbed import Bed
 
 BATCHES = {"vgg19-32": 32, "resnet50-32": 8, "seq2seq": 12, "gpt-mini": 8}
 """Samples of a rank in a step."""

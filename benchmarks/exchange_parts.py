@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from meshwright.units.spec import UnitSpec
-from meshwright.units.workload import Batch
+from meshwright.models.spec import UnitSpec
+from meshwright.models.workload import Batch
 from torch import nn
 
 TIMES = 5

@@ -22,26 +22,27 @@ import torch
 import torch.distributed as dist
 from exchange_parts import Parts, Times
 from meshwright.executor.apply import apply
-from meshwright.executor.capability import SEARCHED
-from meshwright.executor.exchange.schedule import Orders
+from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.comm.agreement import rank_zero_decides
+from meshwright.executor.gradients.order import Orders
+from meshwright.executor.launch.processes.start import start_process_group
 from meshwright.executor.parallel import run_of
-from meshwright.executor.ranks.agreement import rank_zero_decides
-from meshwright.executor.start import start_process_group
-from meshwright.models import build
-from meshwright.planner.costs.step import LINKS, Chain, empty_chain, priority_bound
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import data_parallel
-from meshwright.planner.nouns.plan import Plan, Prediction, Provenance, UnitPlan
-from meshwright.planner.nouns.profile import ModelProfile
-from meshwright.planner.solver import solve
-from meshwright.planner.steps.schedule import Message, Step, work_of
-from meshwright.planner.steps.simulate import simulate
-from meshwright.planner.steps.slices import cut
+from meshwright.models.units.discover import discover
+from meshwright.models.workload import Batch, Workload
+from meshwright.models.zoo import build
+from meshwright.planner.cost.step_time import LINKS, Chain, empty_chain, priority_bound
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import data_parallel
+from meshwright.planner.schema.plan import Plan, Prediction, Provenance, UnitPlan
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.simulate.events import simulate
+from meshwright.planner.simulate.schedule import Message, Step, work_of
+from meshwright.planner.simulate.slicing import cut
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.request import searched
+from meshwright.planner.solve.solver import solve
 from meshwright.profiler.model import profile
 from meshwright.profiler.probe import probe
-from meshwright.units.discover import discover
-from meshwright.units.workload import Batch, Workload
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -223,7 +224,7 @@ def chosen_plan(found: Found, batch: int) -> Plan:
     assert found.profile is not None
     cluster = probe(budget_s=PROBE_S)
     goal = Goal(batch=batch * world, optimizer="momentum")
-    problem = Problem(found.profile, cluster, goal, SEARCHED, either=True)
+    problem = Problem(found.profile, cluster, goal, searched(CAPABILITY), either=True)
     return rank_zero_decides(lambda: solve(problem, "auto", PLAN_S).checked())
 
 

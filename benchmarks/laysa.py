@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from exchange import on_a_bed
 from laysa_page import page
-from meshwright.testbed import missing
 from page import put_into
+from testbed import missing
 
 PROGRAM = str(Path(__file__).with_name("laysa_ranks.py"))
 MIB = 2**20

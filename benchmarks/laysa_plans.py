@@ -2,9 +2,9 @@
 
 All exchange by priority in the same slices. Sparse variants send the same share of every unit that
 top-k can send in part; what is recomputed, alone or in segments, is the planner's own choice
-(``planner/search/recomputing.py``), and gradients are released early where that makes the least
-predicted step that keeps the limit. The naive combination takes both strategies as they come: early
-release everywhere, and residual buffers.
+(``planner/solve/heuristic/checkpointing.py``), and gradients are released early where that makes
+the least predicted step that keeps the limit. The naive combination takes both strategies as they
+come: early release everywhere, and residual buffers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import NamedTuple
 import msgspec
 from laysa_figures import OURS, largest
 from meshwright.executor.capability import CAPABILITY
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.costs.feedback import feedbacks
-from meshwright.planner.costs.inside import segments_of
-from meshwright.planner.evaluation.evaluate import evaluation, make_plan
-from meshwright.planner.memory import travelling
-from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import data_parallel
-from meshwright.planner.nouns.options import Decisions, Option
-from meshwright.planner.nouns.plan import FeedbackPolicy, Plan
-from meshwright.planner.nouns.profile import FidelityProfile, ModelProfile, UnitProfile
-from meshwright.planner.search.recomputing import Recomputing
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.feedback import feedbacks
+from meshwright.planner.cost.segment_memory import segments_of
+from meshwright.planner.memory import comm_buffers as travelling
+from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import data_parallel
+from meshwright.planner.schema.options import Decisions, Option
+from meshwright.planner.schema.plan import FeedbackPolicy, Plan
+from meshwright.planner.schema.profile import FidelityProfile, ModelProfile, UnitProfile
+from meshwright.planner.solve.evaluate import evaluation, make_plan
+from meshwright.planner.solve.heuristic.checkpointing import Recomputing
 
 RANKS = 2
 RATIO = 0.01

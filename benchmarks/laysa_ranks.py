@@ -34,18 +34,18 @@ from laysa_plans import (
     with_ratio,
 )
 from meshwright.executor.apply import apply
-from meshwright.executor.exchange.residual import Lossy
+from meshwright.executor.comm.agreement import rank_zero_decides
+from meshwright.executor.gradients.residual import Lossy
+from meshwright.executor.launch.processes.start import start_process_group
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.micro import micro_batches
 from meshwright.executor.parallel import run_of
-from meshwright.executor.ranks.agreement import rank_zero_decides
-from meshwright.executor.start import start_process_group
-from meshwright.planner.answers.moments import memory_timeline
-from meshwright.planner.nouns.noun import save
-from meshwright.planner.nouns.plan import Plan
-from meshwright.planner.nouns.profile import ModelProfile
+from meshwright.models.workload import Batch
+from meshwright.planner.explain.moments import memory_timeline
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.schema.record import save
 from meshwright.profiler.model import profile
-from meshwright.units.workload import Batch
 
 TIMEOUT_S = 120.0
 TRACKED_STEPS = 3

@@ -22,10 +22,10 @@ from statistics import mean
 from typing import Any
 
 from lossy_ranks import EPOCHS, MOMENTUM, RATE, TEXT_STEPS
-from meshwright.planner.nouns.errors import RunError
-from meshwright.testbed import Bed, missing
+from meshwright.planner.schema.errors import RunError
 from rich.console import Console
 from rich.table import Table
+from testbed import Bed, missing
 
 PROGRAM = str(Path(__file__).with_name("lossy_ranks.py"))
 FAST_MBIT_S = 10_000.0

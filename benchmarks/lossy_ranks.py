@@ -19,16 +19,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
-from meshwright.executor.exchange.residual import Lossy
+from meshwright.executor.gradients.residual import Lossy
+from meshwright.executor.launch.processes.start import start_process_group
+from meshwright.executor.launch.processes.train import share_of
 from meshwright.executor.parallel import run_of
-from meshwright.executor.start import start_process_group
-from meshwright.executor.train import share_of
-from meshwright.models import build
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import data_parallel
-from meshwright.planner.nouns.plan import ExchangePolicy, Plan, Prediction, Provenance, UnitPlan
-from meshwright.units.discover import Discovery, discover
-from meshwright.units.workload import Batch, Workload
+from meshwright.models.units.discover import Discovery, discover
+from meshwright.models.workload import Batch, Workload
+from meshwright.models.zoo import build
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import data_parallel
+from meshwright.planner.schema.plan import ExchangePolicy, Plan, Prediction, Provenance, UnitPlan
 from torch import nn
 
 BATCH, EPOCHS, SEEDS = 128, 20, 3

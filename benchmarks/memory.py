@@ -29,24 +29,24 @@ import torch
 import torch.distributed as dist
 from memory_page import page_of
 from meshwright.executor.capability import CAPABILITY
-from meshwright.executor.launch import Ranks, run_ranks
-from meshwright.executor.ranks.agreement import rank_zero_decides
-from meshwright.executor.start import start_process_group
-from meshwright.executor.train import run_steps
-from meshwright.models import build
-from meshwright.planner.costs.feedback import LINEAR, MIRRORS
-from meshwright.planner.evaluation.evaluate import make_plan
-from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import data_parallel
-from meshwright.planner.nouns.options import Option
-from meshwright.planner.nouns.plan import ScheduleName
-from meshwright.planner.nouns.profile import ModelProfile, UnitProfile
+from meshwright.executor.comm.agreement import rank_zero_decides
+from meshwright.executor.launch.processes.processes import Ranks, run_ranks
+from meshwright.executor.launch.processes.start import start_process_group
+from meshwright.executor.launch.processes.train import run_steps
+from meshwright.models.zoo import build
+from meshwright.planner.cost.feedback import LINEAR, MIRRORS
+from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import data_parallel
+from meshwright.planner.schema.options import Option
+from meshwright.planner.schema.plan import ScheduleName
+from meshwright.planner.schema.profile import ModelProfile, UnitProfile
+from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.model import profile
-from meshwright.testbed import Bed
 from page import keep, known, put_into
 from rich.console import Console
 from rich.table import Table
+from testbed import Bed
 
 RANKS = 2
 LIMIT_S = 1800.0

@@ -19,10 +19,10 @@ import sys
 import time
 from typing import Any
 
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.capability import EVERYTHING
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.solver import solve, solvers
+from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve, solvers
 from synthetic import cluster_of, gpt_like
 
 ROWS = ((100, 64), (200, 64), (400, 256), (1000, 1024))

@@ -23,19 +23,19 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from meshwright.executor.capability import CAPABILITY
-from meshwright.executor.launch import Ranks, run_ranks
-from meshwright.executor.start import cores, start_process_group
-from meshwright.executor.train import Measured, run_steps
-from meshwright.measure import batches_for, cluster_of_ranks, profile_on_ranks
-from meshwright.models import build
-from meshwright.planner.evaluation.evaluate import make_plan
-from meshwright.planner.nouns.capability import degrees
-from meshwright.planner.nouns.cluster import Cluster
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout, Style, data_parallel
-from meshwright.planner.nouns.options import Option, tied_units
-from meshwright.planner.nouns.plan import Plan, Prediction, ScheduleName
-from meshwright.planner.nouns.profile import ModelProfile, UnitProfile
+from meshwright.executor.launch.processes.processes import Ranks, run_ranks
+from meshwright.executor.launch.processes.start import cores, start_process_group
+from meshwright.executor.launch.processes.train import Measured, run_steps
+from meshwright.models.zoo import build
+from meshwright.planner.schema.capability import degrees
+from meshwright.planner.schema.cluster import Cluster
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout, Style, data_parallel
+from meshwright.planner.schema.options import Option, tied_units
+from meshwright.planner.schema.plan import Plan, Prediction, ScheduleName
+from meshwright.planner.schema.profile import ModelProfile, UnitProfile
+from meshwright.planner.solve.evaluate import make_plan
+from meshwright.profiler.sessions import batches_for, cluster_of_ranks, profile_on_ranks
 from rich.console import Console
 from rich.table import Table
 

@@ -38,14 +38,14 @@ from exchange_rank import (
     simulated,
     slowest,
 )
-from meshwright.executor.exchange.fully_sharded import FullyShardedParcel
-from meshwright.executor.exchange.pending import bare
-from meshwright.executor.exchange.sharded import ShardedParcel
+from meshwright.executor.gradients.fully_sharded import FullyShardedParcel
+from meshwright.executor.gradients.pending import bare
+from meshwright.executor.gradients.sharded import ShardedParcel
+from meshwright.executor.launch.processes.start import start_process_group
 from meshwright.executor.parallel import is_parallel, run_of
-from meshwright.executor.start import start_process_group
-from meshwright.planner.answers.variants import with_exchange
-from meshwright.planner.nouns.plan import SHARDING, ExchangePolicy, Plan
-from meshwright.units.discover import discover
+from meshwright.models.units.discover import discover
+from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.schema.plan import SHARDING, ExchangePolicy, Plan
 
 OPTIMIZERS: dict[str, Optimizing] = {
     "momentum": momentum,

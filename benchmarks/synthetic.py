@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
-from meshwright.planner.nouns.curve import ZERO, Curve, proportional
-from meshwright.planner.nouns.layout import Style
-from meshwright.planner.nouns.profile import (
+from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
+from meshwright.planner.schema.curve import ZERO, Curve, proportional
+from meshwright.planner.schema.layout import Style
+from meshwright.planner.schema.profile import (
     CompressionRate,
     EdgeProfile,
     FidelityProfile,

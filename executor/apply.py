@@ -10,41 +10,41 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..planner.nouns.errors import InputError
-from ..planner.nouns.layout import Layout
-from ..planner.nouns.noun import fingerprint
-from ..planner.nouns.plan import SHARDING, Plan
+from ..planner.schema.errors import InputError
+from ..planner.schema.layout import Layout
+from ..planner.schema.plan import SHARDING, Plan
+from ..planner.schema.record import fingerprint
 from .background.signals import tell_pacer
 from .capability import CAPABILITY
+from .comm.broadcast import broadcast, changing_buffers
+from .comm.control import digest
+from .comm.groups import Group, Place, flat, make_world, place_of
+from .comm.watchdog import Watch, time_limit
+from .comm.worker_threads import finish_aside
 from .division import check_ties, divide, divided, split_of, tensor_named
-from .exchange import optimizer as optimizers
-from .exchange import sharded_steps
-from .exchange.buckets import Entry
-from .exchange.chunks import install_chunks
-from .exchange.feedback import check_feedback, settle_feedback
-from .exchange.lazy import releases_not
-from .exchange.momentum import check_momentum
-from .exchange.residual import Lossy
-from .exchange.sharded import shard
-from .exchange.topk import MOST_ELEMENTS
+from .gradients.buckets import Entry
+from .gradients.feedback import check_feedback, settle_feedback
+from .gradients.momentum import check_momentum
+from .gradients.residual import Lossy
+from .gradients.sharded import shard
+from .gradients.topk import MOST_ELEMENTS
 from .headroom import check_headroom, watch_memory
-from .layout.boundary import crosses
-from .layout.gradients import Members
-from .layout.parts import Division
-from .layout.residence import Residence
-from .layout.shards import Shard
-from .layout.state import install
-from .layout.statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
 from .memory.install import check_memory, install_memory
 from .mismatch import check_state
-from .narrowing import check_narrowed, lives_at, narrowed
+from .optimizer import sharded_steps
+from .optimizer import state as optimizers
+from .optimizer.chunks import install_chunks
+from .optimizer.lazy import releases_not
 from .parallel import ModelT, adopt, is_parallel
-from .ranks.aside import finish_aside
-from .ranks.broadcast import broadcast, changing_buffers
-from .ranks.control import digest
-from .ranks.groups import Group, Place, flat, make_world, place_of
-from .ranks.watch import Watch, time_limit
+from .redistribution.boundary import crosses
+from .redistribution.parts import Division
+from .redistribution.shard_gradient import Members
+from .redistribution.shards import Shard
+from .redistribution.state import install
+from .redistribution.statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
+from .redistribution.subset_shard import Residence
 from .run import Run
+from .subset_units import check_narrowed, lives_at, narrowed
 
 _runs = count()
 

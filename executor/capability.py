@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from ..planner.nouns.capability import Capability
+from ..planner.schema.capability import Capability
 
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),
@@ -24,7 +22,3 @@ CAPABILITY = Capability(
 feature maps (offload where the device has memory of its own), and exchanges its gradients in
 buckets, or in slices by priority; by priority it can also shard them among ranks, leave some of
 them for later, or apply and free them in backward."""
-
-SEARCHED = msgspec.structs.replace(CAPABILITY, idle_positions=False, branches=False)
-"""What plans are made within unless more is asked for. Units that leave ranks idle are run, but
-what is predicted of them has not been held against measured steps yet."""

@@ -8,19 +8,19 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..planner.costs.ownership import feature_bounds
-from ..planner.nouns.errors import InputError
-from ..planner.nouns.layout import Layout
-from ..planner.nouns.plan import Plan, UnitPlan
-from ..units.spec import SplitSpec
-from ..units.splits import apply_split, find_splits
-from .layout.boundary import Boundary, keeps_features
-from .layout.held import show_to_backward_hooks
-from .layout.parts import Division
-from .layout.redistribute import Mover
-from .layout.shards import Shard, aliases
-from .narrowing import lives_at, narrowed, settle
+from ..models.spec import SplitSpec
+from ..models.splits import apply_split, find_splits
+from ..planner.cost.ownership import feature_bounds
+from ..planner.schema.errors import InputError
+from ..planner.schema.layout import Layout
+from ..planner.schema.plan import Plan, UnitPlan
+from .redistribution.boundary import Boundary, keeps_features
+from .redistribution.lazy import show_to_backward_hooks
+from .redistribution.parts import Division
+from .redistribution.redistribute import Mover
+from .redistribution.shards import Shard, aliases
 from .run import Run
+from .subset_units import lives_at, narrowed, settle
 
 
 def divided(plan: Plan) -> Iterator[tuple[UnitPlan, list[UnitPlan]]]:

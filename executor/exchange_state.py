@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ..planner.nouns.errors import InputError
-from .exchange.lossy import LossyParcel
-from .exchange.priority import PriorityExchange
+from ..planner.schema.errors import InputError
+from .gradients.lossy import LossyParcel
+from .gradients.priority import PriorityExchange
 from .parallel import run_of
 
 

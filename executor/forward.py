@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ..planner.nouns.errors import InputError
-from .ranks.control import Gathered, Header
+from ..planner.schema.errors import InputError
+from .comm.control import Gathered, Header
 
 
 class Weight:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..planner.nouns.errors import InputError
-from ..planner.nouns.peak import CLASS_NAMES, Moment
-from ..planner.nouns.plan import Plan
-from ..units.storages import OverBudgetError
-from .exchange.freed import use_of
-from .exchange.pending import bare
+from ..models.units.storages import OverBudgetError
+from ..planner.schema.errors import InputError
+from ..planner.schema.peak import CLASS_NAMES, Moment
+from ..planner.schema.plan import Plan
+from .gradients.pending import bare
+from .gradients.reshard import use_of
 from .run import Run
 
 SWITCH = "MESHWRIGHT_CHECK_MEMORY"

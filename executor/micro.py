@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ..planner.nouns.errors import InputError
-from ..units.workload import Batch
+from ..models.workload import Batch
+from ..planner.schema.errors import InputError
+from .comm.control import Gathered
 from .forward import Weight
 from .parallel import run_of
-from .ranks.control import Gathered
 from .run import Run
 
 

@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch.optim import Optimizer
 
-from ..planner.nouns.plan import Plan
+from ..planner.schema.plan import Plan
 
 _COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2,
            "Adagrad": 1, "RMSprop": 1}  # fmt: skip

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from ..planner.nouns.errors import InputError
-from .exchange.chunks import whole_chunks
-from .exchange.optimizer import gather_optimizer_state, scatter_optimizer_state
-from .layout.state import gather_state
-from .layout.statistics import norms_of
+from ..planner.schema.errors import InputError
+from .optimizer.chunks import whole_chunks
+from .optimizer.state import gather_optimizer_state, scatter_optimizer_state
+from .redistribution.state import gather_state
+from .redistribution.statistics import norms_of
 from .run import Run
 
 ModelT = TypeVar("ModelT", bound=nn.Module)

@@ -13,31 +13,31 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..planner.costs.ownership import sample_bounds
-from ..planner.nouns.layout import Layout, data_parallel
-from ..planner.nouns.plan import SHARDING, Plan
-from .exchange.buckets import BucketExchange, Entry, Exchange, make_buckets
-from .exchange.lazy import LazySteps
-from .exchange.momentum import Momentum, has_momentum
-from .exchange.policies import picking_of
-from .exchange.priority import PriorityExchange
-from .exchange.residual import Lossy
-from .exchange.schedule import Orders
-from .exchange.sharded import sharing_of
-from .exchange.sharing import Sharing
+from ..planner.cost.ownership import sample_bounds
+from ..planner.schema.layout import Layout, data_parallel
+from ..planner.schema.plan import SHARDING, Plan
+from .comm.broadcast import broadcast
+from .comm.control import Control, Header, Row, digest
+from .comm.groups import Group, World
+from .comm.watchdog import Watch
+from .comm.worker_threads import LEAVE_S
 from .forward import Forward, Weight, samples_of, shapes_of
-from .layout.brought import Brought
-from .layout.bursts import Bursts
-from .layout.held import bring_home
-from .layout.redistribute import Meter
-from .layout.shards import Shard
+from .gradients.buckets import BucketExchange, Entry, Exchange, make_buckets
+from .gradients.flat_shard import Sharing
+from .gradients.momentum import Momentum, has_momentum
+from .gradients.order import Orders
+from .gradients.policies import picking_of
+from .gradients.priority import PriorityExchange
+from .gradients.residual import Lossy
+from .gradients.sharded import sharing_of
 from .memory.regions import Regions
 from .mismatch import Pieces
-from .ranks.aside import LEAVE_S
-from .ranks.broadcast import broadcast
-from .ranks.control import Control, Header, Row, digest
-from .ranks.groups import Group, World
-from .ranks.watch import Watch
+from .optimizer.lazy import LazySteps
+from .redistribution.bursts import Bursts
+from .redistribution.cache import Brought
+from .redistribution.lazy import bring_home
+from .redistribution.redistribute import Meter
+from .redistribution.shards import Shard
 from .scaling import scale_output
 from .synchronise import GradientSynchroniser
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ..planner.nouns.errors import RunError
-from .exchange.buckets import Entry, Exchange
+from ..planner.schema.errors import RunError
+from .comm.control import Control, Gathered
+from .comm.watchdog import Watch
 from .forward import Forward
-from .ranks.control import Control, Gathered
-from .ranks.watch import Watch
+from .gradients.buckets import Entry, Exchange
 
 
 class GradientSynchroniser:

@@ -1,5 +1,1 @@
-"""Reference workloads by name: the networks of the papers, and small ones to try things on."""
-
-from .catalogue import build, names
-
-__all__ = ["build", "names"]
+"""What is trained: reference workloads, the units of a model, and how units divide."""

@@ -1,24 +1,24 @@
 """Plans how to train a model on a cluster. Pure: no torch, no files beyond JSON, no processes."""
 
-from .answers.compare import Comparison, compare
-from .answers.explain import Explanation, explain
-from .costs.cost import CostModel
-from .costs.placement import place
-from .costs.step import barrier_step, priority_bound, priority_step
-from .evaluation.evaluate import Evaluation, decisions_of, evaluate, evaluation, make_plan
-from .evaluation.problem import Infeasibility, Problem, Result
-from .nouns.capability import EVERYTHING, PLAIN, Capability
-from .nouns.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
-from .nouns.curve import Curve
-from .nouns.errors import InfeasibleError, InputError, MeshwrightError, RunError
-from .nouns.goal import Goal
-from .nouns.layout import Layout, data_parallel, lattice
-from .nouns.noun import decode, encode, fingerprint, load, save
-from .nouns.options import Decisions, Option
-from .nouns.plan import Plan, Prediction, Provenance, UnitPlan
-from .nouns.profile import EdgeProfile, ModelProfile, ShareProfile, SplitProfile, UnitProfile
-from .nouns.tables import profile_of_table
-from .solver import Solver, solve, solvers
+from .cost.cost import CostModel
+from .cost.placement import place
+from .cost.step_time import barrier_step, priority_bound, priority_step
+from .explain.compare import Comparison, compare
+from .explain.why import Explanation, explain
+from .schema.capability import EVERYTHING, PLAIN, Capability
+from .schema.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
+from .schema.curve import Curve
+from .schema.errors import InfeasibleError, InputError, MeshwrightError, RunError
+from .schema.goal import Goal
+from .schema.layer_times import profile_of_table
+from .schema.layout import Layout, data_parallel, lattice
+from .schema.options import Decisions, Option
+from .schema.plan import Plan, Prediction, Provenance, UnitPlan
+from .schema.profile import EdgeProfile, ModelProfile, ShareProfile, SplitProfile, UnitProfile
+from .schema.record import decode, encode, fingerprint, load, save
+from .solve.evaluate import Evaluation, decisions_of, evaluate, evaluation, make_plan
+from .solve.problem import Infeasibility, Problem, Result
+from .solve.solver import Solver, solve, solvers
 
 __all__ = [
     "EVERYTHING",

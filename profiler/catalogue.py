@@ -9,8 +9,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from ..planner.nouns.cluster import Device
-from ..planner.nouns.errors import InputError
+from ..planner.schema.cluster import Device
+from ..planner.schema.errors import InputError
 
 GIB = 2**30
 TERA, GIGA = 1e12, 1e9

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..planner.nouns.cluster import Collective, CollectiveCurve
-from ..planner.nouns.curve import Curve
+from ..planner.schema.cluster import Collective, CollectiveCurve
+from ..planner.schema.curve import Curve
 from .fit import fit_line
 
 COLLECTIVES: tuple[Collective, ...] = (

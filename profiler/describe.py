@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ..planner.nouns.cluster import Cluster, Level, Node
-from ..planner.nouns.errors import InputError
+from ..planner.schema.cluster import Cluster, Level, Node
+from ..planner.schema.errors import InputError
 from .catalogue import device as catalogued
 
 INTER_LATENCY_US = 30.0

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..planner.nouns.curve import Curve
-from ..units.spec import UnitSpec
-from ..units.workload import Batch, Workload
+from ..models.spec import UnitSpec
+from ..models.workload import Batch, Workload
+from ..planner.schema.curve import Curve
 from .footprint import Footprint, measure_footprint
 
 META = torch.device("meta")

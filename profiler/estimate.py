@@ -22,22 +22,22 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..planner.nouns.capability import degrees
-from ..planner.nouns.curve import Curve
-from ..planner.nouns.profile import (
+from ..executor.launch.device import software
+from ..models.preserve import preserved
+from ..models.replay import capture, run_unit
+from ..models.spec import UnitSpec
+from ..models.units.discover import Discovery, discover
+from ..models.workload import Batch, Workload
+from ..planner.schema.capability import degrees
+from ..planner.schema.curve import Curve
+from ..planner.schema.profile import (
     ModelProfile,
     ShareProfile,
     SplitProfile,
     UnitProfile,
     UpdateRate,
 )
-from ..units.discover import Discovery, discover
-from ..units.preserve import preserved
-from ..units.replay import capture, run_unit
-from ..units.spec import UnitSpec
-from ..units.workload import Batch, Workload
 from .catalogue import GIGA, TERA, Datasheet, datasheet
-from .device import software
 from .dry import Footprints, dry, is_dry
 from .model import edge_profiles, piece_profiles, unit_profile
 from .tables import load_table

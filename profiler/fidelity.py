@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..planner.nouns.profile import FidelityProfile
-from ..units.workload import Batch, Workload
+from ..models.workload import Batch, Workload
+from ..planner.schema.profile import FidelityProfile
 
 STEPS = 4
 PICKED = (0.01, 0.05, 0.1, 0.25)

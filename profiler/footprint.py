@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..units.spec import UnitSpec
-from ..units.storages import LiveStorages, tensors_in
-from ..units.workload import Batch
+from ..models.spec import UnitSpec
+from ..models.units.storages import LiveStorages, tensors_in
+from ..models.workload import Batch
 from .timeline import Loss, Timeline
 
 

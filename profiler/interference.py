@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from ..planner.nouns.cluster import Interference
+from ..planner.schema.cluster import Interference
 from .collect import Group, synchronise
 
 MESSAGE_BYTES = 4 * 2**20

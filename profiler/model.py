@@ -11,9 +11,16 @@ import msgspec
 import torch
 from torch import nn
 
-from ..planner.nouns.curve import Curve
-from ..planner.nouns.errors import InputError
-from ..planner.nouns.profile import (
+from ..executor.launch.device import device_name, software
+from ..models.preserve import preserved
+from ..models.replay import capture
+from ..models.spec import UnitSpec
+from ..models.splits.following import BATCH_NORMS
+from ..models.units.discover import Discovery, discover
+from ..models.workload import Batch, Workload
+from ..planner.schema.curve import Curve
+from ..planner.schema.errors import InputError
+from ..planner.schema.profile import (
     EdgeProfile,
     ModelProfile,
     ParameterProfile,
@@ -21,13 +28,6 @@ from ..planner.nouns.profile import (
     ShareProfile,
     UnitProfile,
 )
-from ..units.discover import Discovery, discover
-from ..units.preserve import preserved
-from ..units.replay import capture
-from ..units.spec import UnitSpec
-from ..units.splits.following import BATCH_NORMS
-from ..units.workload import Batch, Workload
-from .device import device_name, software
 from .fidelity import STEPS, measure_fidelity
 from .footprint import Footprint, measure_footprint
 from .shares import ShareMeter, split_profiles

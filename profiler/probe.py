@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..planner.nouns.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
-from ..planner.nouns.errors import InputError
+from ..executor.launch.device import device_name, memory_bytes, software
+from ..planner.schema.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
+from ..planner.schema.errors import InputError
 from .collect import COLLECTIVES, Group, curves, measure
-from .device import device_name, memory_bytes, software
 from .host_link import host_bytes_per_s
 from .interference import measure_interference
 

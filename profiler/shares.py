@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ..planner.nouns.capability import degrees
-from ..planner.nouns.profile import ShareProfile, SplitProfile, UnitProfile
-from ..units.replay import Call, run_modules
-from ..units.spec import SplitSpec, UnitSpec
-from ..units.splits import apply_split
-from ..units.splits.check import isolated, member_call
+from ..models.replay import Call, run_modules
+from ..models.spec import SplitSpec, UnitSpec
+from ..models.splits import apply_split
+from ..models.splits.check import isolated, member_call
+from ..planner.schema.capability import degrees
+from ..planner.schema.profile import ShareProfile, SplitProfile, UnitProfile
 from .footprint import SavedTensors
 from .timeline import Clock
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib import resources
 
-from ..planner.nouns.errors import InputError
-from ..planner.nouns.profile import ModelProfile
-from ..planner.nouns.tables import profile_of_table
+from ..planner.schema.errors import InputError
+from ..planner.schema.layer_times import profile_of_table
+from ..planner.schema.profile import ModelProfile
 
 _FOLDER = ("data", "deeppool_a100")
 

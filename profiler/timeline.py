@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ..units.spec import UnitSpec
-from ..units.workload import Batch
+from ..models.spec import UnitSpec
+from ..models.workload import Batch
 
 Loss = Callable[[Any, Any], Tensor]
 

@@ -9,8 +9,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from ..planner.nouns.errors import InputError
-from ..planner.nouns.profile import UpdateRate
+from ..planner.schema.errors import InputError
+from ..planner.schema.profile import UpdateRate
 from .collect import synchronise
 
 LIMIT_BYTES = 256 * 2**20

@@ -1,7 +1,7 @@
 """Every combination of options, evaluated: what the solvers are held against.
 
-Written from the definitions in ``costs.step`` and ``memory.held`` for whole arrays of combinations
-at once, independently of the rows and constraints that the solvers use.
+Written from the definitions in ``cost.step_time`` and ``memory.unit_memory`` for whole arrays of
+combinations at once, independently of the rows and constraints that the solvers use.
 """
 
 import itertools
@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from meshwright.planner.costs.budget import energy_budget, gpu_seconds_limit, idle_s, lost_energy
-from meshwright.planner.costs.positions import group_samples
-from meshwright.planner.evaluation.choices import unit_options
-from meshwright.planner.evaluation.evaluate import limits_bytes
-from meshwright.planner.evaluation.models import models
-from meshwright.planner.memory.held import MemoryModel
-from meshwright.planner.nouns.options import ties_agree
-from meshwright.planner.search.splits import placed
+from meshwright.planner.cost.budget import energy_budget, gpu_seconds_limit, idle_s, lost_energy
+from meshwright.planner.cost.positions import group_samples
+from meshwright.planner.memory.unit_memory import MemoryModel
+from meshwright.planner.schema.options import ties_agree
+from meshwright.planner.solve.choices import unit_options
+from meshwright.planner.solve.evaluate import limits_bytes
+from meshwright.planner.solve.heuristic.splits import placed
+from meshwright.planner.solve.models import models
 
 CHUNK = 40_000
 WHOLE = dict.fromkeys(("column", "pair"), "whole")

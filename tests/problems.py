@@ -4,18 +4,13 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
-from meshwright.planner.costs.budget import single_device_s
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.evaluation.evaluate import rank_memory
-from meshwright.planner.evaluation.models import models
-from meshwright.planner.evaluation.objective import value
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.exact.cases import case
-from meshwright.planner.nouns.capability import EVERYTHING, Capability
-from meshwright.planner.nouns.curve import Curve, proportional
-from meshwright.planner.nouns.goal import Goal, Pin
-from meshwright.planner.nouns.layout import lattice
-from meshwright.planner.nouns.profile import (
+from meshwright.planner.cost.budget import single_device_s
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.schema.capability import EVERYTHING, Capability
+from meshwright.planner.schema.curve import Curve, proportional
+from meshwright.planner.schema.goal import Goal, Pin
+from meshwright.planner.schema.layout import lattice
+from meshwright.planner.schema.profile import (
     CompressionRate,
     EdgeProfile,
     FidelityProfile,
@@ -24,7 +19,12 @@ from meshwright.planner.nouns.profile import (
     SplitProfile,
     UpdateRate,
 )
-from meshwright.planner.search.splits import placed
+from meshwright.planner.solve.evaluate import rank_memory
+from meshwright.planner.solve.heuristic.splits import placed
+from meshwright.planner.solve.ilp.cases import case
+from meshwright.planner.solve.models import models
+from meshwright.planner.solve.objective import value
+from meshwright.planner.solve.problem import Problem
 
 from tests.brute import best, combinations
 from tests.strategies import chain_profile, cluster, linear

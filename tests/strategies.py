@@ -5,11 +5,10 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 from hypothesis import strategies as st
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.costs.step import Chain
-from meshwright.planner.evaluation.evaluate import make_plan
-from meshwright.planner.nouns.capability import EVERYTHING
-from meshwright.planner.nouns.cluster import (
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.step_time import Chain
+from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.cluster import (
     Cluster,
     CollectiveCurve,
     Device,
@@ -17,11 +16,11 @@ from meshwright.planner.nouns.cluster import (
     Level,
     Node,
 )
-from meshwright.planner.nouns.curve import ZERO, Curve, constant, proportional
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import lattice
-from meshwright.planner.nouns.options import Option, allowed, ties_agree
-from meshwright.planner.nouns.profile import (
+from meshwright.planner.schema.curve import ZERO, Curve, constant, proportional
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import lattice
+from meshwright.planner.schema.options import Option, allowed, ties_agree
+from meshwright.planner.schema.profile import (
     EdgeProfile,
     ModelProfile,
     ParameterProfile,
@@ -30,6 +29,7 @@ from meshwright.planner.nouns.profile import (
     UnitProfile,
     UpdateRate,
 )
+from meshwright.planner.solve.evaluate import make_plan
 
 WORLDS = (1, 2, 3, 4, 6, 8)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from ...planner.nouns.errors import InputError, RunError
+from ...planner.schema.errors import InputError, RunError
 from .law import LIMIT
 from .messages import VARIABLE
 from .settings import Settings, State

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from torch import nn
 from torch.optim import Optimizer
 
-from ..ranks.steps import after_each_step
-from ..ranks.watch import Watch
+from ..comm.steps import after_each_step
+from ..comm.watchdog import Watch
 from .messages import VARIABLE, Kind, Record
 
 GAP_S = 0.002

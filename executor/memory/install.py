@@ -8,8 +8,8 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from ...planner.nouns.errors import InputError
-from ...planner.nouns.plan import Plan, UnitPlan
+from ...planner.schema.errors import InputError
+from ...planner.schema.plan import Plan, UnitPlan
 from . import host
 from .offload import Offload
 from .recompute import AsNow, Recomputed

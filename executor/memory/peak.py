@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ...units.storages import LiveStorages
+from ...models.units.storages import LiveStorages
 
 
 def peak_bytes(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ...planner.nouns.errors import InputError, RunError
+from ...planner.schema.errors import InputError, RunError
 from .regions import Body, Hooks
 
 AsNow = Callable[[], AbstractContextManager[None]]

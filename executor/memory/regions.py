@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..layout.held import bring_home
+from ..redistribution.lazy import bring_home
 
 
 class Saver(Protocol):

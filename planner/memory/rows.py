@@ -35,10 +35,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..costs.beside import Beside
-from ..costs.step import LINKS, Chain, Terms, Vector, priority_terms
-from ..costs.unit_bytes import OWN
-from ..steps.schedule import ScheduleName
+from ..cost.prefetch_overlap import Beside
+from ..cost.step_time import LINKS, Chain, Terms, Vector, priority_terms
+from ..cost.unit_bytes import OWN
+from ..simulate.schedule import ScheduleName
 
 Matrix = npt.NDArray[np.float64]
 

@@ -42,10 +42,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..costs.inside import Inside
-from ..costs.step import Vector
-from ..costs.unit_bytes import FIELD, STANDING
-from ..nouns.peak import CLASS_NAMES, Moment, Phase
+from ..cost.segment_memory import Inside
+from ..cost.step_time import Vector
+from ..cost.unit_bytes import FIELD, STANDING
+from ..schema.peak import CLASS_NAMES, Moment, Phase
 
 Table = npt.NDArray[np.float64]
 

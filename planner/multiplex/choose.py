@@ -23,22 +23,22 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..costs.budget import unit_s
-from ..costs.cost import BUCKET_BYTES, CostModel
-from ..costs.step import barrier_step, priority_step
-from ..evaluation.evaluate import evaluation
-from ..evaluation.objective import over_bytes
-from ..evaluation.problem import Problem, Result
-from ..memory.held import MemoryModel
-from ..nouns.errors import InputError
-from ..nouns.layout import Layout
-from ..nouns.options import Decisions, Option
-from ..nouns.plan import ScheduleName
-from ..search.bursts import LIMITS, greedy
-from ..search.space import Point, Space
-from ..search.splits import placed
-from ..solver import solve
-from ..steps.schedule import bucketed_s
+from ..cost.budget import unit_s
+from ..cost.cost import BUCKET_BYTES, CostModel
+from ..cost.step_time import barrier_step, priority_step
+from ..memory.unit_memory import MemoryModel
+from ..schema.errors import InputError
+from ..schema.layout import Layout
+from ..schema.options import Decisions, Option
+from ..schema.plan import ScheduleName
+from ..simulate.schedule import bucketed_s
+from ..solve.evaluate import evaluation
+from ..solve.heuristic.bursts import LIMITS, greedy
+from ..solve.heuristic.space import Point, Space
+from ..solve.heuristic.splits import placed
+from ..solve.objective import over_bytes
+from ..solve.problem import Problem, Result
+from ..solve.solver import solve
 from .gaps import share_beside
 from .jobs import Assumptions, Background, model_beside, slowed
 from .narrow import narrowed, worth

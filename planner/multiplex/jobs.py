@@ -10,15 +10,15 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from ..costs.cost import CostModel
-from ..evaluation.evaluate import evaluate
-from ..nouns.cluster import Cluster, Device, Node
-from ..nouns.errors import InputError
-from ..nouns.goal import Goal
-from ..nouns.noun import Noun, Positive, Seconds, Share
-from ..nouns.options import Decisions
-from ..nouns.plan import Plan, ScheduleName
-from ..nouns.profile import ModelProfile
+from ..cost.cost import CostModel
+from ..schema.cluster import Cluster, Device, Node
+from ..schema.errors import InputError
+from ..schema.goal import Goal
+from ..schema.options import Decisions
+from ..schema.plan import Plan, ScheduleName
+from ..schema.profile import ModelProfile
+from ..schema.record import Noun, Positive, Seconds, Share
+from ..solve.evaluate import evaluate
 from .timeline import StepTimelines, timelines
 
 Slowdown = Annotated[float, msgspec.Meta(ge=1)]

@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..costs.budget import unit_s
-from ..costs.cost import CostModel
-from ..memory.held import MemoryModel
-from ..nouns.capability import Capability
-from ..nouns.layout import Layout
-from ..nouns.options import Decisions, Option, allowed
-from ..nouns.plan import ScheduleName
-from ..search.space import Point, Space
+from ..cost.budget import unit_s
+from ..cost.cost import CostModel
+from ..memory.unit_memory import MemoryModel
+from ..schema.capability import Capability
+from ..schema.layout import Layout
+from ..schema.options import Decisions, Option, allowed
+from ..schema.plan import ScheduleName
+from ..solve.heuristic.space import Point, Space
 
 RUNS = (1, 2, 4, 8, 16)
 """Lengths of runs of units that change together."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..costs.step import Vector
-from ..nouns.noun import Count, Index, Noun, Seconds, Share
+from ..cost.step_time import Vector
+from ..schema.record import Count, Index, Noun, Seconds, Share
 from .gaps import Interval
 from .jobs import Assumptions
 from .simulation import ClusterRun, DeviceClass, Run

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..nouns.errors import InputError
+from ..schema.errors import InputError
 from .gaps import Filled, Interval, fill, gaps, merged, undisturbed
 from .jobs import Assumptions, Background, Foreground
 from .timeline import Busy, StepTimelines

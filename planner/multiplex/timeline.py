@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..costs.cost import CostModel
-from ..costs.positions import PositionClass, position_classes
-from ..costs.shares import backward_s, busiest_samples, forward_s
-from ..evaluation.evaluate import rank_memory
-from ..nouns.options import Decisions, Option
-from ..nouns.plan import ScheduleName
-from ..steps.lanes import simulate_lanes
-from ..steps.parcels import step_of
-from ..steps.schedule import COMPUTE
-from ..steps.simulate import Span, simulate
+from ..cost.compute import backward_s, busiest_samples, forward_s
+from ..cost.cost import CostModel
+from ..cost.positions import PositionClass, position_classes
+from ..schema.options import Decisions, Option
+from ..schema.plan import ScheduleName
+from ..simulate.events import Span, simulate
+from ..simulate.grad_groups import step_of
+from ..simulate.rank_classes import simulate_lanes
+from ..simulate.schedule import COMPUTE
+from ..solve.evaluate import rank_memory
 
 STEADY = 5
 """Steps that are simulated under priority; the last but one is told, so that what it sends late is

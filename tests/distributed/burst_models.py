@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from meshwright.units.discover import Discovery, discover
-from meshwright.units.workload import Batch
+from meshwright.models.units.discover import Discovery, discover
+from meshwright.models.workload import Batch
 from reference import twin
 from torch import Tensor, nn
 from torch.nn import functional as F

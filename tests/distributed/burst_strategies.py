@@ -9,9 +9,9 @@ import msgspec
 from burst_models import MODELS, build
 from burst_trials import Counts, Trial
 from hypothesis import strategies as st
-from meshwright.planner.nouns.layout import Layout, Style
-from meshwright.planner.nouns.plan import ExchangePolicy, Plan, UnitPlan
-from meshwright.units.spec import UnitSpec
+from meshwright.models.spec import UnitSpec
+from meshwright.planner.schema.layout import Layout, Style
+from meshwright.planner.schema.plan import ExchangePolicy, Plan, UnitPlan
 from plans import SCHEDULES, plan, scheduled
 
 STEPS = 2

@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 import torch
 from burst_models import DtypeName
-from meshwright.planner.nouns.plan import Plan
-from meshwright.units.workload import Batch
+from meshwright.models.workload import Batch
+from meshwright.planner.schema.plan import Plan
 
 Counts = tuple[int, ...]
 """The samples that each position feeds in one backward, its micro-batches together."""

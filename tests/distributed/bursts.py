@@ -11,12 +11,12 @@ import torch
 from burst_models import build, draw
 from burst_trials import Clip, Counts, Trial, piece_counts, pieces_of, samples_at
 from meshwright.executor.apply import apply
-from meshwright.executor.equality import LOSS, STATE, Yardstick
+from meshwright.executor.launch.processes.equality import LOSS, STATE, Yardstick
 from meshwright.executor.micro import micro_batches
 from meshwright.executor.parallel import full_optimizer_state_dict, full_state_dict, run_of
-from meshwright.planner.costs.wire import Carried, exchanged_bytes, moved_bytes
-from meshwright.units.discover import Discovery
-from meshwright.units.workload import Batch
+from meshwright.models.units.discover import Discovery
+from meshwright.models.workload import Batch
+from meshwright.planner.cost.wire import Carried, exchanged_bytes, moved_bytes
 from reference import assert_equal, furthest, optimizer_of, twin, whole_gradients, whole_loss
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -9,9 +9,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
-from meshwright.executor.exchange.residual import Lossy
+from meshwright.executor.gradients.residual import Lossy
 from meshwright.executor.parallel import run_of
-from meshwright.planner.nouns.plan import ExchangePolicy, FeedbackPolicy, Plan
+from meshwright.planner.schema.plan import ExchangePolicy, FeedbackPolicy, Plan
 from plans import plan, scheduled, unit
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from meshwright.executor.layout.shards import aliases
-from meshwright.planner.nouns.goal import BatchStatistics, Goal
-from meshwright.planner.nouns.layout import Layout, Style
-from meshwright.planner.nouns.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan
-from meshwright.units.discover import Discovery
-from meshwright.units.spec import SplitSpec, UnitSpec
+from meshwright.executor.redistribution.shards import aliases
+from meshwright.models.spec import SplitSpec, UnitSpec
+from meshwright.models.units.discover import Discovery
+from meshwright.planner.schema.goal import BatchStatistics, Goal
+from meshwright.planner.schema.layout import Layout, Style
+from meshwright.planner.schema.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan
 from torch import nn
 
 NOTHING = Prediction(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.parallel import full_state_dict, run_of
-from meshwright.planner.nouns.plan import Plan
-from meshwright.units.workload import Batch
+from meshwright.models.workload import Batch
+from meshwright.planner.schema.plan import Plan
 from torch import Tensor, nn
 
 Loss = Callable[[Any, Any], Tensor]

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from meshwright.executor.comm.agreement import rank_zero_decides, together
 from meshwright.executor.parallel import run_of
-from meshwright.executor.ranks.agreement import rank_zero_decides, together
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.noun import decode, encode, fingerprint, save
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.record import decode, encode, fingerprint, save
 from plans import plan as plan_by_hand
 from plans import unit
 from torch import nn

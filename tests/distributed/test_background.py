@@ -11,15 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from meshwright.background import Background, idle_share, outlook
 from meshwright.executor.apply import apply
 from meshwright.executor.background.job import beside
 from meshwright.executor.background.messages import VARIABLE, Kind, unpacked
 from meshwright.executor.background.settings import Settings
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.noun import save
-from meshwright.planner.nouns.plan import UnitPlan
+from meshwright.executor.launch.processes.background import Background, idle_share, outlook
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.plan import UnitPlan
+from meshwright.planner.schema.record import save
 from plans import NOTHING, scheduled
 from plans import plan as plan_by_hand
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.parallel import run_of
-from meshwright.planner.costs.wire import Carried, exchanged_bytes
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.plan import ExchangePolicy, Plan, UnitPlan
+from meshwright.planner.cost.wire import Carried, exchanged_bytes
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.plan import ExchangePolicy, Plan, UnitPlan
 from plans import plan, scheduled
 from torch import nn
 

@@ -15,12 +15,12 @@ from burst_trials import Trial
 from bursts import check
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from meshwright.executor.apply import apply
-from meshwright.executor.exchange.schedule import FIRST
-from meshwright.executor.layout.shards import LocalShard
+from meshwright.executor.gradients.order import FIRST
 from meshwright.executor.parallel import full_state_dict, run_of
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.plan import UnitPlan
+from meshwright.executor.redistribution.shards import LocalShard
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.plan import UnitPlan
 from plans import plan, scheduled
 from reference import twin, whole_gradients
 from torch import Tensor, nn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright.units.workload import Batch
+from meshwright.models.workload import Batch
 from plans import SCHEDULES, plan, scheduled
 from reference import assert_equal, train_alone, train_together, twin
 from torch import nn

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from meshwright import models
 from meshwright.executor.apply import apply
-from meshwright.executor.exchange.pending import Pending
+from meshwright.executor.gradients.pending import Pending
 from meshwright.executor.parallel import run_of
-from meshwright.planner.answers.variants import with_exchange
-from meshwright.planner.nouns.plan import SHARDING, ExchangePolicy, Plan
-from meshwright.units.discover import Discovery, discover
-from meshwright.units.spec import UnitSpec
-from meshwright.units.workload import Batch, Workload
+from meshwright.models import zoo as models
+from meshwright.models.spec import UnitSpec
+from meshwright.models.units.discover import Discovery, discover
+from meshwright.models.workload import Batch, Workload
+from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.schema.plan import SHARDING, ExchangePolicy, Plan
 from plans import Choice, by_columns_and_rows, plan_for, scheduled
 from reference import (
     assert_equal,

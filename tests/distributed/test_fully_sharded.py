@@ -13,12 +13,12 @@ import pytest
 import test_sharded
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.exchange.chunks import LocalChunk
-from meshwright.executor.exchange.fully_sharded import FullyShardedParcel
+from meshwright.executor.gradients.fully_sharded import FullyShardedParcel
 from meshwright.executor.memory.peak import peak_bytes
+from meshwright.executor.optimizer.chunks import LocalChunk
 from meshwright.executor.parallel import full_state_dict, run_of
-from meshwright.planner.answers.variants import with_exchange
-from meshwright.planner.nouns.errors import InputError, RunError
+from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.schema.errors import InputError, RunError
 from plans import plan, unit
 from reference import twin
 from test_equality import BLOCKS, Case, equals_one_process

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from meshwright.planner.nouns.cluster import Cluster
-from meshwright.planner.nouns.noun import load, save
-from meshwright.planner.nouns.plan import Plan
-from meshwright.planner.nouns.profile import ModelProfile
+from meshwright.planner.schema.cluster import Cluster
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.schema.record import load, save
 from plans import plan as plan_by_hand
 
 ROOT = Path(__file__).resolve().parents[2]

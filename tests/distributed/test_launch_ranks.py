@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from meshwright.planner.evaluation.evaluate import make_plan
-from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.noun import save
+from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.record import save
+from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.tables import load_table
 
 from tests.processes import alive, wait_until
@@ -187,7 +187,7 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along(plan_file):
 
 
 def test_the_callers_environment_and_signals_are_put_back(tmp_path):
-    from meshwright.executor.launch import Ranks, run_ranks
+    from meshwright.executor.launch.processes.processes import Ranks, run_ranks
 
     script = tmp_path / "script.py"
     script.write_text("import os; assert os.environ['MINE'] == 'yes'\n")

@@ -9,31 +9,32 @@ from typing import NamedTuple
 import msgspec
 import pytest
 import torch
-from meshwright import models
 from meshwright.executor.apply import apply
-from meshwright.executor.capability import CAPABILITY, SEARCHED
+from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.headroom import account, overflowed
+from meshwright.executor.launch.processes.train import optimizer_for, run_steps, train_step
 from meshwright.executor.memory.peak import budget
 from meshwright.executor.parallel import is_parallel
-from meshwright.executor.ranks.agreement import rank_zero_decides
-from meshwright.executor.train import optimizer_for, run_steps, train_step
-from meshwright.models.gpt import GPT, Shape
-from meshwright.models.text import next_symbol_workload
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.evaluation.evaluate import evaluate, rank_memory
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.capability import Capability
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.options import Decisions
-from meshwright.planner.nouns.plan import Plan
-from meshwright.planner.nouns.profile import ModelProfile
-from meshwright.planner.search.recomputing import Recomputing
-from meshwright.planner.solver import solve
+from meshwright.models import zoo as models
+from meshwright.models.units.discover import discover
+from meshwright.models.units.storages import OverBudgetError, tensors_in
+from meshwright.models.workload import Workload
+from meshwright.models.zoo.gpt import GPT, Shape
+from meshwright.models.zoo.text import next_symbol_workload
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.schema.capability import Capability
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.options import Decisions
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.solve.evaluate import evaluate, rank_memory
+from meshwright.planner.solve.heuristic.checkpointing import Recomputing
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.request import searched
+from meshwright.planner.solve.solver import solve
 from meshwright.profiler.model import profile
-from meshwright.units.discover import discover
-from meshwright.units.storages import OverBudgetError, tensors_in
-from meshwright.units.workload import Workload
 from plans import plan_for
 
 from tests.strategies import cluster
@@ -90,7 +91,9 @@ def problem_of(found: ModelProfile, one: Triple) -> Problem:
         micro_batches=tuple(m for m in (1, 2, 4) if 2 * m <= one.batch),
         slice_bytes=(2**20,),
     )
-    return Problem(found, links, goal, SEARCHED, executor=CAPABILITY, either=True, brief=True)
+    return Problem(
+        found, links, goal, searched(CAPABILITY), executor=CAPABILITY, either=True, brief=True
+    )
 
 
 def peak_under(plan: Plan, one: Triple, limit_bytes: int) -> int:
@@ -177,7 +180,7 @@ def peak_with(model: CostModel, decisions: Decisions) -> int:
 def in_segments_only(rank: int) -> tuple[int, int, int, list[tuple[str, ...]]]:
     """(the least that fits by units, the limit, the peak under it, the segments)."""
     found = rank_zero_decides(lambda: profile(deep(), batches=(1, 8), repeats=1, degrees=()))
-    kinds = msgspec.structs.replace(SEARCHED, exchange=("dense",), early_release=False)
+    kinds = msgspec.structs.replace(searched(CAPABILITY), exchange=("dense",), early_release=False)
     goal = Goal(batch=16, optimizer="momentum")
     bare = msgspec.structs.replace(found, pieces=())
     by_units, least = (least_limit(each, goal, kinds) for each in (bare, found))

@@ -14,17 +14,17 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright import models
 from meshwright.executor.apply import apply
-from meshwright.executor.exchange.release import ReleasedGradient
+from meshwright.executor.gradients.release import ReleasedGradient
 from meshwright.executor.memory import host as hosts
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import run_of
-from meshwright.models.gpt import GPT, Shape
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.plan import Plan, UnitPlan
-from meshwright.units.discover import discover
-from meshwright.units.workload import Batch
+from meshwright.models import zoo as models
+from meshwright.models.units.discover import discover
+from meshwright.models.workload import Batch
+from meshwright.models.zoo.gpt import GPT, Shape
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.plan import Plan, UnitPlan
 from plans import by_columns_and_rows, plan, plan_for, scheduled, unit
 from reference import optimizer_of
 from torch import Tensor, nn

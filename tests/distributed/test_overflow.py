@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from meshwright import api
-from meshwright.goals import make_goal
-from meshwright.planner.nouns.noun import load, save
-from meshwright.planner.nouns.plan import Plan
+from meshwright.planner.schema.goal_values import make_goal
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.record import load, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
 

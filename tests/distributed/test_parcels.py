@@ -8,18 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from meshwright import models
 from meshwright.executor.apply import apply
-from meshwright.executor.exchange.picked import PickedSlice
+from meshwright.executor.gradients.topk_message import PickedSlice
 from meshwright.executor.parallel import run_of
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.evaluation.evaluate import make_plan
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.options import Decisions, Option
-from meshwright.planner.nouns.plan import Plan
-from meshwright.planner.nouns.profile import ModelProfile
-from meshwright.planner.steps.parcels import parcel_messages, parcels
+from meshwright.models import zoo as models
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.options import Decisions, Option
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.simulate.grad_groups import parcel_messages, parcels
+from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.describe import describe_cluster
 from meshwright.profiler.estimate import estimate
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright import models
 from meshwright.executor.apply import apply
-from meshwright.executor.exchange.pending import Pending
-from meshwright.executor.exchange.waiting import WaitingGradient
+from meshwright.executor.gradients.pending import Pending
+from meshwright.executor.gradients.waiting import WaitingGradient
+from meshwright.executor.launch.processes.device import memory_bytes
 from meshwright.executor.parallel import run_of
-from meshwright.planner.steps.slices import cut
-from meshwright.profiler.device import memory_bytes
-from meshwright.units.discover import discover
+from meshwright.models import zoo as models
+from meshwright.models.units.discover import discover
+from meshwright.planner.simulate.slicing import cut
 from plans import plan, plan_for, scheduled, unit
 from reference import optimizer_of
 from torch import Tensor, nn

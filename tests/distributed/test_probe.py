@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
-from meshwright.executor.overhead import measure_overhead, measure_priority_overhead
-from meshwright.planner.nouns.cluster import Cluster, StepOverhead
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.noun import decode, encode
+from meshwright.planner.schema.cluster import Cluster, StepOverhead
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.record import decode, encode
 from meshwright.profiler.collect import COLLECTIVES, Group, curves, measure
+from meshwright.profiler.overhead import measure_overhead, measure_priority_overhead
 from meshwright.profiler.probe import probe
 
 SIZES = (1 << 10, 1 << 16, 1 << 20)

@@ -16,17 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
-from meshwright.executor.exchange.sharded import ShardedParcel
-from meshwright.executor.exchange.sharded_gradient import ShardedGradient
+from meshwright.executor.gradients.sharded import ShardedParcel
+from meshwright.executor.gradients.sharded_gradient import ShardedGradient
 from meshwright.executor.parallel import (
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,
     run_of,
 )
-from meshwright.planner.answers.variants import with_exchange
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.plan import ExchangePolicy, Plan
+from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.plan import ExchangePolicy, Plan
 from plans import plan, unit
 from reference import twin
 from torch import Tensor, nn

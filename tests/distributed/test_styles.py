@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from meshwright.models.gpt import MLP, Attention
-from meshwright.planner.nouns.plan import UnitPlan
-from meshwright.units.workload import Batch
+from meshwright.models.workload import Batch
+from meshwright.models.zoo.gpt import MLP, Attention
+from meshwright.planner.schema.plan import UnitPlan
 from plans import SCHEDULES, plan, scheduled, unit
 from reference import assert_equal, train_alone, train_together, twin
 from torch import Tensor, nn

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.parallel import full_state_dict, run_of
-from meshwright.planner.costs.wire import moved_bytes
-from meshwright.units.discover import discover
-from meshwright.units.workload import Batch
+from meshwright.models.units.discover import discover
+from meshwright.models.workload import Batch
+from meshwright.planner.cost.wire import moved_bytes
 from plans import plan_for
 from reference import assert_equal, train_alone, train_together, twin
 from torch import Tensor, nn

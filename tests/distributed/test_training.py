@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright import models
 from meshwright.executor.apply import apply
+from meshwright.executor.launch.processes.train import run_steps, train_step
 from meshwright.executor.parallel import full_state_dict
-from meshwright.executor.train import run_steps, train_step
-from meshwright.units.discover import discover
+from meshwright.models import zoo as models
+from meshwright.models.units.discover import discover
 from plans import SCHEDULES, by_columns_and_rows, plan_for, scheduled
 from reference import twin
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
-from meshwright.executor.layout.shards import LocalShard
 from meshwright.executor.micro import join, micro_batches
 from meshwright.executor.parallel import (
     full_optimizer_state_dict,
@@ -22,11 +21,12 @@ from meshwright.executor.parallel import (
     load_full_optimizer_state_dict,
     loss_weight,
 )
-from meshwright.models.gpt import Attention
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.plan import Plan
-from meshwright.units.workload import Batch
+from meshwright.executor.redistribution.shards import LocalShard
+from meshwright.models.workload import Batch
+from meshwright.models.zoo.gpt import Attention
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.plan import Plan
 from plans import plan, scheduled, unit
 from reference import twin
 from torch import Tensor, nn

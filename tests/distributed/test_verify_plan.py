@@ -12,14 +12,14 @@ import meshwright as mw
 import msgspec
 import pytest
 import torch
-from meshwright.executor import verify as verification
-from meshwright.executor.equality import LOSS, STATE, Yardstick, deviations
-from meshwright.executor.verify import verify_on_ranks
-from meshwright.models import build
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.noun import save
-from meshwright.planner.nouns.plan import Plan, UnitPlan
-from meshwright.units.discover import discover
+from meshwright.executor.launch.processes import verify as verification
+from meshwright.executor.launch.processes.equality import LOSS, STATE, Yardstick, deviations
+from meshwright.executor.launch.processes.verify import verify_on_ranks
+from meshwright.models.units.discover import discover
+from meshwright.models.zoo import build
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.plan import Plan, UnitPlan
+from meshwright.planner.schema.record import save
 from plans import plan as plan_by_hand
 from torch import nn
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from meshwright.planner.nouns.errors import InputError, RunError
-from meshwright.testbed import Bed, Host, missing
+from meshwright.planner.schema.errors import InputError, RunError
 
+from benchmarks.testbed import Bed, Host, missing
 from tests.processes import wait_until
 
 pytestmark = [

@@ -15,9 +15,9 @@ from statistics import median
 
 import pytest
 import torch
-from meshwright.planner.nouns.plan import SHARDING
-from meshwright.testbed import Bed, Host, missing
+from meshwright.planner.schema.plan import SHARDING
 
+from benchmarks.testbed import Bed, Host, missing
 from tests.sampling import sampled
 
 pytestmark = [
@@ -165,8 +165,8 @@ def test_launch_says_the_sentence_and_ends(tmp_path: Path) -> None:
     """``meshwright launch``'s own engine, whose workers leave word instead of a traceback."""
     start = (
         "import sys; from pathlib import Path\n"
-        "from meshwright.executor.launch import Ranks, run_ranks\n"
-        "from meshwright.planner.nouns.errors import RunError\n"
+        "from meshwright.executor.launch.processes import Ranks, run_ranks\n"
+        "from meshwright.planner.schema.errors import RunError\n"
         "number, folder, *program = sys.argv[1:]\n"
         "try:\n"
         "    run_ranks(program, Ranks(1, 2, int(number), '10.77.0.1:29500'), Path(folder))\n"

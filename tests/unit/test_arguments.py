@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright import demonstration
-from meshwright.arguments import check_arguments
+from meshwright.cli import demonstration
 from meshwright.executor import micro
-from meshwright.executor.exchange.optimizer import check_holds, scatter_optimizer_state
-from meshwright.goals import make_goal
-from meshwright.planner.nouns.errors import InputError
+from meshwright.executor.arguments import check_arguments
+from meshwright.executor.optimizer.state import check_holds, scatter_optimizer_state
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal_values import make_goal
 from torch import nn
 from torch.optim import SGD
 

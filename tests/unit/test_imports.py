@@ -1,109 +1,163 @@
-"""Imports flow one way, and the planner never needs torch."""
+"""Imports flow one way, without circles, and the planner never needs torch."""
 
 import ast
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+import networkx as nx
 
 ROOT = Path(__file__).resolve().parents[2]
-ALLOWED = {
-    "planner": set(),
-    "units": {"planner"},
-    "models": {"units"},
-    "testbed": {"planner"},
-    "profiler": {"planner", "units"},
-    "executor": {"planner", "units"},
-}
-"""Which other rooms the modules of a room may import; modules at the top may import all."""
-INSIDE_EXECUTOR = {
-    "ranks": set(),
-    "layout": {"ranks"},
-    "exchange": {"ranks", "layout"},
-    "memory": {"ranks", "layout"},
-    "background": {"ranks"},
-}
-"""The same inside the executor, whose own modules may import all of them."""
-PLANNERS = ("nouns", "costs", "steps", "memory", "evaluation", "search", "exact", "scale")
-"""The planner's, each of which may import those before it; ``solver`` comes next."""
-INSIDE_PLANNER = {name: set(PLANNERS[:i]) for i, name in enumerate(PLANNERS)} | {
-    name: {*PLANNERS, "solver"} for name in ("multiplex", "answers")
-}
-
-
-def modules(room):
-    return sorted((ROOT / room).glob("**/*.py"))
-
-
-def imported_rooms(path):
-    """(line, room) of every import of a room, absolute or relative, wherever it stands."""
-    depth = len(path.relative_to(ROOT).parts) - 1  # folders between the root and the module
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                parts = name.name.split(".")
-                if parts[0] == "meshwright":
-                    yield node.lineno, parts[1] if len(parts) > 1 else ""
-        elif isinstance(node, ast.ImportFrom):
-            parts = (node.module or "").split(".")
-            if node.level == 0 and parts[0] == "meshwright":
-                names = parts[1:2] or [alias.name for alias in node.names]
-                yield from ((node.lineno, name) for name in names)
-            elif node.level == depth + 1:
-                names = parts[:1] if node.module else [alias.name for alias in node.names]
-                yield from ((node.lineno, name) for name in names)
-
-
-@pytest.mark.parametrize("room", ALLOWED)
-def test_no_upward_import(room):
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports {target or 'the package itself'}"
-        for path in modules(room)
-        for line, target in imported_rooms(path)
-        if target not in ALLOWED[room] | {room}
-    ]
-    assert not wrong
-
-
-@pytest.mark.parametrize(
-    ("house", "room", "allowed"),
-    [("executor", *each) for each in INSIDE_EXECUTOR.items()]
-    + [("planner", *each) for each in INSIDE_PLANNER.items()],
+ORDER = (
+    "planner/schema",
+    "planner/cost",
+    "planner/simulate",
+    "planner/memory",
+    "planner/solve",
+    "planner/explain",
+    "planner/multiplex",
+    "planner",
+    "models/workload",
+    "models/preserve",
+    "models/spec",
+    "models/replay",
+    "models/splits",
+    "models/units",
+    "models/zoo",
+    "models/target",
+    "models",
+    "executor/comm",
+    "executor/redistribution",
+    "executor/gradients",
+    "executor/optimizer",
+    "executor/memory",
+    "executor/background",
+    "executor",
+    "executor/launch",
+    "profiler",
+    "cli/render",
+    "api",
+    "",
+    "cli",
+    "__main__",
 )
-def test_no_upward_import_inside(house, room, allowed):
-    wrong = [
-        f"{path.name}:{node.lineno} imports {node.module}"
-        for path in modules(f"{house}/{room}")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.level == 2
-        if (node.module or "").split(".")[0] not in allowed
-    ]
-    assert modules(f"{house}/{room}")
-    assert not wrong
+"""The rooms, each of which may import those before it. A folder's own line means the modules that
+lie in it directly, and "" the package itself, whose public names load when they are first used."""
+APART = (
+    {"executor/memory", "executor/gradients"},
+    {"executor/background", "executor/redistribution"},
+    {"executor/background", "executor/gradients"},
+    {"executor/background", "executor/optimizer"},
+    {"executor/background", "executor/memory"},
+    {"models/zoo", "models/splits"},
+)
+"""Rooms that know nothing of each other."""
+PACKAGE = ("planner", "models", "executor", "profiler", "cli")
 
 
-def test_the_walk_sees_every_form(tmp_path, monkeypatch):
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+def modules(root=ROOT):
+    """Path of every module of the package, by its name without the suffix."""
+    paths = [*root.glob("*.py"), *(p for room in PACKAGE for p in (root / room).glob("**/*.py"))]
+    names = (p.relative_to(root).with_suffix("").as_posix() for p in paths)
+    return {
+        n.removesuffix("__init__").removesuffix("/"): p for n, p in zip(names, paths, strict=True)
+    }
+
+
+def imported(name, path, known, lazy=True):
+    """(line, module) of every import of one of the ``known`` modules, absolute or relative, and
+    with ``lazy`` also inside functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    package = name if path.name == "__init__.py" else name.rpartition("/")[0]
+    for node in ast.walk(tree) if lazy else at_import(tree):
+        if isinstance(node, ast.Import):
+            yield from (
+                (node.lineno, "/".join(alias.name.split(".")[1:]))
+                for alias in node.names
+                if alias.name.split(".")[0] == "meshwright"
+            )
+        elif isinstance(node, ast.ImportFrom):
+            base = resolved(node, package)
+            if base is None:
+                continue
+            for alias in node.names:
+                inner = f"{base}/{alias.name}".lstrip("/")
+                yield node.lineno, inner if inner in known else base
+
+
+def resolved(node, package):
+    """The module that a from-import names, as a path from the root; None for another package."""
+    parts = (node.module or "").split(".") if node.module else []
+    if node.level == 0:
+        return "/".join(parts[1:]) if parts[:1] == ["meshwright"] else None
+    above = package.split("/") if package else []
+    return "/".join([*above[: len(above) - node.level + 1], *parts])
+
+
+def at_import(tree):
+    """The statements that run when a module is imported, types aside."""
+    waiting = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def room_of(name):
+    """The line of ``ORDER`` that a module belongs to."""
+    fitting = [r for r in ORDER if name == r or (r and name.startswith(f"{r}/"))]
+    return max(fitting, key=len)
+
+
+def test_no_upward_import():
+    known = modules()
+    wrong = []
+    for name, path in known.items():
+        if name in ("", "planner"):  # they list public names of the rooms below and above
+            continue
+        mine = room_of(name)
+        for line, target in imported(name, path, known):
+            other = room_of(target)
+            if ORDER.index(other) > ORDER.index(mine) or {mine, other} in APART:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target or 'the package'}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_circle():
+    known = modules()
+    graph = nx.DiGraph(
+        (name, target)
+        for name, path in known.items()
+        for _, target in imported(name, path, known, lazy=False)
+        if target != name
+    )
+    assert not list(nx.simple_cycles(graph, length_bound=12))
+
+
+def test_nothing_else_lies_in_the_root():
+    assert {p.name for p in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "api.py"}
+
+
+def test_the_walk_sees_every_form(tmp_path):
+    for room in PACKAGE:
+        (tmp_path / room).mkdir()
     path = tmp_path / "planner" / "x.py"
-    path.parent.mkdir()
     path.write_text(
         "import meshwright.executor.run\nfrom meshwright import api\n"
         "from meshwright.models import vgg\nfrom ..profiler import measure\n"
         "def f():\n    from .. import cli\nfrom .plan import Plan\n"
     )
-    assert {room for _, room in imported_rooms(path)} == {
-        "executor",
-        "api",
-        "models",
-        "profiler",
-        "cli",
-    }
+    known = {*modules(tmp_path), "api", "cli", "models/vgg", "planner/plan"}
+    found = {target for _, target in imported("planner/x", path, known)}
+    assert found == {"executor/run", "api", "models/vgg", "profiler", "cli", "planner/plan"}
 
 
 def test_the_planner_imports_no_torch():
-    paths = [p.relative_to(ROOT).with_suffix("") for p in modules("planner")]
-    names = [".".join(("meshwright", *p.parts)).removesuffix(".__init__") for p in paths]
+    names = [f"meshwright.{n}".replace("/", ".") for n in modules() if n.startswith("planner")]
     code = (
         "import importlib, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"

@@ -8,13 +8,13 @@ import math
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.executor.exchange.buckets import Entry
-from meshwright.executor.exchange.dropping import Piece, choose
-from meshwright.executor.exchange.feedback import HostMirror
-from meshwright.executor.exchange.momentum import Momentum
-from meshwright.executor.exchange.residual import Lossy, Residual, flat_of
-from meshwright.executor.exchange.topk import Picking, TopkParcel
-from meshwright.executor.ranks.groups import Group
+from meshwright.executor.comm.groups import Group
+from meshwright.executor.gradients.buckets import Entry
+from meshwright.executor.gradients.dropping import Piece, choose
+from meshwright.executor.gradients.feedback import HostMirror
+from meshwright.executor.gradients.momentum import Momentum
+from meshwright.executor.gradients.residual import Lossy, Residual, flat_of
+from meshwright.executor.gradients.topk import Picking, TopkParcel
 from torch import Tensor, nn
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.executor.layout.bursts import crossing
-from meshwright.planner.costs.ownership import Held, box, home, traffic, transfers
-from meshwright.planner.nouns.layout import Layout
+from meshwright.executor.redistribution.bursts import crossing
+from meshwright.planner.cost.ownership import Held, box, home, traffic, transfers
+from meshwright.planner.schema.layout import Layout
 
 FEATURES = 5
 

@@ -6,8 +6,8 @@ import msgspec
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.executor.layout.brought import Brought, Taking
-from meshwright.planner.costs.ownership import entry
+from meshwright.executor.redistribution.cache import Brought, Taking
+from meshwright.planner.cost.ownership import entry
 
 from tests.strategies import decided
 

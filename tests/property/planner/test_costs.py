@@ -3,7 +3,7 @@
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.costs.collectives import (
+from meshwright.planner.cost.collectives import (
     Fabric,
     all_gather_s,
     all_reduce_s,
@@ -12,16 +12,16 @@ from meshwright.planner.costs.collectives import (
     reduce_scatter_s,
     rings,
 )
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.costs.ownership import entry, exit_, traffic, transfers
-from meshwright.planner.costs.positions import position_classes
-from meshwright.planner.evaluation.evaluate import evaluation
-from meshwright.planner.memory.held import MemoryModel
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.ownership import entry, exit_, traffic, transfers
+from meshwright.planner.cost.positions import position_classes
 from meshwright.planner.memory.timeline import peak_bytes, timeline
-from meshwright.planner.nouns.capability import EVERYTHING
-from meshwright.planner.nouns.cluster import Interference
-from meshwright.planner.nouns.layout import lattice
-from meshwright.planner.search.space import Point, Space
+from meshwright.planner.memory.unit_memory import MemoryModel
+from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.cluster import Interference
+from meshwright.planner.schema.layout import lattice
+from meshwright.planner.solve.evaluate import evaluation
+from meshwright.planner.solve.heuristic.space import Point, Space
 
 from tests.strategies import clusters, decided
 

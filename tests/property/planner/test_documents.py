@@ -7,12 +7,12 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.nouns.cluster import Cluster
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.noun import Noun, decode, encode
-from meshwright.planner.nouns.plan import Plan
-from meshwright.planner.nouns.profile import ModelProfile
-from meshwright.planner.schemas import schema_files
+from meshwright.planner.schema.cluster import Cluster
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.json_schemas import schema_files
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.schema.record import Noun, decode, encode
 
 from tests.strategies import clusters, plans, profiles
 

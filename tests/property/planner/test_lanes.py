@@ -4,14 +4,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout, data_parallel
-from meshwright.planner.nouns.options import Option
-from meshwright.planner.nouns.profile import EdgeProfile
-from meshwright.planner.steps.lanes import lanes_of, simulate_lanes
-from meshwright.planner.steps.parcels import step_of
-from meshwright.planner.steps.simulate import simulate
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout, data_parallel
+from meshwright.planner.schema.options import Option
+from meshwright.planner.schema.profile import EdgeProfile
+from meshwright.planner.simulate.events import simulate
+from meshwright.planner.simulate.grad_groups import step_of
+from meshwright.planner.simulate.rank_classes import lanes_of, simulate_lanes
 
 from tests.strategies import chain_profile, cluster, decided, linear
 

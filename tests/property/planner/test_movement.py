@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.costs.collectives import Fabric
-from meshwright.planner.costs.movement import boxes, moved, overlaps
-from meshwright.planner.costs.ownership import Held, box, traffic, transfers
-from meshwright.planner.nouns.layout import Layout, lattice
+from meshwright.planner.cost.collectives import Fabric
+from meshwright.planner.cost.movement import boxes, moved, overlaps
+from meshwright.planner.cost.ownership import Held, box, traffic, transfers
+from meshwright.planner.schema.layout import Layout, lattice
 
 from tests.strategies import cluster
 

@@ -5,15 +5,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.costs.positions import group_samples
-from meshwright.planner.costs.shares import backward_s, forward_s
-from meshwright.planner.evaluation.evaluate import evaluation
+from meshwright.planner.cost.compute import backward_s, forward_s
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.positions import group_samples
 from meshwright.planner.multiplex.gaps import share_beside
 from meshwright.planner.multiplex.jobs import Assumptions, Background, Foreground
 from meshwright.planner.multiplex.report import report
 from meshwright.planner.multiplex.simulation import simulate_cluster
 from meshwright.planner.multiplex.timeline import timelines
+from meshwright.planner.solve.evaluate import evaluation
 
 from tests.strategies import decided
 

@@ -4,20 +4,20 @@ import time
 
 import numpy as np
 import pytest
-from meshwright.planner.costs.collectives import Fabric
-from meshwright.planner.costs.flows import flow_seconds, flows
-from meshwright.planner.costs.movement import moved, moved_s
-from meshwright.planner.costs.ownership import Held
-from meshwright.planner.costs.shares import batch_counts
-from meshwright.planner.evaluation.answer import choice
-from meshwright.planner.evaluation.choices import unit_options
-from meshwright.planner.evaluation.models import models
+from meshwright.planner.cost.collectives import Fabric
+from meshwright.planner.cost.compute import batch_counts
+from meshwright.planner.cost.flows import flow_seconds, flows
+from meshwright.planner.cost.movement import moved, moved_s
+from meshwright.planner.cost.ownership import Held
 from meshwright.planner.memory.rows import ENTRY, RECEIVED, slice_waits, values
-from meshwright.planner.nouns.layout import Layout, lattice
-from meshwright.planner.scale.dynamic import minimise, order_of
-from meshwright.planner.scale.lagrange import Search
-from meshwright.planner.scale.multipliers import Multipliers, lagrangian_of
-from meshwright.planner.search.splits import placed
+from meshwright.planner.schema.layout import Layout, lattice
+from meshwright.planner.solve.answer import choice
+from meshwright.planner.solve.choices import unit_options
+from meshwright.planner.solve.heuristic.splits import placed
+from meshwright.planner.solve.lagrangian.dynamic import minimise, order_of
+from meshwright.planner.solve.lagrangian.lagrange import Search
+from meshwright.planner.solve.lagrangian.solver import Multipliers, lagrangian_of
+from meshwright.planner.solve.models import models
 
 from tests import brute, problems
 from tests.strategies import cluster

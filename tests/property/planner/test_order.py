@@ -2,8 +2,8 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.steps.order import Load, Turn, send_order
-from meshwright.planner.steps.slices import PACKED_BYTES, cut
+from meshwright.planner.simulate.send_order import Load, Turn, send_order
+from meshwright.planner.simulate.slicing import PACKED_BYTES, cut
 
 whole = st.integers(0, 8).map(float)
 

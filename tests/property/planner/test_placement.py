@@ -4,8 +4,8 @@ from itertools import permutations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.costs.placement import WORTH_IT, order_cost, place
-from meshwright.planner.nouns.layout import lattice
+from meshwright.planner.cost.placement import WORTH_IT, order_cost, place
+from meshwright.planner.schema.layout import lattice
 
 from tests.strategies import cluster, clusters
 

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.scale import multipliers
-from meshwright.planner.scale.multipliers import Multipliers
-from meshwright.planner.search.remedies import DIGITS, alone_s, rounded_up
-from meshwright.planner.solver import solve
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.solve.heuristic.relaxations import DIGITS, alone_s, rounded_up
+from meshwright.planner.solve.lagrangian import solver as multipliers
+from meshwright.planner.solve.lagrangian.solver import Multipliers
+from meshwright.planner.solve.solver import solve
 
 from tests.brute import best
 from tests.problems import problem, value_of

@@ -4,20 +4,20 @@ import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.costs.windows import windows
-from meshwright.planner.evaluation.choices import with_policies
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.memory.held import MemoryModel
+from meshwright.planner.cost.checkpoint_segments import windows
+from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.memory.timeline import peak_bytes
-from meshwright.planner.nouns.capability import EVERYTHING
-from meshwright.planner.nouns.curve import constant, proportional
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import data_parallel
-from meshwright.planner.nouns.options import Option
-from meshwright.planner.nouns.profile import EdgeProfile, PieceProfile
-from meshwright.planner.search.recomputing import Recomputing
-from meshwright.planner.solver import solve
+from meshwright.planner.memory.unit_memory import MemoryModel
+from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.curve import constant, proportional
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import data_parallel
+from meshwright.planner.schema.options import Option
+from meshwright.planner.schema.profile import EdgeProfile, PieceProfile
+from meshwright.planner.solve.choices import with_policies
+from meshwright.planner.solve.heuristic.checkpointing import Recomputing
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear, share
 

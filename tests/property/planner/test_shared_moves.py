@@ -5,14 +5,14 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from meshwright.planner.evaluation.answer import choice
-from meshwright.planner.evaluation.models import models
-from meshwright.planner.exact.solve import Integer
-from meshwright.planner.memory.held import MemoryModel
 from meshwright.planner.memory.rows import slice_waits, values
-from meshwright.planner.scale.multipliers import Multipliers, lagrangian_of
-from meshwright.planner.search.space import Point, Space
-from meshwright.planner.search.splits import placed
+from meshwright.planner.memory.unit_memory import MemoryModel
+from meshwright.planner.solve.answer import choice
+from meshwright.planner.solve.heuristic.space import Point, Space
+from meshwright.planner.solve.heuristic.splits import placed
+from meshwright.planner.solve.ilp.solve import Integer
+from meshwright.planner.solve.lagrangian.solver import Multipliers, lagrangian_of
+from meshwright.planner.solve.models import models
 
 from tests import brute, problems
 

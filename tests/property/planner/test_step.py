@@ -2,15 +2,15 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.costs.step import (
+from meshwright.planner.cost.step_time import (
     LINKS,
     barrier_step,
     priority_bound,
     priority_step,
     priority_terms,
 )
-from meshwright.planner.steps.schedule import Message, Step, plain_messages, work_of
-from meshwright.planner.steps.simulate import simulate
+from meshwright.planner.simulate.events import simulate
+from meshwright.planner.simulate.schedule import Message, Step, plain_messages, work_of
 
 from tests.strategies import step_chains
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.units.spec import ParameterCut
-from meshwright.units.splits import join_parameter, slice_parameter
+from meshwright.models.spec import ParameterCut
+from meshwright.models.splits import join_parameter, slice_parameter
 
 
 @st.composite

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.start import start_process_group
-from meshwright.planner.answers.variants import with_exchange
-from meshwright.planner.nouns.plan import SHARDING
+from meshwright.executor.launch.processes.start import start_process_group
+from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.schema.plan import SHARDING
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.memory_tables import memory_tables
-from meshwright.planner.answers.moments import memory_timeline
-from meshwright.planner.memory import travelling
-from meshwright.planner.nouns.curve import proportional
-from meshwright.planner.nouns.profile import (
+from meshwright.cli.render.memory import memory_tables
+from meshwright.planner.explain.moments import memory_timeline
+from meshwright.planner.memory import comm_buffers as travelling
+from meshwright.planner.schema.curve import proportional
+from meshwright.planner.schema.profile import (
     FidelityProfile,
     ModelProfile,
     ParameterProfile,

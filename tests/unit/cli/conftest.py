@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from meshwright import cli
-from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
-from meshwright.planner.nouns.noun import load, save
-from meshwright.planner.nouns.plan import Plan
+from meshwright.cli import app as cli
+from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.record import load, save
 from meshwright.profiler.tables import load_table
 
 

@@ -1,14 +1,14 @@
 """What people read of a plan with a background job, and of a run beside one."""
 
 import msgspec
-from meshwright.background import over_step_limit
-from meshwright.comparisons import figures_rows
+from meshwright.cli.render.comparisons import figures_rows
+from meshwright.cli.render.documents import prediction_table
 from meshwright.executor.background.law import LIMIT
-from meshwright.executor.report import BackgroundFigures, Figures, RunReport
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.goal import BACKGROUND_LIMIT, Goal
-from meshwright.planner.solver import solve
-from meshwright.tables import prediction_table
+from meshwright.executor.launch.processes.background import over_step_limit
+from meshwright.executor.launch.processes.report import BackgroundFigures, Figures, RunReport
+from meshwright.planner.schema.goal import BACKGROUND_LIMIT, Goal
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.noun import save
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.record import save
 
 from tests.strategies import chain_profile, linear
 
@@ -372,8 +372,8 @@ def test_without_a_verb_the_help_is_the_answer(meshwright):
 
 
 def test_a_plans_file_that_is_not_here_is_looked_for_where_it_was_planned(monkeypatch, tmp_path):
-    from meshwright.planner.nouns.errors import InputError
-    from meshwright.targets import planned
+    from meshwright.models.target import planned
+    from meshwright.planner.schema.errors import InputError
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"no file \.\./x\.py here.*folder where it was planned"):

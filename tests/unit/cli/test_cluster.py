@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import msgspec
-from meshwright.planner.nouns.cluster import Cluster, Device, Node
-from meshwright.planner.nouns.noun import load
-from meshwright.tables import cluster_table
+from meshwright.cli.render.documents import cluster_table
+from meshwright.planner.schema.cluster import Cluster, Device, Node
+from meshwright.planner.schema.record import load
 
 from .conftest import cluster_of
 

@@ -1,7 +1,7 @@
 """Where ``launch``'s own options end and those of the script begin."""
 
 import pytest
-from meshwright.commands.running import separate_script
+from meshwright.cli.launch import separate_script
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,10 @@ def test_the_script_begins_after_the_plan(given, script):
 def test_what_is_not_as_planned_is_said_before_anything_starts(meshwright, plan_file, monkeypatch):
     """A plan for eight A100s, on a host with two cores: said first, whatever the run does."""
     started: list[object] = []
-    monkeypatch.setattr("meshwright.launching.cores", lambda: 2)
-    monkeypatch.setattr("meshwright.launching.run_task", lambda *given: started.append(given))
+    monkeypatch.setattr("meshwright.executor.launch.launch.cores", lambda: 2)
+    monkeypatch.setattr(
+        "meshwright.executor.launch.launch.run_task", lambda *given: started.append(given)
+    )
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = meshwright("launch", plan_file)
     assert len(started) == 1

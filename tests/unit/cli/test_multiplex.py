@@ -4,7 +4,7 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from meshwright.planner.nouns.noun import save
+from meshwright.planner.schema.record import save
 
 from tests.unit.cli.conftest import cluster_of
 

@@ -10,13 +10,13 @@ from itertools import pairwise
 import msgspec
 import pytest
 from meshwright import __version__
-from meshwright.comparisons import SETTINGS
-from meshwright.planner.nouns.cluster import Cluster, Device, Level, Node
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.noun import encode, load, save
-from meshwright.planner.nouns.plan import Plan
-from meshwright.planner.nouns.profile import FidelityProfile, ModelProfile
-from meshwright.tables import gain, verdict
+from meshwright.cli.render.comparisons import SETTINGS
+from meshwright.cli.render.documents import gain, verdict
+from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.profile import FidelityProfile, ModelProfile
+from meshwright.planner.schema.record import encode, load, save
 
 from .conftest import cluster_of
 

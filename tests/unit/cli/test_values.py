@@ -7,7 +7,7 @@ from inspect import signature
 from typing import get_args
 
 import pytest
-from meshwright import cli
+from meshwright.cli import app as cli
 from typer.models import OptionInfo
 
 REQUIRED = {

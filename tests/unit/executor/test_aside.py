@@ -13,7 +13,7 @@ def ended(code: str) -> tuple[subprocess.CompletedProcess, float]:
     start_s = time.monotonic()
     code = f"""
 import sys, threading, time
-from meshwright.executor.ranks import aside
+from meshwright.executor.comm import aside
 {code}
 print("over", flush=True)
 """

@@ -13,7 +13,7 @@ from meshwright.executor.background.law import FIRST_HELD, REMEMBERED
 from meshwright.executor.background.messages import VARIABLE, Kind, Record, unpacked
 from meshwright.executor.background.pacer import Foreground
 from meshwright.executor.background.signals import GAP_S, Signals, tell_pacer
-from meshwright.executor.ranks.watch import Watch
+from meshwright.executor.comm.watchdog import Watch
 
 
 @pytest.fixture

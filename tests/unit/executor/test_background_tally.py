@@ -9,8 +9,8 @@ from meshwright.executor.background.messages import Kind, Record
 from meshwright.executor.background.pacer import Foreground
 from meshwright.executor.background.settings import Beside, State
 from meshwright.executor.background.tally import Tally
-from meshwright.executor.report import background_figures
-from meshwright.outcomes import hardly_ran, sentence
+from meshwright.executor.launch.processes.outcomes import hardly_ran, sentence
+from meshwright.executor.launch.processes.report import background_figures
 
 OPEN = Opening(True, FOREVER)
 

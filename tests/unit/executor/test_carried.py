@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from meshwright.executor.ranks.carried import handed, let_go
+from meshwright.executor.comm.buffers import handed, let_go
 
 
 def storage_of(tensor: torch.Tensor) -> weakref.ref:

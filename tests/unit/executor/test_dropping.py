@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright.executor.exchange.buckets import Entry
-from meshwright.executor.exchange.dropping import Budget, DroppedParcel, Dropping, Piece, choose
-from meshwright.executor.exchange.lossy import cut_apart
-from meshwright.executor.exchange.slices import Parcel, make_parcels
-from meshwright.executor.ranks.control import Control
-from meshwright.executor.ranks.groups import Group, World
-from meshwright.executor.ranks.watch import Watch
+from meshwright.executor.comm.control import Control
+from meshwright.executor.comm.groups import Group, World
+from meshwright.executor.comm.watchdog import Watch
+from meshwright.executor.gradients.buckets import Entry
+from meshwright.executor.gradients.dropping import Budget, DroppedParcel, Dropping, Piece, choose
+from meshwright.executor.gradients.lossy import cut_apart
+from meshwright.executor.gradients.slices import Parcel, make_parcels
 from torch import nn
 
 ALONE = Group((0,), 0, None, "exchange")

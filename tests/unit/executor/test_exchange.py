@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright.executor.exchange.buckets import Bucket, Entry, make_buckets
-from meshwright.executor.ranks.groups import Group
+from meshwright.executor.comm.groups import Group
+from meshwright.executor.gradients.buckets import Bucket, Entry, make_buckets
 from torch import nn
 
 ALONE = Group((0,), 0, None, "exchange")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from meshwright.executor import headroom
 from meshwright.executor.headroom import free_bytes, overflowed, refusal
-from meshwright.planner.evaluation.evaluate import make_plan
-from meshwright.planner.nouns.goal import Goal
-from meshwright.units.storages import OverBudgetError
+from meshwright.models.units.storages import OverBudgetError
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.solve.evaluate import make_plan
 
 from tests.strategies import chain_profile, cluster, linear
 

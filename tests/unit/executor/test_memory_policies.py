@@ -10,9 +10,9 @@ import torch
 from meshwright.executor.memory import offload
 from meshwright.executor.memory.install import check_memory, install_memory
 from meshwright.executor.memory.peak import peak_bytes
-from meshwright.planner.nouns.errors import InputError, RunError
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.plan import UnitPlan
+from meshwright.planner.schema.errors import InputError, RunError
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.plan import UnitPlan
 from torch import nn
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.mismatch import Pieces, check_state, state_copies
-from meshwright.planner.evaluation.evaluate import make_plan
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import data_parallel
-from meshwright.planner.nouns.options import Option
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import data_parallel
+from meshwright.planner.schema.options import Option
+from meshwright.planner.solve.evaluate import make_plan
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -7,18 +7,18 @@ from collections import namedtuple
 
 import pytest
 import torch
+from meshwright.executor.comm.control import Row, check_rows
+from meshwright.executor.comm.watchdog import DEFAULT_TIMEOUT_S, time_limit
 from meshwright.executor.forward import Forward, Weight, samples_of
-from meshwright.executor.layout.gradients import ShardGradient
-from meshwright.executor.layout.held import HeldTensor, bring_home
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.micro import _emptied
-from meshwright.executor.ranks.control import Row, check_rows
-from meshwright.executor.ranks.watch import DEFAULT_TIMEOUT_S, time_limit
+from meshwright.executor.redistribution.lazy import HeldTensor, bring_home
+from meshwright.executor.redistribution.shard_gradient import ShardGradient
 from meshwright.executor.scaling import scale_output
-from meshwright.planner.costs.ownership import Held
-from meshwright.planner.nouns.errors import InputError, RunError
-from meshwright.planner.nouns.layout import Layout
-from meshwright.units.workload import Batch
+from meshwright.models.workload import Batch
+from meshwright.planner.cost.ownership import Held
+from meshwright.planner.schema.errors import InputError, RunError
+from meshwright.planner.schema.layout import Layout
 
 
 class Weighted(Forward):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.executor.layout.redistribute import _part, route
-from meshwright.planner.costs.ownership import Box, Held, box
-from meshwright.planner.nouns.layout import Layout, data_parallel
+from meshwright.executor.redistribution.redistribute import _part, route
+from meshwright.planner.cost.ownership import Box, Held, box
+from meshwright.planner.schema.layout import Layout, data_parallel
 
 counts_of_groups = st.lists(st.integers(0, 4), min_size=2, max_size=5).map(tuple)
 FORMS = ("samples", "features", "whole")

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from meshwright.executor.exchange.early import EarlyUpdates
-from meshwright.executor.exchange.release import Release, ReleasedGradient, placed
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.steps.order import Turn
+from meshwright.executor.gradients.release import Release, ReleasedGradient, placed
+from meshwright.executor.optimizer.early import EarlyUpdates
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.simulate.send_order import Turn
 from torch import nn
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.executor.exchange import schedule
-from meshwright.executor.exchange.absent import AbsentParcel
-from meshwright.executor.exchange.buckets import Entry
-from meshwright.executor.exchange.schedule import Order, Orders
-from meshwright.executor.exchange.slices import Parcel, make_parcels
-from meshwright.executor.ranks.control import Control
-from meshwright.executor.ranks.groups import Group, World
-from meshwright.executor.ranks.watch import Watch
-from meshwright.planner.nouns.layout import Layout
+from meshwright.executor.comm.control import Control
+from meshwright.executor.comm.groups import Group, World
+from meshwright.executor.comm.watchdog import Watch
+from meshwright.executor.gradients import order as schedule
+from meshwright.executor.gradients.absent import AbsentParcel
+from meshwright.executor.gradients.buckets import Entry
+from meshwright.executor.gradients.order import Order, Orders
+from meshwright.executor.gradients.slices import Parcel, make_parcels
+from meshwright.planner.schema.layout import Layout
 from torch import nn
 
 ALONE = Group((0,), 0, None, "exchange")

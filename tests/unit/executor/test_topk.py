@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright.executor.exchange.buckets import Entry
-from meshwright.executor.exchange.momentum import Momentum, check_momentum
-from meshwright.executor.exchange.picked import _unpacked
-from meshwright.executor.exchange.priority import PriorityExchange
-from meshwright.executor.exchange.residual import Lossy, Residual
-from meshwright.executor.exchange.topk import Picking, TopkParcel, largest, ratio_at
-from meshwright.executor.ranks.groups import Group
-from meshwright.planner.memory.travelling import FIRST_RATIO
-from meshwright.planner.nouns.errors import InputError, RunError
+from meshwright.executor.comm.groups import Group
+from meshwright.executor.gradients.buckets import Entry
+from meshwright.executor.gradients.momentum import Momentum, check_momentum
+from meshwright.executor.gradients.priority import PriorityExchange
+from meshwright.executor.gradients.residual import Lossy, Residual
+from meshwright.executor.gradients.topk import Picking, TopkParcel, largest, ratio_at
+from meshwright.executor.gradients.topk_message import _unpacked
+from meshwright.planner.memory.comm_buffers import FIRST_RATIO
+from meshwright.planner.schema.errors import InputError, RunError
 from torch import nn
 
 

@@ -1,10 +1,10 @@
 """What ``verify`` calls the classes of parameters that it compares."""
 
 import msgspec
-from meshwright.executor.verify import _kinds
-from meshwright.planner.evaluation.evaluate import make_plan
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout
+from meshwright.executor.launch.processes.verify import _kinds
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.solve.evaluate import make_plan
 
 from tests.strategies import chain_profile, cluster, linear
 

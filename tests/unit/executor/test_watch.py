@@ -8,11 +8,11 @@ from datetime import timedelta
 from typing import NoReturn
 
 import pytest
-from meshwright.executor.ranks.groups import Group
-from meshwright.executor.ranks.ledger import _ordinal
-from meshwright.executor.ranks.places import where_all_are
-from meshwright.executor.ranks.pulse import Heard, within
-from meshwright.executor.ranks.watch import Watch
+from meshwright.executor.comm.collective_log import _ordinal
+from meshwright.executor.comm.groups import Group
+from meshwright.executor.comm.heartbeat import Heard, within
+from meshwright.executor.comm.stacks import where_all_are
+from meshwright.executor.comm.watchdog import Watch
 
 
 class Hosts:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from meshwright.units.workload import Batch
+from meshwright.models.workload import Batch
 
 
 class Pair(NamedTuple):

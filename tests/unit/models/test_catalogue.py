@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from meshwright.models import build, catalogue, names
+from meshwright.models.zoo import build, catalogue, names
 
 PARAMETERS = {
     "vgg11": 132_863_336,

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 import torch
-from meshwright.models import build, text
-from meshwright.models.images import Pictures, digits
-from meshwright.units.workload import Batch, Workload
+from meshwright.models.workload import Batch, Workload
+from meshwright.models.zoo import build, text
+from meshwright.models.zoo.images import Pictures, digits
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", 1437), ("test", 360)])

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.models import build, names
-from meshwright.models.gpt import Attention
-from meshwright.units.workload import Batch, Workload
+from meshwright.models.workload import Batch, Workload
+from meshwright.models.zoo import build, names
+from meshwright.models.zoo.gpt import Attention
 from torch import nn
 from torch.utils._pytree import tree_leaves
 

@@ -2,14 +2,14 @@
 
 import msgspec
 import pytest
-from meshwright.goals import make_goal
-from meshwright.planner.answers.explain import explain
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.capability import EVERYTHING
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.plan import Plan
-from meshwright.planner.solver import solve
+from meshwright.planner.explain.why import explain
+from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.goal_values import make_goal
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 

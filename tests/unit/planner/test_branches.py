@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.capability import EVERYTHING, PLAIN
-from meshwright.planner.nouns.curve import Curve
-from meshwright.planner.nouns.goal import Goal, Pin
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.profile import EdgeProfile
-from meshwright.planner.search.branches import regions
-from meshwright.planner.solver import solve
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.schema.capability import EVERYTHING, PLAIN
+from meshwright.planner.schema.curve import Curve
+from meshwright.planner.schema.goal import Goal, Pin
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.profile import EdgeProfile
+from meshwright.planner.solve.heuristic.branches import regions
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 

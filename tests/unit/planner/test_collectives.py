@@ -1,7 +1,7 @@
 """Seconds of collectives against hand calculation."""
 
 import pytest
-from meshwright.planner.costs.collectives import (
+from meshwright.planner.cost.collectives import (
     Fabric,
     all_gather_s,
     all_reduce_s,
@@ -13,9 +13,9 @@ from meshwright.planner.costs.collectives import (
     reduce_scatter_s,
     rings,
 )
-from meshwright.planner.nouns.cluster import CollectiveCurve
-from meshwright.planner.nouns.curve import Curve
-from meshwright.planner.nouns.layout import Layout, data_parallel
+from meshwright.planner.schema.cluster import CollectiveCurve
+from meshwright.planner.schema.curve import Curve
+from meshwright.planner.schema.layout import Layout, data_parallel
 
 from tests.strategies import cluster
 

@@ -2,16 +2,16 @@
 
 import msgspec
 import pytest
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.costs.shares import batch_counts, busiest_samples, share_of
-from meshwright.planner.costs.step import LINKS
-from meshwright.planner.nouns.capability import PLAIN
-from meshwright.planner.nouns.cluster import StepOverhead
-from meshwright.planner.nouns.curve import proportional
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout, data_parallel
-from meshwright.planner.nouns.options import Option, allowed, ties_agree
+from meshwright.planner.cost.compute import batch_counts, busiest_samples, share_of
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.step_time import LINKS
+from meshwright.planner.schema.capability import PLAIN
+from meshwright.planner.schema.cluster import StepOverhead
+from meshwright.planner.schema.curve import proportional
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout, data_parallel
+from meshwright.planner.schema.options import Option, allowed, ties_agree
 
 from tests.strategies import chain_profile, cluster, linear, norm, share
 

@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 from hypothesis import given, settings
-from meshwright.planner.answers.device_time import device_time
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.evaluation.evaluate import evaluation
-from meshwright.planner.nouns.cluster import Interference, StepOverhead
-from meshwright.planner.nouns.curve import Curve
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.options import Option
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.explain.device_time import device_time
+from meshwright.planner.schema.cluster import Interference, StepOverhead
+from meshwright.planner.schema.curve import Curve
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.options import Option
+from meshwright.planner.solve.evaluate import evaluation
 
 from tests.strategies import chain_profile, cluster, decided, linear
 

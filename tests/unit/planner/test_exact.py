@@ -8,19 +8,19 @@ import msgspec
 import numpy as np
 import pulp
 import pytest
-from meshwright.planner.evaluation.answer import Choice, DisagreementError, check, choice
-from meshwright.planner.evaluation.models import models
-from meshwright.planner.evaluation.objective import value
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.exact.backend import Interruption, run
-from meshwright.planner.exact.cases import case
-from meshwright.planner.exact.solve import Integer
-from meshwright.planner.nouns.capability import EVERYTHING, PLAIN
-from meshwright.planner.nouns.errors import InfeasibleError
-from meshwright.planner.nouns.goal import Goal, Pin
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.search.splits import placed
-from meshwright.planner.solver import solve, solvers
+from meshwright.planner.schema.capability import EVERYTHING, PLAIN
+from meshwright.planner.schema.errors import InfeasibleError
+from meshwright.planner.schema.goal import Goal, Pin
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.solve.answer import Choice, DisagreementError, check, choice
+from meshwright.planner.solve.heuristic.splits import placed
+from meshwright.planner.solve.ilp.backend import Interruption, run
+from meshwright.planner.solve.ilp.cases import case
+from meshwright.planner.solve.ilp.solve import Integer
+from meshwright.planner.solve.models import models
+from meshwright.planner.solve.objective import value
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve, solvers
 
 from tests.brute import best, every_decision
 from tests.problems import problem, varies
@@ -228,7 +228,7 @@ def test_cbc_gives_the_same(seed):
 def test_an_interruption_returns_the_best_so_far(large):
     stopped = Interruption()
     stopped.set = True
-    from meshwright.planner.exact.solve import Search
+    from meshwright.planner.solve.ilp.solve import Search
 
     search = Search(placed(large), None, None)
     search.interruption = stopped

@@ -4,18 +4,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from meshwright.planner import schemas
-from meshwright.planner.answers.compare import compare
-from meshwright.planner.answers.explain import explain
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.costs.step import barrier_step, binding_term, priority_step
-from meshwright.planner.evaluation.evaluate import decisions_of, evaluate, make_plan
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.goal import Goal, Pin
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.options import Option
-from meshwright.planner.solver import solve
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.step_time import barrier_step, binding_term, priority_step
+from meshwright.planner.explain.compare import compare
+from meshwright.planner.explain.why import explain
+from meshwright.planner.schema import json_schemas as schemas
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal, Pin
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.options import Option
+from meshwright.planner.solve.evaluate import decisions_of, evaluate, make_plan
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 from meshwright.profiler.tables import load_table
 
 from tests.strategies import chain_profile, cluster, linear
@@ -172,7 +172,7 @@ def test_published_schemas_are_up_to_date():
     assert {p.name for p in FOLDER.glob("*.json")} == set(files)
     for name, content in files.items():
         assert (FOLDER / name).read_bytes() == content, (
-            "run: python -m meshwright.planner.schemas docs/schemas"
+            "run: python -m meshwright.planner.schema.json_schemas docs/schemas"
         )
 
 

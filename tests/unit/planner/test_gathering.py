@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.costs.gathering import Gathered, gathered
-from meshwright.planner.evaluation.evaluate import decisions_of, evaluate, rank_memory
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import data_parallel
-from meshwright.planner.nouns.options import Option
-from meshwright.planner.search.schedules import without_shards
-from meshwright.planner.solver import solve
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.gathering import Gathered, gathered
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import data_parallel
+from meshwright.planner.schema.options import Option
+from meshwright.planner.solve.evaluate import decisions_of, evaluate, rank_memory
+from meshwright.planner.solve.heuristic.schedules import without_shards
+from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 from tests.unit.planner.test_schedules import SHARDS, exchanges, problem_of

@@ -4,12 +4,13 @@ import importlib
 import re
 from pathlib import Path
 
-from meshwright.planner.costs import budget, step
-from meshwright.planner.exact import integer
-from meshwright.planner.exact.linear import Linear
-from meshwright.planner.exact.timeline import Timeline
-from meshwright.planner.exact.variables import Variables
+from meshwright.planner.cost import budget
+from meshwright.planner.cost import step_time as step
 from meshwright.planner.memory import rows
+from meshwright.planner.solve.ilp import integer
+from meshwright.planner.solve.ilp.linear import Linear
+from meshwright.planner.solve.ilp.timeline import Timeline
+from meshwright.planner.solve.ilp.variables import Variables
 
 HOMES = {
     "Linear": Linear,

@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from meshwright.planner.costs.cost import BUCKET_BYTES, CostModel
-from meshwright.planner.costs.positions import group_samples, position_classes
-from meshwright.planner.evaluation.evaluate import evaluate, evaluation, excess, rank_memory
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout, data_parallel
-from meshwright.planner.nouns.options import Option
+from meshwright.planner.cost.cost import BUCKET_BYTES, CostModel
+from meshwright.planner.cost.positions import group_samples, position_classes
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout, data_parallel
+from meshwright.planner.schema.options import Option
+from meshwright.planner.solve.evaluate import evaluate, evaluation, excess, rank_memory
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 from meshwright.executor.capability import CAPABILITY
-from meshwright.planner.answers.micro_batches import quicker_in_parts
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.search.fitting import held_back
-from meshwright.planner.solver import solve
+from meshwright.planner.explain.micro_batches import quicker_in_parts
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.solve.heuristic.fitting import held_back
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -1,13 +1,14 @@
 """The memory timeline as a document, a table and a plot."""
 
 import pytest
-from meshwright import memory_tables, plots
-from meshwright.memory_tables import plot_memory
-from meshwright.planner.answers.moments import memory_timeline
-from meshwright.planner.evaluation.evaluate import make_plan
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.goal import Goal
-from meshwright.screen import console
+from meshwright.cli.render import memory as memory_tables
+from meshwright.cli.render import plots
+from meshwright.cli.render.memory import plot_memory
+from meshwright.executor.launch.progress import console
+from meshwright.planner.explain.moments import memory_timeline
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.solve.evaluate import make_plan
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -5,35 +5,30 @@ from itertools import product
 
 import msgspec
 import pytest
-from meshwright.planner.costs.collectives import Fabric
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.costs.flows import moved_by_areas
-from meshwright.planner.costs.movement import moved
-from meshwright.planner.costs.ownership import entry, exit_
-from meshwright.planner.evaluation.evaluate import evaluation
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.memory.held import MemoryModel
+from meshwright.planner.cost.collectives import Fabric
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.flows import moved_by_areas
+from meshwright.planner.cost.movement import moved
+from meshwright.planner.cost.ownership import entry, exit_
+from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.multiplex.choose import best_data_parallel, burst_beside, candidates
 from meshwright.planner.multiplex.gaps import fill, share_beside
-from meshwright.planner.multiplex.jobs import (
-    Assumptions,
-    Background,
-    best_background,
-    foreground,
-)
+from meshwright.planner.multiplex.jobs import Assumptions, Background, best_background, foreground
 from meshwright.planner.multiplex.narrow import narrowed, worth
 from meshwright.planner.multiplex.report import report
 from meshwright.planner.multiplex.simulation import simulate_cluster
 from meshwright.planner.multiplex.timeline import timelines
 from meshwright.planner.multiplex.trace import trace
-from meshwright.planner.nouns.capability import Capability
-from meshwright.planner.nouns.cluster import Device
-from meshwright.planner.nouns.curve import Curve
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.options import Option
-from meshwright.planner.search.space import Point, Space
+from meshwright.planner.schema.capability import Capability
+from meshwright.planner.schema.cluster import Device
+from meshwright.planner.schema.curve import Curve
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.options import Option
+from meshwright.planner.solve.evaluate import evaluation
+from meshwright.planner.solve.heuristic.space import Point, Space
+from meshwright.planner.solve.problem import Problem
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -2,14 +2,14 @@
 
 import msgspec
 import pytest
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.capability import EVERYTHING, PLAIN
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.goal import Goal, Pin
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.nearest import nearest
-from meshwright.planner.nouns.pins import parse_wishes, spelled_out, without
-from meshwright.planner.solver import settled, solve, solvers
+from meshwright.planner.schema.capability import EVERYTHING, PLAIN
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal, Pin
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.nearest import nearest
+from meshwright.planner.schema.pins import parse_wishes, spelled_out, without
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import settled, solve, solvers
 
 from tests.strategies import chain_profile, cluster, linear, norm
 

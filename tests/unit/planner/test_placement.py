@@ -1,10 +1,10 @@
 """Placement on small clusters whose best order is known."""
 
-from meshwright.planner.costs.placement import order_cost, place
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.solver import solve
+from meshwright.planner.cost.placement import order_cost, place
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -4,15 +4,15 @@ import itertools
 
 import msgspec
 import pytest
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.evaluation.evaluate import evaluation, is_data_parallel, make_plan
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.capability import EVERYTHING, PLAIN
-from meshwright.planner.nouns.curve import proportional
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout, data_parallel
-from meshwright.planner.nouns.options import Option
-from meshwright.planner.solver import solve
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.schema.capability import EVERYTHING, PLAIN
+from meshwright.planner.schema.curve import proportional
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout, data_parallel
+from meshwright.planner.schema.options import Option
+from meshwright.planner.solve.evaluate import evaluation, is_data_parallel, make_plan
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 from meshwright.profiler.tables import load_table
 
 from tests.strategies import chain_profile, cluster, linear, share

@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.costs.budget import energy_budget, gpu_seconds_limit, lost_energy
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.costs.step import LINKS, Chain, priority_step
-from meshwright.planner.evaluation.choices import unit_options
-from meshwright.planner.evaluation.evaluate import rank_memory
-from meshwright.planner.memory.held import MemoryModel
-from meshwright.planner.nouns.capability import EVERYTHING, PLAIN
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout, data_parallel
-from meshwright.planner.nouns.options import Option
-from meshwright.planner.nouns.profile import CompressionRate, FidelityProfile
-from meshwright.planner.steps.schedule import Message, Step, work_of
-from meshwright.planner.steps.simulate import simulate
+from meshwright.planner.cost.budget import energy_budget, gpu_seconds_limit, lost_energy
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.step_time import LINKS, Chain, priority_step
+from meshwright.planner.memory.unit_memory import MemoryModel
+from meshwright.planner.schema.capability import EVERYTHING, PLAIN
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout, data_parallel
+from meshwright.planner.schema.options import Option
+from meshwright.planner.schema.profile import CompressionRate, FidelityProfile
+from meshwright.planner.simulate.events import simulate
+from meshwright.planner.simulate.schedule import Message, Step, work_of
+from meshwright.planner.solve.choices import unit_options
+from meshwright.planner.solve.evaluate import rank_memory
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -1,11 +1,12 @@
 """What leaves in which bucket, and when."""
 
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.costs.step import LINKS, empty_chain
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.options import Option
-from meshwright.planner.steps.schedule import (
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.step_time import LINKS, empty_chain
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.options import Option
+from meshwright.planner.simulate.events import simulate
+from meshwright.planner.simulate.schedule import (
     Message,
     Step,
     bucket_messages,
@@ -13,7 +14,6 @@ from meshwright.planner.steps.schedule import (
     slice_messages,
     work_of,
 )
-from meshwright.planner.steps.simulate import simulate
 
 from tests.strategies import chain_profile, cluster, linear
 

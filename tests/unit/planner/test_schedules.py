@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.evaluation.evaluate import decisions_of, evaluate
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.capability import PLAIN
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.search.schedules import in_shards, without_shards
-from meshwright.planner.solver import solve
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.schema.capability import PLAIN
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.solve.evaluate import decisions_of, evaluate
+from meshwright.planner.solve.heuristic.schedules import in_shards, without_shards
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 

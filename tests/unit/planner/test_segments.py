@@ -2,21 +2,21 @@
 
 import msgspec
 import pytest
-from meshwright.planner.answers.compare import decision_text
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.costs.inside import segments_of
-from meshwright.planner.costs.windows import windows
-from meshwright.planner.evaluation.evaluate import decisions_of, evaluation, rank_memory
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.capability import EVERYTHING
-from meshwright.planner.nouns.curve import constant
-from meshwright.planner.nouns.errors import InfeasibleError
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout, data_parallel
-from meshwright.planner.nouns.options import Option
-from meshwright.planner.nouns.profile import PieceProfile
-from meshwright.planner.search.recomputing import Recomputing
-from meshwright.planner.solver import solve
+from meshwright.planner.cost.checkpoint_segments import windows
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.segment_memory import segments_of
+from meshwright.planner.explain.compare import decision_text
+from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.curve import constant
+from meshwright.planner.schema.errors import InfeasibleError
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout, data_parallel
+from meshwright.planner.schema.options import Option
+from meshwright.planner.schema.profile import PieceProfile
+from meshwright.planner.solve.evaluate import decisions_of, evaluation, rank_memory
+from meshwright.planner.solve.heuristic.checkpointing import Recomputing
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 

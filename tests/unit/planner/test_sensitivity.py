@@ -5,19 +5,19 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from meshwright.planner.answers.pareto import cheapest_within, front, within
-from meshwright.planner.answers.sensitivity import gains, sizes, with_bandwidth
-from meshwright.planner.costs.budget import single_device_s
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.costs.placement import order_cost, place
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.capability import EVERYTHING
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.search.bursts import greedy, own_s
-from meshwright.planner.search.resize import how_resized, resized
-from meshwright.planner.solver import solve
+from meshwright.planner.cost.budget import single_device_s
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.cost.placement import order_cost, place
+from meshwright.planner.explain.front import cheapest_within, front, within
+from meshwright.planner.explain.what_if import gains, sizes, with_bandwidth
+from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.solve.heuristic.bursts import greedy, own_s
+from meshwright.planner.solve.heuristic.resize import how_resized, resized
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 
@@ -126,7 +126,7 @@ def test_front_falls_in_device_seconds_as_it_rises_in_time(problem):
 
 def test_plans_are_never_worse_than_the_greedy_bursts(problem):
     model = CostModel(problem.profile, problem.cluster, problem.goal, 1, None, 2**16, True)
-    from meshwright.planner.evaluation.objective import value
+    from meshwright.planner.solve.objective import value
 
     for limit in (1.1, 2.0, 8.0):
         theirs = value(model, greedy(model, limit), "priority")

@@ -2,15 +2,15 @@
 
 import msgspec
 import pytest
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.capability import PLAIN
-from meshwright.planner.nouns.errors import InfeasibleError, InputError
-from meshwright.planner.nouns.goal import Goal, Pin
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.search.enlarge import more_ranks
-from meshwright.planner.search.heuristic import Heuristic
-from meshwright.planner.search.resize import resized_problem
-from meshwright.planner.solver import Solver, solve, solvers
+from meshwright.planner.schema.capability import PLAIN
+from meshwright.planner.schema.errors import InfeasibleError, InputError
+from meshwright.planner.schema.goal import Goal, Pin
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.solve.heuristic.enlarge import more_ranks
+from meshwright.planner.solve.heuristic.heuristic import Heuristic
+from meshwright.planner.solve.heuristic.resize import resized_problem
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import Solver, solve, solvers
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.tables import profile_of_table
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.layer_times import profile_of_table
 from meshwright.profiler.tables import load_table, tables
 
 

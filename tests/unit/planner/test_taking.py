@@ -2,13 +2,13 @@
 
 import msgspec
 import pytest
-from meshwright.planner.costs.cost import CostModel
-from meshwright.planner.evaluation.evaluate import evaluation
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout, data_parallel
-from meshwright.planner.nouns.options import Option
-from meshwright.planner.nouns.profile import EdgeProfile
-from meshwright.planner.steps.lanes import simulate_lanes
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout, data_parallel
+from meshwright.planner.schema.options import Option
+from meshwright.planner.schema.profile import EdgeProfile
+from meshwright.planner.simulate.rank_classes import simulate_lanes
+from meshwright.planner.solve.evaluate import evaluation
 
 from tests.strategies import chain_profile, cluster, linear
 

@@ -1,11 +1,11 @@
 """What each position sends, by hand."""
 
-from meshwright.planner.costs.wire import Carried, exchanged_bytes, moved_bytes, ring_bytes
-from meshwright.planner.nouns.capability import EVERYTHING
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.plan import Plan, Prediction, Provenance, UnitPlan
-from meshwright.planner.nouns.profile import EdgeProfile
+from meshwright.planner.cost.wire import Carried, exchanged_bytes, moved_bytes, ring_bytes
+from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.plan import Plan, Prediction, Provenance, UnitPlan
+from meshwright.planner.schema.profile import EdgeProfile
 from msgspec.structs import replace
 
 NOTHING = Prediction(

@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 import torch
-from meshwright import models
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.noun import decode, encode
-from meshwright.planner.nouns.profile import ModelProfile
+from meshwright.models import zoo as models
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.schema.record import decode, encode
 from meshwright.profiler.catalogue import datasheet
 from meshwright.profiler.estimate import FLOPS_REACHED, estimate
 

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 import torch
-from meshwright import models
-from meshwright.planner.evaluation.problem import Problem
-from meshwright.planner.nouns.capability import EVERYTHING
-from meshwright.planner.nouns.goal import Goal
-from meshwright.planner.solver import solve
+from meshwright.models import zoo as models
+from meshwright.planner.schema.capability import EVERYTHING
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.solver import solve
 from meshwright.profiler.fidelity import PICKED, Fidelity
 from meshwright.profiler.model import profile
 from torch import nn

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.nouns.cluster import Cluster
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.noun import decode, encode
+from meshwright.executor.launch.processes.device import device_name, memory_bytes, software
+from meshwright.planner.schema.cluster import Cluster
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.record import decode, encode
 from meshwright.profiler import catalogue
 from meshwright.profiler.describe import describe_cluster
-from meshwright.profiler.device import device_name, memory_bytes, software
 from meshwright.profiler.fit import fit_line
 from meshwright.profiler.tables import load_table, tables
 from meshwright.profiler.updates import OPTIMIZERS, update_rates

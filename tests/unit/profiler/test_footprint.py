@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from meshwright.models.units.discover import discover
+from meshwright.models.workload import Batch
 from meshwright.profiler.footprint import measure_footprint
-from meshwright.units.discover import discover
-from meshwright.units.workload import Batch
 from torch import nn
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from meshwright.planner.nouns.cluster import CollectiveCurve, Interference
-from meshwright.planner.nouns.curve import Curve
+from meshwright.planner.schema.cluster import CollectiveCurve, Interference
+from meshwright.planner.schema.curve import Curve
 from meshwright.profiler.host_link import copy_rate, host_bytes_per_s
 from meshwright.profiler.probe import _cluster
 

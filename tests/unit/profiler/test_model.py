@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright import models
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.noun import decode, encode
-from meshwright.planner.nouns.profile import ModelProfile
+from meshwright.models import zoo as models
+from meshwright.models.spec import UnitSpec
+from meshwright.models.units.discover import discover
+from meshwright.models.workload import Batch, Workload
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.schema.record import decode, encode
 from meshwright.profiler.footprint import SavedTensors, measure_footprint
 from meshwright.profiler.model import profile
 from meshwright.profiler.shares import ShareMeter
 from meshwright.profiler.timeline import Timeline
-from meshwright.units.discover import discover
-from meshwright.units.spec import UnitSpec
-from meshwright.units.workload import Batch, Workload
 from torch import nn
 from torch.nn import functional as F
 

@@ -1,7 +1,7 @@
 """What groups that run at once share, and the order of ranks that a Cluster can describe."""
 
 import pytest
-from meshwright.planner.nouns.errors import InputError
+from meshwright.planner.schema.errors import InputError
 from meshwright.profiler.probe import _check_order, sharing
 
 HOSTS = ["a", "a", "b", "b"]

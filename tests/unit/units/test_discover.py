@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from meshwright import models
-from meshwright.planner.nouns.errors import InputError
-from meshwright.units.discover import Discovery, discover
-from meshwright.units.workload import Batch
+from meshwright.models import zoo as models
+from meshwright.models.units.discover import Discovery, discover
+from meshwright.models.workload import Batch
+from meshwright.planner.schema.errors import InputError
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -1,8 +1,8 @@
 """Edges of one source that carry the same tensors have one number."""
 
 import torch
-from meshwright.units.discover import discover
-from meshwright.units.workload import Batch
+from meshwright.models.units.discover import discover
+from meshwright.models.workload import Batch
 from torch import Tensor, nn
 
 

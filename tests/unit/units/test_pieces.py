@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright import models
-from meshwright.units.discover import discover
-from meshwright.units.pieces import Piece
-from meshwright.units.workload import Batch
+from meshwright.models import zoo as models
+from meshwright.models.units.discover import discover
+from meshwright.models.units.pieces import Piece
+from meshwright.models.workload import Batch
 from torch import Tensor, nn
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright import models
-from meshwright.units.discover import discover
-from meshwright.units.replay import Call, capture, run_unit
-from meshwright.units.splits.check import main_output
+from meshwright.models import zoo as models
+from meshwright.models.replay import Call, capture, run_unit
+from meshwright.models.splits.check import main_output
+from meshwright.models.units.discover import discover
 from torch import Tensor, nn
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from meshwright import models
-from meshwright.planner.nouns.errors import InputError
-from meshwright.planner.nouns.layout import Style
-from meshwright.units.replay import Call, capture
-from meshwright.units.spec import SplitSpec, UnitSpec
-from meshwright.units.splits import apply_split, find_splits, join_parameter
-from meshwright.units.splits.check import holds, joined, main_output, run_members
+from meshwright.models import zoo as models
+from meshwright.models.replay import Call, capture
+from meshwright.models.spec import SplitSpec, UnitSpec
+from meshwright.models.splits import apply_split, find_splits, join_parameter
+from meshwright.models.splits.check import holds, joined, main_output, run_members
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.layout import Style
 from torch import Tensor, nn
 from torch.nn import functional as F
 

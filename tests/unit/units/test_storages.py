@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from meshwright.units.storages import LiveStorages, OverBudgetError
+from meshwright.models.units.storages import LiveStorages, OverBudgetError
 
 
 def test_storages_count_once_and_until_they_are_freed():

@@ -1,0 +1,53 @@
+"""``python -m meshwright.testbed``: a bed that stays until Ctrl-C, and how to enter its hosts."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+from meshwright.planner.schema.errors import MeshwrightError
+
+from .bed import BURST_BYTES, Bed
+
+
+def main() -> int:
+    """Builds the bed, says how to use it, and waits."""
+    parser = argparse.ArgumentParser(prog="python -m meshwright.testbed", description=__doc__)
+    parser.add_argument("--hosts", type=int, default=2, help="how many hosts, 2 to 8")
+    parser.add_argument(
+        "--mbit", type=float, nargs="+", default=[200.0], help="one rate, or one for each host"
+    )
+    asked = parser.parse_args()
+    rates = asked.mbit[0] if len(asked.mbit) == 1 else asked.mbit
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        with Bed(asked.hosts, rates) as bed:
+            _tell(bed)
+            signal.pause()
+    except MeshwrightError as error:
+        print(f"meshwright: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("\nremoved")
+    return 0
+
+
+def _tell(bed: Bed) -> None:
+    print(f"{bed.count} hosts, links shaped by token buckets of {BURST_BYTES // 1024} KiB:")
+    for host, rate in zip(bed.hosts, bed.rates, strict=True):
+        print(f"  {host.name}  {host.address}  {rate:g} Mbit/s each way  core {host.core}")
+        print(f"    enter: {' '.join(host.command(['bash'])[:4])} bash")
+    first = bed.hosts[0]
+    print(
+        "on each of them, with its own number for N:\n"
+        f"  GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 torchrun --nnodes {bed.count} --node-rank N "
+        f"--master-addr {first.address} --master-port 29500 train.py\n"
+        f"cut a link:   ip -n {bed.switch} link set port1 down     (and up again)\n"
+        "Ctrl-C removes everything",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

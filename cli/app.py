@@ -1,0 +1,107 @@
+"""The ``meshwright`` command: verbs, exit codes, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from ..planner.schema.errors import InputError, MemoryRunError, MeshwrightError
+from . import explain as explaining
+from . import launch as running
+from . import measure as measuring
+from . import multiplex as multiplexing
+from . import plan as planning
+
+STOPPED = 130
+"""The exit code of a command that Ctrl-C ended: 128 + SIGINT, as shells have it."""
+
+app = typer.Typer(
+    name="meshwright",
+    help="Measures a PyTorch model and a cluster, plans training one on the other, and runs it.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _room in (measuring, planning, explaining, multiplexing, running):
+    _room.add_to(app)
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"meshwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before_any_verb(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_tell_version, is_eager=True, help="Show the version and end."
+        ),
+    ] = False,
+) -> None:
+    """Options that stand before the verb."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit code: 0, 1 for a failed run, 2 for wrong input, 3 where no plan
+    fits, 130 when stopped. What a user can mend is said in one sentence on stderr."""
+    try:
+        given = running.separate_script(sys.argv[1:] if arguments is None else arguments)
+        code = app(args=given, prog_name="meshwright", standalone_mode=False)
+    except MemoryRunError as error:
+        return _say(error.sentence, error.exit_code, error.details)
+    except MeshwrightError as error:
+        return _say(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("stopped", STOPPED)
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        # typer's errors of usage have changed modules between its versions, not their methods.
+        words = getattr(error, "format_message", None)
+        if words is None:
+            raise
+        if wrong := _wrong_value(error):
+            return _say(wrong, InputError.exit_code)
+        # Without arguments typer has shown the help and says nothing more.
+        usage = _usage(words(), getattr(getattr(error, "ctx", None), "command_path", ""))
+        return _say(usage, InputError.exit_code) if words() else InputError.exit_code
+    if code == STOPPED:  # what some of typer's versions return in place of KeyboardInterrupt
+        return _say("stopped", STOPPED)
+    return code if isinstance(code, int) else 0
+
+
+def _wrong_value(error: Exception) -> str:
+    """The sentence of an option that refuses its value (``commands.values``), after the option's
+    name; "" for any other error."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    message = getattr(error, "message", "") or ""
+    if not names or not message:  # an option that is missing has no message
+        return ""
+    return f"{max(names, key=len)} {message.removeprefix('Value error, ')}"
+
+
+def _usage(message: str, command: str) -> str:
+    """What is wrong, and the help that tells how to write it: the verb's own, once there is one."""
+    lists = "lists its options" if " " in command else "lists commands and options"
+    return f"{message.rstrip('.')}; '{command or 'meshwright'} --help' {lists}"
+
+
+def _say(message: str, code: int, details: Sequence[str] = ()) -> int:
+    lines = [f"meshwright: {message}", *details]
+    print("\n  ".join(" ".join(line.split()) for line in lines), file=sys.stderr)
+    return code
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run())

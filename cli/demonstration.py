@@ -1,0 +1,157 @@
+"""The demo: everything on this machine, with a small network on real pictures of digits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rich.console import RenderableType
+
+from .. import api
+from ..executor.launch.processes import Ranks, new_folder
+from ..executor.launch.report import RunReport
+from ..executor.launch.tasks import Task, run_task
+from ..executor.launch.verify import Verification
+from ..models import target as targets
+from ..planner.schema.cluster import Cluster
+from ..planner.schema.errors import InputError, RunError
+from ..planner.schema.goal_values import make_goal
+from ..planner.schema.plan import Plan
+from ..planner.schema.profile import ModelProfile
+from ..planner.schema.record import Noun, Seconds, save
+from ..planner.solve.evaluate import make_plan
+from .render.comparisons import figures_rows, verification_table
+from .render.documents import cluster_table, decision_table, gain, prediction_table, units_table
+from .render.table import figures_table
+
+TARGET = "cnn-digits"
+RANKS = 2
+BATCH = 128
+STEPS = 110
+"""Ten passes over the 1437 pictures: twice what reaches 95% of the test pictures in one process."""
+ACCURACY = 0.9
+"""What the training must reach, or the demo has failed."""
+TIMEOUT_S = 300.0
+"""For each part: far more than it takes, so that nothing hangs for ever."""
+
+NounT = TypeVar("NounT", bound=Noun)
+Say = Callable[[RenderableType], None]
+
+
+class DemoReport(Noun, frozen=True, kw_only=True):
+    """What came out: the plan's run and data parallelism's, each predicted and measured."""
+
+    folder: str
+    seconds: Seconds
+    verification: Verification
+    planned: RunReport
+    data_parallel: RunReport
+
+
+def demo(folder: str | Path | None = None, *, say: Say = lambda shown: None) -> DemoReport:
+    """Profiles, probes, plans, verifies and trains ``cnn-digits`` on two processes of this machine.
+
+    Its files are kept in ``folder`` (new; by default under ``runs``); ``say`` is given the tables
+    as they come. Raises ``RunError`` where the equality or the accuracy is missed.
+    """
+    start = time.perf_counter()
+    _check_data()
+    kept = _new(folder)
+    say(f"The files of this run are kept in {kept}.")
+    devices = "GPUs" if torch.cuda.device_count() >= RANKS else "CPU processes"
+    say(f"1. The links between {RANKS} {devices} (meshwright probe)")
+    cluster = _task(Task(name="probe"), Cluster)
+    say(cluster_table(cluster))
+    say(f"2. What {TARGET} takes on each of them (meshwright profile {TARGET} --ranks {RANKS})")
+    profile = _task(Task(name="profile", target=TARGET, batches=_batches()), ModelProfile)
+    say(units_table(profile))
+    say(f"3. How to train it with {BATCH} samples a step (meshwright plan)")
+    plan, plain = _plans(profile, cluster, say)
+    for noun, name in ((cluster, "cluster"), (profile, "profile"), (plan, "plan")):
+        save(noun, kept / f"{name}.json")
+    save(plain, kept / "data-parallel.json")
+    say("4. The plan's training equals one process's (meshwright verify)")
+    verification = _task(Task(name="verify"), Verification, plan)
+    say(verification_table(verification))
+    say(f"5. {STEPS} steps on scikit-learn's digits, planned and data parallel (meshwright launch)")
+    runs = [_task(Task(name="train", steps=STEPS), RunReport, p) for p in (plan, plain)]
+    took = time.perf_counter() - start
+    report = DemoReport(
+        folder=str(kept),
+        seconds=took,
+        verification=verification,
+        planned=runs[0],
+        data_parallel=runs[1],
+    )
+    save(report, kept / "demo.json")
+    say(_result(report))
+    _check(report)
+    say(f"Equal to one process, and {_percent(runs[0])} of the test pictures right. {took:.0f} s.")
+    return report
+
+
+def _check_data() -> None:
+    """Asks for the pictures before a minute of measuring: what brings them may be missing."""
+    data = targets.workload(TARGET).data
+    assert data is not None  # the demo's network is trained on real pictures
+    try:
+        data("test")
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _new(folder: str | Path | None) -> Path:
+    if folder is None:
+        return new_folder("demo")
+    try:
+        Path(folder).mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder {folder}: {error.strerror}") from None
+    return Path(folder)
+
+
+def _task(task: Task, answer: type[NounT], plan: Plan | None = None) -> NounT:
+    found = run_task(task, Ranks(nproc=RANKS, timeout_s=TIMEOUT_S), answer, plan)
+    assert found is not None  # rank 0 is here
+    return found
+
+
+def _batches() -> tuple[int, ...]:
+    share = BATCH // RANKS
+    return (share // 2, share, 2 * share)
+
+
+def _plans(profile: ModelProfile, cluster: Cluster, say: Say) -> tuple[Plan, Plan]:
+    """The plan, and plain data parallelism as a plan."""
+    goal = make_goal(BATCH, optimizer="adamw")
+    plan = api.plan(profile, cluster, goal)
+    say(decision_table(plan))
+    say(prediction_table(plan))
+    say(f"{gain(plan)}.")
+    return plan, make_plan(profile, cluster, goal)
+
+
+def _result(report: DemoReport) -> RenderableType:
+    rows: list[tuple[str, ...]] = []
+    for title, run in (("planned", report.planned), ("data parallel", report.data_parallel)):
+        rows += [(f"{title}: {what.strip()}", *rest) for what, *rest in figures_rows(run)]
+        rows.append((f"{title}: test accuracy", "", _percent(run), ""))
+    headings = ("", "predicted", "measured", "ratio")
+    return figures_table(f"{TARGET} on {RANKS} ranks, {STEPS} steps", headings, rows)
+
+
+def _percent(run: RunReport) -> str:
+    return "-" if run.accuracy is None else f"{100 * run.accuracy:.1f}%"
+
+
+def _check(report: DemoReport) -> None:
+    if not report.verification.passed:
+        raise RunError(f"training under the plan differs from one process's: see {report.folder}")
+    if (report.planned.accuracy or 0.0) <= ACCURACY:
+        raise RunError(
+            f"training under the plan reached {_percent(report.planned)} of the test pictures, "
+            f"expected more than {ACCURACY:.0%}: see {report.folder}"
+        )

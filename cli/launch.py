@@ -1,0 +1,195 @@
+"""``verify``, ``launch`` and ``demo``: a plan at work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ..executor.launch.background import AtEnd, Background
+from ..executor.launch.progress import console
+from ..planner.schema.errors import InputError, RunError
+from ..planner.schema.plan import Plan
+from ..planner.schema.record import load
+from ..planner.schema.text import size
+from . import launch_options as given
+from .output import Json, check_out, deliver, note, out
+from .render.comparisons import measured_table, verification_table
+from .values import whole
+
+if TYPE_CHECKING:  # it loads torch
+    from ..executor.launch.report import RunReport
+
+
+def add_to(app: typer.Typer) -> None:
+    """Registers the verbs."""
+    app.command("verify")(verify)
+    app.command("launch")(launch)
+    app.command("demo")(demo)
+
+
+def separate_script(arguments: Sequence[str]) -> list[str]:
+    """``launch``'s arguments with ``--`` before SCRIPT: what follows it are the script's options,
+    what precedes it are ours, on whichever side of PLAN they stand."""
+    if not arguments or arguments[0] != "launch":
+        return list(arguments)
+    positional, at = 0, 1
+    while at < len(arguments) and arguments[at] != "--":
+        word = arguments[at]
+        ours = word.startswith("-") and word != "-m"
+        if not ours:
+            positional += 1
+            if positional == 2:
+                return [*arguments[:at], "--", *arguments[at:]]
+        takes_value = ours and "=" not in word and word not in ("--json", "--help", "-h")
+        at += 2 if takes_value else 1
+    return list(arguments)
+
+
+def verify(
+    plan_file: given.PlanFile,
+    dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
+    batch: Annotated[
+        int | None, whole("Samples of a step (default: up to 4 for each rank).")
+    ] = None,
+    timeout: given.Timeout = None,
+    out_: Annotated[Path | None, out("result")] = None,
+    json: Json = False,
+) -> None:
+    """Show that training under a plan equals training in one process, on the plan's own model."""
+    from .. import api
+
+    check_out(out_)
+    made = load(Plan, plan_file, "PLAN")
+    found = api.verify(made, dtype=_dtype(dtype), batch=batch, timeout_s=timeout)
+    for remark in found.notes:
+        note(remark)
+    verdict = "PASS" if found.passed else "FAIL"
+    deliver(found, out_, json, verification_table(found), verdict)
+    if not found.passed:
+        raise RunError(f"the plan's training differs from one process's in {found.dtype}")
+
+
+def _dtype(name: str) -> Literal["float64", "float32"]:
+    names: dict[str, Literal["float64", "float32"]] = {"float64": "float64", "float32": "float32"}
+    if name not in names:
+        raise InputError(f"--dtype {name!r} is not compared: choose float64 or float32")
+    return names[name]
+
+
+def launch(
+    context: typer.Context,
+    plan_file: given.PlanFile,
+    script: given.Script = None,
+    steps: given.Steps = 30,
+    nproc: given.RanksHere = None,
+    nnodes: given.Hosts = 1,
+    node_rank: given.HostNumber = 0,
+    rendezvous: given.Rendezvous = None,
+    timeout: given.Timeout = None,
+    report: given.Report = None,
+    background: given.BackgroundJob = None,
+    background_limit: given.BackgroundLimit = None,
+    background_memory: given.BackgroundMemory = None,
+    background_at_end: given.BackgroundAtEnd = None,
+    background_grace: given.BackgroundGrace = 30.0,
+    background_log: given.BackgroundLog = Path("background.log"),
+    json: Json = False,
+) -> None:
+    """Run a plan, and end with what was predicted beside what was measured."""
+    from .. import api
+
+    check_out(report)
+    made = load(Plan, plan_file, "PLAN")
+    _say_differences(made, nproc, nnodes)
+    beside = None
+    if background is None:
+        _refuse_stray(context)
+    else:
+        beside = Background(
+            run=background,
+            limit=made.goal.background_limit if background_limit is None else background_limit,
+            memory_bytes=background_memory,
+            at_end=_at_end(background_at_end),
+            grace_s=background_grace,
+            log=str(background_log),
+        )
+    api.launch(
+        made,
+        script or (),
+        steps=steps,
+        ranks_here=nproc,
+        nodes=nnodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        timeout_s=timeout,
+        quiet=json,
+        background=beside,
+        at_end=lambda found: _show(found, made, report, first=node_rank == 0, json=json),
+        say=note,
+    )
+
+
+def _show(
+    found: RunReport | None, plan: Plan, path: Path | None, *, first: bool, json: bool
+) -> None:
+    """What was measured, on the ``first`` host."""
+    if found is not None:
+        deliver(found, path, json, measured_table(found))
+        note(_over(plan, found.measured.peak_bytes))
+    elif first:
+        note("nothing was measured: the script made fewer than two optimizer steps under the plan")
+
+
+def _refuse_stray(context: typer.Context) -> None:
+    """What concerns a background job asks for one."""
+    for name, source in ((n, context.get_parameter_source(n)) for n in context.params):
+        if name.startswith("background_") and source is not None and source.name == "COMMANDLINE":
+            option = "--" + name.replace("_", "-")
+            raise InputError(f"{option} concerns a background job: add --background COMMAND")
+
+
+def _at_end(word: str | None) -> AtEnd | None:
+    words: dict[str, AtEnd] = {"finish": "finish", "stop": "stop"}
+    if word is not None and word not in words:
+        raise InputError(f"--background-at-end {word!r} cannot be: choose finish or stop")
+    return None if word is None else words[word]
+
+
+def _say_differences(plan: Plan, nproc: int | None, nodes: int) -> None:
+    """Before anything is started, that this host is not what the plan was made for. Where the
+    number of ranks is another one, that is refused."""
+    from ..executor.launch.launch import differences
+
+    here = nproc or plan.world_size // max(nodes, 1)
+    if here * nodes == plan.world_size:
+        for text in differences(plan, here):
+            note(text)
+
+
+def _over(plan: Plan, taken: int | None) -> str | None:
+    """That more memory was taken than the plan was made for."""
+    limit = plan.goal.memory_limit_bytes
+    if limit is None or taken is None or taken <= limit:
+        return None
+    return (
+        f"tensors took {size(taken)} and the plan was made for {size(limit)}: where that much is "
+        f"not there, plan with a --memory-limit that is lower by {size(taken - limit)}"
+    )
+
+
+def demo(
+    folder: Annotated[
+        Path | None, typer.Option("--out", "-o", help="A new folder for the files it makes.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """All of it on this machine: measure, plan, verify, train, and compare with the prediction."""
+    from .demonstration import demo as run_demo
+
+    screen = console(error=json)
+    found = run_demo(folder, say=screen.print)
+    if json:
+        deliver(found, None, json)

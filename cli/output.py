@@ -1,0 +1,56 @@
+"""What all verbs share: where results go, and options that several of them take."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+
+from ..executor.launch.progress import console
+from ..planner.schema.errors import InputError
+from ..planner.schema.record import Noun, encode, save
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout, for machines.")]
+
+
+def out(what: str) -> typer.models.OptionInfo:
+    """The option that names the file which a result is written to."""
+    option: typer.models.OptionInfo = typer.Option("--out", "-o", help=f"Write the {what} here.")
+    return option
+
+
+def check_out(path: Path | None) -> None:
+    """Refuses a file that cannot be written, before anything takes its time."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder; name a file in it")
+    if not folder.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {folder}; make it first")
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"cannot write {path}: no permission in {folder}; name another folder")
+
+
+def deliver(noun: Noun, path: Path | None, json: bool, *shown: RenderableType) -> None:
+    """Writes a result where it was asked for, and prints it: JSON, or what is ``shown``."""
+    if path is not None:
+        save(noun, path)
+    if json:
+        sys.stdout.write(encode(noun).decode())
+        return
+    screen = console()
+    for part in shown:
+        screen.print(part)
+    if path is not None:
+        screen.print(f"written to {path}")
+
+
+def note(text: str | None) -> None:
+    """A remark on stderr, so that stdout stays the result's."""
+    if text:
+        print(f"note: {text}", file=sys.stderr)

@@ -1,0 +1,179 @@
+"""Tables that hold one thing against another: two plans, a plan against a run or one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from ...planner.explain.compare import Comparison
+from ...planner.schema.text import seconds, size
+from .table import figures_table
+
+if TYPE_CHECKING:  # these load torch
+    from ...executor.launch.report import BackgroundFigures, RunReport
+    from ...executor.launch.verify import Verification
+
+_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step_s": ("step time", seconds),
+    "compute_s": ("  computing", seconds),
+    "blocking_s": ("  blocking communication", seconds),
+    "exposed_s": ("  exposed gradient exchange", seconds),
+    "update_s": ("parameter update", seconds),
+    "exchange_s": ("gradient exchange", seconds),
+    "wire_bytes": ("sent by the busiest rank", size),
+    "gpu_seconds": ("device time", seconds),
+    "samples_per_s": ("samples per second", lambda v: f"{v:,.0f}"),
+    "peak_bytes": ("peak memory of a rank", size),
+}
+
+
+SETTINGS = {
+    "target": "model",
+    "world_size": "ranks",
+    "micro_batches": "micro-batches",
+    "bucket_bytes": "largest bucket or slice",
+    "schedule": "how gradients travel",
+    "placement": "ranks in order of position",
+    "solver": "solver",
+    "goal.batch": "global batch",
+    "goal.memory_limit_bytes": "memory limit of a rank",
+    "goal.optimizer": "optimizer",
+    "goal.micro_batches": "micro-batches allowed",
+    "goal.batch_statistics": "batch statistics of",
+    "goal.allow_lossy": "lossy exchange allowed",
+    "goal.min_fidelity": "least share of gradient energy",
+    "goal.amplification_limit": "limit on device time, x one device",
+    "goal.unit_amplification_limit": "the same for each unit",
+    "goal.objective": "what is least",
+    "goal.time_limit_s": "longest step allowed",
+    "goal.slice_bytes": "slice sizes allowed",
+    "goal.background": "background job",
+    "goal.background_limit": "a step so many times as long for it",
+    "goal.pins": "pins",
+    "goal.all_layouts": "all layouts tried",
+}
+"""What people call the settings that a ``Comparison`` names by their fields."""
+_NO_VALUE = {
+    "goal.memory_limit_bytes": "the device's own",
+    "goal.slice_bytes": "not given",
+    "goal.pins": "none",
+}
+
+
+def _setting(name: str, value: str) -> str:
+    """A setting as people write it."""
+    if not value:
+        return _NO_VALUE.get(name, "no limit")
+    words = [_shown(name, part) for part in value.split(", ")]
+    return ", ".join(words)
+
+
+def _shown(name: str, text: str) -> str:
+    if name.endswith("_bytes") and text.isdigit():
+        return size(int(text))
+    if name.endswith("time_limit_s"):
+        return seconds(float(text))
+    return {"True": "yes", "False": "no", "gpu_seconds": "device time"}.get(text, text)
+
+
+def comparison_tables(found: Comparison, first: str, second: str) -> list[Table | str]:
+    """What two plans predict, and where they differ."""
+    shown: list[Table | str] = []
+    rows = []
+    for figure in found.figures:
+        name, show = _FIGURES.get(figure.name, (figure.name, str))
+        by = f"{figure.second / figure.first:.2f}" if figure.first else ""
+        rows.append((name, show(figure.first), show(figure.second), by))
+    shown.append(figures_table("Predicted for one step", ("", first, second, "ratio"), rows))
+    if found.settings:
+        settings = [
+            (SETTINGS.get(name, name), _setting(name, mine), _setting(name, theirs))
+            for name, mine, theirs in found.settings
+        ]
+        shown.append(figures_table("Settings", ("", first, second), settings))
+    if found.units:
+        differing = [
+            (u.name, u.first or "-", u.second or "-", seconds(u.first_s), seconds(u.second_s))
+            for u in found.units
+        ]
+        headings = ("unit", first, second, "costs", "costs")
+        shown.append(figures_table("Units decided differently", headings, differing))
+    else:
+        shown.append("All units are decided alike.")
+    if not found.same_model:
+        shown.append("The plans are of different models.")
+    elif not found.same_cluster:
+        shown.append("The plans are for different clusters.")
+    return shown
+
+
+def figures_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
+    """(what, predicted, measured, measured over predicted) as texts."""
+    rows = []
+    for what, name, show in _MEASURED:
+        guess, found = getattr(report.predicted, name), getattr(report.measured, name)
+        if name == "step_s" and report.background is not None:
+            rows += _beside_background(report, report.background)
+            continue
+        rows.append(_beside(what, guess, found, show))
+    return rows
+
+
+def _beside(
+    what: str, guess: float | None, found: float | None, show: Callable[[float], str]
+) -> tuple[str, str, str, str]:
+    ratio = f"{found / guess:.2f}" if found and guess else ""
+    first, second = ("-" if v is None else show(v) for v in (guess, found))
+    return what, first, second, ratio
+
+
+def _beside_background(
+    report: RunReport, job: BackgroundFigures
+) -> list[tuple[str, str, str, str]]:
+    """The step while the background job was held, which is what a plan predicts; and the mean of
+    all, which is what its limit is about."""
+    held = job.undisturbed_s if job.steps else None
+    mean_s = job.undisturbed_s * job.slowdown if job.steps else None
+    times = f" ({job.slowdown:.2f} times that, limit {job.limit:g})" if job.steps else ""
+    return [
+        _beside("step time, background job held", report.predicted.step_s, held, seconds),
+        _beside(f"  with it, on average{times}", None, mean_s, seconds),
+    ]
+
+
+_MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("step time", "step_s", seconds),
+    ("  blocking communication", "blocking_s", seconds),
+    ("  exposed gradient exchange", "exposed_s", seconds),
+    ("peak memory of a rank", "peak_bytes", size),
+)
+
+
+def measured_table(report: RunReport) -> Table:
+    """Predicted beside measured."""
+    title = (
+        f"{report.target} on {report.world_size} ranks, medians of {report.steps} steps after the "
+        "first ones"
+    )
+    headings = ("", "predicted", "measured", "ratio")
+    return figures_table(title, headings, figures_rows(report))
+
+
+def verification_table(found: Verification) -> Table:
+    """How far each class of tensors is from the single process."""
+    sizes = ", ".join(str(b) for b in found.batches)
+    title = f"{found.target} on {found.world_size} ranks, {found.dtype}, batches of {sizes}"
+    headings = ("", "tensors", "largest difference", "of what is allowed", "")
+    rows = [
+        (
+            d.what,
+            str(d.tensors),
+            f"{d.largest:.2g}",
+            f"{d.of_allowed:.2g}",
+            "equal" if d.passed else f"DIFFERS ({d.worst})",
+        )
+        for d in found.deviations
+    ]
+    return figures_table(title, headings, rows)

@@ -1,0 +1,204 @@
+"""Tables of the documents: a plan's decisions and prediction, a profile's units, a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+
+from rich.table import Table
+
+from ...planner.explain.compare import policy_words, segment_words
+from ...planner.schema.cluster import Cluster, Node
+from ...planner.schema.plan import Plan, Prediction, UnitPlan
+from ...planner.schema.profile import ModelProfile, UnitProfile
+from ...planner.schema.text import gap_text, rate, seconds, size
+from .table import empty_table, names_of
+
+
+def gain(plan: Plan) -> str:
+    """What the plan is beside plain data parallelism, in words: how many times as fast, or what it
+    costs to fit where that does not."""
+    by = plan.speedup
+    counts = f", in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    same = abs(by - 1) < 0.005
+    if plan.baseline_fits:
+        text = "the same as" if same else f"{by:.2f} times as fast as"
+        return f"Predicted to be {text} plain data parallelism{counts}"
+    text = f"is predicted to be {by:.2f} times as fast as that would be"
+    if same or by < 1:
+        times = "as long" if same else f"{1 / by:.2f} times as long"
+        text = f"is predicted to take {times} as that would"
+    needs = size(max(plan.baseline.peak_bytes, default=0))
+    return (
+        f"Plain data parallelism does not fit in memory (it needs {needs} of a rank); this plan "
+        f"does{counts}, and {text}"
+    )
+
+
+def verdict(plan: Plan) -> str:
+    """The gain; and what its solver proved, status, bound and gap, of which figure."""
+    return f"{gain(plan)}; {_proof(plan)}."
+
+
+def alone_words(alone_s: float, ranks: int) -> str:
+    """That one device is quicker than a plan for so many ranks."""
+    return (
+        f"One device by itself would take {seconds(alone_s)} for the whole batch, less than this "
+        f"plan, and fits in its memory: --ranks 1,{ranks} compares sizes."
+    )
+
+
+EXACT = 1e-4
+"""A gap up to which a plan is said to be the best: what solvers take for none."""
+SEEN = 0.005
+"""Of two figures that differ by less, both read the same."""
+
+
+def _proof(plan: Plan) -> str:
+    by = plan.provenance
+    within = "the pins and " if plan.goal.pins else ""
+    near = by.gap is not None and by.gap > EXACT
+    best = f"proved within {gap_text(by.gap or 0.0)} of the best" if near else "proved best"
+    words = {
+        "optimal": f"{best} by the {by.solver} solver under {within}the schedule by "
+        f"{plan.schedule}",
+        "feasible": f"found by the {by.solver} solver, not proved best",
+        "heuristic": f"found by the {by.solver} solver, not proved best",
+        "manual": "decided by hand",
+    }[by.status]
+    if not by.bound_s or by.gap is None:  # a bound of 0 says nothing
+        return words
+    by_time = plan.goal.objective == "time"
+    what = "step" if by_time else "device time"
+    text = (
+        f"{words} (no {what} by the formula is below {seconds(by.bound_s)}, gap "
+        f"{gap_text(by.gap)}, {by.solve_s:.1f} s of search)"
+    )
+    formula_s = by.bound_s / (1 - by.gap) if by.gap < 1 else 0.0
+    shown_s = plan.prediction.step_s if by_time else plan.prediction.gpu_seconds
+    if not formula_s or abs(shown_s / formula_s - 1) < SEEN:
+        return text
+    return (
+        f"{text}. The proof is about the formula, by which this plan takes {seconds(formula_s)}; "
+        f"the {seconds(shown_s)} above are simulated, with gradients in the messages in which they "
+        "travel and what computing and communicating cost each other"
+    )
+
+
+COMMUNICATION = (
+    "comm.: waiting for inputs and inside the unit, both ways, and the whole exchange of its "
+    "gradients, of which computing may hide a part"
+)
+"""What the last column of the decisions adds up."""
+
+
+def _communication(unit: UnitPlan) -> float:
+    return unit.blocking_s + unit.exchange_s
+
+
+def _decision(unit: UnitPlan) -> tuple[object, ...]:
+    return (unit.layout, unit.style, *policy_words(unit), *segment_words(unit))
+
+
+def decision_table(plan: Plan, *, fold: bool = True) -> Table:
+    """Each unit's decision; runs of units that are decided alike are one row with their sums.
+
+    Code between units that costs nothing is left out of a folded table.
+    """
+    headings = ("unit", "kind", "parameters", "layout", "style", "forward", "backward", "comm.")
+    table = empty_table("Decisions: layout is (groups, members of each)", headings, left=2)
+    table.caption = COMMUNICATION
+    table.caption_justify = "left"
+    free = ("input", "output", "glue")
+    shown = [u for u in plan.units if not fold or u.kind not in free or _communication(u) > 0]
+    runs = [list(run) for _, run in groupby(shown, _decision)] if fold else [[u] for u in shown]
+    for run in runs:
+        first = run[0]
+        table.add_row(
+            names_of([u.name for u in run]),
+            ", ".join(dict.fromkeys(u.kind for u in run)),
+            size(sum(u.parameter_bytes for u in run)),
+            str(first.layout),
+            _style(first),
+            seconds(sum(u.forward_s for u in run)),
+            seconds(sum(u.backward_s for u in run)),
+            seconds(sum(_communication(u) for u in run)),
+        )
+    return table
+
+
+def _style(unit: UnitPlan) -> str:
+    words: list[str] = ["data parallel" if unit.style == "none" else unit.style]
+    return ", ".join([*words, *policy_words(unit), *segment_words(unit)])
+
+
+def prediction_table(plan: Plan) -> Table:
+    """The predicted step, part by part, beside plain data parallelism."""
+    table = empty_table("Predicted for one step", ("", "this plan", "data parallel"))
+    rows = prediction_rows(plan.prediction, plan.baseline)
+    if plan.goal.background:
+        times = plan.goal.slowdown
+        slowed, theirs = (seconds(p.step_s * times) for p in (plan.prediction, plan.baseline))
+        rows.insert(1, (f"  at most, with a background job ({times:g} times)", slowed, theirs))
+    for name, left, right in rows:
+        table.add_row(name, left, right)
+    return table
+
+
+def prediction_rows(first: Prediction, second: Prediction) -> list[tuple[str, str, str]]:
+    """(what, first, second) as texts."""
+    figures: list[tuple[str, Callable[[Prediction], str]]] = [
+        ("step time", lambda p: seconds(p.step_s)),
+        ("  computing", lambda p: seconds(p.compute_s)),
+        ("  blocking communication", lambda p: seconds(p.blocking_s)),
+        ("  exposed gradient exchange", lambda p: seconds(p.exposed_s)),
+        ("samples per second", lambda p: f"{p.samples_per_s:,.0f}"),
+        ("sent by the busiest rank", lambda p: size(p.wire_bytes)),
+        ("peak memory of a rank", lambda p: size(max(p.peak_bytes, default=0))),
+    ]
+    return [(name, show(first), show(second)) for name, show in figures]
+
+
+def units_table(profile: ModelProfile, *, fold: bool = True) -> Table:
+    """What was measured of each unit, at the largest batch measured."""
+    batch = profile.batches[-1]
+    title = f"{profile.target} on {profile.device}, {profile.dtype}, {batch} samples"
+    headings = ("unit", "kind", "divisible", "parameters", "forward", "backward", "saved")
+    table = empty_table(title, headings, left=3)
+
+    def alike(unit: UnitProfile) -> tuple[object, ...]:
+        return (unit.kind, tuple(s.style for s in unit.splits), unit.name if not fold else "")
+
+    for _, group in groupby(profile.units, alike):
+        run = list(group)
+        table.add_row(
+            names_of([u.name for u in run]),
+            run[0].kind,
+            ", ".join(s.style for s in run[0].splits) or "no",
+            size(sum(u.parameter_bytes for u in run)),
+            seconds(sum(u.whole.forward(batch) for u in run)),
+            seconds(sum(u.whole.backward(batch) for u in run)),
+            size(sum(u.whole.saved(batch) for u in run)),
+        )
+    return table
+
+
+def _devices(node: Node) -> str:
+    """A node's devices, equal ones counted."""
+    shown = groupby(f"{device.name}, {size(device.memory_bytes)}" for device in node.devices)
+    return "; ".join(f"{len(list(equal))} x {text}" for text, equal in shown)
+
+
+def cluster_table(cluster: Cluster) -> Table:
+    """Nodes, devices and links; neighbouring nodes that are equal share a row."""
+    hosts = "one node" if len(cluster.nodes) == 1 else f"{len(cluster.nodes)} nodes"
+    count = "one device" if cluster.world_size == 1 else f"{cluster.world_size} devices"
+    title = f"{cluster.name}: {count} on {hosts}"
+    table = empty_table(title, ("", "", "latency", "bandwidth"), left=2)
+    for devices, equal in groupby(cluster.nodes, _devices):
+        table.add_row(names_of([node.name for node in equal]), devices, "", "")
+    for level in cluster.levels:
+        where = "between nodes" if level.name == "inter" else "inside a node"
+        curves = f"{len(level.curves)} curves measured" if level.curves else "by formula"
+        table.add_row(where, curves, seconds(level.latency_s), rate(level.bytes_per_s))
+    return table

@@ -1,0 +1,160 @@
+"""What ``explain`` prints: units and their alternatives, what binds, what more would buy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.table import Table
+
+from ...planner.explain.binding import LimitUse
+from ...planner.explain.compare import policy_words
+from ...planner.explain.device_time import DeviceTime
+from ...planner.explain.what_if import Gain
+from ...planner.explain.why import Alternative, Explanation, UnitExplanation
+from ...planner.schema.text import seconds, size
+from .table import empty_table, figures_table, names_of
+
+NEGLIGIBLE = 1e-3
+"""A saving below this share of the step is none: solvers stop at a gap, and sums are rounded."""
+LIMITS = {
+    "memory_limit_bytes": "memory",
+    "amplification_limit": "device time of a step",
+    "unit_amplification_limit": "device time of a unit",
+    "time_limit_s": "step time",
+    "min_fidelity": "gradient energy not sent",
+    "pins": "pins",
+}
+"""What people call the limits of a goal."""
+
+
+def explanation_tables(found: Explanation, objective: str = "time") -> list[Table | str]:
+    """Each unit's cost and what its alternatives would give, then what binds, then what more of
+    anything would buy (of the ``objective`` of the goal)."""
+    shown: list[Table | str] = [_units(found), *_words(found)]
+    if found.device_time.alone_s:
+        shown.append(_device_time(found.device_time))
+    if len(found.limits) > 1:
+        rows = [_limit(use) for use in found.limits]
+        shown.append(figures_table("Limits", ("", "used", "allowed", ""), rows))
+    if found.gains:
+        shown += [_gains(found.gains, objective)]
+    return shown
+
+
+def _units(found: Explanation) -> Table:
+    headings = ("unit", "layout", "compute", "blocking", "exchange", "if instead", "step", "but")
+    title = "Each unit, and the step if it alone were decided otherwise"
+    table = empty_table(title, headings, left=2)
+    for column in (table.columns[0], *table.columns[6:]):
+        column.no_wrap = True
+    for unit in found.units:
+        costs = (
+            seconds(unit.forward_s + unit.backward_s),
+            seconds(unit.redistribute_s + unit.inner_s),
+            seconds(unit.exchange_s),
+        )
+        for i, other in enumerate(unit.alternatives):
+            lead = (unit.name, _option(unit), *costs) if i == 0 else ("",) * 5
+            change = f"{seconds(other.step_s)} ({_percent(other.step_s, found.step_s)})"
+            table.add_row(*lead, _option(other), change, _breaks(other))
+    return table
+
+
+def _option(one: UnitExplanation | Alternative) -> str:
+    words = [str(one.layout)] + ([one.style] if one.style != "none" else [])
+    return " ".join([*words, *policy_words(one)])
+
+
+def _percent(after: float, before: float) -> str:
+    return f"{100 * (after / before - 1):+.1f}%" if before else ""
+
+
+def _breaks(other: Alternative) -> str:
+    names = [LIMITS[limit] for limit in other.breaks]
+    return f"breaks {', '.join(names)}" if names else ""
+
+
+def _words(found: Explanation) -> Iterator[str]:
+    largest = {
+        "compute": "computing",
+        "blocking": "blocking communication",
+        "exchange": "gradient exchange that nothing hides",
+    }[found.bound_by]
+    yield f"The largest part of the step of {seconds(found.step_s)} is {largest}."
+    if found.slowed_s > found.step_s:
+        yield (
+            f"With a background job a step may take up to {seconds(found.slowed_s)}, "
+            f"{found.slowed_s / found.step_s:g} times as long: a step limit holds for that."
+        )
+    if found.term is None:
+        yield "Branches run side by side: the step is their critical path."
+    elif found.term.link is None:
+        yield "By the formula it is bound by what a rank itself computes and waits for."
+    else:
+        yield (
+            f"By the formula it is bound by the gradients of the units up to {found.term.unit} on "
+            f"{found.term.link} links."
+        )
+    yield (
+        f"Memory is tightest on rank {found.tightest_rank} at {found.tightest_unit}: "
+        f"{size(found.needed_bytes)} of {size(found.available_bytes)}."
+    )
+    names = [LIMITS[limit] for limit in found.binding]
+    if names:
+        yield f"A better choice for a unit is kept out by: {', '.join(names)}."
+    else:
+        yield "No limit keeps a better choice for a single unit out."
+    if found.exposed:
+        worst = max(found.exposed, key=lambda e: e.seconds)
+        yield (
+            f"Exposed exchange: {seconds(sum(e.seconds for e in found.exposed))}, most of it the "
+            f"gradients of {names_of(worst.units)} ({seconds(worst.seconds)}, {worst.link})."
+        )
+    else:
+        yield "No gradient exchange is exposed."
+
+
+def _device_time(found: DeviceTime) -> Table:
+    """The amplification, part by part."""
+    parts = (
+        ("one device, whole batch at once", found.alone_s),
+        ("smaller or divided shares", found.shares_s),
+        ("updates on every device", found.updates_s),
+        ("the executor's own work", found.executor_s),
+        ("slowed by communication", found.slowing_s),
+        ("waiting for it", found.waiting_s),
+        ("device time of a step", found.used_s),
+    )
+    rows = [
+        (what, ("-" if part < 0 else "") + seconds(abs(part)), f"{part / found.alone_s:.2f} x")
+        for what, part in parts
+        if abs(part) > NEGLIGIBLE * found.used_s
+    ]
+    return figures_table("Device time of a step (amplification)", ("", "seconds", "share"), rows)
+
+
+def _limit(use: LimitUse) -> tuple[str, str, str, str]:
+    shown: Callable[[float], str] = {
+        "memory_limit_bytes": size,
+        "unit_amplification_limit": lambda v: f"{v:.2f} x",
+        "min_fidelity": lambda v: f"{100 * v:.1f}%",
+    }.get(use.limit, seconds)
+    share = f"{100 * use.used / use.available:.1f}%" if use.available else ""
+    return LIMITS[use.limit], shown(use.used), shown(use.available), share
+
+
+def _gains(gains: Sequence[Gain], objective: str) -> Table:
+    what = "step" if objective == "time" else "device time"
+    rows = []
+    for gain in gains:
+        if gain.after_s is None:
+            then = "not known" if gain.reason else "no plan found"
+            known_by = gain.reason or gain.method
+            rows.append((gain.change, seconds(gain.before_s), then, "", known_by))
+            continue
+        share = gain.saved_s / gain.before_s if gain.before_s else 0.0
+        saved = f"{100 * share:.1f}%" if abs(share) >= NEGLIGIBLE else "nothing"
+        times = seconds(gain.before_s), seconds(gain.after_s)
+        rows.append((gain.change, *times, saved, gain.method))
+    headings = ("", f"{what} now", "then", "saves", "known by")
+    return figures_table(f"What more would buy ({what} by the formula)", headings, rows)

@@ -1,0 +1,104 @@
+"""The memory timeline as a table and as a plot."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ...planner.explain.moments import MemoryTimeline, RankTimeline
+from ...planner.schema.peak import CLASS_NAMES, Moment
+from ...planner.schema.text import size
+from .plots import figure_in
+from .table import empty_table
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+WIDTH = 22
+SHOWN = 24
+"""A table of more moments shows the fullest of every few."""
+
+
+def memory_tables(found: MemoryTimeline, *, fold: bool = True) -> list[Table | str]:
+    """Each different timeline as a table, and a sentence on its peak."""
+    shown: list[Table | str] = []
+    for one in found.timelines:
+        shown += [_table(found.target, one, fold=fold), _sentence(one)]
+    return shown
+
+
+def _table(target: str, one: RankTimeline, *, fold: bool) -> Table:
+    used = [name for name in CLASS_NAMES if any(getattr(m, name) for m in one.moments)]
+    headings = ("point", "unit", *(CLASS_NAMES[name] for name in used), "total")
+    unit, bytes_ = next((u, n) for u, n in _UNITS if one.peak.total >= n or n == 1)
+    title = f"Memory of {target} on {_ranks(one)}, in {unit}"
+    table = empty_table(title, headings, left=2)
+    for column in (*table.columns[:2], table.columns[-1]):
+        column.no_wrap = True
+    for moment, names in _rows(one, fold=fold):
+        figures = [getattr(moment, name) / bytes_ for name in used]
+        mark = " <" if moment == one.peak else ""
+        total = f"{moment.total / bytes_:,.1f}{mark}"
+        table.add_row(moment.phase, names, *(f"{n:,.1f}" if n else "" for n in figures), total)
+    return table
+
+
+def _rows(one: RankTimeline, *, fold: bool) -> list[tuple[Moment, str]]:
+    """(the moment shown, the units it stands for): with ``fold`` the fullest of every few."""
+    if not fold or len(one.moments) <= SHOWN:
+        return [(m, _short(m.unit)) for m in one.moments]
+    rows = []
+    for _, group in groupby(one.moments, lambda m: m.phase):
+        run = list(group)
+        step = -(-len(run) // (SHOWN // 2))
+        for start in range(0, len(run), step):
+            part = run[start : start + step]
+            fullest = max(part, key=lambda m: m.total)
+            rows.append((fullest, f"{_short(fullest.unit)} (of {len(part)})"))
+    return rows
+
+
+def _short(name: str) -> str:
+    """The end of a long name, which says more than its beginning."""
+    return name if len(name) <= WIDTH else f"…{name[1 - WIDTH :]}"
+
+
+def _ranks(one: RankTimeline) -> str:
+    if len(one.ranks) == 1:
+        return f"rank {one.ranks[0]}"
+    return f"{len(one.ranks)} ranks ({one.ranks[0]} to {one.ranks[-1]})"
+
+
+def _sentence(one: RankTimeline) -> str:
+    peak = one.peak
+    held = sorted(peak.by_class().items(), key=lambda item: -item[1])[:2]
+    most = " and ".join(f"{CLASS_NAMES[name]} {size(count)}" for name, count in held)
+    return (
+        f"Most is alive in the {peak.phase} of {peak.unit}: {size(peak.total)} of "
+        f"{size(one.limit_bytes)}, of it {most}."
+    )
+
+
+def plot_memory(found: MemoryTimeline, path: Path) -> None:
+    """Draws the fullest ranks' timeline into ``path`` (.png, .svg or .pdf). Raises ``InputError``
+    where matplotlib is missing or cannot write such a file."""
+    one = found.timelines[0]
+    with figure_in(path, figsize=(10, 5)) as axes:
+        _draw(axes, one)
+        axes.set_title(f"{found.target}: {_ranks(one)}")
+
+
+def _draw(axes: Any, one: RankTimeline) -> None:
+    """Classes on top of each other over the points of the step, and the limit."""
+    places = range(len(one.moments))
+    used = [name for name in CLASS_NAMES if any(getattr(m, name) for m in one.moments)]
+    layers = [[getattr(m, name) / 2**20 for m in one.moments] for name in used]
+    axes.stackplot(places, layers, labels=[CLASS_NAMES[name] for name in used], step="mid")
+    axes.axhline(one.limit_bytes / 2**20, color="black", linestyle="--", label="limit")
+    turn = sum(m.phase == "forward" for m in one.moments)
+    axes.axvline(turn - 0.5, color="grey", linewidth=0.8)
+    axes.set_xlabel("forward, backward, update: units in the order in which they work")
+    axes.set_ylabel("MiB")
+    axes.set_ylim(bottom=0, top=1.15 * max(one.peak.total / 2**20, 1e-9))
+    axes.legend(loc="upper left", fontsize="small")

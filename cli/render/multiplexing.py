@@ -1,0 +1,232 @@
+"""``multiplex``: plans and background jobs on one cluster, as tables, a plot and a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ...planner.explain.why import check_belongs
+from ...planner.multiplex.gaps import Interval
+from ...planner.multiplex.jobs import Assumptions, Background, best_background, foreground_of
+from ...planner.multiplex.report import ClusterReport, report, utilisation
+from ...planner.multiplex.simulation import ClusterRun, DeviceClass, simulate_cluster
+from ...planner.multiplex.trace import devices_of, trace
+from ...planner.schema.cluster import Cluster
+from ...planner.schema.errors import InputError
+from ...planner.schema.plan import Plan
+from ...planner.schema.profile import ModelProfile
+from ...planner.schema.record import write_whole
+from ...planner.schema.text import seconds
+from ...planner.solve.evaluate import decisions_of
+from ...planner.solve.request import made_from
+from .plots import figure_in
+from .table import figures_table
+
+COLOURS = {"foreground": "#1f5fa8", "communication": "#f0a030", "background": "#8cc08c"}
+SHOWN_STEPS = 2.0
+"""Steps of the longest job that the map shows."""
+
+
+def run_plans(
+    plans: Sequence[tuple[Plan, ModelProfile, Cluster]],
+    backgrounds: Sequence[ModelProfile],
+    given: Assumptions,
+    devices: int | None,
+    horizon_s: float | None,
+) -> ClusterRun:
+    """The plans side by side on ``devices`` (default: as many as they need together), and the
+    background models, dealt to all devices in turn, in what they leave idle."""
+    if not plans:
+        raise InputError("no plan to simulate: name at least one plan's file")
+    slowdown = given.slowdown if backgrounds else 1.0
+    jobs = []
+    for plan, profile, cluster in plans:
+        check_belongs(plan, profile, cluster)
+        jobs.append(foreground_of(plan, profile, cluster, decisions_of(plan), slowdown))
+    count = sum(job.devices for job in jobs) if devices is None else devices
+    held = max(job.beside.peak_bytes for job in jobs)
+    made = _backgrounds(plans, backgrounds, held, count)
+    return simulate_cluster(count, jobs, made, given, horizon_s)
+
+
+def multiplexed(
+    plans: Sequence[Plan],
+    backgrounds: Sequence[ModelProfile],
+    profiles: Sequence[ModelProfile],
+    clusters: Sequence[Cluster],
+    given: Assumptions | None,
+    devices: int | None,
+    horizon_s: float | None,
+    trace_file: str | Path | None,
+    plot_file: str | Path | None,
+) -> ClusterReport:
+    """What ``api.multiplex`` does."""
+    for what, found in (("profiles", profiles), ("clusters", clusters)):
+        if found and len(found) != len(plans):
+            raise InputError(
+                f"{len(found)} {what} for {len(plans)} plans: name one for each plan, in their "
+                "order, or none"
+            )
+    jobs = []
+    for i, plan in enumerate(plans):
+        profile = profiles[i] if profiles else None
+        jobs.append((plan, *made_from(plan, profile, clusters[i] if clusters else None)))
+    run = run_plans(jobs, backgrounds, given or Assumptions(), devices, horizon_s)
+    if trace_file is not None:
+        write_whole(trace_file, trace(run))
+    if plot_file is not None:
+        plot_cluster(run, Path(plot_file))
+    return report(run)
+
+
+def assumptions_of(**given: float) -> Assumptions:
+    """The assumptions of those values; raises ``InputError`` for one that cannot be."""
+    if not 1 <= given["slowdown"] < float("inf"):
+        raise InputError(f"a slowdown of {given['slowdown']:g} is no slowdown: give at least 1")
+    for name in ("idle_speed", "communicating_speed"):
+        if not 0 <= given[name] <= 1:
+            raise InputError(f"a background's speed of {given[name]:g} is no share: give 0 to 1")
+    return Assumptions(**given)
+
+
+def _backgrounds(
+    plans: Sequence[tuple[Plan, ModelProfile, Cluster]],
+    models: Sequence[ModelProfile],
+    held_bytes: int,
+    devices: int,
+) -> list[Background]:
+    """Each model's job at its best batch on the device that has least memory; several of them share
+    the devices evenly."""
+    every = [device for _, _, cluster in plans for device in cluster.devices]
+    device = min(every, key=lambda d: d.memory_bytes)
+    least, more = divmod(devices, max(len(models), 1))
+    made = []
+    for i, model in enumerate(models):
+        one = best_background(model, device, plans[0][0].goal.optimizer, held_bytes)
+        copies = least + (i < more)
+        made.append(one._replace(copies=copies if len(models) > 1 else None))
+    return made
+
+
+def cluster_tables(found: ClusterReport) -> list[Table | str]:
+    """Jobs, classes of devices, and the cluster's throughput in a few sentences."""
+    return [_jobs(found), _classes(found), "\n".join(_throughput(found))]
+
+
+def _throughput(found: ClusterReport) -> list[str]:
+    """Each measure in a sentence of its own, with what it is a ratio of."""
+    total = f"Cluster throughput, all jobs together: {found.samples_per_s:,.0f} samples/s"
+    if found.ratio is None or found.bounded_ratio is None:
+        return [f"{total} on {found.devices} devices."]
+    jobs = "the plan" if len(found.foregrounds) == 1 else "the plans"
+    said = [
+        f"{total}, which is {found.ratio:.2f} times that of plain data parallelism on the devices "
+        f"of {jobs} without any background job."
+    ]
+    if found.backgrounds:
+        shares = sum(b.share * b.devices for b in found.backgrounds) / found.devices
+        said.append(
+            f"In device equivalents: the foreground runs at {found.bounded_ratio - shares:.2f} "
+            "times the speed of plain data parallelism, and the background gets what "
+            f"{shares:.0%} of the {found.devices} devices would give it alone; the sum is "
+            f"{found.bounded_ratio:.2f}."
+        )
+    return said
+
+
+def _jobs(found: ClusterReport) -> Table:
+    headings = ("job", "devices", "batch", "step", "slowdown", "samples/s", "against", "ratio")
+    rows = []
+    for f in found.foregrounds:
+        plain = f.data_parallel_samples_s
+        rows.append(
+            (
+                f"{f.name}, foreground" + (" (waits for devices)" if f.waited else ""),
+                str(f.devices), str(f.batch), seconds(f.step_s), f"{f.slowdown:.3f}",
+                f"{f.samples_per_s:,.1f}", f"{plain:,.1f}" if plain else "-",
+                f"{f.samples_per_s / plain:.2f}" if plain else "-",
+            )
+        )  # fmt: skip
+    for b in found.backgrounds:
+        alone = b.alone_samples_s * b.devices
+        rows.append(
+            (
+                f"{b.name}, background", str(b.devices), str(b.batch), "", "",
+                f"{b.samples_per_s:,.1f}", f"{alone:,.1f}", f"{b.share:.2f}",
+            )
+        )  # fmt: skip
+    title = "Jobs: foregrounds against data parallelism, backgrounds against themselves alone"
+    return figures_table(title, headings, rows)
+
+
+def _classes(found: ClusterReport) -> Table:
+    headings = ("devices", "foreground", "background", "idle")
+    rows = [
+        (
+            devices_of(one.devices),
+            f"{100 * one.foreground_s / found.horizon_s:.1f}%",
+            f"{100 * one.background_s / found.horizon_s:.1f}%",
+            f"{100 * one.idle_s / found.horizon_s:.1f}%",
+        )
+        for one in found.classes
+    ]
+    return figures_table("Devices that see the same, and what their time goes to", headings, rows)
+
+
+def plot_cluster(run: ClusterRun, path: Path) -> None:
+    """Draws the device map of the first steps and the utilisation over the horizon into ``path``
+    (.png, .svg or .pdf). Raises ``InputError`` where matplotlib is missing or cannot write it."""
+    with figure_in(path, 2, 1, figsize=(11, 7), height_ratios=(3, 1)) as (top, bottom):
+        _draw_map(top, run)
+        _draw_utilisation(bottom, run)
+
+
+def _draw_map(axes: Any, run: ClusterRun) -> None:
+    """A band for each class, as high as its devices are many (by square root, so that the few
+    devices of a narrow burst can be seen beside hundreds)."""
+    steps = [run.steps_of(i).step_s for i in range(len(run.foregrounds))]
+    until_s = min(SHOWN_STEPS * max(steps, default=run.horizon_s), run.horizon_s)
+    at, ticks, names = 0.0, [], []
+    for one in run.classes:
+        height = len(one.devices) ** 0.5
+        for what, intervals in _rows(one):
+            part = [(1e3 * a, 1e3 * (min(b, until_s) - a)) for a, b in intervals if a < until_s]
+            low, high = (at, height) if what != "communication" else (at, 0.15 * height)
+            axes.broken_barh(part, (low, 0.94 * high), facecolors=COLOURS[what])
+        ticks.append(at + height / 2)
+        names.append(devices_of(one.devices))
+        at += height
+    axes.set_yticks(ticks, names, fontsize="small")
+    axes.set_ylim(at, 0)
+    axes.set_xlim(0, 1e3 * until_s)
+    axes.set_xlabel("ms")
+    axes.set_title(", ".join(dict.fromkeys(one.name for one in run.foregrounds)))
+    handles = [axes.barh([0], [0], color=colour, label=what) for what, colour in COLOURS.items()]
+    axes.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize="small"
+    )
+
+
+def _rows(one: DeviceClass) -> list[tuple[str, list[Interval]]]:
+    filled = [(f.start_s, f.end_s) for f in one.filled if f.pieces]
+    return [
+        ("background", filled),
+        ("foreground", [interval for interval, _, _ in one.computing]),
+        ("communication", [interval for interval, _, _ in one.communicating]),
+    ]
+
+
+def _draw_utilisation(axes: Any, run: ClusterRun) -> None:
+    """Shares of all devices' time over the horizon."""
+    moments = utilisation(run)
+    times = [1e3 * m.start_s for m in moments]
+    shares = [[100 * m.foreground for m in moments], [100 * m.background for m in moments]]
+    colours = [COLOURS["foreground"], COLOURS["background"]]
+    axes.stackplot(times, shares, step="post", colors=colours)
+    axes.set_xlim(0, 1e3 * run.horizon_s)
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("ms")
+    axes.set_ylabel("% of devices")

@@ -1,0 +1,32 @@
+"""Tables of words and figures, all in one form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.table import Table
+
+
+def empty_table(title: str, headings: Iterable[str], left: int = 1) -> Table:
+    """The first ``left`` columns are words, the others figures."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", header_style="", box=box.SIMPLE_HEAD
+    )
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if i < left else "right", overflow="fold")
+    return table
+
+
+def figures_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table whose first column is words."""
+    table = empty_table(title, headings)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def names_of(names: Sequence[str]) -> str:
+    if len(names) <= 2:
+        return ", ".join(names)
+    return f"{names[0]} … {names[-1]} ({len(names)})"

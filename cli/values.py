@@ -1,0 +1,105 @@
+"""Options that take a number, an amount or a list: a value that cannot be is refused in our words.
+
+What ``typer`` would say of a wrong value depends on its version and names Python's types. Here each
+option parses its own; ``cli`` puts the option's name before the sentence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import typer
+
+from ..planner.schema.errors import InputError
+from ..planner.schema.goal_values import parse_bytes, parse_counts, parse_seconds
+
+OptionInfo = typer.models.OptionInfo
+
+
+def _option(
+    parse: Callable[[str], object], metavar: str, words: str, *, shows: bool = False
+) -> OptionInfo:
+    """The option whose text ``parse`` reads, and whether it ``shows`` its default: ``words`` tell
+    those that Python would write otherwise than people."""
+
+    def read(given: object) -> object:
+        return parse(given) if isinstance(given, str) else given  # a default is a value already
+
+    option: OptionInfo = typer.Option(parser=read, metavar=metavar, help=words, show_default=shows)
+    return option
+
+
+def whole(words: str, *, least: int = 1) -> OptionInfo:
+    """An option that takes a whole number of at least ``least``."""
+    return _option(partial(_whole, least=least), "N", words, shows=True)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise InputError(f"{text!r} is not a whole number: give at least {least}") from None
+    if value < least:
+        raise InputError(f"{value} cannot be: give at least {least}")
+    return value
+
+
+def number(
+    words: str, *, above: float | None = None, least: float = 0.0, most: float = math.inf
+) -> OptionInfo:
+    """An option that takes a number ``above`` one, or else from ``least`` to ``most``."""
+    parse = partial(_number, above=above, least=least, most=most)
+    return _option(parse, "NUMBER", words, shows=True)
+
+
+def _number(text: str, above: float | None, least: float, most: float) -> float:
+    if above is not None:
+        bounds = f"more than {above:g}"
+    else:
+        bounds = f"{least:g} to {most:g}" if most < math.inf else f"{least:g} or more"
+    try:
+        value = float(text)
+    except ValueError:
+        raise InputError(f"{text!r} is not a number: give {bounds}") from None
+    enough = value >= least if above is None else value > above
+    if not (enough and value <= most and math.isfinite(value)):
+        raise InputError(f"{value:g} cannot be: give {bounds}")
+    return value
+
+
+def amount(words: str) -> OptionInfo:
+    """An option that takes an amount of memory, in bytes."""
+    return _option(parse_bytes, "SIZE", words)
+
+
+def amounts(words: str) -> OptionInfo:
+    """An option that takes several amounts of memory."""
+    return _option(_amounts, "SIZE,…", words)
+
+
+def _amounts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(parse_bytes, text.split(",")))
+    except InputError:
+        raise InputError(
+            f"{text!r} is not a list of amounts of memory: write it like 1MiB,4MiB"
+        ) from None
+
+
+def duration(words: str) -> OptionInfo:
+    """An option that takes a time, in seconds."""
+    return _option(parse_seconds, "TIME", words)
+
+
+def counts(words: str) -> OptionInfo:
+    """An option that takes whole numbers of at least 1."""
+    return _option(_counts, "N,…", words)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    found = parse_counts(text)
+    if min(found) < 1:
+        raise InputError(f"{text!r} holds {min(found)}, which cannot be: give at least 1")
+    return found

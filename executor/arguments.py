@@ -1,0 +1,61 @@
+"""What ``auto_parallelize`` is given, checked for its types before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..planner.schema.errors import InputError
+from ..planner.schema.plan import Plan
+from ..planner.solve.request import check_time_limit
+
+
+def check_arguments(
+    optimizer: Any,
+    *,
+    plan: Any,
+    global_batch_size: Any,
+    memory_limit_bytes: Any,
+    micro_batches: Any,
+    min_fidelity: Any,
+    time_limit_s: Any,
+) -> None:
+    """Raises ``InputError`` with the first value of a wrong type, and what to give instead.
+
+    Only types, and the time limit: what a number must be is the goal's to say (``make_goal``).
+    """
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise _wrong("optimizer", optimizer, "a torch.optim.Optimizer, such as SGD(parameters)")
+    if plan is not None and not isinstance(plan, Plan | str | Path):
+        raise _wrong("plan", plan, "a Plan or the path of its file, such as 'plan.json'")
+    if global_batch_size is not None and not _whole(global_batch_size):
+        raise _wrong("global_batch_size", global_batch_size, "a whole number of samples as int")
+    if memory_limit_bytes is not None and not _whole(memory_limit_bytes):
+        raise _wrong("memory_limit_bytes", memory_limit_bytes, "bytes as int, such as 8 * 2**30")
+    if not _counts(micro_batches):
+        raise _wrong("micro_batches", micro_batches, "the counts to choose from, such as (1, 2)")
+    if min_fidelity is not None and not _number(min_fidelity):
+        raise _wrong("min_fidelity", min_fidelity, "a share from 0 to 1, such as 0.9")
+    if time_limit_s is not None and not _number(time_limit_s):
+        raise _wrong("time_limit_s", time_limit_s, "seconds, such as 30")
+    check_time_limit(time_limit_s)
+
+
+def _wrong(name: str, value: object, remedy: str) -> InputError:
+    return InputError(f"{name}={value!r} is of type {type(value).__name__}: give {remedy}")
+
+
+def _whole(value: object) -> bool:
+    """Whether it is a Python int: numpy's do not survive being written to a plan's file."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, float) or _whole(value)
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_whole, value))

@@ -1,0 +1,311 @@
+"""Gradient exchange in buckets: averages over those who hold the same slice of a parameter.
+
+Buckets are the same on every rank (made from the list of parameters and their full sizes, in the
+order in which backward finishes them) and leave in one order on every rank, as a collective
+library demands. Each is a flat tensor; gradients are views of it, so nothing is copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...planner.schema.layout import Layout
+from ...planner.schema.plan import ExchangePolicy, FeedbackPolicy
+from ..comm.groups import Group
+from ..comm.watchdog import Watch
+from ..redistribution.shard_gradient import Members, ShardGradient
+from .flat_shard import Channels
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One parameter and who else holds the same values. ``full_numel`` is its undivided size.
+
+    ``degree`` members hold the slices of a divided parameter; ``members`` is then their group.
+    ``unit`` is the place of its first user in forward order; ``exchange``, ``ratio`` and
+    ``feedback`` are that unit's policy. ``whole`` says that it is sent whole in every backward,
+    whatever the policy.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    group: Group
+    degree: int
+    full_numel: int
+    members: Members | None = None
+    unit: int = 0
+    exchange: ExchangePolicy = "dense"
+    ratio: float = 1.0
+    whole: bool = False
+    feedback: FeedbackPolicy = "residual"
+    channels: Channels | None = None
+    """Where its elements are shared among the peers."""
+    released: bool = False
+    """Whether it is applied and freed in backward, when it has been exchanged."""
+    layout: Layout | None = None
+    """Its unit's layout, where that leaves ranks idle."""
+    idle: bool = False
+    """Whether this rank is one of those, and has nothing of it."""
+    divisor: float = 1.0
+    """What a gradient is divided by before it is averaged over the peers, so that the result is the
+    average over all ranks."""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Entries of one kind can travel together."""
+        tensor, policy = self.parameter, (self.exchange, self.ratio, self.released)
+        return self.layout, self.degree, tensor.dtype, tensor.device, *policy
+
+    @property
+    def shared_bytes(self) -> int:
+        """A member's share of the parameter, the same number for all members."""
+        return -(-self.full_numel // self.degree) * self.parameter.element_size()
+
+    def show(self, gradient: Tensor) -> Tensor:
+        """The gradient as the user sees it."""
+        if self.members is None:
+            return gradient
+        return ShardGradient.of(gradient, self.members)
+
+
+Votes = Callable[[], "set[Entry]"]
+"""Waits for the ranks' votes and returns the entries that some rank has a gradient for."""
+
+
+class Bucket:
+    """Gradients that travel together."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.entries = entries
+        self.group = entries[0].group
+        self.missing = {e for e in entries if not e.idle}
+        self.launched = False
+        self._flat: Tensor | None = None
+        self._views: dict[Entry, Tensor] = {}
+        self.work: dist.Work | None = None
+
+    @property
+    def numel(self) -> int:
+        return sum(e.parameter.numel() for e in self.entries)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.entries[0].parameter.element_size()
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a ring all-reduce sends of it."""
+        if self.alone:
+            return 0
+        return 2 * (self.group.size - 1) * self.bytes // self.group.size
+
+    def reset(self) -> None:
+        """Forgets the last backward. Gradients keep its memory alive where they are its views."""
+        self.missing = {e for e in self.entries if not e.idle}
+        self.launched = False
+        self._flat, self.work = None, None
+        self._views = {}
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else holds these slices, so that nothing travels."""
+        return self.group.handle is None
+
+    def fill(self, entry: Entry) -> None:
+        """Takes over the parameter's gradient: what has accumulated there, or zeros."""
+        if self.alone:
+            self.missing.discard(entry)
+            return
+        view = self._view(entry)
+        gradient = entry.parameter.grad
+        if gradient is None:
+            view.zero_()
+        else:
+            view.copy_(gradient)
+        self.missing.discard(entry)
+
+    def launch(self) -> None:
+        """Starts the sum over the group. Collective, in bucket order."""
+        self.launched = True
+        if not self.alone and self._flat is not None and self.numel:
+            self.work = dist.all_reduce(self._flat, group=self.group.handle, async_op=True)
+
+    def settle(self) -> None:
+        """Turns the sum into the average, once it has arrived."""
+        if self._flat is not None:
+            self._flat.div_(self.group.size)
+
+    def result(self, entry: Entry) -> Tensor:
+        """The entry's part of the bucket."""
+        if not self.alone:
+            return self._views[entry]
+        gradient = entry.parameter.grad
+        return torch.zeros_like(entry.parameter) if gradient is None else gradient
+
+    def _view(self, entry: Entry) -> Tensor:
+        if self._flat is None:
+            first = self.entries[0].parameter
+            self._flat = torch.empty(self.numel, dtype=first.dtype, device=first.device)
+            start = 0
+            for other in self.entries:
+                parameter = other.parameter
+                self._views[other] = _shaped(self._flat, start, parameter)
+                start += parameter.numel()
+        return self._views[entry]
+
+
+def _shaped(flat: Tensor, start: int, parameter: Tensor) -> Tensor:
+    """A piece of ``flat`` in the parameter's shape and, if dense, its memory format."""
+    piece = flat.narrow(0, start, parameter.numel())
+    if parameter.numel() and torch.ops.aten.is_non_overlapping_and_dense(parameter.detach()):
+        return piece.as_strided(parameter.shape, parameter.stride())
+    return piece.view(parameter.shape)
+
+
+def make_buckets(entries: Iterable[Entry], limit_bytes: int) -> list[Bucket]:
+    """Buckets of at most ``limit_bytes`` (of undivided size; more only for a single parameter),
+    in the order of their last entry.
+    """
+    open_: dict[object, list[Entry]] = {}
+    bytes_: dict[object, int] = {}
+    buckets = []
+    order: dict[Entry, int] = {}
+    for entry in entries:
+        order[entry] = len(order)
+        size = entry.full_numel * entry.parameter.element_size()
+        kind = entry.kind
+        if open_.get(kind) and bytes_[kind] + size > limit_bytes:
+            buckets.append(Bucket(open_.pop(kind)))
+        if kind not in open_:
+            open_[kind], bytes_[kind] = [], 0
+        open_[kind].append(entry)
+        bytes_[kind] += size
+    buckets += [Bucket(rest) for rest in open_.values()]
+    return sorted(buckets, key=lambda bucket: order[bucket.entries[-1]])
+
+
+class Exchange(Protocol):
+    """A way to exchange gradients, driven by the synchroniser in each backward."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for gradients."""
+
+    def reset(self) -> None:
+        """Begins a backward."""
+
+    def sent(self, entry: Entry) -> bool:
+        """Whether the entry's gradient has left in this backward."""
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether this rank holds back some of what it has computed for the entry."""
+
+    def ready(self, entry: Entry) -> None:
+        """The entry's gradient is complete."""
+
+    def absorb(self, entry: Entry) -> None:
+        """The entry's gradient is complete, in a backward after which nothing is exchanged."""
+
+    def foresee(self) -> None:
+        """At the beginning of a backward after which gradients are exchanged: those that it will
+        not compute on this rank need not be waited for."""
+
+    def trail(self) -> int:
+        """Stands for what this rank has put together, and in which order, since the last vote."""
+
+    def end(self, votes: Votes) -> None:
+        """Backward is over: sends the rest."""
+
+
+class BucketExchange:
+    """Sends buckets as they fill, in order, and waits for them at the end of backward.
+
+    ``issued(text, sent, group)`` is told of each collective before it is issued, and the bytes that
+    a ring sends for it. With ``eager`` off nothing leaves before ``flush``: on NCCL, collectives of
+    several communicators must be launched in one order on all ranks, which buckets that leave in
+    the midst of redistributions could break.
+    """
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        watch: Watch,
+        *,
+        eager: bool,
+        issued: Callable[[str, int, Group], None],
+    ) -> None:
+        self.buckets = buckets
+        self.waited_s = 0.0
+        self._watch = watch
+        self.home = {entry: bucket for bucket in buckets for entry in bucket.entries}
+        self._eager = eager
+        self._issued = issued
+        self._next = 0
+
+    def reset(self) -> None:
+        """Begins a backward."""
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def ready(self, entry: Entry) -> None:
+        """The entry's gradient is complete: it joins its bucket, which leaves if it is its turn."""
+        bucket = self.home[entry]
+        bucket.fill(entry)
+        entry.parameter.grad = bucket.result(entry)
+        if self._eager and not bucket.missing:
+            self._advance(all_of_them=False)
+
+    def absorb(self, entry: Entry) -> None:
+        """Nothing to do: gradients add up where they are."""
+
+    def foresee(self) -> None:
+        """Nothing to do: no rank waits for a bucket before backward ends."""
+
+    def trail(self) -> int:
+        """Parameters are whole on every rank."""
+        return 0
+
+    def sent(self, entry: Entry) -> bool:
+        """Whether the entry's bucket has left."""
+        return self.home[entry].launched
+
+    def holds(self, entry: Entry) -> bool:
+        """Never: buckets send all there is."""
+        return False
+
+    def end(self, votes: Votes) -> None:
+        """Sends what is left, zeros (or what had accumulated before) for gradients not computed;
+        waits for everything, and shows the averages of what some rank has a gradient for."""
+        self._flush()
+        somewhere = votes()
+        for number, bucket in enumerate(self.buckets):
+            doing = f"the exchange of gradients in bucket {number}"
+            self.waited_s += self._watch.wait(bucket.work, bucket.group, doing)
+            bucket.settle()
+            for entry in bucket.entries:
+                if entry in somewhere:
+                    entry.parameter.grad = entry.show(bucket.result(entry))
+        self.reset()
+
+    def _flush(self) -> None:
+        for bucket in self.buckets:
+            for entry in list(bucket.missing):
+                bucket.fill(entry)
+        self._advance(all_of_them=True)
+
+    def _advance(self, *, all_of_them: bool) -> None:
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if bucket.missing and not all_of_them:
+                return
+            text = f"bucket {self._next} from {bucket.entries[0].name!r}"
+            self._issued(text, bucket.sent_bytes, bucket.group)
+            bucket.launch()
+            self._next += 1

@@ -1,0 +1,193 @@
+"""Layer dropping: whole parameters skip a step's exchange and accumulate locally (Lee et al.,
+Applied Sciences 10(24):8846, 2020; the full text was not at hand, this follows the abstract).
+
+A piece is one parameter of a unit that the plan drops. Which pieces are sent is decided alike on
+all ranks, from what the backward before has left: each piece's mean absolute value, averaged over
+ranks. That sum travels in the background while the next forward runs, as waiting for the norms of
+this backward would hold back every gradient until the last is computed. The largest means go first,
+as far as a budget of bytes lasts; the threshold of the paper is the mean at which it ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm.control import Control, Gathered
+from .buckets import Entry
+from .lossy import LossyParcel
+from .residual import l1
+from .slices import Slice
+
+
+class Piece(NamedTuple):
+    """A candidate: its bytes, the mean absolute value that is expected of its accumulated gradient,
+    and for how many backwards it has not been sent."""
+
+    bytes: int
+    mean: float
+    waited: int
+
+
+def choose(pieces: Sequence[Piece], credit_bytes: float, patience: int) -> tuple[list[bool], float]:
+    """(which are sent, the credit that is left). Those that have waited too long go in any case,
+    then the largest means while there is credit; the last may overdraw it, and the backwards after
+    it pay for that, so that the share that is sent is right over time whatever the sizes."""
+    sent = [piece.waited >= patience for piece in pieces]
+    credit = credit_bytes - sum(p.bytes for p, stale in zip(pieces, sent, strict=True) if stale)
+    for i in sorted(range(len(pieces)), key=lambda i: (-pieces[i].mean, i)):
+        if credit <= 0:
+            break
+        if not sent[i]:
+            sent[i] = True
+            credit -= pieces[i].bytes
+    return sent, credit
+
+
+class Budget:
+    """The pieces of one ratio, which share a budget. ``fixed`` are sent in every backward."""
+
+    def __init__(self, ratio: float, pieces: Sequence[Entry], fixed: Sequence[Entry]) -> None:
+        self.pieces = tuple(pieces)
+        self.credit_bytes = 0.0
+        self._all = sum(_bytes(e) for e in (*pieces, *fixed))
+        self._each = ratio * self._all - sum(_bytes(e) for e in fixed)
+
+    def choose(
+        self, means: dict[Entry, float], waited: dict[Entry, int], patience: int
+    ) -> set[Entry]:
+        """The pieces that are sent in the next backward."""
+        # Debts of stale pieces that no budget could pay must not grow for ever.
+        credit = max(self.credit_bytes + self._each, -self._all)
+        rows = [Piece(_bytes(e), means[e], waited[e]) for e in self.pieces]
+        sent, self.credit_bytes = choose(rows, credit, patience)
+        return {e for e, goes in zip(self.pieces, sent, strict=True) if goes}
+
+
+class Dropping:
+    """The ranks' agreement on which pieces are sent."""
+
+    name = "dropped"
+
+    def __init__(self, parcels: Sequence[DroppedParcel], control: Control, patience: int) -> None:
+        self._control, self._patience = control, patience
+        entries = [entry for parcel in parcels for entry in parcel.entries]
+        self._pieces = [e for e in entries if not e.whole]
+        self._budgets = [
+            Budget(
+                ratio,
+                [e for e in self._pieces if e.ratio == ratio],
+                [e for e in entries if e.ratio == ratio and e.whole],
+            )
+            for ratio in sorted({e.ratio for e in self._pieces})
+        ]
+        self._waited = dict.fromkeys(self._pieces, 0)
+        self._sizes: dict[Entry, float] = {}
+        self._coming: Gathered | None = None
+        self._due = set(self._pieces)  # the first backward sends everything
+        for parcel in parcels:
+            parcel.agreement = self
+
+    def sends(self, entry: Entry) -> bool:
+        """Whether a piece is sent in this backward."""
+        return entry.whole or entry in self._due
+
+    def note(self, entry: Entry, expected: float) -> None:
+        """The sum of absolute values that this rank expects of a piece in the next backward."""
+        self._sizes[entry] = expected
+
+    def begin(self) -> None:
+        """Before a backward: decides."""
+        if self._coming is None:
+            return
+        (sums,) = self._coming.rows()
+        self._coming = None
+        means = {
+            entry: math.inf if math.isnan(total) else total / (entry.full_numel * entry.group.size)
+            for entry, total in zip(self._pieces, sums, strict=True)
+        }
+        self._due = set()
+        for budget in self._budgets:
+            self._due |= budget.choose(means, self._waited, self._patience)
+
+    def end(self) -> None:
+        """After a backward: counts, and starts to add the norms up."""
+        if not self._pieces:
+            return
+        for entry in self._pieces:
+            self._waited[entry] = 0 if entry in self._due else self._waited[entry] + 1
+        sizes = [self._sizes.get(entry, 0.0) for entry in self._pieces]
+        self._sizes.clear()
+        vector = torch.tensor(sizes, dtype=torch.float64, device="cpu")
+        self._coming = self._control.total(vector, "the agreement on which gradients are sent")
+
+    def state(self) -> dict[str, Any]:
+        """What the next decision depends on."""
+        self.begin()
+        return {
+            "due": [e.name for e in self._pieces if e in self._due],
+            "waited": {e.name: self._waited[e] for e in self._pieces},
+            "credit_bytes": [budget.credit_bytes for budget in self._budgets],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on from a ``state``."""
+        self._coming = None
+        self._due = {e for e in self._pieces if e.name in set(state["due"])}
+        self._waited = {e: int(state["waited"][e.name]) for e in self._pieces}
+        for budget, credit in zip(self._budgets, state["credit_bytes"], strict=True):
+            budget.credit_bytes = float(credit)
+
+
+class DroppedParcel(LossyParcel):
+    """Gradients of which only the pieces that are due are sent; the others are held."""
+
+    agreement: Dropping
+    _kept = torch.empty(0, device="cpu")
+
+    def sends(self, entry: Entry) -> bool:
+        """Whether an entry is sent in this backward."""
+        return self.agreement.sends(entry)
+
+    def following(self, number: int) -> Slice:
+        """Its next slice, whose turn may pass without a message."""
+        one = self.slices[number]
+        one.skipped = not self.sends(one.entries[0])
+        return one
+
+    def send(self, number: int) -> None:
+        """Sends its next slice, or lets its turn pass."""
+        if number == 0:
+            self._release()
+        super().send(number)
+
+    def _release(self) -> None:
+        """What was held of the pieces that are due is sent with what is new."""
+        for entry, feedback in self.feedback.items():
+            if self.sends(entry):
+                gradient = self.gradients[entry]
+                # Nothing of it will be held: the next will be about as large as this one.
+                self.agreement.note(entry, l1(gradient))
+                feedback.take_all(gradient)
+
+    def held_back(self) -> list[Tensor]:
+        """What waits to be sent."""
+        found = (feedback.held for feedback in self.feedback.values())
+        return [held for held in found if held is not None]
+
+    def hold(self, entry: Entry) -> None:
+        """Keeps a piece that is not sent, once: an empty tensor stands for it from then on."""
+        gradient = self.gradients[entry]
+        if gradient is self._kept:
+            return
+        new = l1(gradient)
+        self.agreement.note(entry, l1(self.feedback[entry].add(gradient)) + new)
+        self.gradients[entry] = self._kept
+
+
+def _bytes(entry: Entry) -> int:
+    return entry.full_numel * entry.parameter.element_size()

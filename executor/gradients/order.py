@@ -1,0 +1,161 @@
+"""In which order slices leave: from the plan at first, then from what is measured.
+
+The plan's simulation says when gradients get ready and how long slices take. Where it is wrong, a
+slice whose turn it is holds back others that are ready; so after a few steps the ranks agree on the
+times that they measured (the latest of all ranks) and change to the order that follows from those,
+all at the same step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from ...planner.schema.plan import Plan
+from ...planner.simulate.send_order import Load, Turn, send_order
+from ..comm.control import Control, Gathered
+from .release import placed
+from .slices import Parcel
+
+FIRST = (2, 4, 8, 16)
+EVERY = 50
+"""The backwards after which ranks agree on new times: soon, and then now and then."""
+KEPT = 5
+"""So many backwards are remembered: a median over them is the time of a unit."""
+MANY = 4
+"""So many slices must be under way for the link's rate to be read off their time: of the first ones
+some has been carried before."""
+LATE = 1.1
+"""Gradients are taken to be ready by so much later than measured. One that is later than its turn
+leaves the link idle, for good; one that is earlier waits for a slice or two."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """How to find the order. Without ``urgent`` slices go first come, first served; without
+    ``measured`` the plan's order stays."""
+
+    plan: Plan
+    urgent: bool = True
+    measured: bool = True
+
+    def start(self, parcels: Sequence[Parcel], control: Control) -> Order:
+        """The order of those parcels."""
+        return Order(self, parcels, control)
+
+
+class Order:
+    """The order that is in force."""
+
+    def __init__(self, orders: Orders, parcels: Sequence[Parcel], control: Control) -> None:
+        self._orders, self._parcels, self._control = orders, parcels, control
+        self._seconds = _planned_seconds(orders.plan, parcels)
+        self._ready: list[list[float]] = []
+        self._rates: list[float] = []
+        self._coming: Gathered | None = None
+        self._number = 0
+        self._left: dict[Parcel, int] = {}
+        self._end_s = 0.0
+        self._most = (0, 0.0)
+        self._arriving = threading.Lock()
+        self.turns = self._find(_planned_ready(orders.plan, parcels))
+
+    def _find(self, ready_s: Sequence[float]) -> list[Turn]:
+        loads = [
+            Load(at * LATE, parcel.unit, () if parcel.released else tuple(seconds))
+            for at, parcel, seconds in zip(ready_s, self._parcels, self._seconds, strict=True)
+        ]
+        return placed(send_order(loads, urgent=self._orders.urgent), self._parcels)
+
+    def begin(self) -> None:
+        """Before a backward: changes to the order that ranks have agreed on, if there is one."""
+        if self._coming is None:
+            return
+        (agreed,) = self._coming.rows()
+        self._coming = None
+        rate_s, ready_s = agreed[0], agreed[1:]
+        if rate_s > 0:
+            self._seconds = [[s.shared_bytes * rate_s for s in p.slices] for p in self._parcels]
+        self.turns = self._find(ready_s)
+
+    def end(self, parcels: Sequence[Parcel]) -> None:
+        """After a backward, when everything has left: remembers its times."""
+        self._number += 1
+        self._ready = [*self._ready[1 - KEPT :], _measured_ready(parcels)]
+        self._count_left()
+        if self._orders.measured and (self._number in FIRST or self._number % EVERY == 0):
+            # A link that was idle in between seems slower than it is, never quicker.
+            rate_s = min(self._rates, default=0.0)
+            times = [median(row) for row in zip(*self._ready, strict=True)]
+            vector = torch.tensor([rate_s, *times], dtype=torch.float64, device="cpu")
+            self._coming = self._control.most(vector, "the agreement on the order of slices")
+
+    def _count_left(self) -> None:
+        """The bytes ahead of each parcel's end that the links have not carried yet."""
+        if self._most[0]:
+            self._rates = [*self._rates[1 - KEPT :], self._most[1]]
+        self._end_s, self._left, self._most = time.perf_counter(), {}, (0, 0.0)
+        ahead, number = 0, 0
+        for turn in self.turns:
+            parcel = self._parcels[turn.load]
+            one = parcel.slices[turn.number]
+            if not one.there:
+                ahead, number = ahead + one.bytes, number + 1
+            if number >= MANY:
+                self._left[parcel] = ahead
+
+    def arrived(self, parcel: Parcel, waited_s: float) -> None:
+        """A parcel has come back after a wait: the links were busy until now. Of a step the wait
+        with most before it counts; after little, what is measured is mostly the forward between.
+        The thread of a sharded step says so too."""
+        with self._arriving:
+            ahead = self._left.pop(parcel, 0)
+            if waited_s > 0 and ahead > self._most[0]:
+                self._most = ahead, (time.perf_counter() - self._end_s) / ahead
+
+
+def _measured_ready(parcels: Sequence[Parcel]) -> list[float]:
+    """When this rank has had the gradients of each parcel; those of a unit that leaves it idle, not
+    before those of the units behind it. As ranks begin their backwards at different times, such a
+    unit could else seem to be ready before units whose gradients peers wait for in backward, and
+    these would wait for what comes after them."""
+    behind: dict[int, float] = {}
+    latest = 0.0
+    for parcel in sorted(parcels, key=lambda p: -p.unit):
+        if not parcel.absent:
+            latest = max(latest, parcel.ready_s)
+        behind[parcel.unit] = latest
+    return [behind[p.unit] if p.absent else p.ready_s for p in parcels]
+
+
+def _planned_ready(plan: Plan, parcels: Sequence[Parcel]) -> list[float]:
+    """When backward is over for each parcel's unit, in the plan's prediction."""
+    after: list[float] = []
+    now = 0.0
+    for unit in reversed(plan.units):
+        now += unit.backward_s
+        after.append(now)
+    after.reverse()
+    if now > 0:
+        return [after[min(p.unit, len(after) - 1)] if after else 0.0 for p in parcels]
+    last = max((p.unit for p in parcels), default=0)
+    return [float(last - p.unit) for p in parcels]  # a plan without times: in the order of backward
+
+
+def _planned_seconds(plan: Plan, parcels: Sequence[Parcel]) -> list[list[float]]:
+    """What each slice takes in the plan's prediction: its part of its unit's exchange."""
+    whole: dict[int, int] = {}
+    for parcel in parcels:
+        sizes = sum(one.shared_bytes for one in parcel.slices)
+        whole[parcel.unit] = whole.get(parcel.unit, 0) + sizes
+    found = []
+    for parcel in parcels:
+        known = parcel.unit < len(plan.units) and whole[parcel.unit]
+        each = plan.units[parcel.unit].exchange_s / whole[parcel.unit] if known else 0.0
+        found.append([one.shared_bytes * each for one in parcel.slices])
+    return found

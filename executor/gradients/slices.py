@@ -1,0 +1,269 @@
+"""Gradients of one unit on their way, in slices: what is sent, and what has come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...planner.schema.plan import SHARDING, ExchangePolicy
+from ...planner.simulate.slicing import Cut, cut, grouped
+from ..comm.buffers import handed, let_go
+from ..comm.watchdog import Watch
+from ..comm.worker_threads import leave_behind
+from .buckets import Entry
+from .pending import bare
+from .sparse import SparseAverage
+
+
+class Slice:
+    """One collective: a part of a large gradient where it lies, or copies of small ones."""
+
+    def __init__(self, entries: Sequence[Entry], cut: Cut) -> None:
+        self.entries = tuple(entries)
+        self.cut = cut
+        self.work: dist.Work | None = None
+        self._wire: Tensor | None = None
+        self._carried: list[Tensor] = []
+        """The tensors that the library has."""
+        self._settled = True
+        self.skipped = False
+        """Whether its turn passes without a message, on all ranks alike."""
+
+    def __del__(self) -> None:
+        if self.work is not None:
+            leave_behind(self.work)
+
+    @property
+    def bytes(self) -> int:
+        """What a member has of it."""
+        numel = sum(e.parameter.numel() for e in self.entries)
+        return numel * self.entries[0].parameter.element_size() // self.cut.parts
+
+    @property
+    def shared_bytes(self) -> int:
+        """What every rank takes it to have, whatever its own member has of it, or if it has
+        nothing: all must find the same order of slices."""
+        share = sum(e.shared_bytes for e in self.entries) // self.cut.parts
+        # Of an all-reduce that takes as long as the way of gradients to those who own elements.
+        return share // 2 if self.entries[0].exchange in SHARDING else share
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a ring sends for it."""
+        size = self.entries[0].group.size
+        return 2 * (size - 1) * self.bytes // size
+
+    def send(self, gradients: dict[Entry, Tensor]) -> None:
+        """Starts the sum over the group. Collective, in the order of all slices."""
+        group = self.entries[0].group
+        self._wire = self._load(gradients)
+        self._settled = False
+        if group.handle is not None and self._wire.numel():
+            self._carried = [handed(self._wire)]
+            self.work = dist.all_reduce(self._carried[0], group=group.handle, async_op=True)
+
+    def _load(self, gradients: dict[Entry, Tensor]) -> Tensor:
+        flats = [_flat(gradients[entry]) for entry in self.entries]
+        if len(flats) > 1:
+            return torch.cat(flats)
+        start, stop = (flats[0].numel() * (self.cut.part + i) // self.cut.parts for i in (0, 1))
+        return flats[0][start:stop]
+
+    @property
+    def there(self) -> bool:
+        """Whether it has come back."""
+        return self.work is None or self.work.is_completed()
+
+    def settle(self, gradients: dict[Entry, Tensor], watch: Watch, doing: str) -> float:
+        """Waits, and turns the sum into the average. Returns the seconds waited."""
+        if self._settled:
+            return 0.0
+        assert self._wire is not None
+        group = self.entries[0].group
+        waited = watch.wait(self.work, group, doing)
+        if group.handle is not None:
+            self._wire.div_(group.size)
+        if len(self.entries) > 1:
+            flats = [_flat(gradients[entry]) for entry in self.entries]
+            torch._foreach_copy_(flats, torch.split(self._wire, [f.numel() for f in flats]))
+        self._settle()
+        return waited
+
+    def _settle(self) -> None:
+        """It has come, and what was made of it stands where it belongs."""
+        let_go(self._carried)
+        self._settled, self._wire, self._carried, self.work = True, None, [], None
+
+
+class Parcel:
+    """The gradients of one unit (or of small ones that follow each other) that travel among the
+    same peers. ``unit`` is the place of the first of them in forward order."""
+
+    made_of: type[Slice] = Slice
+    absent = False
+    """Whether it stands for what other ranks exchange."""
+
+    def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
+        self.unit = unit
+        self.entries = tuple(entries)
+        self.slices = tuple(self._cut(limit_bytes))
+        self.gradients: dict[Entry, Tensor] = {}
+        self.ready_s = 0.0
+        self.sent = 0
+        self.idle: set[Entry] = set()
+        """The entries that this backward has computed nothing for on this rank."""
+        self.update: Callable[[], None] | None = None
+        """Applies the step that has taken these gradients over."""
+
+    def _cut(self, limit_bytes: int) -> list[Slice]:
+        # Cut by shares of the undivided size, so that all members have as many slices.
+        cuts = cut([e.shared_bytes for e in self.entries], limit_bytes)
+        return [self.made_of([self.entries[i] for i in c.parameters], c) for c in cuts]
+
+    @property
+    def bytes(self) -> int:
+        """What a member sends of it."""
+        return sum(s.bytes for s in self.slices)
+
+    @property
+    def released(self) -> bool:
+        """Whether its gradients are applied and freed in backward."""
+        return self.entries[0].released
+
+    @property
+    def full(self) -> bool:
+        """Whether all of its gradients are computed."""
+        return len(self.gradients) == len(self.entries)
+
+    @property
+    def travelling(self) -> bool:
+        """Whether slices have left and not been waited for."""
+        return self.sent > 0
+
+    @property
+    def there(self) -> bool:
+        """Whether every slice has come back."""
+        return self.sent == len(self.slices) and all(s.there for s in self.slices)
+
+    @property
+    def swells(self) -> bool:
+        """Whether to take it in needs room beside what travels, which there is when those before
+        it have been."""
+        return False
+
+    def following(self, number: int) -> Slice:
+        """Its next slice, which knows whether it will travel and what will be sent for it."""
+        return self.slices[number]
+
+    def send(self, number: int) -> None:
+        """Sends its next slice."""
+        assert number == self.sent, "slices of a parcel leave in their order"
+        self.sent += 1
+        sent = self.slices[number]
+        if not sent.skipped:
+            sent.send(self.gradients)
+
+    def absorb(self, entry: Entry, gradient: Tensor) -> bool:
+        """Takes in the gradient of a backward after which nothing is sent. False where it stays,
+        for later ones to be added to it."""
+        return False
+
+    def fold(self, entry: Entry, gradient: Tensor) -> SparseAverage | None:
+        """Takes a gradient in at once, where its memory is not needed any more, and returns what
+        will come of it; None where it travels as it is."""
+        return None
+
+    def sends(self, entry: Entry) -> bool:
+        """Whether anything of the entry is sent in this backward; if not, it is held."""
+        return True
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether something of the entry waits to be sent."""
+        return False
+
+    def hold(self, entry: Entry) -> None:
+        """Keeps what an entry that is not sent has computed."""
+        raise NotImplementedError("what is sent densely is never held")
+
+    def forget(self, entry: Entry) -> None:
+        """No rank has anything of the entry: what was sent of it does not count."""
+
+    def settle(self, watch: Watch) -> float:
+        """Waits for all slices; the gradients are averages then. Returns the seconds waited."""
+        doing = f"the exchange of the gradients of {self.listed}"
+        return sum(s.settle(self.gradients, watch, doing) for s in self.slices)
+
+    @property
+    def listed(self) -> str:
+        """Its parameters in words."""
+        names = ", ".join(repr(e.name) for e in self.entries[:2])
+        more = len(self.entries) - 2
+        return f"{names} and {more} more" if more > 0 else names
+
+    def clear(self) -> None:
+        """Begins anew; gradients live on where others hold them."""
+        self.gradients, self.idle, self.sent, self.update = {}, set(), 0, None
+
+
+DENSE: Mapping[ExchangePolicy, type[Parcel]] = {"dense": Parcel}
+
+
+def make_parcels(
+    entries: Iterable[Entry],
+    limit_bytes: int,
+    kinds: Mapping[ExchangePolicy, type[Parcel]] = DENSE,
+    absent: type[Parcel] | None = None,
+) -> list[Parcel]:
+    """The parcels in forward order, each with its parameters in the order of backward; ``kinds``
+    says which parcel carries out a policy, ``absent`` which one stands for what others exchange.
+
+    One for each unit and its peers; units that follow each other and are small together share one,
+    as each message has its latency.
+    """
+    every = list(entries)  # the last unit comes first
+    groups = grouped((entry.kind, entry.unit, entry.shared_bytes) for entry in every)
+    found = [[every[i] for i in group] for group in groups]
+    parcels = [_kind(mine[0], kinds, absent)(mine[-1].unit, mine, limit_bytes) for mine in found]
+    return sorted(parcels, key=lambda parcel: parcel.unit)
+
+
+def _kind(
+    entry: Entry, kinds: Mapping[ExchangePolicy, type[Parcel]], absent: type[Parcel] | None
+) -> type[Parcel]:
+    """Where nothing travels, nothing is saved by leaving it behind."""
+    if entry.idle and absent is not None:
+        return absent
+    return Parcel if entry.group.handle is None else kinds[entry.exchange]
+
+
+def as_sent(entry: Entry) -> Tensor:
+    """The parameter's gradient in the memory format in which slices are cut, the same on all peers:
+    the parameter's own where that is dense. The gradient itself where it has it."""
+    gradient = entry.parameter.grad
+    if gradient is not None and gradient.stride() == _stride(entry):
+        return gradient
+    made = empty_like(entry)
+    return made.zero_() if gradient is None else made.copy_(gradient)
+
+
+def empty_like(entry: Entry) -> Tensor:
+    """A new tensor in that memory format."""
+    parameter = entry.parameter
+    return torch.empty_strided(
+        parameter.shape, _stride(entry), dtype=parameter.dtype, device=parameter.device
+    )
+
+
+def _stride(entry: Entry) -> tuple[int, ...]:
+    parameter = bare(entry.parameter)
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def _flat(gradient: Tensor) -> Tensor:
+    """All elements in the order in which they lie in memory."""
+    return gradient.as_strided((gradient.numel(),), (1,))

@@ -1,0 +1,219 @@
+"""A background job beside a run: what the user asks for, and the training of a second plan.
+
+``python -m meshwright.executor.launch.background PLAN`` trains a plan for one device here, from its
+checkpoint if there is one, until it is told to end; it then writes the checkpoint.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ...planner.schema.errors import InputError
+from ...planner.schema.goal import BACKGROUND_LIMIT
+from ...planner.schema.plan import Plan
+from ...planner.schema.record import load
+from ..background.job import check_limit, command_of
+from ..background.settings import GRACE_S, Settings
+
+if TYPE_CHECKING:
+    import torch
+
+AtEnd = Literal["finish", "stop"]
+LOG = "background.log"
+GPU_PRIORITY = (("CUDA_MPS_CLIENT_PRIORITY", "1"),)
+"""Below normal, where NVIDIA's multi-process service shares the device (its manual, "Environment
+Variables"); without it the driver gives contexts turns, and only pacing helps."""
+
+
+@dataclass(frozen=True)
+class Background:
+    """A job for what the foreground leaves idle on this host.
+
+    ``run`` is a command, or the file of a plan for one device. ``limit`` is what the foreground's
+    step may be slowed by, ``memory_bytes`` the most data of each of its processes. At the
+    foreground's end it may ``finish`` (the default of a command), or is told to ``stop`` (that of a
+    plan, whose training has no end): SIGTERM, and SIGKILL after ``grace_s``. Its output is appended
+    to ``log``.
+    """
+
+    run: str
+    limit: float = BACKGROUND_LIMIT
+    memory_bytes: int | None = None
+    at_end: AtEnd | None = None
+    grace_s: float = GRACE_S
+    log: str = LOG
+
+    def __post_init__(self) -> None:
+        check_limit(self.limit)
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise InputError(f"a background memory of {self.memory_bytes} bytes cannot be")
+        if not 0 <= self.grace_s < float("inf"):
+            raise InputError(f"a grace of {self.grace_s:g} s cannot be: give 0 or more")
+        if self.at_end not in (None, "finish", "stop"):
+            raise InputError(f"at the end {self.at_end!r} cannot be: finish or stop")
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether ``run`` is a plan's file."""
+        return self.run.endswith(".json") and Path(self.run).is_file()
+
+    @property
+    def finishes(self) -> bool:
+        """Whether it goes on when the foreground has ended well."""
+        return (self.at_end or ("stop" if self.is_plan else "finish")) == "finish"
+
+    def settings(self) -> Settings:
+        """What the pacer is told. Raises ``InputError`` for a plan that cannot run so."""
+        if self.is_plan:
+            _check_plan(self.run)
+            command: tuple[str, ...] = (sys.executable, "-m", __name__, self.run)
+        else:
+            command = command_of(self.run)
+        return Settings(
+            command=command,
+            log=self.log,
+            limit=self.limit,
+            grace_s=self.grace_s,
+            memory_bytes=self.memory_bytes,
+            environment=GPU_PRIORITY,
+        )
+
+
+def _check_plan(file: str) -> Plan:
+    plan = load(Plan, file)
+    if plan.world_size != 1:
+        raise InputError(
+            f"the background plan {file} is for {plan.world_size} ranks, and a background job has "
+            "one device: plan for a cluster of one, or give the command that starts it"
+        )
+    return plan
+
+
+def idle_share(plan: Plan, rank: int) -> float:
+    """The share of a step in which ``plan`` predicts that units leave that rank idle."""
+    position = plan.placement.index(rank)
+    idle = sum(u.forward_s + u.backward_s for u in plan.units if u.layout.place(position) is None)
+    step_s = plan.prediction.step_s
+    return min(plan.micro_batches * idle / step_s, 1.0) if step_s else 0.0
+
+
+def outlook(plan: Plan, ranks: Iterable[int]) -> str:
+    """What the plan leaves a background job beside these ranks, for people."""
+    shares = [idle_share(plan, rank) for rank in ranks]
+    if not any(shares):
+        more = (
+            "; all its units run on every rank, though device time was to be saved"
+            if plan.goal.objective == "gpu_seconds"
+            else "; plan with --bursts --objective gpu-seconds for more"
+        )
+        return (
+            "the plan leaves no rank here idle, so a background job gets what waits for others "
+            f"leave{more}"
+        )
+    least, most = min(shares), max(shares)
+    span = f"{most:.0%}" if least == most else f"{least:.0%} to {most:.0%}"
+    return f"the plan leaves the ranks here idle for {span} of a step, by its prediction"
+
+
+def over_step_limit(plan: Plan, limit: float) -> str | None:
+    """That a step may pass the plan's limit on its time for the sake of a background job."""
+    most_s, slowed_s = plan.goal.time_limit_s, plan.prediction.step_s * limit
+    if most_s is None or slowed_s <= most_s:
+        return None
+    return (
+        f"the plan's step limit is {most_s:.3g} s, and with a background job a step may take up to "
+        f"{slowed_s:.3g} s ({limit:g} times {plan.prediction.step_s:.3g} s): plan with "
+        f"--background-limit {limit:g} to keep it"
+    )
+
+
+# -- the training of a second plan -------------------------------------------------------------
+
+
+def train(file: Path) -> None:
+    """Trains the plan in ``file`` on this device until SIGTERM, and writes the checkpoint."""
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    # Importing these takes seconds, in which it may be told already.
+    from ...models.target import try_out, workload
+    from ..apply import apply
+    from .feeding import drawing
+    from .start import start_process_group
+    from .tasks import LEARNING_RATE
+    from .train import optimizer_for, timed_step
+
+    plan = _check_plan(str(file))
+    chosen = workload(plan.target)
+    try_out(chosen)
+    device = start_process_group()
+    model = chosen.model.to(device)
+    optimizer = optimizer_for(plan.goal, model.parameters(), LEARNING_RATE)
+    apply(model, optimizer, plan)
+    checkpoint = file.with_suffix(".pt")
+    number = _resume(checkpoint, model, optimizer)
+    draw = drawing(chosen, plan.goal.batch)
+    with _low_priority(model, device):
+        while not told:
+            spent = timed_step(chosen, plan, draw(number), optimizer)
+            number += 1
+            print(f"step {number} loss {spent.loss:.4f} {spent.step_s:.3f} s", flush=True)
+    _save(checkpoint, number, model, optimizer)
+
+
+def _resume(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Loads what a former run has left; how many steps that had made."""
+    import torch
+
+    if not checkpoint.exists():
+        return 0
+    state = torch.load(checkpoint, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    print(f"goes on from step {state['step']} of {checkpoint}", flush=True)
+    return int(state["step"])
+
+
+def _save(
+    checkpoint: Path, number: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    import torch
+
+    state = {"step": number, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    part = checkpoint.with_suffix(".pt.part")
+    torch.save(state, part)
+    part.replace(checkpoint)  # whole or not at all
+    print(f"wrote {checkpoint} after step {number}", flush=True)
+
+
+def _low_priority(model: torch.nn.Module, device: torch.device) -> AbstractContextManager[None]:
+    """On a GPU a stream of the lowest priority, and work in short pieces: a stopped process's
+    kernels that are queued already would still run, so no more than one module's are. On the CPU
+    the process's own priority does it all."""
+    import torch
+
+    if device.type != "cuda":
+        return nullcontext()
+    least, _ = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is static
+    stream = torch.cuda.Stream(device, priority=least)  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_hook(_when_done(stream))
+            module.register_full_backward_hook(_when_done(stream))
+    return torch.cuda.stream(stream)
+
+
+def _when_done(stream: torch.cuda.Stream) -> Callable[..., None]:
+    def wait(*_: object) -> None:
+        stream.synchronize()
+
+    return wait
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]))

@@ -1,0 +1,171 @@
+"""Running a plan: its own workload or a user's script, here or on one of several hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from ...planner.schema.cache import find
+from ...planner.schema.cluster import Cluster
+from ...planner.schema.errors import InputError, MemoryRunError
+from ...planner.schema.plan import Plan
+from ...planner.schema.record import save
+from ..background.job import Job, beside
+from .background import Background, outlook, over_step_limit
+from .device import device_name
+from .outcomes import hardly_ran, has_ended, sentence
+from .overflow import with_a_plan_that_fits
+from .processes import Ranks, check_plan, run_ranks
+from .report import (
+    PLAN_VARIABLE,
+    REPORT_VARIABLE,
+    RunReport,
+    background_figures,
+    collect,
+    report_of_script,
+)
+from .start import cores
+from .tasks import PLAN, Task, run_task
+from .worker import STDOUT_TO_STDERR
+
+
+def launch(
+    plan: Plan,
+    script: Sequence[str],
+    steps: int,
+    ranks: Ranks,
+    background: Background | None = None,
+    at_end: Callable[[RunReport | None], None] = lambda report: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> RunReport | None:
+    """See ``api.launch``. None where this host has no rank 0, or where a script made too few
+    optimizer steps under the plan to measure. ``say`` is told of the background job."""
+    check_plan(plan, ranks.world_size)
+    if script:
+        _check_script(script)
+    if background is None:
+        report = run(plan, script, steps, ranks)
+        at_end(report)
+        return report
+    here = range(ranks.node_rank * ranks.nproc, (ranks.node_rank + 1) * ranks.nproc)
+    with beside(background.settings()) as job, _stopped_with_run(job, say):
+        say(outlook(plan, here))
+        if (late := over_step_limit(plan, background.limit)) is not None:
+            say(late)
+        report = run(plan, script, steps, ranks.telling(job.environment))
+        state = job.state()
+        if report is not None:
+            report = msgspec.structs.replace(
+                report, background=background_figures(state, background.limit)
+            )
+        at_end(report)
+        for told in (sentence(state, background.limit), hardly_ran(state, background.limit)):
+            say(told or "")
+        if background.finishes and not state.ended:
+            say(f"the background job goes on, output in {background.log}; Ctrl-C ends it")
+            say(has_ended(job.wait(), background.log))
+    return report
+
+
+@contextlib.contextmanager
+def _stopped_with_run(job: Job, say: Callable[[str], None]) -> Iterator[None]:
+    """Where the block fails or is stopped (Ctrl-C), so is the background, and how it ended is
+    said."""
+    try:
+        yield
+    except BaseException:
+        say(has_ended(job.stop(), job.settings.log))
+        raise
+
+
+def run(plan: Plan, script: Sequence[str], steps: int, ranks: Ranks) -> RunReport | None:
+    """Runs a plan that was checked; what was measured."""
+    try:
+        if not script:
+            return run_task(Task(name="train", steps=steps), ranks, RunReport, plan)
+        return _launch_script(plan, script, ranks)
+    except MemoryRunError as error:
+        raise with_a_plan_that_fits(error, plan) from None
+
+
+def _launch_script(plan: Plan, script: Sequence[str], ranks: Ranks) -> RunReport | None:
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
+        folder = Path(name)
+        save(plan, folder / PLAN)
+        told = {PLAN_VARIABLE: str(folder / PLAN), REPORT_VARIABLE: name}
+        run_ranks(script, ranks.telling(told), folder)
+        found = collect(folder)
+    return report_of_script(plan, found) if found and ranks.node_rank == 0 else None
+
+
+def differences(plan: Plan, ranks: int) -> list[str]:
+    """What a run of ``ranks`` of a plan's ranks on this host has of other devices than those that
+    the plan was made for, each in a sentence; told before anything is started."""
+    found = []
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    on_cpu = gpus < ranks
+    if on_cpu and gpus:
+        found.append(
+            f"{_ranks(ranks)} of the plan start on this host, which has {gpus} GPUs: they run on "
+            "its CPU; spread them over hosts with --nnodes, or plan for what is here"
+        )
+    elif on_cpu and ranks > cores():
+        found.append(
+            f"{_ranks(ranks)} of the plan start on this host, which has {cores()} cores: they take "
+            "turns, and a step takes longer than predicted; spread them over hosts with --nnodes, "
+            "or plan for what is here"
+        )
+    made_for = find(Cluster, plan.provenance.cluster)
+    here = device_name(torch.device("cpu") if on_cpu else torch.device("cuda", 0))
+    names = sorted({device.name for device in made_for.devices}) if made_for else [here]
+    if names != [here]:
+        found.append(
+            f"the plan was made for {' and '.join(names)} and this host has {here}: what is "
+            "measured here says little of the prediction"
+        )
+    return found
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def ranks_for(
+    plan: Plan,
+    ranks_here: int | None,
+    nodes: int,
+    node_rank: int,
+    rendezvous: str | None,
+    timeout_s: float | None,
+    quiet: bool,
+) -> Ranks:
+    """The ranks of this host: the plan's, divided over the hosts, where no number is given."""
+    if ranks_here is None:
+        ranks_here, left = divmod(plan.world_size, max(nodes, 1))
+        if left:
+            raise InputError(
+                f"the plan's {plan.world_size} ranks do not divide over {nodes} hosts: use as many "
+                "hosts as divide them"
+            )
+    environment = {STDOUT_TO_STDERR: "1"} if quiet else {}
+    return Ranks(
+        nproc=ranks_here,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        timeout_s=timeout_s,
+        environment=environment,
+    )
+
+
+def _check_script(script: Sequence[str]) -> None:
+    if script[0] == "-m":
+        if len(script) < 2:
+            raise InputError("-m names no module: write -m package.module")
+    elif not Path(script[0]).is_file():
+        raise InputError(f"there is no script {script[0]}: name a Python file, or -m and a module")

@@ -1,0 +1,39 @@
+"""Where words for people go while work is going on: the console, and a bar on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+Step = Callable[[int, int, str], None]
+"""Progress as ``(done, total, what)``."""
+
+
+def console(*, error: bool = False) -> Console:
+    """Where to print: as wide as the terminal, and wide enough for a table where there is none."""
+    made = Console(stderr=error, highlight=False)
+    return made if made.is_terminal else Console(stderr=error, highlight=False, width=118)
+
+
+@contextlib.contextmanager
+def progress(title: str, *, show: bool = True) -> Iterator[Step]:
+    """A bar on stderr while the block runs; yields the function that moves it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    err = console(error=True)
+    hidden = not (show and err.is_terminal)  # elsewhere it would only leave an empty line
+    with Progress(*columns, console=err, transient=True, disable=hidden) as bar:
+        task = bar.add_task(title, total=None)
+
+        def move(done: int, total: int, what: str) -> None:
+            text = f"{title}: {what}" if what else title
+            bar.update(task, completed=done, total=total or None, description=text[:60])
+
+        yield move

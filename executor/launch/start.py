@@ -1,0 +1,119 @@
+"""Starting the process group of a training process: from torchrun's environment, or alone."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import socket
+import time
+
+import torch
+import torch.distributed as dist
+
+from ...planner.schema.errors import InputError, RunError
+from .allocator import keep_freed_memory
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells every process of a run."""
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that torchrun (or anything like it) started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start_process_group(timeout_s: float = 300.0) -> torch.device:
+    """Initialises torch.distributed where that was not done yet; the device of this rank.
+
+    Under torchrun by its environment, else as the only rank of a world of one. gloo on the CPU;
+    with GPUs the one numbered ``LOCAL_RANK``, NCCL for its tensors and gloo for those on the host.
+    ``timeout_s`` is how long a collective may take. Raises ``InputError`` for half an environment.
+    """
+    device = local_device()
+    atexit.register(_let_gloo_finish)
+    if device.type == "cpu":
+        keep_freed_memory()
+    if dist.is_initialized():
+        return device
+    _share_cores()
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    limit = datetime.timedelta(seconds=timeout_s)
+    if under_torchrun():
+        _check_environment()
+        _stay_on_loopback()
+        try:
+            dist.init_process_group(backend, timeout=limit)
+        except (RuntimeError, ValueError, dist.DistError) as error:
+            raise RunError(f"the ranks did not find each other: {error}") from error
+    else:
+        dist.init_process_group(
+            backend,
+            store=torch._C._distributed_c10d.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=limit,
+        )
+    atexit.register(end_process_group)
+    return device
+
+
+def _let_gloo_finish() -> None:
+    """gloo's threads destroy a collective some time after it completed, and need Python's lock for
+    that; one that asks for it when the interpreter is already ending aborts the process with
+    "terminate called without an active exception" (torch 2.13; seen in 1 of 14 runs). So they get
+    the lock for a moment before.
+    """
+    time.sleep(0.1)
+
+
+def end_process_group() -> None:
+    """Lets go of the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def local_device() -> torch.device:
+    """The GPU numbered ``LOCAL_RANK`` where there is one for every local rank, else the CPU."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not torch.cuda.is_available() or torch.cuda.device_count() < max(ranks, local + 1):
+        return torch.device("cpu")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _check_environment() -> None:
+    missing = [name for name in TORCHRUN if not os.environ.get(name)]
+    if missing:
+        raise InputError(
+            f"the environment has RANK and lacks {', '.join(missing)}: start with torchrun or "
+            f"'meshwright launch', or set all of {', '.join(TORCHRUN)}"
+        )
+
+
+def _share_cores() -> None:
+    """Ranks on one host divide its cores, unless the user has said how many threads each takes."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if "OMP_NUM_THREADS" not in os.environ and ranks > 1:
+        torch.set_num_threads(max(1, cores() // ranks))
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _stay_on_loopback() -> None:
+    """gloo binds to what the host's name resolves to, which on many machines is no address of
+    theirs or one behind a firewall; a run on one host needs only the loopback interface."""
+    if os.environ["MASTER_ADDR"] not in LOOPBACK or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback

@@ -1,0 +1,145 @@
+"""Work that ranks do for a verb: what it is, starting it here, and doing it there.
+
+The starting process writes a ``Task`` and the documents that it needs into a folder and starts
+``python -m meshwright.executor.launch.tasks FOLDER`` on every rank; rank 0 leaves the answer there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from ...planner.schema.plan import Plan
+from ...planner.schema.record import Noun, load, save
+from .progress import Step, progress
+
+if TYPE_CHECKING:
+    import torch
+
+    from .processes import Ranks
+    from .report import RunReport
+    from .verify import Verification
+
+TaskName = Literal["probe", "profile", "verify", "train"]
+# Measuring is the profiler's, which imports this package: so work is named, not imported.
+WORK: dict[TaskName, str] = {
+    "probe": "meshwright.profiler.sessions:probe_task",
+    "profile": "meshwright.profiler.sessions:profile_task",
+    "verify": "meshwright.executor.launch.tasks:verify_task",
+    "train": "meshwright.executor.launch.tasks:train_task",
+}
+TASK, PLAN, ANSWER = "task.json", "plan.json", "answer.json"
+LEARNING_RATE = 1e-3
+"""Of a training without a script: what Adam's authors recommend (Kingma & Ba, 2015)."""
+NounT = TypeVar("NounT", bound=Noun)
+
+
+class Task(Noun, frozen=True, kw_only=True):
+    """What the ranks are to do, and those options that apply to it."""
+
+    name: TaskName
+    target: str = ""
+    batches: tuple[int, ...] = ()
+    dtype: Literal["float64", "float32"] = "float64"
+    batch: int | None = None
+    steps: int = 30
+    timeout_s: float | None = None
+    refresh: bool = True
+
+
+def run_task(
+    task: Task, ranks: Ranks, answer: type[NounT], plan: Plan | None = None
+) -> NounT | None:
+    """Starts ranks for a task and returns rank 0's answer; None on a host that has no rank 0.
+
+    Raises the first failing rank's error.
+    """
+    from .processes import run_ranks
+    from .worker import STDOUT_TO_STDERR
+
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
+        folder = Path(name)
+        save(task, folder / TASK)
+        if plan is not None:
+            save(plan, folder / PLAN)
+        # Whatever a model prints, stdout is this process's own.
+        quiet = ranks.telling({STDOUT_TO_STDERR: "1"})
+        run_ranks(["-m", f"{__package__}.tasks", name], quiet, folder)
+        found = folder / ANSWER
+        return load(answer, found) if found.exists() else None
+
+
+def do(folder: Path) -> None:
+    """Does the folder's task on this rank: a function of the task, its folder and the device, which
+    returns the answer."""
+    from ..comm.watchdog import time_limit
+    from .start import start_process_group
+
+    task = load(Task, folder / TASK)
+    module, _, function = WORK[task.name].partition(":")
+    work = getattr(importlib.import_module(module), function)
+    device = start_process_group(time_limit(task.timeout_s))
+    answer = work(task, folder, device)
+    if os.environ["RANK"] == "0":
+        save(answer, folder / ANSWER)
+
+
+@contextlib.contextmanager
+def rank_zero_bar(title: str) -> Iterator[Step]:
+    """A bar that rank 0 shows."""
+    with progress(title, show=os.environ["RANK"] == "0") as step:
+        yield step
+
+
+def verify_task(task: Task, folder: Path, device: torch.device) -> Verification:
+    from ...models.target import planned, try_out
+    from .verify import verify_on_ranks
+
+    plan = load(Plan, folder / PLAN)
+    chosen = planned(plan.target)
+    try_out(chosen)
+    with rank_zero_bar(f"verifying {plan.target}") as step:
+        return verify_on_ranks(
+            plan,
+            chosen,
+            dtype=task.dtype,
+            batch=task.batch,
+            device=device,
+            timeout_s=task.timeout_s,
+            progress=step,
+        )
+
+
+def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
+    from ...models.target import planned, try_out
+    from ..apply import apply
+    from .feeding import accuracy, drawing
+    from .report import report_of_training
+    from .train import optimizer_for, run_steps
+
+    plan = load(Plan, folder / PLAN)
+    chosen = planned(plan.target)
+    try_out(chosen)
+    model = chosen.model.to(device)
+    optimizer = optimizer_for(plan.goal, model.parameters(), LEARNING_RATE)
+    apply(model, optimizer, plan, timeout_s=task.timeout_s)
+    with rank_zero_bar(f"training {plan.target}") as step:
+        measured = run_steps(
+            chosen,
+            plan,
+            task.steps,
+            optimizer=optimizer,
+            draw=drawing(chosen, plan.goal.batch),
+            progress=lambda done, total: step(done, total, ""),
+        )
+    return report_of_training(plan, measured, accuracy(chosen, device))
+
+
+if __name__ == "__main__":
+    do(Path(sys.argv[1]))

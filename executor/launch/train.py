@@ -1,0 +1,237 @@
+"""Training steps of a workload under a plan, and what they were measured to take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from ...models.units.storages import tensors_in
+from ...models.workload import Batch, Workload
+from ...planner.schema.goal import Goal
+from ...planner.schema.plan import Plan
+from ...planner.schema.record import Bytes, Count, Noun, Seconds
+from ..apply import apply
+from ..gradients.dropping import DroppedParcel
+from ..gradients.slices import Parcel
+from ..memory.peak import peak_bytes
+from ..micro import micro_batches
+from ..optimizer.chunks import held_parameters
+from ..parallel import is_parallel, run_of
+from ..run import Run
+
+WARM_UP = 2
+"""Steps that are not measured: the first allocate, open connections and fill caches."""
+
+
+class Measured(Noun, frozen=True, kw_only=True):
+    """What steps under a plan took, as the slowest rank saw it.
+
+    Seconds are medians over the measured steps: ``blocking_s`` is the wait inside redistribution
+    and batch statistics, ``exposed_s`` the wait for gradients at the end of backward, ``update_s``
+    the optimizer's step, ``compute_s`` the rest of ``step_s``. ``wire_bytes`` is the most that a
+    rank sends in a step; ``peak_bytes`` the most that tensors took in one, by position. ``losses``
+    are of the whole batch, one for each step from the first.
+    """
+
+    steps: Count
+    step_s: Seconds
+    compute_s: Seconds
+    blocking_s: Seconds
+    exposed_s: Seconds
+    update_s: Seconds
+    wire_bytes: Bytes
+    peak_bytes: tuple[Bytes, ...]
+    samples_per_s: float
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """One step of one rank: its part of the whole batch's loss, seconds and bytes sent."""
+
+    loss: float
+    step_s: float
+    blocking_s: float
+    exposed_s: float
+    update_s: float
+    wire_bytes: int
+
+
+def run_steps(
+    workload: Workload,
+    plan: Plan,
+    steps: int,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    draw: Callable[[int], Batch] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Measured:
+    """Trains for ``steps`` measured steps, a few before them, and two after them for memory.
+
+    Collective. The plan is applied to the workload's model unless it was already. ``draw(step)``
+    gives the whole batch of a step, the same on every rank; by default the workload makes one of
+    the goal's size, seeded with the step's number. Without an ``optimizer`` the goal's is made.
+    """
+    model = workload.model
+    optimizer = optimizer or optimizer_for(plan.goal, model.parameters())
+    if not is_parallel(model):
+        apply(model, optimizer, plan)
+    model.train()
+    draw = draw or _drawing(workload, plan)
+    taken = []
+    for number in range(WARM_UP + steps):
+        taken.append(timed_step(workload, plan, draw(number), optimizer))
+        progress(number + 1, WARM_UP + steps)
+    last = draw(WARM_UP + steps)
+    peak = _peak(workload, plan, last, optimizer)
+    return _summary(run_of(model), plan, taken, peak, last.size)
+
+
+def _peak(workload: Workload, plan: Plan, batch: Batch, optimizer: torch.optim.Optimizer) -> int:
+    """The most that tensors took in a step, without the whole ``batch``, which every rank has for
+    the measurement."""
+
+    def work() -> None:
+        for _ in range(_unlike(run_of(workload.model))):
+            timed_step(workload, plan, batch, optimizer)
+
+    apart = tensors_in((batch.args, dict(batch.kwargs), batch.target))
+    return peak_bytes(work, _standing(workload, optimizer), _device(workload), apart)
+
+
+def _unlike(run: Run) -> int:
+    """How many steps it takes to see what a step may take: two, as the second's forward runs while
+    the first's gradients live; where pieces wait in turn, until each of them has been sent once,
+    and the forward that updates the last."""
+    dropped = [p for p in _parcels(run) if isinstance(p, DroppedParcel) and p.feedback]
+    return run.lossy.patience + 2 if dropped else 2
+
+
+def _parcels(run: Run) -> Sequence[Parcel]:
+    return run.priority.parcels if run.priority is not None else ()
+
+
+def train_step(
+    workload: Workload, plan: Plan, batch: Batch, optimizer: torch.optim.Optimizer
+) -> float:
+    """One step on ``batch``, the whole batch and the same on every rank: this rank takes its share,
+    in the plan's micro-batches. Returns the loss over the whole batch. Collective.
+    """
+    spent = timed_step(workload, plan, batch, optimizer)
+    run = run_of(workload.model)
+    parts = run.control.gather([spent.loss], "the sum of losses", whole=False).rows()
+    return float(sum(row[0] for row in parts))
+
+
+def timed_step(
+    workload: Workload, plan: Plan, batch: Batch, optimizer: torch.optim.Optimizer
+) -> Spent:
+    """``train_step`` with its figures, for this rank alone."""
+    run = run_of(workload.model)
+    device = _device(workload)
+    mine = share_of(batch, run).to(device)
+    blocking, exposed, sent = run.meter.seconds, run.gradients.exposed_s, run.meter.sent_bytes
+    start = _now(device)
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    for part in micro_batches(workload.model, mine, plan.micro_batches):
+        value = workload.loss(workload.model(*part.args, **part.kwargs), part.target)
+        value.backward()  # type: ignore[no-untyped-call]
+        if part.size:  # the mean over nothing is not a number
+            loss += value.detach() * (part.size / batch.size)
+    before_update = _now(device)
+    optimizer.step()
+    optimizer.zero_grad()
+    end = _now(device)
+    return Spent(
+        loss=float(loss),
+        step_s=end - start,
+        blocking_s=run.meter.seconds - blocking,
+        exposed_s=run.gradients.exposed_s - exposed,
+        update_s=end - before_update,
+        wire_bytes=run.meter.sent_bytes - sent,
+    )
+
+
+def share_of(batch: Batch, run: Run) -> Batch:
+    """This rank's samples, copied, so that it holds no others with them: the first positions have
+    one more where the batch does not divide."""
+    least, more = divmod(batch.size, run.world.size)
+    position = run.world.position
+    start = position * least + min(position, more)
+    return batch.slice(start, start + least + (position < more)).copied()
+
+
+def optimizer_for(goal: Goal, parameters: object, rate: float = 1e-3) -> torch.optim.Optimizer:
+    """An optimizer of the goal's kind."""
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "momentum": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    options = {"momentum": 0.9} if goal.optimizer == "momentum" else {}
+    return kinds[goal.optimizer](parameters, lr=rate, **options)
+
+
+def _drawing(workload: Workload, plan: Plan) -> Callable[[int], Batch]:
+    def draw(number: int) -> Batch:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number)
+            return workload.make_batch(plan.goal.batch)
+
+    return draw
+
+
+def _standing(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What lives from step to step, each for as long as it is asked for: a list would keep what is
+    held back of gradients beyond the step that sends it."""
+    yield from held_parameters(workload.model)
+    yield from workload.model.buffers()
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+    for parcel in _parcels(run_of(workload.model)):
+        yield from parcel.held_back() if isinstance(parcel, DroppedParcel) else ()
+
+
+def _device(workload: Workload) -> torch.device:
+    return next((p.device for p in workload.model.parameters()), torch.device("cpu"))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) -> Measured:
+    """The slowest rank's figures, on every rank. Collective."""
+    measured = taken[WARM_UP:]
+    mine = [
+        median(s.step_s for s in measured),
+        median(s.blocking_s for s in measured),
+        median(s.exposed_s for s in measured),
+        median(s.update_s for s in measured),
+        median(s.wire_bytes for s in measured),
+        peak,
+        *(s.loss for s in taken),
+    ]
+    rows = run.control.gather(mine, "the end of training", whole=False).rows()
+    slowest = max(rows, key=lambda row: row[0])
+    step_s, blocking_s, exposed_s, update_s = slowest[:4]
+    return Measured(
+        steps=len(measured),
+        step_s=step_s,
+        compute_s=max(step_s - blocking_s - exposed_s - update_s, 0.0),
+        blocking_s=blocking_s,
+        exposed_s=exposed_s,
+        update_s=update_s,
+        wire_bytes=int(max(row[4] for row in rows)),
+        peak_bytes=tuple(int(rows[rank][5]) for rank in plan.placement),
+        samples_per_s=batch / step_s if step_s else 0.0,
+        losses=tuple(sum(part) for part in zip(*(row[6:] for row in rows), strict=True)),
+    )

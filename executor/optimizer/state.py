@@ -1,0 +1,148 @@
+"""An optimizer whose parameters have been divided: its state follows, slice by slice.
+
+The optimizer stays the same object with the same ``Parameter`` objects in its groups, so schedulers
+that hold it stay valid.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...planner.schema.errors import InputError
+from ..comm.watchdog import Watch
+from ..gradients.flat_shard import Sharing, whole_state
+from ..redistribution.shards import Shard
+
+OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
+
+ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop",
+    "ASGD",
+)  # fmt: skip
+"""Optimizers of torch whose update of an element depends on that element's gradient alone, so that
+a slice is updated as it would be within the whole."""
+
+
+def check(optimizer: torch.optim.Optimizer, divided: set[nn.Parameter]) -> None:
+    """Refuses optimizers that look at whole matrices where the plan divides them, and warns of
+    those that are not known.
+    """
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if not held & divided:
+        return
+    names = {cls.__name__ for cls in type(optimizer).__mro__ if _of_torch(cls)}
+    if names & set(ELEMENTWISE):
+        return
+    name = type(optimizer).__name__
+    if _of_torch(type(optimizer)):
+        raise InputError(
+            f"optimizer {name} looks at whole parameters and the plan divides some: use one that "
+            f"works element by element, such as AdamW, or plan with data parallelism only"
+        )
+    warnings.warn(
+        f"optimizer {name} is not known to work element by element: where the plan divides a "
+        "parameter it sees this rank's slice only",
+        stacklevel=3,
+    )
+
+
+def check_holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuses an optimizer of another model; it may hold parameters of other modules besides."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if held.isdisjoint(model.parameters()):
+        raise InputError(
+            f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}: "
+            "make it with the model's own, such as SGD(model.parameters(), lr=0.1)"
+        )
+
+
+def _of_torch(cls: type) -> bool:
+    return cls.__module__.startswith("torch.optim") and cls.__name__ != "Optimizer"
+
+
+def slice_state(optimizer: torch.optim.Optimizer, shards: dict[nn.Parameter, Shard]) -> None:
+    """Replaces state of a divided parameter's full shape by this member's slice of it."""
+    for parameter, shard in shards.items():
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == shard.full_shape and value.ndim:
+                state[key] = shard.take(value).clone()
+
+
+def gather_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    shards: dict[nn.Parameter, Shard],
+    sharings: dict[nn.Parameter, Sharing],
+    watch: Watch,
+) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with the state of divided parameters, and of those that ranks
+    update in chunks, whole. Collective."""
+    gathered: dict[str, Any] = optimizer.state_dict()
+    whole = dict(gathered["state"])
+    for index, parameter in _numbered(optimizer).items():
+        if parameter in sharings and index in whole:
+            whole[index] = whole_state(whole[index], sharings[parameter])
+        shard = shards.get(parameter)
+        if shard is None or index not in whole:
+            continue
+        whole[index] = {
+            key: shard.gather(value, watch) if _sliced(value, parameter) else value
+            for key, value in whole[index].items()
+        }
+    return {**gathered, "state": whole}
+
+
+def scatter_optimizer_state(
+    optimizer: torch.optim.Optimizer, shards: dict[nn.Parameter, Shard], state: dict[str, Any]
+) -> None:
+    """Loads what ``gather_optimizer_state`` returned, or a single process's ``state_dict``."""
+    missing = [key for key in ("state", "param_groups") if key not in state]
+    if missing:
+        raise InputError(
+            f"this optimizer state holds no {missing[0]!r}: give what full_optimizer_state_dict "
+            "returned, or what a single process's optimizer.state_dict() did"
+        )
+    local = dict(state["state"])
+    for index, parameter in _numbered(optimizer).items():
+        shard = shards.get(parameter)
+        if shard is None or index not in local:
+            continue
+        local[index] = {
+            key: shard.take(value)
+            if isinstance(value, Tensor) and value.ndim and value.shape == shard.full_shape
+            else value
+            for key, value in local[index].items()
+        }
+    optimizer.load_state_dict({**state, "state": local})
+
+
+def _sliced(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
+
+
+def _numbered(optimizer: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
+    """Parameters by the numbers that ``state_dict`` gives them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return dict(enumerate(parameters))
+
+
+def ready(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+    """The model on this rank's device. Parameter objects stay, so optimizers stay valid: one of
+    another model is refused before anything is measured."""
+    if device.type != "cpu":
+        model.to(device)
+    if optimizer is not None and isinstance(model, nn.Module):
+        check_holds(optimizer, model)
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer | None) -> OptimizerName:
+    """Which of the goal's optimizers has the same state per parameter."""
+    if optimizer is None:
+        return "sgd"
+    if isinstance(optimizer, torch.optim.SGD):
+        return "momentum" if any(g["momentum"] for g in optimizer.param_groups) else "sgd"
+    return "adamw" if isinstance(optimizer, torch.optim.AdamW) else "adam"

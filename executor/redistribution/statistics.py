@@ -1,0 +1,186 @@
+"""Batch normalisation over the whole batch, on any device.
+
+The statistics of all ranks' samples are merged from each rank's mean and squared deviations (Chan,
+Golub & LeVeque, 1983), in double precision about a common point, in one all-reduce each way.
+torch's own ``SyncBatchNorm`` does this on accelerators only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..comm.groups import Group
+from ..comm.watchdog import Watch
+from .redistribute import Meter
+
+
+class Statistics:
+    """All-reduces statistics among the ranks that hold other samples of the same channels."""
+
+    def __init__(self, group: Group, watch: Watch, meter: Meter) -> None:
+        self.group = group
+        self.watch = watch
+        self.meter = meter
+
+    def sum(self, vector: Tensor, doing: str) -> Tensor:
+        """The sum over ranks, in place. Collective."""
+        if self.group.handle is None:
+            return vector
+        self.watch.issued(doing, self.group)
+        work = dist.all_reduce(vector, group=self.group.handle, async_op=True)
+        self.meter.seconds += self.watch.wait(work, self.group, doing)
+        shares = 2 * (self.group.size - 1) / self.group.size  # what a ring sends of the vector
+        self.meter.sent_bytes += int(shares * vector.numel() * vector.element_size())
+        return vector
+
+
+def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) -> None:
+    """Makes ``module`` normalise by the statistics of all samples in the statistics' group."""
+
+    def forward(x: Tensor) -> Tensor:
+        module._check_input_dim(x)  # type: ignore[no-untyped-call]
+        if not _by_batch(module):
+            return F.batch_norm(
+                x,
+                module.running_mean,
+                module.running_var,
+                module.weight,
+                module.bias,
+                eps=module.eps,
+            )
+        moments = _moments(x, module.running_mean, statistics, f"batch statistics of {name!r}")
+        _update(module, *moments)
+        return _Normalise.apply(  # type: ignore[no-any-return, no-untyped-call]
+            x, module.weight, module.bias, module.eps, moments, statistics, name
+        )
+
+    module.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def tolerate_nothing(module: _BatchNorm) -> None:
+    """Lets ``module`` (with each rank's own statistics) pass an empty batch without harm to its
+    running statistics, which would become those of nothing.
+    """
+    original = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if x.shape[0] or not _by_batch(module):
+            return original(x)
+        ones = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
+        return F.batch_norm(x, ones, ones, module.weight, module.bias, eps=module.eps)
+
+    module.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def norms_of(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    """The modules whose result depends on which samples are together."""
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm)]
+
+
+def _by_batch(module: _BatchNorm) -> bool:
+    return module.training or (module.running_mean is None and module.running_var is None)
+
+
+def _moments(
+    x: Tensor, point: Tensor | None, statistics: Statistics, doing: str
+) -> tuple[float, Tensor, Tensor]:
+    """Count, mean and biased variance of each channel over all ranks, in double precision."""
+    channels = x.shape[1]
+    with torch.no_grad():
+        about = torch.zeros(channels, device=x.device) if point is None else point
+        about = about.double()
+        n = x.numel() // channels if channels else 0
+        vector = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+        if n:
+            variance, mean = torch.var_mean(x, _others(x), correction=0)
+            offset = mean.double() - about
+            vector[0] = n
+            vector[1 : channels + 1] = n * offset
+            vector[channels + 1 :] = n * (variance.double() + offset.square())
+        statistics.sum(vector, doing)
+        total, offsets, squares = vector[0], vector[1 : channels + 1], vector[channels + 1 :]
+        count = float(total)
+        if count <= 1:
+            _refuse_one(count, x)
+        shift = offsets / max(count, 1.0)
+        return count, about + shift, (squares / max(count, 1.0) - shift.square()).clamp_min(0)
+
+
+def _refuse_one(count: float, x: Tensor) -> None:
+    if count == 1:  # as torch says for one process
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {x.size()}"
+        )
+
+
+def _others(x: Tensor) -> list[int]:
+    """All dims but that of channels."""
+    return [d for d in range(x.ndim) if d != 1]
+
+
+@torch.no_grad()
+def _update(module: _BatchNorm, count: float, mean: Tensor, variance: Tensor) -> None:
+    """Running statistics as one process would keep them: with the unbiased variance."""
+    if not module.training or not module.track_running_stats or count == 0:
+        return
+    factor = module.momentum
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if factor is None:
+            factor = 1.0 / float(module.num_batches_tracked)
+    if module.running_mean is not None and module.running_var is not None and factor is not None:
+        unbiased = variance * (count / (count - 1))
+        module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
+        module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
+
+
+class _Normalise(torch.autograd.Function):
+    """(x − mean)/√(variance + ε)·weight + bias; mean and variance depend on every rank's x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        moments: tuple[float, Tensor, Tensor],
+        statistics: Statistics,
+        name: str,
+    ) -> Tensor:
+        count, mean, variance = moments
+        dtype = x.dtype if weight is None else weight.dtype
+        ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt())
+        ctx.count, ctx.statistics, ctx.name = count, statistics, name
+        return F.batch_norm(x, mean.to(dtype), variance.to(dtype), weight, bias, eps=eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        x, weight, mean, inverse = ctx.saved_tensors
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        centred = x - mean.to(x.dtype).view(shape)
+        channels = x.shape[1]
+        sums = torch.cat((gradient.sum(_others(x)), (gradient * centred).sum(_others(x)))).double()
+        own_bias, own_weight = sums[:channels].clone(), sums[channels:] * inverse
+        into_x = None
+        if ctx.needs_input_grad[0]:
+            doing = f"batch statistics of {ctx.name!r}, backward"
+            all_g, all_gx = (ctx.statistics.sum(sums, doing) / max(ctx.count, 1.0)).chunk(2)
+            slope = (all_gx * inverse.square()).to(x.dtype).view(shape)
+            scale = inverse if weight is None else inverse * weight.double()
+            into_x = gradient - all_g.to(x.dtype).view(shape) - centred * slope
+            into_x = into_x * scale.to(x.dtype).view(shape)
+        return (
+            into_x,
+            own_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            own_bias.to(weight.dtype) if ctx.needs_input_grad[2] else None,
+            *(None,) * 4,
+        )

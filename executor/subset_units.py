@@ -1,0 +1,144 @@
+"""Units that take a part of the ranks: what a plan may ask of them, and how a model is made ready.
+
+On ranks that such a unit leaves idle its parameters and buffers are empty and its modules are not
+run (``redistribution.bursts``, ``redistribution.subset_shard``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..models.spec import ParameterCut, SplitSpec
+from ..models.splits import apply_split
+from ..models.splits.slicing import forget_accumulator
+from ..planner.schema.errors import InputError
+from ..planner.schema.layout import Layout
+from ..planner.schema.plan import Plan, UnitPlan
+from .redistribution.boundary import Boundary
+from .redistribution.burst_unit import BurstUnit
+from .redistribution.bursts import Bursts
+from .redistribution.parts import Division
+from .redistribution.redistribute import Mover
+from .redistribution.shards import Shard
+from .redistribution.subset_shard import Residence
+from .run import Run
+
+
+def narrowed(plan: Plan) -> Iterator[UnitPlan]:
+    """The units that leave ranks idle."""
+    return (unit for unit in plan.units if unit.layout.size < plan.world_size and unit.modules)
+
+
+def lives_at(model: nn.Module, plan: Plan) -> dict[str, Layout]:
+    """The layout of each parameter and buffer in units that leave ranks idle, by name."""
+    return {
+        name: unit.layout for unit in narrowed(plan) for name, _ in _tensors(model, unit.modules)
+    }
+
+
+def check_narrowed(model: nn.Module, plan: Plan) -> None:
+    """Raises ``InputError`` where a unit cannot be run by a part of the ranks."""
+    for unit in narrowed(plan):
+        if not unit.batched_inputs:
+            raise InputError(
+                f"unit {unit.name!r} leaves ranks idle and no input of it carries the batch: give "
+                "it all ranks"
+            )
+        if unit.segment:
+            told = " and ".join(repr(name) for name in unit.segment)
+            raise InputError(
+                f"unit {unit.name!r} leaves ranks idle and is in the segment {told}, whose forward "
+                "would run again on some ranks only: recompute the unit by itself"
+            )
+        _check_norms(model, plan, unit)
+
+
+def _check_norms(model: nn.Module, plan: Plan, unit: UnitPlan) -> None:
+    if plan.goal.batch_statistics == "global":
+        return
+    for path in unit.modules:
+        for name, module in model.get_submodule(path).named_modules(prefix=path):
+            if isinstance(module, _BatchNorm):
+                raise InputError(
+                    f"batch normalisation {name!r} is in a unit that leaves ranks idle, so that "
+                    "others see more samples: plan with batch_statistics 'global', or give the "
+                    "unit all ranks"
+                )
+
+
+def settle(
+    model: nn.Module,
+    run: Run,
+    bursts: Bursts,
+    unit: UnitPlan,
+    spec: SplitSpec | None,
+    division: Division,
+    names: dict[int, list[str]],
+) -> None:
+    """Makes one unit that leaves ranks idle ready: this rank keeps its part, or nothing."""
+    gradients: dict[nn.Parameter, Tensor] = {}
+    cuts = {cut.name: cut for cut in spec.cuts} if spec is not None else {}
+    ends = BurstUnit(unit, spec, bursts)
+    for name, tensor in _tensors(model, unit.modules):
+        known = id(tensor) in division.buffers or tensor in division.parameters
+        if not known:  # else it is tied, and settled with an earlier unit
+            aliases = tuple(names[id(tensor)])
+            cut = next((cuts[alias] for alias in aliases if alias in cuts), None)
+            division.add(
+                tensor, _residence(run, unit.layout, name, aliases, tensor, cut), gradients
+            )
+    if ends.idle:
+        for _, tensor in _tensors(model, unit.modules):
+            _empty(tensor)
+    elif spec is not None:
+        _slice(model, run, unit, spec)
+    division.give_back(gradients)
+    for path in unit.modules:
+        for inner, _ in model.get_submodule(path).named_modules(prefix=path):
+            division.places[inner], division.styles[inner] = unit.layout, unit.style
+    ends.attach([model.get_submodule(path) for path in unit.modules])
+
+
+def _tensors(model: nn.Module, paths: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    for path in paths:
+        module = model.get_submodule(path)
+        yield from module.named_parameters(prefix=path, remove_duplicate=False)
+        yield from module.named_buffers(prefix=path, remove_duplicate=False)
+
+
+def _residence(
+    run: Run,
+    layout: Layout,
+    name: str,
+    aliases: tuple[str, ...],
+    tensor: Tensor,
+    cut: ParameterCut | None,
+) -> Residence:
+    world, shape, stride = run.world, tensor.shape, tensor.stride()
+    part = None
+    if cut is not None and layout.place(world.position) is not None:
+        part = Shard(aliases, cut, world.neighbours[layout], shape, stride)
+    everyone = world.spans[range(world.size)]
+    members = layout.degree if cut is not None else 1
+    whole = cut or ParameterCut(name, 0)
+    return Residence(aliases, whole, everyone, shape, stride, layout, world, members, part)
+
+
+def _slice(model: nn.Module, run: Run, unit: UnitPlan, spec: SplitSpec) -> None:
+    group = run.world.neighbours[unit.layout]
+    mover = Mover(group, run.watch, run.meter, run.issued)
+    counts: Callable[[], tuple[int, ...]] = partial(run.group_counts, unit.layout)
+    inside = Boundary(unit, spec, mover, counts, keeps=False)  # for the sums only
+    apply_split(model, unit.modules, spec, unit.layout.degree, group.member, inside.reduce)
+
+
+def _empty(tensor: Tensor) -> None:
+    """Gives the tensor's memory back; the object stays, so optimizers that hold it do."""
+    dtype = tensor.dtype
+    forget_accumulator(tensor)
+    tensor.data = torch.empty(0, dtype=dtype, device=tensor.device)

@@ -1,0 +1,98 @@
+"""Ways to divide a unit's parameters over the members of a group, one module for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ...planner.schema.errors import InputError
+from ...planner.schema.profile import UnitKind
+from ..spec import Reduce, SplitSpec
+from .attention import AttentionRecipe
+from .convolution import ConvolutionRecipe
+from .embedding import EmbeddingRecipe
+from .following import is_lookalike
+from .linear import LinearRecipe
+from .mlp import MLPRecipe
+from .multihead import MultiheadRecipe
+from .recipe import Place, Recipe
+from .slicing import cut_in_place, join_parameter, slice_parameter
+
+__all__ = [
+    "apply_split",
+    "block_kind",
+    "find_splits",
+    "guessed",
+    "join_parameter",
+    "slice_parameter",
+]
+
+BLOCKS: tuple[tuple[UnitKind, Recipe], ...] = (
+    ("attention", MultiheadRecipe()),
+    ("attention", AttentionRecipe()),
+    ("mlp", MLPRecipe()),
+)
+"""Recipes for modules with children, which become one unit because of them."""
+
+LEAVES: tuple[Recipe, ...] = (LinearRecipe(), EmbeddingRecipe(), ConvolutionRecipe())
+
+
+def block_kind(model: nn.Module, module: str) -> UnitKind | None:
+    """The kind of unit that a module with children is as a whole, None if it is not known."""
+    return next((kind for kind, recipe in BLOCKS if recipe.specs(model, [module])), None)
+
+
+def find_splits(model: nn.Module, modules: Sequence[str]) -> tuple[SplitSpec, ...]:
+    """The ways in which the unit made of ``modules`` (fully qualified names, in order) can be
+    divided, by the look of it.
+
+    ``check.holds`` says whether such a split computes what the whole unit does; discovery offers
+    only those that do.
+    """
+    found = _find(model, modules)
+    return tuple(s for s in found[1] if s.parts > 1) if found else ()
+
+
+def guessed(model: nn.Module, modules: Sequence[str]) -> bool:
+    """Whether ``find_splits`` goes by names and shapes here, not by types that it knows."""
+    if any(recipe.specs(model, modules) for _, recipe in BLOCKS):
+        return True
+    return any(is_lookalike(model.get_submodule(name)) for name in modules[1:])
+
+
+def _find(model: nn.Module, modules: Sequence[str]) -> tuple[Recipe, tuple[SplitSpec, ...]] | None:
+    for recipe in (*(recipe for _, recipe in BLOCKS), *LEAVES):
+        if specs := recipe.specs(model, modules):
+            return recipe, tuple(specs)
+    return None
+
+
+def apply_split(
+    model: nn.Module,
+    modules: Sequence[str],
+    spec: SplitSpec,
+    degree: int,
+    member: int,
+    reduce: Reduce,
+) -> None:
+    """Makes the unit one member's part of itself, in place.
+
+    Parameters and buffers are cut (the objects stay, so optimizers and ties do), forwards that
+    must end in ``reduce`` are replaced on the instances. ``recipe`` says what a member then takes
+    and leaves. Raises ``InputError`` where the unit cannot be divided so, or a tied parameter has
+    been divided in another way.
+    """
+    found = _find(model, modules)
+    if found is None or spec.style not in [s.style for s in found[1]]:
+        raise InputError(
+            f"unit {modules[0]!r} cannot be divided by {spec.style}: plan it anew for this model"
+        )
+    if not spec.uneven and spec.parts % degree:
+        raise InputError(
+            f"unit {modules[0]!r} has {spec.parts} parts, which {degree} members cannot share "
+            "evenly: choose a degree that divides them"
+        )
+    for cut in spec.cuts:
+        cut_in_place(model, cut, degree, member)
+    found[0].patch(model, modules, spec, Place(degree, member, reduce))

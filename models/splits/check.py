@@ -1,0 +1,251 @@
+"""Whether a split computes what the whole unit does: all members in one process, as threads.
+
+Recipes recognise modules by their looks, and looks can deceive. So a split is tried on the unit's
+own recorded inputs, in double precision, forward and backward, before it is offered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # torch has no public name for it
+
+from ...planner.cost.ownership import feature_bounds
+from ..replay import Call, run_modules
+from ..spec import SplitSpec, UnitSpec
+from . import apply_split
+from .slicing import slice_parameter
+
+_WAIT_S = 60.0
+_LONG, _SHORT = 256, 16
+"""Sequences of more positions are tried with so many."""
+_SPREAD = 0.2
+"""Standard deviation of the parameters that a split is tried with."""
+
+
+class _Meeting:
+    """The reduction of members that run as threads: each gets the sum for its own samples."""
+
+    def __init__(self, degree: int) -> None:
+        self._barrier = threading.Barrier(degree)
+        self._partials: dict[int, Tensor] = {}
+        self._degree = degree
+
+    def reduce(self, member: int, partial: Tensor) -> Tensor:
+        self._partials[member] = partial
+        self._barrier.wait(_WAIT_S)
+        parts = [self._partials[m] for m in range(self._degree)]
+        self._barrier.wait(_WAIT_S)
+        left, right = feature_bounds(len(partial), self._degree, member)
+        total = parts[0][left:right]
+        for part in parts[1:]:
+            total = total + part[left:right]
+        return total
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class Member:
+    """One member's copy of a unit, and what it made."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        self.model = module
+        self.names = names
+        self.output: Any = None
+        self.error: BaseException | None = None
+
+
+def run_members(
+    holder: nn.Module, unit: UnitSpec, spec: SplitSpec, call: Call, degree: int
+) -> list[Member]:
+    """The unit divided over ``degree`` members, each run on its part of ``call``'s inputs.
+
+    ``holder`` has the unit's modules under their names. Outputs keep their graphs.
+    """
+    meeting = _Meeting(degree)
+    members = [Member(copy.deepcopy(holder), unit.modules) for _ in range(degree)]
+    threads = []
+    for index, member in enumerate(members):
+
+        def reduce(partial: Tensor, index: int = index) -> Tensor:
+            return meeting.reduce(index, partial)
+
+        apply_split(member.model, unit.modules, spec, degree, index, reduce)
+        given = member_call(unit, spec, call, degree, index)
+        threads.append(threading.Thread(target=_work, args=(member, given, meeting), daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_WAIT_S)
+    errors = [m.error for m in members if m.error is not None]
+    # A member that fails leaves the others before a broken barrier: its own error comes first.
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return members
+
+
+def _work(member: Member, call: Call, meeting: _Meeting) -> None:
+    try:
+        member.output = run_modules(member.model, member.names, call)
+    except BaseException as error:
+        member.error = error
+        meeting.abort()
+
+
+def member_call(unit: UnitSpec, spec: SplitSpec, call: Call, degree: int, member: int) -> Call:
+    """The call as a member gets it: whole, or with its slice of the first input's features."""
+    if spec.style != "row":
+        return call
+    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+    first = unit.batched_inputs[0]
+    left, right = feature_bounds(spec.features, degree, member)
+    leaves[first] = leaves[first].narrow(spec.feature_dim, left, right - left)
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    return Call(args, kwargs)
+
+
+def joined(spec: SplitSpec, outputs: Sequence[Any]) -> Tensor:
+    """The whole unit's main output from the members' own."""
+    tensors = [main_output(output) for output in outputs]
+    return torch.cat(tensors, spec.feature_dim if spec.style == "column" else 0)
+
+
+def main_output(output: Any) -> Tensor:
+    """The first tensor of a unit's output."""
+    return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+
+
+def holds(model: nn.Module, unit: UnitSpec, spec: SplitSpec, call: Call, degree: int = 2) -> bool:
+    """Whether the split's output and gradients equal the whole unit's on ``call``'s inputs."""
+    if not spec.uneven and spec.parts % degree:
+        return False
+    try:
+        with torch.device("cpu"):  # a default device such as meta may be set
+            holder = _prepared(isolated(model, unit.modules))
+            short = _shortened(call, holder)
+            if short is not call:
+                with contextlib.suppress(Exception):  # its forward may need the whole length
+                    return _agrees(holder, unit, spec, _with_values(short).double(), degree)
+            return _agrees(holder, unit, spec, _with_values(call).double(), degree)
+    except Exception:
+        return False  # a look-alike, whose own forward may fail in any way on its parts
+
+
+def _shortened(call: Call, holder: nn.Module) -> Call:
+    """The call with the first few positions of long sequences: what a split computes does not
+    depend on how many there are, and the time that it takes does. The call itself where nothing is
+    long, or where a length is also that of a parameter."""
+    first = next((t for t in call.tensors() if t.ndim > 2), None)
+    length = first.shape[1] if first is not None else 0
+    known = {size for p in (*holder.parameters(), *holder.buffers()) for size in p.shape}
+    if length <= _LONG or length in known or first is None or length in first.shape[2:]:
+        return call
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim, size in enumerate(tensor.shape):
+            if size == length:
+                tensor = tensor.narrow(dim, 0, _SHORT)
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    args, kwargs = pytree.tree_map_only(Tensor, cut, (call.args, dict(call.kwargs)))
+    return Call(args, kwargs)
+
+
+def isolated(model: nn.Module, modules: Sequence[str]) -> nn.Module:
+    """The unit's modules alone, copied, under their names."""
+    if list(modules) == [""]:  # the model is one unit itself
+        return copy.deepcopy(model)
+    root = nn.Module()
+    copies = copy.deepcopy([model.get_submodule(name) for name in modules])  # keeps ties
+    for name, module in zip(modules, copies, strict=True):
+        holder = root
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(holder, part):
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        holder.add_module(last, module)
+    return root
+
+
+def _prepared(holder: nn.Module) -> nn.Module:
+    """Without dropout, in double precision, with other parameters and statistics: many start as
+    zeros or ones, which would hide a bias that is added twice. Also gives meta tensors memory.
+    """
+    holder.double().eval()
+    if any(t.is_meta for t in (*holder.parameters(), *holder.buffers())):
+        holder.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in holder.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.double))
+            parameter.mul_(_SPREAD).grad = None
+        for name, buffer in holder.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                buffer.copy_(torch.rand(buffer.shape, generator=generator, dtype=torch.double))
+                buffer.add_(0.5)
+    return holder
+
+
+def _with_values(call: Call) -> Call:
+    """The call itself, or one with random numbers where it was recorded without memory."""
+    generator = torch.Generator().manual_seed(1)
+
+    def fill(t: Tensor) -> Tensor:
+        if not t.is_meta:
+            return t
+        if not t.is_floating_point():
+            return torch.zeros(t.shape, dtype=t.dtype)
+        drawn = torch.randn(t.shape, generator=generator, dtype=torch.double)
+        return drawn.to(t.dtype).requires_grad_(t.requires_grad)
+
+    args, kwargs = pytree.tree_map_only(Tensor, fill, (call.args, dict(call.kwargs)))
+    return Call(args, kwargs)
+
+
+def _agrees(holder: nn.Module, unit: UnitSpec, spec: SplitSpec, call: Call, degree: int) -> bool:
+    whole_call, split_call = call.fresh(), call.fresh()
+    whole = main_output(run_modules(holder, unit.modules, whole_call))
+    members = run_members(holder, unit, spec, split_call, degree)
+    output = joined(spec, [m.output for m in members])
+    if output.shape != whole.shape or not torch.allclose(output, whole, 1e-9, 1e-10):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(whole.shape, generator=generator, dtype=whole.dtype).to(whole.device)
+    (whole * weight).sum().backward()  # type: ignore[no-untyped-call]
+    (output * weight).sum().backward()  # type: ignore[no-untyped-call]
+    pairs = zip(whole_call.tensors(), split_call.tensors(), strict=True)
+    return all(_same(a.grad, b.grad) for a, b in pairs) and _same_parameters(holder, spec, members)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return (a is None or not a.any()) and (b is None or not bool(b.any()))
+    return torch.allclose(a, b, 1e-9, 1e-10)
+
+
+def _same_parameters(holder: nn.Module, spec: SplitSpec, members: Sequence[Member]) -> bool:
+    """Whether cut gradients are slices of the whole's, and the others add up to it."""
+    cuts = {cut.name: cut for cut in spec.cuts}
+    for name, parameter in holder.named_parameters():
+        own = [dict(m.model.named_parameters())[name].grad for m in members]
+        if parameter.grad is None:
+            if any(g is not None and g.any() for g in own):
+                return False
+        elif name in cuts:
+            for j, gradient in enumerate(own):
+                part = slice_parameter(parameter.grad, cuts[name], len(members), j)
+                if part.numel() and not _same(part, gradient):
+                    return False
+        else:
+            total = sum((g for g in own if g is not None), torch.zeros_like(parameter))
+            if not _same(parameter.grad, total):
+                return False
+    return True

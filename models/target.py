@@ -1,0 +1,230 @@
+"""TARGET: how a user names what is to be trained, and the Workload that it stands for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # torch has no public name for it
+
+from ..planner.schema.errors import InputError
+from .workload import Batch, Workload
+from .zoo import build
+
+WORKLOAD_SAMPLES = 32
+"""What a rank is taken to feed of a ``Workload``, which makes batches of any size."""
+HOW = (
+    "give a workload's name, path/to/file.py:factory or package.module:factory, where the "
+    "factory takes no argument and returns a Workload"
+)
+
+
+class NoFileError(InputError):
+    """A target whose file is not there."""
+
+
+def planned(target: str) -> Workload:
+    """The workload of a plan's target, whose file is named as seen from where it was planned."""
+    try:
+        return workload(target)
+    except NoFileError:
+        raise InputError(
+            f"there is no file {target.rpartition(':')[0]} here, which the plan names: run this "
+            "from the folder where it was planned, or plan again here"
+        ) from None
+
+
+def workload(target: str | Workload, *, seed: int = 0) -> Workload:
+    """The workload that ``target`` names, under that name; a Workload is returned as it is.
+
+    Its parameters are drawn with ``seed``, so that every process builds the same; the caller's
+    random state is left alone. Raises ``InputError`` with the remedy.
+    """
+    if isinstance(target, Workload):
+        return target
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if ":" in target:
+            return _from_factory(target)
+        if target.endswith(".py"):
+            raise InputError(f"{target!r} names no factory: write {target}:factory")
+        try:
+            return build(target)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+
+
+def _from_factory(target: str) -> Workload:
+    home, _, name = target.rpartition(":")
+    module = _file(home) if home.endswith(".py") else _module(home)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise InputError(f"{home} has no function {name!r}: {HOW}")
+    made = _call(factory, target)
+    if not isinstance(made, Workload):
+        raise InputError(
+            f"factory {target!r} returned {type(made).__name__}, expected a meshwright.Workload: "
+            "return Workload(name, model, make_batch, loss)"
+        )
+    return replace(made, name=target)
+
+
+def _call(factory: Callable[[], object], target: str) -> object:
+    try:
+        return factory()
+    except InputError:
+        raise  # a sentence of the factory's own
+    except Exception as error:
+        raise InputError(
+            f"factory {target!r} failed with {_said(error)}; it is called without arguments and "
+            "returns a Workload(name, model, make_batch, loss)"
+        ) from error
+
+
+def _module(name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # the command's own folder leads sys.path, not the user's
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise InputError(f"there is no module {error.name!r} for {name!r}: {HOW}") from None
+    except Exception as error:
+        raise InputError(f"importing {name} failed with {_said(error)}; mend it") from error
+
+
+def _file(path: str) -> ModuleType:
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise NoFileError(f"there is no file {path}: {HOW}")
+    # A name of its own, so that a file called torch.py or test.py hides nothing.
+    name = f"_meshwright_target_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"running {path} failed with {_said(error)}; mend it") from error
+    return module
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def try_out(chosen: Workload, size: int = 2, device: torch.device | str = "cpu") -> None:
+    """One forward and loss on a batch of the workload's own, without gradients.
+
+    Raises ``InputError`` with the model's own error where that fails; random state, buffers and
+    training mode are left as they were.
+    """
+    buffers = [b.clone() for b in chosen.model.buffers()]
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            batch = chosen.make_batch(size).to(device)
+            loss = chosen.loss(chosen.model(*batch.args, **batch.kwargs), batch.target)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"the model of {chosen.name!r} failed on its own batch of {size} with {_said(error)}; "
+            "its model, make_batch and loss must fit together"
+        ) from error
+    finally:
+        with torch.no_grad():
+            for now, before in zip(chosen.model.buffers(), buffers, strict=True):
+                now.copy_(before)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(f"the loss of {chosen.name!r} gave {what}, expected one number (a mean)")
+
+
+def from_model(
+    model: nn.Module,
+    example_inputs: Any = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+) -> Workload:
+    """A workload around a bare model, to measure it with.
+
+    ``example_inputs`` is a tensor, a tuple of positional arguments, a mapping of keyword arguments
+    or a ``Batch`` with its target; without it the model's ``dummy_inputs`` (transformers) are
+    taken. Batches of other sizes repeat its samples. ``loss(output, target)``: by default the
+    output's own ``loss`` where it has one, else a mean of all outputs, which costs next to nothing.
+    """
+    example = example_batch(model, example_inputs)
+    if loss is not None and example.target is None:
+        raise InputError(
+            "loss was given and example_inputs holds no target: pass "
+            "example_inputs=meshwright.Batch(args, target)"
+        )
+
+    def make_batch(size: int) -> Batch:
+        return example.take(torch.arange(size) % max(example.size, 1))
+
+    return Workload(type(model).__name__, model, make_batch, loss or stand_in_loss)
+
+
+def example_batch(model: nn.Module, inputs: Any) -> Batch:
+    """``example_inputs`` (see ``from_model``) as a batch; ``InputError`` where there are none
+    or they hold no samples."""
+    if inputs is None:
+        inputs = getattr(model, "dummy_inputs", None)
+    if inputs is None:
+        raise InputError(
+            f"no example inputs for {type(model).__name__}: pass example_inputs=(x,) with tensors "
+            "of a few samples, a dict of keyword arguments, or a meshwright.Workload as the model"
+        )
+    if isinstance(inputs, Batch):
+        batch = inputs
+    elif isinstance(inputs, Mapping):
+        batch = Batch((), None, dict(inputs))
+    else:
+        batch = Batch(tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), None)
+    try:
+        empty = batch.size == 0
+    except ValueError:
+        raise InputError(
+            f"example_inputs of {type(model).__name__} hold no tensor with a batch dimension"
+        ) from None
+    if empty:
+        raise InputError("example_inputs hold no samples: pass at least one, better a few")
+    return batch
+
+
+def stand_in_loss(output: Any, target: Any) -> Tensor:
+    """The output's own loss, or a mean over its floating tensors so that backward has a start."""
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not leaves:
+        raise InputError("the model's output holds no tensor that depends on a parameter")
+    return torch.stack([t.float().sum() / max(t.numel(), 1) for t in leaves]).mean()
+
+
+def workload_of(
+    model: nn.Module | Workload, example_inputs: Any, loss: Callable[[Any, Any], Tensor] | None
+) -> tuple[Workload, int]:
+    """What to measure, and how many samples a rank feeds where the user does not say."""
+    if isinstance(model, Workload):
+        return model, WORKLOAD_SAMPLES
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"auto_parallelize got {type(model).__name__} as model, expected a torch.nn.Module or "
+            "a meshwright.Workload"
+        )
+    example = example_batch(model, example_inputs)
+    return from_model(model, example, loss), example.size

@@ -1,0 +1,257 @@
+"""Discovery: the units of a model, the edges between them, and how each unit can be divided."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ...planner.schema.profile import UnitKind
+from ..replay import Call, capture
+from ..spec import SplitSpec, UnitSpec
+from ..splits import find_splits, guessed
+from ..splits.check import holds
+from ..splits.following import BATCH_NORMS
+from ..workload import Batch
+from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, loads_of, pruned
+from .pieces import Piece, pieces_of
+from .select import Run, draws_early, parameters_used_outside, select_runs, unused_parameters
+from .trace import Trace, record
+
+_TRIED_SAMPLES = 2
+_BLOCKS = ("attention", "mlp")
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The tensors with a batch dimension that flow between two units, in bytes for each sample;
+    ``gradient_bytes_per_sample`` is the part that has a gradient. ``features`` and ``tensors`` as
+    in ``EdgeProfile``."""
+
+    source: str
+    target: str
+    bytes_per_sample: float
+    gradient_bytes_per_sample: float
+    features: int = 1
+    tensors: int = 0
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """A model's units in forward order, ``@input`` first and ``@output`` last, and their edges.
+
+    ``unused`` are names of parameters that no forward uses, ``pieces`` the stretches of the forward
+    that can run again together. ``fingerprint`` stands for the
+    structure: names, shapes and types of parameters and buffers, and the units.
+    """
+
+    units: tuple[UnitSpec, ...]
+    edges: tuple[Edge, ...]
+    unused: tuple[str, ...]
+    fingerprint: str
+    pieces: tuple[Piece, ...] = ()
+
+    def unit(self, name: str) -> UnitSpec:
+        """The unit of that name."""
+        return next(u for u in self.units if u.name == name)
+
+
+def discover(
+    model: nn.Module, batch: Batch, other: Batch | None = None, *, check: bool = True
+) -> Discovery:
+    """The units of ``model``, found by running it on ``batch`` and on ``other``, a batch of another
+    size (made from ``batch`` if not given).
+
+    With ``check`` a way to divide a unit that was recognised by its looks is tried on the unit's
+    own inputs before it is listed. Raises ``InputError`` where the model fails on its batch. The
+    model is left as it was.
+    """
+    other = other or another_size(batch)
+    traces = record(model, batch), record(model, other)
+    trial = _Trial(model, batch) if check else None
+    refused: set[str] = set()
+    while True:
+        runs = [select_runs(model, trace, refused) for trace in traces]
+        flows = [flow_of(trace, r) for trace, r in zip(traces, runs, strict=True)]
+        specs = _specs(model, traces, runs, flows[0])
+        kept = trial.checked(specs) if trial else specs
+        # A module that only looks like attention or an MLP has better chances in its parts.
+        lost = {
+            n for n, u in specs.items() if u.kind in _BLOCKS and u.splits and not kept[n].splits
+        }
+        if lost <= refused:
+            return _discovery(model, traces[0], runs[0], flows, kept, batch.size - other.size)
+        refused |= lost
+
+
+def _discovery(
+    model: nn.Module,
+    trace: Trace,
+    runs: list[Run],
+    flows: Sequence[Flow],
+    specs: dict[str, UnitSpec],
+    samples: int,
+) -> Discovery:
+    """Puts units and edges together; the flows differ by so many ``samples``."""
+    slopes = _slopes(flows[0], flows[1], samples)
+    nodes, ends = pruned(flows[0], {e for e, (whole, _) in slopes.items() if whole > 0})
+    names = {node: node for node in nodes}
+    glue = [node for node in nodes if node.startswith(GLUE)]
+    names.update({node: f"{GLUE}{i}" for i, node in enumerate(glue)})
+    units = tuple(specs[n] if n in specs else _fixed(names[n]) for n in nodes)
+    loads = loads_of(flows[0], ends)
+    edges = tuple(_edge(e, slopes[e], names, specs, loads[e]) for e in ends)
+    pieces = pieces_of(trace, runs, names)
+    unused = unused_parameters(model, runs)
+    return Discovery(units, edges, unused, fingerprint(model, units), pieces)
+
+
+def another_size(batch: Batch) -> Batch:
+    """A batch of one sample more than ``batch``, of the same samples. (One less could be one, which
+    batch normalisation refuses.)"""
+    return batch.take(torch.arange(batch.size + 1) % batch.size)
+
+
+def fingerprint(model: nn.Module, units: Sequence[UnitSpec]) -> str:
+    """Sixteen hexadecimal digits for a model's structure as Meshwright sees it."""
+    parts = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()]
+    parts += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
+    parts += [f"{u.name} {u.kind} {' '.join(u.modules)}" for u in units]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _fixed(name: str) -> UnitSpec:
+    kinds: dict[str, UnitKind] = {INPUT: "input", OUTPUT: "output"}
+    return UnitSpec(name=name, kind=kinds.get(name, "glue"), modules=())
+
+
+def _slopes(flow: Flow, other: Flow, samples: int) -> dict[Ends, tuple[float, float]]:
+    """(bytes, gradient bytes) for each sample of each edge, by two forwards of different size."""
+    found = {}
+    for ends in flow.edges:
+        if ends in other.edges:
+            whole = (flow.bytes(ends) - other.bytes(ends)) / samples
+            back = (flow.gradient_bytes(ends) - other.gradient_bytes(ends)) / samples
+            found[ends] = (max(0.0, whole), max(0.0, back))
+    return found
+
+
+def _edge(
+    ends: Ends,
+    slope: tuple[float, float],
+    names: dict[str, str],
+    specs: dict[str, UnitSpec],
+    tensors: int,
+) -> Edge:
+    source, target = ends
+    sliced = [
+        split.features
+        for name, style in ((source, "column"), (target, "row"))
+        if name in specs and (split := specs[name].split(style)) is not None  # type: ignore[arg-type]
+    ]
+    features = sliced[0] if sliced else 1
+    return Edge(names[source], names[target], slope[0], slope[1], features, tensors)
+
+
+def _specs(
+    model: nn.Module, traces: Sequence[Trace], runs: Sequence[list[Run]], flow: Flow
+) -> dict[str, UnitSpec]:
+    """The units by name, with the splits that they have by the look of them."""
+    found = {}
+    twins = {run.name: run for run in runs[1]}
+    sizes = [trace.size for trace in traces]
+    shared = parameters_used_outside(model, traces[0], runs[0])
+    for run in runs[0]:
+        twin = twins.get(run.name)
+        batched = _batched(run, twin, sizes)
+        modules = [model.get_submodule(name) for name in run.modules]
+        own = {id(p) for m in modules for p in m.parameters()}
+        plain = (
+            _leaves_samples(run, twin, sizes, flow)
+            and run.name not in flow.inside
+            and not own & shared
+            and not draws_early(traces[0], run)
+        )
+        splits = find_splits(model, run.modules) if batched and plain else ()
+        found[run.name] = UnitSpec(
+            name=run.name,
+            kind=run.kind,
+            modules=run.modules,
+            batched_inputs=batched,
+            splits=tuple(s for s in splits if _fits(run, s)),
+            batch_statistics=any(isinstance(x, BATCH_NORMS) for m in modules for x in m.modules()),
+        )
+    return found
+
+
+def _batched(run: Run, twin: Run | None, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The leaves of the unit's inputs whose dimension 0 is the batch in both forwards; none if a
+    main input has its samples elsewhere."""
+    if twin is None or len(run.calls[0].inputs) != len(twin.calls[0].inputs):
+        return ()
+    found = []
+    pairs = zip(run.calls[0].inputs, twin.calls[0].inputs, strict=True)
+    for i, (a, b) in enumerate(pairs):
+        if a is None or b is None:
+            continue
+        if a.shape[:1] == (sizes[0],) and b.shape[:1] == (sizes[1],):
+            found.append(i)
+        elif a.shape != b.shape:
+            return ()
+    return tuple(found)
+
+
+def _leaves_samples(run: Run, twin: Run | None, sizes: Sequence[int], flow: Flow) -> bool:
+    """Whether the unit's first output has its samples in dim 0, and no other is used."""
+    outputs = [s for s in run.calls[-1].outputs if s is not None]
+    others = [s for s in twin.calls[-1].outputs if s is not None] if twin else []
+    if not outputs or not others:
+        return False
+    if outputs[0].shape[:1] != (sizes[0],) or others[0].shape[:1] != (sizes[1],):
+        return False
+    used = {key for ends, seen in flow.edges.items() if ends[0] == run.name for key in seen}
+    return all(s.key == outputs[0].key or s.key not in used for s in outputs)
+
+
+def _fits(run: Run, split: SplitSpec) -> bool:
+    """Whether a split suits the tensors that the unit was seen with: its features are not what
+    dim 0 counts, and the input that a row split slices comes first."""
+    given, made = run.calls[0].inputs[0], run.calls[-1].outputs[0]
+    if given is None or made is None:
+        return False
+    tensor = given if split.style == "row" else made
+    return len(tensor.shape) > 1 and len(tensor.shape) > split.feature_dim
+
+
+class _Trial:
+    """Tries splits of a model's units on the inputs that they get in its forward."""
+
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        self.model = model
+        self.batch = batch if batch.size <= _TRIED_SAMPLES else batch.slice(0, _TRIED_SAMPLES)
+        self._tried: dict[tuple[object, ...], bool] = {}
+
+    def checked(self, specs: Mapping[str, UnitSpec]) -> dict[str, UnitSpec]:
+        """The units with those splits only that compute what the whole unit does."""
+        doubtful = [u for u in specs.values() if u.splits and guessed(self.model, u.modules)]
+        calls = capture(self.model, self.batch, doubtful) if doubtful else {}
+        found = dict(specs)
+        for unit in doubtful:
+            call = calls.pop(unit.name)
+            kept = tuple(s for s in unit.splits if self._holds(unit, s, call))
+            found[unit.name] = replace(unit, splits=kept)
+        return found
+
+    def _holds(self, unit: UnitSpec, split: SplitSpec, call: Call) -> bool:
+        """``check.holds``, once for each kind of unit: equal modules on equal shapes behave
+        alike."""
+        modules = [self.model.get_submodule(name) for name in unit.modules]
+        inside = [(repr(m), [tuple(p.shape) for p in m.parameters()]) for m in modules]
+        key = (split.style, split.parts, str(inside), str([t.shape for t in call.tensors()]))
+        if key not in self._tried:
+            degree = next((d for d in (2, 3, 5, 7) if split.uneven or split.parts % d == 0), 0)
+            self._tried[key] = bool(degree) and holds(self.model, unit, split, call, degree)
+        return self._tried[key]

@@ -1,0 +1,208 @@
+"""Which submodules are the units of a model.
+
+A unit is the smallest piece that can get a decision of its own: called once in a forward, entered
+and left through known tensors. From the model downwards a module is entered as long as everything
+in it that has parameters is called exactly once and its own code uses no parameter but theirs.
+Attention and MLP modules with a known recipe stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ...planner.schema.profile import UnitKind
+from ..splits import block_kind
+from ..splits.following import BATCH_NORMS, CONVOLUTIONS, may_follow
+from ..splits.linear import is_linear
+from .trace import Event, Seen, Trace
+
+_RANDOM = ("dropout", "alpha_dropout", "feature_", "bernoulli", "rand", "normal", "uniform")
+"""How the names of torch's operations that draw random numbers begin."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A unit in a trace: its modules' calls in order."""
+
+    kind: UnitKind
+    calls: tuple[Event, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(c.module or "" for c in self.calls)
+
+    @property
+    def name(self) -> str:
+        """The first module's fully qualified name; a model that is one unit is called ``model``."""
+        return self.modules[0] or "model"
+
+    @property
+    def start(self) -> int:
+        return self.calls[0].index
+
+    @property
+    def end(self) -> int:
+        return self.calls[-1].end
+
+
+def select_runs(model: nn.Module, trace: Trace, refused: Collection[str] = ()) -> list[Run]:
+    """The units of a model in the order in which a forward calls them.
+
+    ``refused`` names modules that look as if a recipe knew them and do not stay whole for that.
+    """
+    chosen = dict(_units(model, trace, "", refused))
+    calls = sorted((trace.calls(name)[0] for name in chosen), key=lambda e: e.index)
+    return _merge(model, trace, [Run(chosen[c.module or ""], (c,)) for c in calls])
+
+
+def _units(
+    model: nn.Module, trace: Trace, name: str, refused: Collection[str]
+) -> Iterator[tuple[str, UnitKind]]:
+    """The units at or below a called module that has parameters."""
+    module = model.get_submodule(name)
+    kind = block_kind(model, name) if name and name not in refused else None
+    children = list(_called_children(model, trace, name))
+    if kind is not None or not children or not _enterable(model, trace, name, children):
+        yield name, kind or kind_of(module)
+        return
+    for child in children:
+        yield from _units(model, trace, child, refused)
+
+
+def _called_children(model: nn.Module, trace: Trace, name: str) -> Iterator[str]:
+    """The nearest modules below that have parameters and are called (lists are not)."""
+    for child, module in model.get_submodule(name).named_children():
+        full = f"{name}.{child}" if name else child
+        if next(module.parameters(), None) is None:
+            continue
+        if trace.calls(full):
+            yield full
+        else:
+            yield from _called_children(model, trace, full)
+
+
+def _enterable(model: nn.Module, trace: Trace, name: str, children: list[str]) -> bool:
+    """Whether a module has parameters in ``children`` only (as far as it uses them), each of which
+    is called once. Its own code may use theirs, as output layers use an embedding's.
+    """
+    if any(len(trace.calls(child)) != 1 for child in children):
+        return False
+    inside = set(children)
+    theirs = {id(p) for child in children for p in model.get_submodule(child).parameters()}
+    return all(
+        inside & set(event.stack)
+        or theirs.issuperset(id(model.get_parameter(p)) for p in event.parameters)
+        for event in trace.events
+        if event.parameters and (not name or name in event.stack)
+    )
+
+
+def parameters_used_outside(model: nn.Module, trace: Trace, runs: list[Run]) -> set[int]:
+    """Identities of the parameters that are used where they are not registered: outside of units,
+    or in a unit that does not have them. They cannot be divided.
+    """
+    owned = [
+        (
+            run.start,
+            run.end,
+            {id(p) for m in run.modules for p in model.get_submodule(m).parameters()},
+        )
+        for run in runs
+    ]
+    found: set[int] = set()
+    for event in trace.events:
+        used = {id(model.get_parameter(p)) for p in event.parameters}
+        for start, end, own in owned:
+            if start <= event.index < end:
+                used -= own
+        found |= used
+    return found
+
+
+def draws_early(trace: Trace, run: Run) -> bool:
+    """Whether a unit draws random numbers (dropout) before it uses a parameter: every member of a
+    group would draw them for itself, on an input that all have alike.
+    """
+    for event in trace.events[run.start : run.end]:
+        if event.parameters:
+            return False
+        if event.module is None and event.name.startswith(_RANDOM):
+            return True
+    return False
+
+
+def kind_of(module: nn.Module) -> UnitKind:
+    """What a module is called in tables."""
+    if is_linear(module):
+        return "linear"
+    if isinstance(module, CONVOLUTIONS):
+        return "conv"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return "recurrent"
+    if isinstance(module, nn.MultiheadAttention):
+        return "attention"
+    leaf = next(module.children(), None) is None
+    return "norm" if leaf and "Norm" in type(module).__name__ else "other"
+
+
+def _merge(model: nn.Module, trace: Trace, runs: list[Run]) -> list[Run]:
+    """Runs with what follows each directly and belongs to it: activation, dropout, pooling, and
+    batch normalisation after a convolution."""
+    taken: set[str] = set()
+    merged = []
+    for run in runs:
+        if run.modules[0] in taken:
+            continue
+        while (call := _next_call(model, trace, run)) is not None:
+            run = Run(run.kind, (*run.calls, call))
+            taken.add(call.module or "")
+        merged.append(run)
+    return merged
+
+
+def _next_call(model: nn.Module, trace: Trace, run: Run) -> Event | None:
+    """The call that directly follows a run and joins it, if there is one."""
+    if run.end >= len(trace.events) or run.kind not in ("linear", "conv", "embedding"):
+        return None
+    event = trace.events[run.end]
+    if event.module is None or len(trace.calls(event.module)) != 1:
+        return None
+    first, module = model.get_submodule(run.modules[0]), model.get_submodule(event.module)
+    if not may_follow(first, module) or (isinstance(module, BATCH_NORMS) and len(run.calls) > 1):
+        return None
+    given, made = _only(event.inputs), _only(run.calls[-1].outputs)
+    if given is None or made is None or given.key != made.key or _only(event.outputs) is None:
+        return None
+    return None if _used_elsewhere(trace, made, event) else event
+
+
+def _only(leaves: list[Seen | None]) -> Seen | None:
+    """The tensor among the leaves, if there is just one."""
+    tensors = [leaf for leaf in leaves if leaf is not None]
+    return tensors[0] if len(tensors) == 1 else None
+
+
+def _used_elsewhere(trace: Trace, tensor: Seen, event: Event) -> bool:
+    """Whether anything after ``event`` uses the tensor that went into it."""
+    out = _only(event.outputs)
+    if out is not None and out.key == tensor.key:
+        return False  # changed in place: what comes later uses the result
+    later = (e for e in trace.events[event.end :])
+    if any(s is not None and s.key == tensor.key for e in later for s in e.inputs):
+        return True
+    return any(s is not None and s.key == tensor.key for s in trace.outputs)
+
+
+def unused_parameters(model: nn.Module, runs: list[Run]) -> tuple[str, ...]:
+    """Names of parameters that belong to no unit, because the forward does not use them."""
+    owned: set[int] = set()
+    for run in runs:
+        for name in run.modules:
+            owned.update(id(p) for p in model.get_submodule(name).parameters())
+    found: list[tuple[str, Tensor]] = list(model.named_parameters())
+    return tuple(name for name, parameter in found if id(parameter) not in owned)

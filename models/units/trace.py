@@ -1,0 +1,182 @@
+"""What happens in one forward: which modules are called with which tensors, and what torch does
+between them.
+
+Hooks and a torch function mode see everything that Python does, in any model; nothing is traced
+symbolically. Tensors are told apart by identity, so all of them are kept alive while recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree  # torch has no public name for it
+
+from ...planner.schema.errors import InputError
+from ..preserve import preserved
+from ..workload import Batch
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A tensor at one moment. ``key`` tells it apart from all others of the forward; views of one
+    memory have the same ``storage``.
+    """
+
+    key: int
+    storage: int
+    shape: tuple[int, ...]
+    bytes: int
+    gradient: bool
+
+
+@dataclass
+class Event:
+    """An operation of torch, or a module's call, whose events lie between ``index`` and ``end``.
+
+    ``module`` is the module's name, None for an operation; ``name`` is the operation's.
+    ``inputs`` and ``outputs`` keep the places of leaves that are no tensors, as None. ``stack`` are
+    the names of the modules in whose call it happens, the model itself (``""``) first. Of a module
+    ``takes_one`` says that it is called with one positional argument and nothing else,
+    ``makes_one`` that it returns one tensor by itself.
+    """
+
+    index: int
+    module: str | None
+    name: str
+    stack: tuple[str, ...]
+    inputs: list[Seen | None]
+    outputs: list[Seen | None] = field(default_factory=list)
+    parameters: tuple[str, ...] = ()
+    end: int = -1
+    takes_one: bool = False
+    makes_one: bool = False
+
+
+@dataclass
+class Trace:
+    """One forward: its events in order, the model's inputs and outputs."""
+
+    events: list[Event]
+    inputs: list[Seen | None]
+    outputs: list[Seen | None]
+    size: int
+
+    def calls(self, module: str) -> list[Event]:
+        """The calls of a module."""
+        return self._calls.get(module, [])
+
+    @cached_property
+    def _calls(self) -> dict[str, list[Event]]:
+        found: dict[str, list[Event]] = {}
+        for event in self.events:
+            if event.module is not None:
+                found.setdefault(event.module, []).append(event)
+        return found
+
+
+class _Recorder(TorchFunctionMode):
+    """Records the events of a forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.stack: list[Event] = []
+        self._alive: list[Tensor] = []
+        self._names = {id(p): name for name, p in model.named_parameters()}
+
+    def seen(self, tree: Any) -> list[Seen | None]:
+        leaves = pytree.tree_leaves(tree)
+        return [self._seen(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+    def _seen(self, tensor: Tensor) -> Seen:
+        self._alive.append(tensor)
+        with torch._C.DisableTorchFunction():
+            gradient = tensor.requires_grad and tensor.is_floating_point()
+            size = tensor.numel() * tensor.element_size()
+            return Seen(id(tensor), _storage(tensor), tuple(tensor.shape), size, gradient)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(e.module for e in self.stack if e.module is not None)
+
+    def enter(self, name: str, args: Any, kwargs: Any) -> None:
+        event = Event(len(self.events), name, "", self.names, self.seen((args, kwargs)))
+        event.takes_one = len(args) == 1 and not kwargs
+        self.events.append(event)
+        self.stack.append(event)
+
+    def leave(self, output: Any) -> None:
+        event = self.stack.pop()
+        event.outputs = self.seen(output)
+        event.makes_one = isinstance(output, Tensor)
+        event.end = len(self.events)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = self.seen(args[0] if func is Tensor.__setitem__ else result)
+        if any(outputs):
+            inputs = self.seen((args, kwargs or {}))
+            used = [self._names[s.key] for s in inputs if s and s.key in self._names]
+            name = getattr(func, "__name__", "")
+            event = Event(len(self.events), None, name, self.names, inputs, outputs, tuple(used))
+            event.end = len(self.events) + 1
+            self.events.append(event)
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)  # a kind of tensor without memory of its own, which has no views
+
+
+@contextmanager
+def _hooked(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    handles = []
+    for name, module in model.named_modules():
+
+        def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            recorder.enter(name, args, kwargs)
+
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            recorder.leave(output)
+
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def record(model: nn.Module, batch: Batch) -> Trace:
+    """The trace of one forward of the model on ``batch``; the model is left as it was.
+
+    A model in evaluation mode is traced in training mode, as that is how it will be run.
+    Raises ``InputError`` with the model's own error where it fails on its batch.
+    """
+    recorder = _Recorder(model)
+    with preserved(model), torch.enable_grad():
+        if not model.training:
+            model.train()
+        try:
+            with _hooked(model, recorder), recorder:
+                model(*batch.args, **batch.kwargs)
+        except Exception as error:
+            raise InputError(
+                f"the model failed on its own batch of {batch.size}: "
+                f"{type(error).__name__}: {error}; mend make_batch or the model's forward"
+            ) from error
+    root = next(e for e in recorder.events if e.module == "")
+    return Trace(recorder.events, root.inputs, root.outputs, batch.size)

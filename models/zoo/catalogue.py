@@ -1,0 +1,77 @@
+"""The names of the reference workloads, and what each name builds."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+
+from torch import nn
+
+from ..workload import Workload
+from . import alexnet, gpt, hugging_face, resnet, seq2seq, small, vgg
+from .images import Pictures, image_workload
+
+PUBLISHED = Pictures(channels=3, pixels=224, classes=1000)
+THUMBNAILS = Pictures(channels=3, pixels=32, classes=10)
+DIGITS = Pictures(channels=1, pixels=8, classes=10)
+
+_IMAGE_MODELS: dict[str, tuple[Callable[[], nn.Module], Pictures]] = {
+    "vgg11": (partial(vgg.vgg, 11), PUBLISHED),
+    "vgg16": (partial(vgg.vgg, 16), PUBLISHED),
+    "vgg19": (partial(vgg.vgg, 19), PUBLISHED),
+    "vgg11-32": (partial(vgg.vgg_thumbnail, 11), THUMBNAILS),
+    "vgg16-32": (partial(vgg.vgg_thumbnail, 16), THUMBNAILS),
+    "vgg19-32": (partial(vgg.vgg_thumbnail, 19), THUMBNAILS),
+    "vgg16-32-narrow": (partial(vgg.narrow_vgg_thumbnail, 16), THUMBNAILS),
+    "resnet50": (resnet.resnet50, PUBLISHED),
+    "resnet50-32": (resnet.resnet50_thumbnail, THUMBNAILS),
+    "wide_resnet101": (resnet.wide_resnet101, PUBLISHED),
+    "alexnet": (alexnet.alexnet, PUBLISHED),
+    "mlp": (small.mlp, DIGITS),
+    "cnn-digits": (small.cnn_digits, DIGITS),
+}
+
+
+def _image(name: str) -> Workload:
+    make_model, pictures = _IMAGE_MODELS[name]
+    return image_workload(name, make_model(), pictures)
+
+
+_BUILDERS: dict[str, Callable[[str], Workload]] = {
+    **dict.fromkeys(_IMAGE_MODELS, _image),
+    **dict.fromkeys(seq2seq.SHAPES, seq2seq.workload),
+    **dict.fromkeys(gpt.SHAPES, gpt.workload),
+}
+
+
+def names() -> tuple[str, ...]:
+    """Every name that ``build`` takes here; those from transformers only where it is installed."""
+    return (*_BUILDERS, *(hugging_face.BUILDERS if _has_transformers() else ()))
+
+
+def build(name: str) -> Workload:
+    """The workload of that name, its parameters drawn from torch's default generator.
+
+    Built on the current default device, so ``with torch.device("meta")`` costs no memory.
+    Raises ValueError for a name that is not known, or that needs a package that is missing.
+    """
+    if name in _BUILDERS:
+        return _BUILDERS[name](name)
+    if name not in hugging_face.BUILDERS:
+        raise ValueError(f"unknown workload {name!r}: {_suggestion(name)}")
+    if not _has_transformers():
+        raise ValueError(
+            f"workload {name!r} needs the package transformers: pip install 'meshwright[hf]'"
+        )
+    return hugging_face.BUILDERS[name](name)
+
+
+def _suggestion(name: str) -> str:
+    near = get_close_matches(name.lower(), names(), n=3)
+    return f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(names())}"
+
+
+def _has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None

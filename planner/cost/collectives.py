@@ -1,0 +1,226 @@
+"""Seconds of collectives, from measured curves where there are some, else from a formula.
+
+The formula is that of ring algorithms: ``steps·latency + share·bytes / bandwidth`` with
+
+    collective       size                              steps      share
+    p2p              the message                       1          1
+    all_reduce       the full tensor                   2(n-1)     2(n-1)/n
+    all_gather       the gathered tensor               n-1        (n-1)/n
+    reduce_scatter   the tensor before scattering      n-1        (n-1)/n
+    all_to_all       what the busiest rank sends       n-1        1
+
+Links have two levels. A ring over neighbours leaves each node once and enters it once, over the
+node's network interface, which the devices of the node share: rings that run at the same time
+divide it. A collective that leaves a node occupies the link between nodes for all of its time,
+whichever of its parts is the slowest, so that no faster link can ever make it compete with more.
+
+Time never rises with bandwidth and never falls with bytes: measured points that fall are lifted to
+the largest value before them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..schema.cluster import Cluster, Collective, CollectiveCurve, Level, LevelName
+from ..schema.curve import Curve
+from ..schema.layout import Layout
+
+Positions = npt.NDArray[np.int64]
+"""Positions, one group a row."""
+Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Fabric:
+    """The links as positions see them: a cluster and which rank stands at which position."""
+
+    cluster: Cluster
+    placement: tuple[int, ...]
+
+    @cached_property
+    def node_of(self) -> Positions:
+        """The node's index of each position."""
+        return np.array(self.cluster.node_of_rank, dtype=np.int64)[list(self.placement)]
+
+    @cached_property
+    def pair_bytes_per_s(self) -> Matrix | None:
+        """Measured bandwidths between positions, infinite on the diagonal, or None."""
+        if not self.cluster.pair_bytes_per_s:
+            return None
+        pairs = np.array(self.cluster.pair_bytes_per_s, dtype=np.float64)
+        order = np.array(self.placement)
+        placed: Matrix = pairs[np.ix_(order, order)]
+        np.fill_diagonal(placed, np.inf)
+        return placed
+
+    def level(self, name: LevelName) -> Level:
+        """The level of that name; asked for only where the cluster has such links."""
+        level = self.cluster.level(name)
+        assert level is not None, f"the cluster has no {name} links and something uses them"
+        return level
+
+
+class Rings(NamedTuple):
+    """Groups of one size that communicate at the same time, each as a ring over neighbours.
+
+    ``load`` is how many of the rings share the busiest network interface, ``bytes_per_s`` the rate
+    of the slowest hop with that sharing. ``paired`` says whether measured pairs entered it.
+    """
+
+    ranks: int
+    level: LevelName
+    load: int
+    bytes_per_s: float
+    paired: bool
+
+
+def groups_of(layout: Layout) -> Positions:
+    """The groups of a layout, one a row: those inside which features are exchanged."""
+    flat = np.arange(layout.size, dtype=np.int64) + layout.first
+    return flat.reshape(layout.groups, layout.degree)
+
+
+def peers_of(layout: Layout) -> Positions:
+    """The positions that hold the same shard, one set a row: those that exchange gradients."""
+    return np.ascontiguousarray(groups_of(layout).T)
+
+
+def rings(fabric: Fabric, groups: Positions) -> Rings:
+    """How the rings over all ``groups`` at once load the links."""
+    ranks = groups.shape[1]
+    if ranks < 2:
+        return Rings(ranks, "intra", 1, float("inf"), False)
+    source, target = groups.ravel(), np.roll(groups, -1, axis=1).ravel()
+    from_node, to_node = fabric.node_of[source], fabric.node_of[target]
+    crossing = from_node != to_node
+    level: LevelName = "inter" if crossing.any() else "intra"
+    nodes = len(fabric.cluster.nodes)
+    out = np.bincount(from_node[crossing], minlength=nodes)
+    into = np.bincount(to_node[crossing], minlength=nodes)
+    sharing = np.where(crossing, np.maximum(out[from_node], into[to_node]), 1)
+    rates = _hop_rates(fabric, source, target, crossing) / sharing
+    load = int(sharing.max())
+    return Rings(ranks, level, load, float(rates.min()), fabric.pair_bytes_per_s is not None)
+
+
+def _hop_rates(
+    fabric: Fabric, source: Positions, target: Positions, crossing: npt.NDArray[np.bool_]
+) -> Matrix:
+    """Bandwidth of each hop on its own."""
+    if fabric.pair_bytes_per_s is not None:
+        return fabric.pair_bytes_per_s[source, target]
+    rates = np.empty(len(source))
+    for name, mask in (("inter", crossing), ("intra", ~crossing)):
+        if mask.any():
+            rates[mask] = fabric.level(name).bytes_per_s  # type: ignore[arg-type]
+    return rates
+
+
+def _steps(collective: Collective, ranks: int) -> int:
+    if collective == "p2p":
+        return 1
+    return (2 if collective == "all_reduce" else 1) * (ranks - 1)
+
+
+def _share(collective: Collective, ranks: int) -> float:
+    if collective in ("p2p", "all_to_all"):
+        return 1.0
+    return (2.0 if collective == "all_reduce" else 1.0) * (ranks - 1) / ranks
+
+
+def _ring_s(fabric: Fabric, ring: Rings, collective: Collective, size_bytes: float) -> float:
+    if ring.ranks < 2 or size_bytes <= 0:
+        return 0.0
+    level = fabric.level(ring.level)
+    wire_s = _share(collective, ring.ranks) * size_bytes / ring.bytes_per_s
+    measured = measured_s(level, collective, ring.ranks, size_bytes * ring.load)
+    if measured is None:
+        return _steps(collective, ring.ranks) * level.latency_s + wire_s
+    return max(measured, wire_s) if ring.paired else measured
+
+
+def all_reduce_s(fabric: Fabric, ring: Rings, tensor_bytes: float) -> float:
+    """Seconds to sum a tensor of ``tensor_bytes`` (the full tensor, as each rank holds it)."""
+    return _ring_s(fabric, ring, "all_reduce", tensor_bytes)
+
+
+def all_gather_s(fabric: Fabric, ring: Rings, gathered_bytes: float) -> float:
+    """Seconds until each rank has all ``gathered_bytes``, of which it held its n-th part."""
+    return _ring_s(fabric, ring, "all_gather", gathered_bytes)
+
+
+def reduce_scatter_s(fabric: Fabric, ring: Rings, tensor_bytes: float) -> float:
+    """Seconds to sum tensors of ``tensor_bytes`` (before scattering) and keep the n-th part."""
+    return _ring_s(fabric, ring, "reduce_scatter", tensor_bytes)
+
+
+def all_to_all_s(level: Level, partners: int, busiest_bytes: float) -> float:
+    """Seconds in which the busiest end of a link of ``level`` moves ``busiest_bytes`` one way.
+
+    An exchange in which each rank has at most ``partners`` partners takes the time of an
+    all-to-all among one rank more than these.
+    """
+    if partners < 1 or busiest_bytes <= 0:
+        return 0.0
+    measured = measured_s(level, "all_to_all", partners + 1, busiest_bytes)
+    if measured is not None:
+        return measured
+    return partners * level.latency_s + busiest_bytes / level.bytes_per_s
+
+
+def p2p_s(fabric: Fabric, source: int, target: int, message_bytes: float) -> float:
+    """Seconds of one message of ``message_bytes`` from a position to another."""
+    if source == target or message_bytes <= 0:
+        return 0.0
+    pair = np.array([[source, target]])
+    ring = rings(fabric, pair)
+    return _ring_s(fabric, ring, "p2p", message_bytes)
+
+
+def measured_s(level: Level, collective: Collective, ranks: int, size_bytes: float) -> float | None:
+    """Seconds read from the level's curves, or None if it has none for this collective.
+
+    Between two measured rank counts the seconds are interpolated linearly in the rank count.
+    Outside them the nearest curve is read at the size that puts as many bytes on the wire by the
+    ring's share, and the latency of the steps more or fewer is added or taken away.
+    """
+    curves = _curves_of(level, collective)
+    if not curves:
+        return None
+    for curve in curves:
+        if curve.ranks == ranks:
+            return _rising(curve.seconds)(size_bytes)
+    for lower, upper in pairwise(curves):
+        if lower.ranks < ranks < upper.ranks:
+            part = (ranks - lower.ranks) / (upper.ranks - lower.ranks)
+            low, high = _rising(lower.seconds)(size_bytes), _rising(upper.seconds)(size_bytes)
+            return low + part * (high - low)
+    return _scaled_s(curves[0] if ranks < curves[0].ranks else curves[-1], ranks, size_bytes)
+
+
+def _scaled_s(curve: CollectiveCurve, ranks: int, size_bytes: float) -> float:
+    """A curve read for another rank count than it was measured with."""
+    name = curve.collective
+    size_bytes *= _share(name, ranks) / max(_share(name, curve.ranks), 1e-12)
+    extra = _steps(name, ranks) / max(_steps(name, curve.ranks), 1) - 1.0
+    seconds = _rising(curve.seconds)(size_bytes) + extra * curve.latency_s
+    return max(seconds, size_bytes / curve.bytes_per_s)
+
+
+@lru_cache(maxsize=256)
+def _curves_of(level: Level, collective: Collective) -> tuple[CollectiveCurve, ...]:
+    found = [c for c in level.curves if c.collective == collective]
+    return tuple(sorted(found, key=lambda c: c.ranks))
+
+
+@lru_cache(maxsize=1024)
+def _rising(curve: Curve) -> Curve:
+    """The curve with each value lifted to the largest before it: noise must not reward bytes."""
+    return Curve(x=curve.x, y=tuple(accumulate(curve.y, max)))

@@ -1,0 +1,97 @@
+"""What one member of a group holds and does: shares of the batch and of a unit's measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from math import ceil
+
+from ..schema.curve import Curve
+from ..schema.errors import InputError
+from ..schema.layout import Layout, Style
+from ..schema.profile import ParameterProfile, ShareProfile, UnitProfile
+from .ownership import group_bounds
+
+Quantity = Callable[[ShareProfile], Curve]
+
+
+def batch_counts(batch: int, world_size: int, micro_batches: int = 1) -> tuple[int, ...]:
+    """Samples of each position in its largest micro-batch: the first positions get one more
+    where the batch does not divide, the first micro-batches likewise.
+    """
+    if micro_batches > 1 and batch < world_size * micro_batches:
+        raise InputError(
+            f"{micro_batches} micro-batches of a batch of {batch} on {world_size} ranks would "
+            f"leave some without a sample: use at most {max(batch // world_size, 1)}"
+        )
+    least, more = divmod(batch, world_size)
+    return tuple(ceil((least + (p < more)) / micro_batches) for p in range(world_size))
+
+
+def busiest_samples(counts: tuple[int, ...], layout: Layout) -> int:
+    """Samples of the group that has most."""
+    bounds = group_bounds(counts, layout)
+    return max(b - a for a, b in pairwise(bounds))
+
+
+def share_of(
+    unit: UnitProfile,
+    style: Style,
+    degree: int,
+    quantity: Quantity,
+    samples: float,
+    *,
+    divides: bool = True,
+) -> float:
+    """A measured quantity of a member's share, for ``samples`` samples of its group.
+
+    Between measured degrees it is linear in 1/m (a fixed part and one that is divided). Beyond the
+    largest, the same line is followed, but never below what perfect division of the largest
+    measured share would give. Where no share was measured, division is taken to be perfect, or
+    without ``divides`` not to happen at all.
+    """
+    known = [(s.degree, s) for s in unit.shares if s.style == style and s.degree > 1]
+    points = [(1, unit.whole), *sorted(known, key=lambda p: p[0])]
+    for d, share in points:
+        if d == degree:
+            return quantity(share)(samples)
+    values = [(1.0 / d, quantity(share)(samples)) for d, share in points]
+    inverse = 1.0 / degree
+    for (x0, y0), (x1, y1) in pairwise(values):
+        if x1 <= inverse <= x0:
+            return y0 + (y1 - y0) * (inverse - x0) / (x1 - x0)
+    x1, y1 = values[-1]
+    perfect = y1 * inverse / x1
+    if len(values) == 1:
+        return perfect if divides else y1
+    x0, y0 = values[-2]
+    return max(y1 + (y1 - y0) * (inverse - x1) / (x1 - x0), perfect)
+
+
+def forward_s(unit: UnitProfile, style: Style, degree: int, samples: float) -> float:
+    """Seconds of the forward pass of a member's share."""
+    return share_of(unit, style, degree, lambda s: s.forward, samples)
+
+
+def backward_s(unit: UnitProfile, style: Style, degree: int, samples: float) -> float:
+    """Seconds of the backward pass of a member's share."""
+    return share_of(unit, style, degree, lambda s: s.backward, samples)
+
+
+def saved_bytes(unit: UnitProfile, style: Style, degree: int, samples: float) -> float:
+    """Bytes of feature maps that a member's share saves for backward."""
+    return share_of(unit, style, degree, lambda s: s.saved, samples, divides=False)
+
+
+def shard_bytes(
+    unit: UnitProfile, style: Style, degree: int, parameters: tuple[ParameterProfile, ...]
+) -> int:
+    """Bytes of the largest member's shard of those parameters: those that the style divides are
+    cut into ``degree`` runs of its parts, the first the largest; the others are whole.
+    """
+    split = unit.split(style) if degree > 1 else None
+    if split is None:
+        return sum(p.bytes for p in parameters)
+    divided = {name for name, _ in split.sharded}
+    part = min(ceil(split.parts / degree) / split.parts, 1.0)
+    return sum(ceil(p.bytes * part) if p.shared in divided else p.bytes for p in parameters)

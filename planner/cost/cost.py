@@ -1,0 +1,303 @@
+"""The cost model: what each unit costs under each option, kept in separate figures.
+
+For unit k under an option (layout and style): F and B compute, A blocking communication (the
+redistribution at its entry, by edge; the collectives inside it), C the exchange of its gradients,
+U the update of its shard. Seconds on the busiest rank, for one micro-batch; C and U for one step.
+
+A row or pair unit ends in partial sums: forward they are reduced so that each member keeps its own
+samples (a reduce-scatter among the group), backward the members gather the gradient of these. A
+unit with ``global`` batch statistics all-reduces them, forward and backward.
+
+Reconstruction from the abstracts of GHP (Joo & Youn, IEEE Access 9:52601, 2021): the split of a
+layer's time into these terms is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from ..schema.cluster import Cluster
+from ..schema.errors import InputError
+from ..schema.goal import Goal
+from ..schema.layout import data_parallel
+from ..schema.options import Decisions, Option
+from ..schema.profile import EdgeProfile, ModelProfile, UnitProfile
+from .collectives import Fabric, all_gather_s, all_reduce_s, reduce_scatter_s
+from .compute import backward_s, batch_counts, busiest_samples, forward_s, saved_bytes, shard_bytes
+from .exchange import Exchanges
+from .feedback import LINEAR, MIRRORS, copied_bytes
+from .flows import moved_by_areas
+from .movement import Moved, moved, moved_s
+from .ownership import Held, entry, exit_
+from .prefetch_overlap import Beside, besides
+from .segment_memory import run_again_first
+from .step_time import LINKS, Chain, empty_chain
+from .unit_cost import NO_MOVE, EdgeCost, OnLink, UnitCost, after, offloaded, recomputed, released
+
+BUCKET_BYTES = 25 * 2**20
+"""DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
+
+
+MANY = 128
+"""Positions from which redistributions are counted by areas: piece by piece a thousand take a tenth
+of a second for each pair of layouts."""
+
+
+class CostModel(Exchanges):
+    """The costs of one profile on one cluster for one goal, micro-batch count and placement.
+
+    Gradients travel in buckets of ``bucket_bytes`` (the barrier's schedule), or with ``sliced``
+    unit by unit in slices of at most that (the schedule by priority).
+
+    Every answer is a pure function of these; the object only remembers what it has worked out.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        cluster: Cluster,
+        goal: Goal,
+        micro_batches: int = 1,
+        placement: tuple[int, ...] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        sliced: bool = False,
+    ) -> None:
+        self.placement = placement or tuple(range(cluster.world_size))
+        super().__init__(profile, Fabric(cluster, self.placement), bucket_bytes, sliced)
+        self.cluster, self.goal, self.micro_batches = cluster, goal, micro_batches
+        self.world_size = cluster.world_size
+        self.counts = batch_counts(goal.batch, self.world_size, micro_batches)
+        self._units: dict[tuple[int, Option], UnitCost] = {}
+        self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
+        self._moved: dict[tuple[Held, Held, int], Moved] = {}
+
+    @cached_property
+    def baseline(self) -> Decisions:
+        """Plain data parallelism."""
+        return (Option(data_parallel(self.world_size)),) * len(self.profile.units)
+
+    def of(self, profile: ModelProfile) -> CostModel:
+        """The costs of another profile of the same model, all else being equal. What moves between
+        layouts does not depend on the profile, and is worked out for both together."""
+        made = CostModel(
+            profile, self.cluster, self.goal, self.micro_batches, self.placement,
+            self.bucket_bytes, self.sliced,
+        )  # fmt: skip
+        made._moved = self._moved
+        return made
+
+    @cached_property
+    def besides(self) -> tuple[Beside, ...]:
+        """What units hold while others work."""
+        return besides(self)
+
+    # -- costs -----------------------------------------------------------------------------------
+
+    def unit(self, k: int, option: Option) -> UnitCost:
+        """What unit ``k`` costs by itself under ``option``."""
+        key = (k, option)
+        if key not in self._units:
+            self._units[key] = self._unit(k, option)
+        return self._units[key]
+
+    def _unit(self, k: int, option: Option) -> UnitCost:
+        refuse_unmodelled(self, k, option)
+        unit, (layout, style) = self.profile.units[k], option[:2]
+        samples = busiest_samples(self.counts, layout)
+        trainable = tuple(p for p in self.owned[k] if p.trainable)
+        trained = shard_bytes(unit, style, layout.degree, trainable)
+        payload = self.payload_bytes(option, trained)
+        exchange, slice_s = self.exchanged(option, payload)
+        inner_forward, inner_backward = self._inner(k, option, samples)
+        own_s = self.overhead_s(k, trained if layout.groups > 1 else 0)
+        cost = UnitCost(
+            forward_s=forward_s(unit, style, layout.degree, samples),
+            backward_s=backward_s(unit, style, layout.degree, samples)
+            + own_s
+            + self._copies_s(option, trained),
+            update_s=self._update_s(option, trained),
+            inner_forward=inner_forward,
+            inner_backward=inner_backward,
+            exchange=exchange,
+            gradient_bytes=payload,
+            trained_bytes=trained,
+            shard_bytes=shard_bytes(unit, style, layout.degree, self.owned[k]),
+            slice_s=slice_s,
+        )
+        return released(self._with_memory_policy(unit, option, cost, samples), option)
+
+    def _with_memory_policy(
+        self, unit: UnitProfile, option: Option, cost: UnitCost, samples: int
+    ) -> UnitCost:
+        if option.memory == "recompute":
+            return recomputed(cost)
+        if option.memory == "offload":
+            rate = self.cluster.host_bytes_per_s
+            assert rate is not None, "refused where the rate is not known"
+            saved = saved_bytes(unit, option.style, option.layout.degree, samples)
+            return offloaded(cost, saved / rate)
+        return cost
+
+    def overhead_s(self, k: int, gradient_bytes: int) -> float:
+        """The executor's own work in the backward of unit ``k``: for each of its parameters, for
+        what it exchanges, and at the end of the step's last backward (the first unit's) once."""
+        overhead = self.cluster.overhead_of(sliced=self.sliced)
+        own = overhead.parameter_s * sum(p.trainable for p in self.owned[k])
+        own += overhead.byte_s * gradient_bytes
+        return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)
+
+    def _copies_s(self, option: Option, trained_bytes: int) -> float:
+        """What a mirror on the host adds to backward, which waits for its copies."""
+        copied = copied_bytes(option.feedback, trained_bytes)
+        return copied / (self.cluster.host_bytes_per_s or 1.0) if copied else 0.0
+
+    def _update_s(self, option: Option, trained_bytes: int) -> float:
+        """The update of a member's shard, of its part of it where the exchange is sharded; and for
+        a lossy exchange the choice of what is sent."""
+        part = trained_bytes * self.profile.update_seconds_per_byte(self.goal.optimizer)
+        if option.shards:
+            part /= option.layout.groups
+        rate = self.profile.compression_seconds_per_byte(option.exchange)
+        return part + (trained_bytes * rate if option.lossy else 0.0)
+
+    def _inner(self, k: int, option: Option, samples: int) -> tuple[OnLink, OnLink]:
+        """The collectives inside a unit, forward and backward: those of its partial sums, and the
+        all-reduce of ``global`` batch statistics."""
+        statistics, (forward, backward) = (
+            self._statistics(k, option),
+            self._sums(k, option, samples),
+        )
+        return after(statistics, forward), after(statistics, backward)
+
+    def _statistics(self, k: int, option: Option) -> OnLink:
+        unit = self.profile.units[k]
+        if not unit.batch_statistics or self.goal.batch_statistics != "global":
+            return OnLink()
+        ring = self.ring(option.layout, "all")
+        seconds = all_reduce_s(self.fabric, ring, unit.statistics_bytes)
+        return OnLink(seconds, LINKS.index(ring.level), 2.0 * unit.statistics_bytes)
+
+    def _sums(self, k: int, option: Option, samples: int) -> tuple[OnLink, OnLink]:
+        layout = option.layout
+        if option.style not in ("row", "pair") or layout.degree == 1:
+            return OnLink(), OnLink()
+        ring = self.ring(layout, "groups")
+        link, part = LINKS.index(ring.level), (layout.degree - 1) / layout.degree
+        out, back = (b * samples for b in self.output_bytes_per_sample(k))
+        own_s = self.cluster.overhead.move_s
+        return (
+            OnLink(own_s + reduce_scatter_s(self.fabric, ring, out), link, out * part),
+            OnLink(own_s + all_gather_s(self.fabric, ring, back), link, back * part),
+        )
+
+    def output_bytes_per_sample(self, k: int) -> tuple[float, float]:
+        """(forward, backward) bytes of a unit's output, the largest that an edge takes from it."""
+        edges = [self.profile.edges[e] for e in self.edges_from[k]]
+        return (
+            max((e.bytes_per_sample for e in edges), default=0.0),
+            max((e.gradient_bytes_per_sample for e in edges), default=0.0),
+        )
+
+    def edge(self, e: int, source: Option, target: Option) -> EdgeCost:
+        """What edge ``e`` costs between its ends' options, taken by itself."""
+        key = (e, source, target)
+        if key not in self._edges:
+            held = exit_(source.layout, source.style), entry(target.layout, target.style)
+            self._edges[key] = self._edge(self.profile.edges[e], *held)
+        return self._edges[key]
+
+    def arrival(self, e: int, decisions: Sequence[Option]) -> EdgeCost:
+        """What edge ``e`` costs in a plan: nothing where an earlier unit that needs the same
+        tensors alike has got them (``taking``)."""
+        a, b = self.ends[e]
+        cost = self.edge(e, decisions[a], decisions[b])
+        moves = cost.received_bytes or cost.backward.sent_bytes
+        return NO_MOVE if moves and self.brought_before(e, decisions) else cost
+
+    def _edge(self, edge: EdgeProfile, source: Held, target: Held) -> EdgeCost:
+        sliced = "features" in (source.form, target.form)
+        features = edge.features if sliced else 1
+        move = self.moved(source, target, features)
+        link = LINKS.index(move.level)
+        element = edge.bytes_per_sample / features
+        back = edge.gradient_bytes_per_sample / features
+        return EdgeCost(
+            OnLink(self._move_s(move, element), link, move.sent * element),
+            OnLink(self._move_s(move, back), link, move.received * back),
+            move.received * element,
+        )
+
+    def _move_s(self, move: Moved, element_bytes: float) -> float:
+        """A redistribution, with the executor's own work around it."""
+        seconds = moved_s(self.fabric, move, element_bytes)
+        return seconds + self.cluster.overhead.move_s if seconds else 0.0
+
+    def moved(self, source: Held, target: Held, features: int) -> Moved:
+        """What going from ``source`` to ``target`` moves, remembered."""
+        key = (source, target, features)
+        if key not in self._moved:
+            measure = moved_by_areas if self.world_size >= MANY else moved
+            self._moved[key] = measure(self.fabric, self.counts, source, target, features)
+        return self._moved[key]
+
+    def chain(self, decisions: Sequence[Option]) -> Chain:
+        """All costs of the decisions, in forward order, as the step formulas take them."""
+        chain = empty_chain(len(decisions))
+        for k, option in enumerate(decisions):
+            self.write_unit(chain, k, option)
+            self.write_entry(chain, k, decisions)
+        run_again_first(chain, decisions)
+        return chain
+
+    def write_unit(self, chain: Chain, k: int, option: Option) -> None:
+        """Writes into ``chain`` what unit ``k`` costs by itself."""
+        cost = self.unit(k, option)
+        chain.forward_s[k], chain.backward_s[k] = cost.forward_s, cost.backward_s
+        chain.update_s[k] = cost.update_s
+        for column, on in (
+            (chain.inner_forward_s, cost.inner_forward),
+            (chain.inner_backward_s, cost.inner_backward),
+            (chain.exchange_s, cost.exchange),
+        ):
+            column[:, k] = 0.0
+            column[on.link, k] = on.seconds
+        chain.inner_backward_s[cost.released.link, k] += cost.released.seconds
+        if chain.slice_s is not None:
+            chain.slice_s[:, k] = 0.0
+            chain.slice_s[cost.exchange.link, k] = cost.slice_s
+
+    def write_entry(self, chain: Chain, k: int, decisions: Sequence[Option]) -> None:
+        """Writes into ``chain`` the redistribution at the entry of unit ``k``."""
+        chain.entry_forward_s[:, k] = chain.entry_backward_s[:, k] = 0.0
+        for e in self.edges_into[k]:
+            cost = self.arrival(e, decisions)
+            chain.entry_forward_s[cost.forward.link, k] += cost.forward.seconds
+            chain.entry_backward_s[cost.backward.link, k] += cost.backward.seconds
+
+
+def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:
+    """Raises for a policy whose cost is not known here, or which the schedule cannot have."""
+    unit = model.profile.units[k]
+    reason = ""
+    if option.memory == "offload" and model.cluster.host_bytes_per_s is None:
+        reason = "asks for offload: state host_bytes_per_s of every device in the cluster"
+    elif option.feedback == "host_mirror" and model.cluster.host_bytes_per_s is None:
+        reason = "asks for 'host_mirror': state host_bytes_per_s of every device in the cluster"
+    elif option.feedback in MIRRORS and model.goal.optimizer not in LINEAR:
+        reason = (
+            f"asks for {option.feedback!r} with optimizer {model.goal.optimizer!r}: only the "
+            "update of SGD is linear in the gradient, so use 'in_place'"
+        )
+    elif option.lossy and unit.kept(option.exchange, option.ratio) is None:
+        reason = f"asks for {option.exchange!r} at ratio {option.ratio}: measure its fidelity there"
+    elif option.shards and not model.sliced:
+        reason = "asks for a sharded exchange: plan it with the priority schedule"
+    elif option.gathers and option.memory == "offload":
+        reason = "asks for offload and fully_sharded exchange: choose one of them"
+    elif option.early_release and not model.sliced:
+        reason = "asks for early release: plan it with the priority schedule"
+    elif option.early_release and model.micro_batches > 1:
+        reason = "asks for early release: its gradients add up, so use one micro-batch"
+    if reason:
+        raise InputError(f"unit {unit.name!r} {reason}")

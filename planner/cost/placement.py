@@ -1,0 +1,193 @@
+"""Which rank takes which position, given unequal links.
+
+Members of a group are neighbours and exchange among themselves; those that hold the same shard are
+a group's length apart and exchange gradients. An order is judged by the seconds per byte of the
+slowest ring, summed over the layouts in question: groups of neighbours, and rings over their peers.
+
+Worker allocation is one of the three decisions of GHP (Joo & Youn, IEEE Access 9:52601, 2021); how
+they search is not in the abstract, what stands here is ours. Exact where there are few orders; else
+hosts stay together and the best of several orders is improved by swaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, permutations, zip_longest
+from math import factorial
+from random import Random
+
+from ..schema.cluster import Cluster
+from ..schema.layout import Layout, lattice
+from .collectives import Fabric, groups_of, peers_of, rings
+
+EXACT_ORDERS = 1000
+"""Every order is tried where there are no more. Ranks of a host are alike unless pairs were
+measured: two hosts of five and three devices make 56 orders, six ranks measured in pairs 720."""
+EXACT_NODES = 6
+"""Up to here every order of whole nodes is tried, their ranks kept together."""
+SWAPS = 2000
+"""Pairs of nodes that are swapped in each round; of more (above 63 nodes) a drawn sample."""
+GROUP_WEIGHT = 3.0
+"""What is moved inside a group is waited for, the exchange of gradients can hide."""
+SWAP_STARTS = 6
+"""How many of the best orders are improved by swapping ranks."""
+SWAP_ROUNDS = 4
+"""How often the whole order is gone through for a swap that helps."""
+SWAP_RANKS = 16
+"""Above, swaps are not tried: each costs a look at every ring."""
+WORTH_IT = 0.99
+"""An order must save a hundredth, else noise in measured pairs would shuffle the ranks."""
+
+
+def order_cost(cluster: Cluster, order: Sequence[int], layouts: Sequence[Layout]) -> float:
+    """Seconds per byte of the slowest rings that the layouts' groups and peers form, summed."""
+    fabric = Fabric(cluster, tuple(order))
+    cost = 0.0
+    for layout in layouts:
+        for rows, weight in ((groups_of(layout), GROUP_WEIGHT), (peers_of(layout), 1.0)):
+            if rows.shape[1] > 1:
+                cost += weight / rings(fabric, rows).bytes_per_s
+    return cost
+
+
+def place(cluster: Cluster, layouts: Sequence[Layout] | None = None) -> tuple[int, ...]:
+    """The order of ranks; ``layouts`` are those in use (all that fill the world if not told).
+
+    Ranks in the order of their hosts, unless another order is better. Never worse than it.
+    """
+    hosts = tuple(range(cluster.world_size))
+    if not needs_placing(cluster):
+        return hosts
+    if layouts is None:
+        layouts = list(lattice(cluster.world_size, bursts=False))
+    found = list(dict.fromkeys((hosts, *_candidates(cluster))))
+
+    def cost(order: tuple[int, ...]) -> float:
+        return order_cost(cluster, order, layouts)
+
+    if orders(cluster) > EXACT_ORDERS:
+        found.sort(key=cost)
+        if len(cluster.nodes) > EXACT_NODES:
+            found.insert(0, _swapped_nodes(cluster, found[0], layouts))
+        if cluster.world_size <= SWAP_RANKS:
+            found += [_swapped(cluster, order, layouts) for order in found[:SWAP_STARTS]]
+    best = min(found, key=cost)
+    return best if cost(best) < WORTH_IT * cost(hosts) else hosts
+
+
+def needs_placing(cluster: Cluster) -> bool:
+    """Whether another order than that of the hosts could be better: links were measured pair by
+    pair, hosts differ in their number of devices, or links inside hosts are the slower ones."""
+    if cluster.pair_bytes_per_s or len({len(node.devices) for node in cluster.nodes}) > 1:
+        return True
+    intra, inter = cluster.level("intra"), cluster.level("inter")
+    several = len(cluster.nodes) > 1 and len(cluster.nodes[0].devices) > 1
+    return bool(several and intra and inter and intra.bytes_per_s < inter.bytes_per_s)
+
+
+def orders(cluster: Cluster) -> int:
+    """How many orders of ranks differ in what they cost."""
+    count = factorial(cluster.world_size)
+    if not cluster.pair_bytes_per_s:
+        for node in cluster.nodes:
+            count //= factorial(len(node.devices))
+    return count
+
+
+def _candidates(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Every order where these are few, else larger hosts first, hosts in turn, and
+    chains of nearest neighbours."""
+    world, blocks = cluster.world_size, _blocks(cluster)
+    if orders(cluster) <= EXACT_ORDERS:
+        yield from permutations(range(world)) if cluster.pair_bytes_per_s else _mixed(blocks)
+        return
+    yield tuple(r for block in sorted(blocks, key=len, reverse=True) for r in block)
+    yield tuple(r for row in zip_longest(*blocks) for r in row if r is not None)
+    if cluster.pair_bytes_per_s and len(blocks) <= EXACT_NODES:
+        for order in permutations(blocks):
+            yield tuple(r for block in order for r in block)
+    if cluster.pair_bytes_per_s:
+        for start in range(min(world, 4)):
+            yield _nearest_chain(cluster, start * world // min(world, 4))
+
+
+def _mixed(blocks: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """All ways to mix the blocks' ranks, each block's in their order."""
+    if not any(blocks):
+        yield ()
+    for i, block in enumerate(blocks):
+        if block:
+            rest = [b[1:] if i == k else b for k, b in enumerate(blocks)]
+            yield from ((block[0], *order) for order in _mixed(rest))
+
+
+def _blocks(cluster: Cluster) -> list[list[int]]:
+    nodes: dict[int, list[int]] = {}
+    for rank, node in enumerate(cluster.node_of_rank):
+        nodes.setdefault(node, []).append(rank)
+    return list(nodes.values())
+
+
+def _nearest_chain(cluster: Cluster, start: int) -> tuple[int, ...]:
+    """From a rank on, always the nearest rank that is left, by the slower of both directions."""
+    pairs = cluster.pair_bytes_per_s
+    order, left = [start], set(range(cluster.world_size)) - {start}
+    while left:
+        here = order[-1]
+        best = max(sorted(left), key=lambda r: min(pairs[here][r], pairs[r][here]))
+        order.append(best)
+        left.remove(best)
+    return tuple(order)
+
+
+def _swapped_nodes(
+    cluster: Cluster, order: tuple[int, ...], layouts: Sequence[Layout]
+) -> tuple[int, ...]:
+    """The order after swaps of whole nodes, as long as they help; as it was where it does not keep
+    nodes together."""
+    node, cost = cluster.node_of_rank, order_cost(cluster, order, layouts)
+    blocks: list[list[int]] = []
+    for rank in order:
+        if not blocks or node[blocks[-1][-1]] != node[rank]:
+            blocks.append([])
+        blocks[-1].append(rank)
+    if len(blocks) != len(cluster.nodes):
+        return order
+    for _ in range(SWAP_ROUNDS):
+        before = cost
+        for a, b in _pairs(len(blocks)):
+            blocks[a], blocks[b] = blocks[b], blocks[a]
+            found = order_cost(cluster, [r for block in blocks for r in block], layouts)
+            if found < cost * (1 - 1e-9):
+                cost = found
+            else:
+                blocks[a], blocks[b] = blocks[b], blocks[a]
+        if cost >= before:
+            break
+    return tuple(r for block in blocks for r in block)
+
+
+def _pairs(count: int) -> list[tuple[int, int]]:
+    """Pairs to swap: all, or where these are many as many as ``SWAPS``, the same in every run."""
+    every = list(combinations(range(count), 2))
+    return every if len(every) <= SWAPS else sorted(Random(0).sample(every, SWAPS))
+
+
+def _swapped(
+    cluster: Cluster, order: tuple[int, ...], layouts: Sequence[Layout]
+) -> tuple[int, ...]:
+    """The order after swaps of two positions, as long as they help."""
+    current, cost = list(order), order_cost(cluster, order, layouts)
+    for _ in range(SWAP_ROUNDS):
+        before = cost
+        for a in range(len(current)):
+            for b in range(a + 1, len(current)):
+                current[a], current[b] = current[b], current[a]
+                found = order_cost(cluster, current, layouts)
+                if found < cost * (1 - 1e-9):
+                    cost = found
+                else:
+                    current[a], current[b] = current[b], current[a]
+        if cost >= before:
+            break
+    return tuple(current)

@@ -1,0 +1,200 @@
+"""Both step-time formulas, on a chain of units with their separate costs.
+
+A rank computes and waits in this order; l is a link, A^l what occupies it while the rank waits:
+
+    forward of unit k:    A_k entry (forward), [its exchange and update], F_k, A_k inner (forward)
+    backward of unit k:   A_k inner (backward), B_k, A_k entry (backward)
+
+*Entry* is the redistribution of a unit's input: it touches no parameter, so the unit's own exchange
+may still be under way. *Inner* collectives lie between: the unit's gradient is complete, and its
+new parameters are needed, outside them. Blocking communication takes a wire before any gradient.
+
+The derivations stand in docs/planner.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..schema.cluster import LevelName
+
+LINKS: tuple[LevelName, ...] = ("intra", "inter")
+"""The order of links in every per-link array."""
+
+Vector = npt.NDArray[np.float64]
+"""One value for each unit, in forward order."""
+LinkMatrix = npt.NDArray[np.float64]
+"""[link, unit], links in the order of ``LINKS``."""
+
+
+class Chain(NamedTuple):
+    """Seconds of each unit on the busiest rank, for one micro-batch (exchange: for one step).
+
+    ``slice_s`` is the time of one slice of the exchange, where slices are not taken to be small.
+    """
+
+    forward_s: Vector
+    backward_s: Vector
+    update_s: Vector
+    entry_forward_s: LinkMatrix
+    entry_backward_s: LinkMatrix
+    inner_forward_s: LinkMatrix
+    inner_backward_s: LinkMatrix
+    exchange_s: LinkMatrix
+    slice_s: LinkMatrix | None = None
+
+
+def empty_chain(units: int) -> Chain:
+    """A chain of units that cost nothing, to be filled."""
+    vectors = [np.zeros(units) for _ in range(3)]
+    return Chain(*vectors, *(np.zeros((len(LINKS), units)) for _ in range(6)))
+
+
+def compute_s(chain: Chain) -> float:
+    """Σ(F + B): forward and backward of one micro-batch."""
+    return float(chain.forward_s.sum() + chain.backward_s.sum())
+
+
+def blocking_s(chain: Chain) -> float:
+    """ΣA of one micro-batch, both ways, over all links."""
+    return float(
+        chain.entry_forward_s.sum()
+        + chain.entry_backward_s.sum()
+        + chain.inner_forward_s.sum()
+        + chain.inner_backward_s.sum()
+    )
+
+
+def _from(values: Vector) -> Vector:
+    """Σ over k ≥ j, for each j."""
+    return values[::-1].cumsum()[::-1]
+
+
+def _used(chain: Chain) -> list[int]:
+    """The links that gradients use: the terms of another are never the largest."""
+    return [link for link in range(len(LINKS)) if chain.exchange_s[link].any()]
+
+
+def _ready(own: Vector, inner: LinkMatrix, entry: LinkMatrix, link: int) -> Vector:
+    """Σ_{k≥j} (own_k + inner A^other_k) + Σ_{k>j} entry A^other_k + ΣA^l, for each j."""
+    other = 1 - link  # LINKS has two
+    late = _from(own + inner[other]) + _from(entry[other]) - entry[other]
+    return late + inner[link].sum() + entry[link].sum()  # type: ignore[no-any-return]
+
+
+def barrier_step(chain: Chain, micro_batches: int = 1) -> float:
+    """Seconds of a step whose exchange is first in, first out and ends before the update.
+
+        T = (M-1)·Σ(F+B+A) + Σ(F + A forward) + ΣU
+            + max( Σ(B + A backward),
+                   max over l, j of ( ΣA^l + Σ_{k≥j} B_k + Σ_{k>j} A^other_k + Σ_{k≤j} C^l_k ) )
+
+    with A of the backward only, and inner A^other_k counted for k ≥ j. What DDP does at best.
+    """
+    whole = compute_s(chain) + blocking_s(chain)
+    forward = chain.forward_s.sum() + chain.entry_forward_s.sum() + chain.inner_forward_s.sum()
+    end = chain.backward_s.sum() + chain.entry_backward_s.sum() + chain.inner_backward_s.sum()
+    for link in _used(chain):
+        ready = _ready(chain.backward_s, chain.inner_backward_s, chain.entry_backward_s, link)
+        end = max(end, (ready + chain.exchange_s[link].cumsum()).max())
+    return float((micro_batches - 1) * whole + forward + end + chain.update_s.sum())
+
+
+def priority_step(chain: Chain, micro_batches: int = 1) -> float:
+    """Seconds of a step in the steady state of preemptive priority, slices → 0.
+
+        T = (M-1)·Σ(F+B+A) + max( Σ(F+B+U+A),
+            max over l, j of ( ΣA^l + Σ_{k≥j} (F_k+B_k+U_k) + Σ_{k>j} A^other_k + Σ_{k≤j} C^l_k ) )
+
+    with inner A^other_k counted for k ≥ j. Where slices take time, a more urgent one may find one
+    of a later unit on the wire and wait for it, once: the term of j has the longest slice of the
+    units after j as well. The update of a unit runs just before its forward: then
+    those of units before j hide in the wait for j, and the others do not. Exact for gradients on
+    one link; a lower bound where several links carry gradients at once (the simulation tells).
+    """
+    whole = compute_s(chain) + blocking_s(chain)
+    return (micro_batches - 1) * whole + _last(chain, chain.update_s)
+
+
+def priority_bound(chain: Chain, micro_batches: int = 1) -> float:
+    """Seconds that no synchronous schedule on these wires can beat, however it updates.
+
+    ``priority_step`` without U_k in the terms of j, since another schedule might update a unit in
+    an earlier stall; Σ(F+B+U+A) still bounds.
+    """
+    whole = compute_s(chain) + blocking_s(chain)
+    bare = chain._replace(slice_s=None)
+    return (micro_batches - 1) * whole + _last(bare, np.zeros_like(chain.update_s))
+
+
+def _last(chain: Chain, update: Vector) -> float:
+    """The last backward and the first forward, which alone overlap with the exchange."""
+    end = compute_s(chain) + blocking_s(chain) + float(chain.update_s.sum())
+    own = chain.forward_s + chain.backward_s + update
+    inner = chain.inner_forward_s + chain.inner_backward_s
+    entry = chain.entry_forward_s + chain.entry_backward_s
+    for link in _used(chain):
+        ready = _ready(own, inner, entry, link)
+        late = ready + chain.exchange_s[link].cumsum() + _slice_before(chain, link)
+        end = max(end, float(late.max()))
+    return end
+
+
+def binding_term(chain: Chain, *, priority: bool) -> tuple[int, int] | None:
+    """(link, unit) of the largest term over l and j of ``barrier_step`` or ``priority_step``, None
+    where what the rank itself has to do, one thing after another, takes longer."""
+    inner, entry = chain.inner_backward_s, chain.entry_backward_s
+    own, waits = chain.backward_s, 0.0 * chain.exchange_s
+    end = float(own.sum() + inner.sum() + entry.sum())
+    if priority:
+        inner, entry = inner + chain.inner_forward_s, entry + chain.entry_forward_s
+        own = own + chain.forward_s + chain.update_s
+        end = float(own.sum() + inner.sum() + entry.sum())
+        waits = np.array([_slice_before(chain, link) for link in range(len(LINKS))])
+    found = None
+    for link in _used(chain):
+        late = _ready(own, inner, entry, link) + chain.exchange_s[link].cumsum() + waits[link]
+        if late.max() > end * (1 + 1e-12):
+            end, found = float(late.max()), (link, int(late.argmax()))
+    return found
+
+
+def _slice_before(chain: Chain, link: int) -> Vector:
+    """For each j the longest slice of the units after it; none where unit j exchanges nothing (its
+    term is then not the largest: nothing is waited for that was not waited for before it)."""
+    wait = np.zeros_like(chain.update_s)
+    if chain.slice_s is not None:
+        wait[:-1] = np.maximum.accumulate(chain.slice_s[link, :0:-1])[::-1]
+        wait[chain.exchange_s[link] == 0] = 0.0
+    return wait
+
+
+class Terms(NamedTuple):
+    """The linear form of a step for an integer program: T ≥ constant + row of each unit's choice.
+
+    For link l and unit j the bound is the sum over units of ``before`` (k < j), ``at`` (k = j) and
+    ``after`` (k > j); ``always`` is the bound Σ(F+B+U+A). Times of one step's overlapped part.
+    """
+
+    before: LinkMatrix
+    at: LinkMatrix
+    after: LinkMatrix
+    always: Vector
+
+
+def priority_terms(chain: Chain) -> Terms:
+    """Each unit's contribution to the terms of ``priority_step`` with one micro-batch."""
+    entry = chain.entry_forward_s + chain.entry_backward_s
+    inner = chain.inner_forward_s + chain.inner_backward_s
+    own = chain.forward_s + chain.backward_s + chain.update_s
+    blocking = entry + inner
+    after = own + blocking[::-1] + blocking
+    return Terms(
+        before=blocking + chain.exchange_s,
+        at=own + inner[::-1] + blocking + chain.exchange_s,
+        after=after,
+        always=own + blocking.sum(axis=0),
+    )

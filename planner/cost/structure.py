@@ -1,0 +1,113 @@
+"""A profile's units and edges by their numbers, and who owns and shares which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from ..schema.options import Option, tied_units
+from ..schema.profile import ModelProfile, ParameterProfile
+from .shared_redistribution import brought_before, takings
+
+
+class Structure:
+    """What follows from the units and edges of a profile alone. Units and edges go by their
+    numbers in it."""
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.profile = profile
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position in forward order by unit name."""
+        return {u.name: i for i, u in enumerate(self.profile.units)}
+
+    @cached_property
+    def ends(self) -> tuple[tuple[int, int], ...]:
+        """(source, target) of each edge as indices of units."""
+        return tuple((self.index[e.source], self.index[e.target]) for e in self.profile.edges)
+
+    @cached_property
+    def edges_into(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the edges that end at each unit."""
+        units = range(len(self.profile.units))
+        return tuple(tuple(e for e, (_, b) in enumerate(self.ends) if b == k) for k in units)
+
+    @cached_property
+    def edges_from(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the edges that begin at each unit."""
+        units = range(len(self.profile.units))
+        return tuple(tuple(e for e, (a, _) in enumerate(self.ends) if a == k) for k in units)
+
+    @cached_property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """For each edge those that carry the same tensors to units before its own."""
+        return takings(self.profile.edges, self.ends)
+
+    def brought_before(self, e: int, decisions: Sequence[Option]) -> bool:
+        """Whether what edge ``e`` brings is there already, as an earlier unit needed it alike."""
+        return brought_before(self.profile.edges, self.ends, self.alike[e], e, decisions)
+
+    @cached_property
+    def entered_after(self) -> tuple[frozenset[int], ...]:
+        """For each unit those at whose entry its decision shows: what takes its output, and what
+        takes after it what it takes."""
+        found: list[set[int]] = [set() for _ in self.profile.units]
+        for e, (a, b) in enumerate(self.ends):
+            found[a].add(b)
+            for earlier in self.alike[e]:
+                found[self.ends[earlier][1]].add(b)
+        return tuple(frozenset(units) for units in found)
+
+    @cached_property
+    def last_use(self) -> tuple[int, ...]:
+        """For each unit the last unit that its output goes to, itself where that is none."""
+        targets = ([self.ends[e][1] for e in edges] for edges in self.edges_from)
+        return tuple(max(found, default=k) for k, found in enumerate(targets))
+
+    @cached_property
+    def passing_bytes(self) -> tuple[float, ...]:
+        """For each unit the bytes per sample of gradients of feature maps that are there when its
+        backward ends: of all that was made before it and is used by it or after it."""
+        found = [0.0] * len(self.profile.units)
+        for a, edges in enumerate(self.edges_from):
+            known = [(self.ends[e][1], self.profile.edges[e]) for e in edges]
+            for k in range(a + 1, max((b for b, _ in known), default=a) + 1):
+                found[k] += max(e.gradient_bytes_per_sample for b, e in known if b >= k)
+        return tuple(found)
+
+    @cached_property
+    def owned(self) -> tuple[tuple[ParameterProfile, ...], ...]:
+        """The parameters that count at each unit: a tied one at its first user only."""
+        seen: set[str] = set()
+        found = []
+        for unit in self.profile.units:
+            mine = {p.shared: p for p in unit.parameters if p.shared not in seen}
+            seen |= mine.keys()
+            found.append(tuple(mine.values()))
+        return tuple(found)
+
+    @cached_property
+    def summed_bytes(self) -> tuple[tuple[float, float], ...]:
+        """For each unit the bytes of tied parameters' gradients besides those that stand: of its
+        own, and of others'. Backward comes to the last user first, whose gradient waits for the
+        first user's; where that has come both are there beside their sum."""
+        users: dict[str, list[int]] = {}
+        sizes: dict[str, int] = {}
+        for k, unit in enumerate(self.profile.units):
+            for p in unit.parameters:
+                if p.trainable and k not in users.setdefault(p.shared, []):
+                    users[p.shared].append(k)
+                    sizes[p.shared] = p.bytes
+        found = [[0.0, 0.0] for _ in self.profile.units]
+        for name, at in users.items():
+            if len(at) > 1:
+                found[at[0]][0] += 2.0 * sizes[name]
+                for k in range(at[0] + 1, at[-1]):
+                    found[k][1] += sizes[name]
+        return tuple((own, others) for own, others in found)
+
+    @cached_property
+    def ties(self) -> tuple[tuple[int, ...], ...]:
+        """For each unit the units that must share its layout, itself among them."""
+        return tied_units(self.profile)

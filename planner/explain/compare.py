@@ -1,0 +1,162 @@
+"""Two plans side by side, as data for whoever prints it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..schema.goal import Pin
+from ..schema.plan import (
+    LOSSY,
+    ExchangePolicy,
+    FeedbackPolicy,
+    MemoryPolicy,
+    Plan,
+    Prediction,
+    UnitPlan,
+)
+from ..schema.record import Noun
+
+_FIGURES = (
+    "step_s",
+    "compute_s",
+    "blocking_s",
+    "exposed_s",
+    "update_s",
+    "exchange_s",
+    "wire_bytes",
+    "gpu_seconds",
+    "samples_per_s",
+)
+
+
+class Figure(Noun, frozen=True, kw_only=True):
+    """One predicted figure in both plans; ``name`` carries the unit."""
+
+    name: str
+    first: float
+    second: float
+
+
+class UnitDifference(Noun, frozen=True, kw_only=True):
+    """A unit that the plans decide differently: how (layout, style and policies, None where a plan
+    lacks the unit), and its predicted seconds (compute, blocking and exchange) in each."""
+
+    name: str
+    first: str | None
+    second: str | None
+    first_s: float
+    second_s: float
+
+
+class Comparison(Noun, frozen=True, kw_only=True):
+    """What differs between two plans. ``settings`` are (field, first, second) of what is
+    outside units, as texts, empty where nothing was set."""
+
+    same_model: bool
+    same_cluster: bool
+    figures: tuple[Figure, ...]
+    settings: tuple[tuple[str, str, str], ...]
+    units: tuple[UnitDifference, ...]
+
+
+def compare(first: Plan, second: Plan) -> Comparison:
+    """The differing units and settings of two plans, and all their predictions."""
+    mine = {u.name: u for u in first.units}
+    theirs = {u.name: u for u in second.units}
+    names = list(dict.fromkeys([*mine, *theirs]))
+    found = (_difference(n, mine.get(n), theirs.get(n)) for n in names)
+    return Comparison(
+        same_model=first.model == second.model,
+        same_cluster=first.provenance.cluster == second.provenance.cluster,
+        figures=_figures(first.prediction, second.prediction),
+        settings=_settings(first, second),
+        units=tuple(d for d in found if d.first != d.second),
+    )
+
+
+def decision_text(unit: UnitPlan) -> str:
+    """A unit's decision in few words: ``(2,4) column``; policies only where they are not plain."""
+    words = [str(unit.layout)]
+    words += [unit.style] if unit.style != "none" else []
+    return " ".join([*words, *policy_words(unit), *segment_words(unit)])
+
+
+def segment_words(unit: UnitPlan) -> list[str]:
+    """What a unit is recomputed together with, by the modules at the ends of its segment."""
+    ends = dict.fromkeys((unit.segment[0], unit.segment[-1])) if unit.segment else ()
+    return [f"as {' to '.join(ends)}"] if ends else []
+
+
+class Policies(Protocol):
+    """Whatever says what is done about memory and exchange."""
+
+    @property
+    def memory(self) -> MemoryPolicy: ...
+    @property
+    def exchange(self) -> ExchangePolicy: ...
+    @property
+    def exchange_ratio(self) -> float: ...
+    @property
+    def early_release(self) -> bool: ...
+    @property
+    def feedback(self) -> FeedbackPolicy: ...
+
+
+def policy_words(one: Policies) -> list[str]:
+    """Its policies in few words, those that are not plain."""
+    words: list[str] = [one.memory] if one.memory != "keep" else []
+    words += ["early release"] if one.early_release else []
+    lossy = one.exchange in LOSSY
+    if one.exchange != "dense":
+        words.append(f"{one.exchange} {one.exchange_ratio:g}" if lossy else one.exchange)
+    words += [one.feedback] if one.feedback != "residual" else []
+    return words
+
+
+def _difference(name: str, first: UnitPlan | None, second: UnitPlan | None) -> UnitDifference:
+    return UnitDifference(
+        name=name,
+        first=decision_text(first) if first else None,
+        second=decision_text(second) if second else None,
+        first_s=_seconds(first),
+        second_s=_seconds(second),
+    )
+
+
+def _seconds(unit: UnitPlan | None) -> float:
+    if unit is None:
+        return 0.0
+    return unit.forward_s + unit.backward_s + unit.blocking_s + unit.exchange_s
+
+
+def _figures(first: Prediction, second: Prediction) -> tuple[Figure, ...]:
+    values = [
+        Figure(name=n, first=float(getattr(first, n)), second=float(getattr(second, n)))
+        for n in _FIGURES
+    ]
+    peaks = (float(max(p.peak_bytes, default=0)) for p in (first, second))
+    return (*values, Figure(name="peak_bytes", first=next(peaks), second=next(peaks)))
+
+
+def _settings(first: Plan, second: Plan) -> tuple[tuple[str, str, str], ...]:
+    rows = []
+    for name in ("target", "world_size", "micro_batches", "bucket_bytes", "schedule", "placement"):
+        a, b = getattr(first, name), getattr(second, name)
+        if a != b:
+            rows.append((name, _text(a), _text(b)))
+    for name in first.goal.__struct_fields__:
+        a, b = getattr(first.goal, name), getattr(second.goal, name)
+        if a != b:
+            rows.append((f"goal.{name}", _text(a), _text(b)))
+    if first.provenance.solver != second.provenance.solver:
+        rows.append(("solver", first.provenance.solver, second.provenance.solver))
+    return tuple(rows)
+
+
+def _text(value: object) -> str:
+    """A setting's value in plain words; nothing where there is none."""
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return ", ".join(_text(part) for part in value)
+    return f"{value.unit} {value.wish}" if isinstance(value, Pin) else str(value)

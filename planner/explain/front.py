@@ -1,0 +1,178 @@
+"""The front of time and device-seconds: every plan on it is the fastest at what it uses.
+
+The fastest plan stands at one end, the most economical at the other. Between them the allowance of
+device-seconds is lowered in equal ratios, and the fastest plan within each is searched (the epsilon
+constraint method). Points that another beats in both are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+
+from ..cost.budget import single_device_s
+from ..cost.cost import CostModel
+from ..schema.goal import Goal
+from ..schema.record import Count, Noun, Seconds
+from ..solve.heuristic.splits import placed
+from ..solve.objective import value
+from ..solve.problem import Problem, Result
+from ..solve.solver import solve
+
+
+class Point(NamedTuple):
+    """A plan's seconds of a step and its device-seconds by formula, the answer it came with, and
+    the limit on device-seconds under which it was searched (None at the ends)."""
+
+    step_s: float
+    gpu_seconds: float
+    result: Result
+    limit_gpu_s: float | None = None
+
+    def beats(self, other: Point) -> bool:
+        """Whether this is no worse in both and better in one."""
+        better = self.step_s < other.step_s or self.gpu_seconds < other.gpu_seconds
+        return better and self.step_s <= other.step_s and self.gpu_seconds <= other.gpu_seconds
+
+
+class FrontPoint(Noun, frozen=True, kw_only=True):
+    """One plan of the front as it is predicted: ``amplification`` is its device-seconds over those
+    of one device for the whole batch, ``gap`` what its solver proved of the objective that was
+    asked (device-seconds at the economical end, else the step within a limit)."""
+
+    step_s: Seconds
+    gpu_seconds: Seconds
+    amplification: float
+    samples_per_s: float
+    speedup: float
+    layouts: tuple[str, ...]
+    solver: str
+    status: str
+    gap: float | None = None
+
+
+class Front(Noun, frozen=True, kw_only=True):
+    """Plans that no other found beats in both step time and device-seconds, fastest first, and what
+    one device alone would take."""
+
+    target: str
+    batch: Count
+    ranks: Count
+    alone_s: Seconds
+    points: tuple[FrontPoint, ...]
+
+
+def described_front(
+    problem: Problem, points: int = 8, solver: str = "auto", time_limit_s: float | None = None
+) -> Front:
+    """``front`` as data, by what the plans predict; raises ``InfeasibleError`` where none fits."""
+    found = [_described(problem, p) for p in front(problem, points, solver, time_limit_s)]
+    if not found:
+        solve(problem, solver, time_limit_s).checked()
+    best: list[FrontPoint] = []
+    for point in sorted(found, key=lambda p: (p.step_s, p.gpu_seconds)):
+        if not best or point.gpu_seconds < best[-1].gpu_seconds * (1 - 1e-9):
+            best.append(point)
+    return Front(
+        target=problem.profile.target,
+        batch=problem.goal.batch,
+        ranks=problem.cluster.world_size,
+        alone_s=alone_s(problem),
+        points=tuple(best),
+    )
+
+
+def _described(problem: Problem, point: Point) -> FrontPoint:
+    plan = point.result.checked()
+    layouts = (str(u.layout) for u in plan.units if u.kind not in ("input", "output"))
+    return FrontPoint(
+        step_s=plan.prediction.step_s,
+        gpu_seconds=plan.prediction.gpu_seconds,
+        amplification=plan.prediction.gpu_seconds / max(alone_s(problem), 1e-300),
+        samples_per_s=plan.prediction.samples_per_s,
+        speedup=plan.speedup,
+        layouts=tuple(dict.fromkeys(layouts)),
+        solver=point.result.solver,
+        status=point.result.status,
+        gap=point.result.gap,
+    )
+
+
+def front(
+    problem: Problem, points: int = 8, solver: str = "auto", time_limit_s: float | None = None
+) -> tuple[Point, ...]:
+    """At most ``points`` points, fastest first; none where no plan fits. ``time_limit_s`` is for
+    each of them."""
+    problem = placed(problem)
+    ends = [
+        _asked(problem, goal, solver, time_limit_s)
+        for goal in (with_goal(problem, objective="time"), _economical(problem))
+    ]
+    found = [p for p in ends if p is not None]
+    if len(found) == 2:
+        most, least = found[0].gpu_seconds, found[1].gpu_seconds
+        for i in range(1, points - 1):
+            problem.report(f"point {i + 2} of {points}", i / points)
+            limit = most * (least / most) ** (i / (points - 1)) if least > 0 else most
+            point = within(problem, limit, solver, time_limit_s)
+            found += [point] if point is not None else []
+    return undominated(found)
+
+
+def undominated(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Those that no other beats, fastest first, equal ones once."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.step_s, p.gpu_seconds)):
+        if not kept or point.gpu_seconds < kept[-1].gpu_seconds * (1 - 1e-9):
+            kept.append(point)
+    return tuple(kept)
+
+
+def within(
+    problem: Problem, limit_gpu_s: float, solver: str = "auto", time_limit_s: float | None = None
+) -> Point | None:
+    """The fastest plan that uses at most so many device-seconds, None where none was found."""
+    limit = limit_gpu_s / alone_s(problem)
+    goal = with_goal(problem, objective="time", amplification_limit=limit)
+    point = _asked(problem, goal, solver, time_limit_s)
+    return None if point is None else point._replace(limit_gpu_s=limit_gpu_s)
+
+
+def cheapest_within(
+    problem: Problem, limit_s: float, solver: str = "auto", time_limit_s: float | None = None
+) -> Point | None:
+    """The plan with the fewest device-seconds whose step takes at most ``limit_s``."""
+    goal = with_goal(problem, objective="gpu_seconds", time_limit_s=limit_s)
+    return _asked(problem, goal, solver, time_limit_s)
+
+
+def alone_s(problem: Problem) -> float:
+    """Seconds that one device would take for the whole batch: what amplification is counted in."""
+    model = CostModel(problem.profile, problem.cluster, problem.goal)
+    return sum(single_device_s(model, k) for k in range(len(problem.profile.units)))
+
+
+def with_goal(problem: Problem, **changes: object) -> Goal:
+    """The problem's goal with other fields."""
+    return msgspec.structs.replace(problem.goal, **changes)
+
+
+def _economical(problem: Problem) -> Goal:
+    return with_goal(problem, objective="gpu_seconds", time_limit_s=None)
+
+
+def _asked(problem: Problem, goal: Goal, solver: str, time_limit_s: float | None) -> Point | None:
+    asked = replace(problem, goal=goal)
+    result = solve(asked, solver, time_limit_s)
+    if result.plan is None or result.decisions is None:
+        return None
+    plan = result.plan
+    model = CostModel(
+        asked.profile, asked.cluster, goal, plan.micro_batches, plan.placement,
+        plan.bucket_bytes, plan.schedule == "priority",
+    )  # fmt: skip
+    found = value(model, result.decisions, plan.schedule)
+    return Point(found.step_s, found.gpu_seconds, result)

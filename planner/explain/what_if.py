@@ -1,0 +1,247 @@
+"""What more would buy: bandwidth, memory, devices. Every answer comes from planning again.
+
+Each question changes one thing of the cluster or the goal and asks the solver anew, so that the
+decisions may change with it; nothing is extrapolated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from ..schema.cluster import Cluster, CollectiveCurve, Level, LevelName
+from ..schema.curve import Curve
+from ..schema.errors import InputError
+from ..schema.plan import Plan
+from ..schema.record import Count, Noun, Seconds
+from ..solve.heuristic.resize import NoLinksError, how_resized, resized, resized_problem
+from ..solve.problem import Problem, Result
+from ..solve.solver import settled, solve, solvers
+
+GBIT_BYTES = 125_000_000
+GIB = 2**30
+
+
+__all__ = ["Gain", "Size", "Sizes", "gains", "gains_of", "resized", "resized_problem", "sizes"]
+
+
+class Gain(Noun, frozen=True, kw_only=True):
+    """What one change would buy: the step (or the objective asked for) before and with it, and how
+    that is known. ``after_s`` is None where no plan was found with the change, and where none
+    could be looked for, for the ``reason`` given."""
+
+    change: str
+    before_s: Seconds
+    after_s: Seconds | None
+    method: str = "planned again"
+    reason: str = ""
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds less; a solver that proves no optimum may find a little more."""
+        return self.before_s - (self.before_s if self.after_s is None else self.after_s)
+
+
+class Size(Noun, frozen=True, kw_only=True):
+    """A plan for one cluster size: what it predicts, and plain data parallelism on as many ranks.
+    Where none fits (``why`` says what is missing) its figures are None. ``gap`` and
+    ``objective_s`` are the solver's; ``baseline_fits`` is of data parallelism's memory."""
+
+    ranks: Count
+    nodes: Count
+    fits: bool
+    objective_s: Seconds | None = None
+    step_s: Seconds | None = None
+    baseline_step_s: Seconds | None = None
+    baseline_fits: bool | None = None
+    speedup: float | None = None
+    samples_per_s: float | None = None
+    gpu_seconds: Seconds | None = None
+    gpu_seconds_per_sample: Seconds | None = None
+    gap: float | None = None
+    status: str = "infeasible"
+    solver: str
+    why: str = ""
+
+
+class Sizes(Noun, frozen=True, kw_only=True):
+    """Plans for several cluster sizes, the global batch the same; and how they were made."""
+
+    target: str
+    batch: Count
+    how: str
+    rows: tuple[Size, ...]
+
+
+def gains(
+    problem: Problem, result: Result, solver: str = "auto", time_limit_s: float | None = None
+) -> tuple[Gain, ...]:
+    """What one more Gbit/s on each level, one more GiB per device and twice the devices would buy
+    over ``result``."""
+    before = result.objective_s
+    if before is None:
+        raise InputError("nothing was planned to compare with: make the problem feasible first")
+    found: list[Gain] = []
+    for change, asked in _changes(problem):
+        problem.report(change, len(found) / 4)
+        if isinstance(asked, str):
+            gain = Gain(change=change, before_s=before, after_s=None, method="", reason=asked)
+            found.append(gain)
+            continue
+        after = solve(replace(asked, progress=None), solver, time_limit_s).objective_s
+        found.append(Gain(change=change, before_s=before, after_s=after))
+    return tuple(found)
+
+
+def gains_of(plan: Plan, problem: Problem, time_limit_s: float | None = None) -> tuple[Gain, ...]:
+    """``gains`` over what planning again without a change gives, by the plan's own solver and with
+    nothing given away for simplicity, so that only the change makes a difference."""
+    asked = replace(problem, placement=None, near=0.0)
+    solver = plan.provenance.solver if plan.provenance.solver in solvers() else "auto"
+    unchanged = solve(replace(asked, progress=None), solver, time_limit_s)
+    if unchanged.objective_s is None:
+        return ()
+    return gains(asked, unchanged, solver, time_limit_s)
+
+
+NO_LINKS = "the cluster states no links between nodes: probe two hosts, or describe such a cluster"
+"""Why nothing is said of more devices where one host was measured."""
+
+
+def _changes(problem: Problem) -> list[tuple[str, Problem | str]]:
+    """The questions, or why one cannot be asked; levels that no two ranks use are left out."""
+    cluster = problem.cluster
+    several = {"inter": len(cluster.nodes) > 1, "intra": _shared_node(cluster)}
+    found: list[tuple[str, Problem | str]] = []
+    for level in cluster.levels:
+        if several[level.name]:
+            wider = replace(problem, cluster=with_bandwidth(cluster, level.name, GBIT_BYTES))
+            found.append((f"one more Gbit/s on {level.name} links", wider))
+    found.append(("one more GiB of memory on every device", _with_memory(problem, GIB)))
+    twice = 2 * cluster.world_size
+    change = f"{twice} devices for {cluster.world_size}"
+    if cluster.level("inter") is None:
+        found.append((change, NO_LINKS))
+    elif twice % len(cluster.nodes[0].devices) == 0:
+        found.append((change, resized_problem(problem, twice)))
+    return found
+
+
+def _shared_node(cluster: Cluster) -> bool:
+    return any(len(node.devices) > 1 for node in cluster.nodes)
+
+
+def sizes(
+    problem: Problem,
+    ranks: Sequence[int],
+    solver: str = "auto",
+    time_limit_s: float | None = None,
+) -> Sizes:
+    """Plans for clusters of so many ranks, built of the same nodes; the global batch stays. Sizes
+    that take links which the cluster does not state are rows that do not fit; raises ``InputError``
+    where all are."""
+    asked = [_asked(problem, count) for count in dict.fromkeys(ranks)]
+    if asked and all(isinstance(each, Size) for each in asked):
+        resized_problem(problem, ranks[0])  # raises
+    return Sizes(
+        target=problem.profile.target,
+        batch=problem.goal.batch,
+        how=how_resized(problem.cluster),
+        rows=tuple(
+            each if isinstance(each, Size) else _size(each, solver, time_limit_s) for each in asked
+        ),
+    )
+
+
+def _asked(problem: Problem, ranks: int) -> Problem | Size:
+    """The problem on so many ranks, or the row that says why there is none."""
+    try:
+        return settled(resized_problem(problem, ranks))
+    except NoLinksError as error:
+        nodes = ranks // len(problem.cluster.nodes[0].devices)
+        return Size(ranks=ranks, nodes=nodes, fits=False, solver="none", why=str(error))
+
+
+def _size(problem: Problem, solver: str, time_limit_s: float | None) -> Size:
+    cluster = problem.cluster
+    problem.report(f"{cluster.world_size} ranks", 0.0)
+    result = solve(problem, solver, time_limit_s)
+    size = Size(
+        ranks=cluster.world_size, nodes=len(cluster.nodes), fits=False, solver=result.solver
+    )
+    plan = result.plan
+    if plan is None:
+        why = result.infeasible.sentence if result.infeasible else result.reason
+        return msgspec.structs.replace(size, why=why)
+    made = plan.prediction
+    return msgspec.structs.replace(
+        size,
+        fits=True,
+        objective_s=result.objective_s,
+        step_s=made.step_s,
+        baseline_step_s=plan.baseline.step_s,
+        baseline_fits=plan.baseline_fits,
+        speedup=plan.speedup,
+        samples_per_s=made.samples_per_s,
+        gpu_seconds=made.gpu_seconds,
+        gpu_seconds_per_sample=made.gpu_seconds / problem.goal.batch,
+        gap=result.gap,
+        status=result.status,
+    )
+
+
+def with_bandwidth(cluster: Cluster, name: LevelName, more_bytes_per_s: float) -> Cluster:
+    """The cluster with faster links of one level; measured curves shrink above their latency as the
+    line does, measured pairs on that level gain as much."""
+    levels = tuple(
+        _faster(level, more_bytes_per_s) if level.name == name else level
+        for level in cluster.levels
+    )
+    node = cluster.node_of_rank
+    pairs = tuple(
+        tuple(
+            rate + more_bytes_per_s
+            if i != j and (node[i] == node[j]) == (name == "intra")
+            else rate
+            for j, rate in enumerate(row)
+        )
+        for i, row in enumerate(cluster.pair_bytes_per_s)
+    )
+    return msgspec.structs.replace(cluster, levels=levels, pair_bytes_per_s=pairs)
+
+
+def _faster(level: Level, more_bytes_per_s: float) -> Level:
+    rate = level.bytes_per_s + more_bytes_per_s
+    share = level.bytes_per_s / rate
+    curves = tuple(_shrunk(curve, share) for curve in level.curves)
+    return msgspec.structs.replace(level, bytes_per_s=rate, curves=curves)
+
+
+def _shrunk(curve: CollectiveCurve, share: float) -> CollectiveCurve:
+    start = curve.latency_s
+    seconds = tuple(min(y, start) + max(y - start, 0.0) * share for y in curve.seconds.y)
+    return msgspec.structs.replace(
+        curve,
+        seconds=Curve(x=curve.seconds.x, y=seconds),
+        bytes_per_s=curve.bytes_per_s / share,
+    )
+
+
+def _with_memory(problem: Problem, more_bytes: int) -> Problem:
+    limit = problem.goal.memory_limit_bytes
+    if limit is not None:
+        goal = msgspec.structs.replace(problem.goal, memory_limit_bytes=limit + more_bytes)
+        return replace(problem, goal=goal)
+    nodes = tuple(
+        msgspec.structs.replace(
+            node,
+            devices=tuple(
+                msgspec.structs.replace(d, memory_bytes=d.memory_bytes + more_bytes)
+                for d in node.devices
+            ),
+        )
+        for node in problem.cluster.nodes
+    )
+    return replace(problem, cluster=msgspec.structs.replace(problem.cluster, nodes=nodes))

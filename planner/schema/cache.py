@@ -1,0 +1,62 @@
+"""Documents kept on disk: what was measured, and what plans were made from, by fingerprint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+from .errors import InputError
+from .record import Document, fingerprint, load, save
+
+CACHE_VARIABLE = "MESHWRIGHT_CACHE"
+DocumentT = TypeVar("DocumentT", bound=Document)
+
+
+def cache_folder() -> Path:
+    """``MESHWRIGHT_CACHE``, else ``meshwright`` in the user's cache folder (XDG)."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "meshwright"
+
+
+def _path(mark: str) -> Path:
+    return cache_folder() / "documents" / f"{mark}.json"
+
+
+def find(cls: type[DocumentT], mark: str) -> DocumentT | None:
+    """The document kept under that mark, if there is one that can be read."""
+    path = _path(mark)
+    try:
+        return load(cls, path) if path.exists() else None
+    except InputError:  # damaged, or of another version of Meshwright
+        return None
+
+
+def remember(document: Document) -> None:
+    """Keeps a document under its fingerprint; one that cannot be kept (no room, no permission) is
+    just not found later."""
+    keep(document, fingerprint(document))
+
+
+def keep(document: Document, mark: str) -> None:
+    """``remember`` under another mark than the document's own."""
+    path = _path(mark)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(document, path)
+    except (OSError, InputError):
+        return
+
+
+def recall(cls: type[DocumentT], mark: str, option: str) -> DocumentT:
+    """The document with that fingerprint; ``InputError`` names ``option`` where there is none."""
+    path = _path(mark)
+    if not path.exists():
+        raise InputError(
+            f"the {cls.__name__} {mark} that the plan was made from is not on this machine: name "
+            f"its file with {option}"
+        )
+    return load(cls, path)

@@ -1,0 +1,129 @@
+"""What an executor can run, as data: the planner plans only that unless asked for more."""
+
+from __future__ import annotations
+
+from .layout import Layout, Style
+from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, UnitPlan
+from .profile import UnitProfile
+from .record import Noun
+
+
+class Capability(Noun, frozen=True, kw_only=True):
+    """The executor's statement. ``idle_positions`` allows layouts smaller than the world,
+    ``branches`` such layouts at other positions than the first, so that branches run side by side,
+    ``priority`` gradients that travel in slices in the order in which forward needs them.
+    ``in_buckets`` are the exchange policies that it has without priority as well, ``feedback`` says
+    where top-k can keep what it has not sent. ``idle_exchange`` are those of units that leave ranks
+    idle, ``idle_release`` says whether these can have early release."""
+
+    styles: tuple[Style, ...]
+    memory: tuple[MemoryPolicy, ...]
+    exchange: tuple[ExchangePolicy, ...]
+    idle_positions: bool
+    early_release: bool
+    micro_batches: bool
+    priority: bool = False
+    branches: bool = False
+    in_buckets: tuple[ExchangePolicy, ...] = (
+        "dense", "sharded", "fully_sharded", "dropped", "topk",
+    )  # fmt: skip
+    feedback: tuple[FeedbackPolicy, ...] = ("residual",)
+    idle_exchange: tuple[ExchangePolicy, ...] = (
+        "dense", "sharded", "fully_sharded", "dropped", "topk",
+    )  # fmt: skip
+    idle_release: bool = True
+
+    def exchanges(self, *, sliced: bool) -> tuple[ExchangePolicy, ...]:
+        """The exchange policies, with gradients in slices or in buckets."""
+        return tuple(e for e in self.exchange if sliced or e in self.in_buckets)
+
+    def allows(self, layout: Layout, world_size: int) -> bool:
+        """Whether units may have that layout."""
+        if layout.first and not self.branches:
+            return False
+        return self.idle_positions or layout.size == world_size
+
+    def suits(
+        self, layout: Layout, world_size: int, exchange: ExchangePolicy, early_release: bool
+    ) -> bool:
+        """Whether a unit of that layout may have that exchange of its gradients."""
+        if layout.size == world_size:
+            return True
+        return exchange in self.idle_exchange and (self.idle_release or not early_release)
+
+    def refusal(self, unit: UnitPlan, world_size: int) -> str | None:
+        """Why this unit's decision cannot be run, or None."""
+        if not self.allows(unit.layout, world_size):
+            what = "starts at another position" if unit.layout.first else "leaves ranks idle"
+            return f"unit {unit.name!r} {what} (layout {unit.layout})"
+        for what, value, known in (
+            ("split style", unit.style, self.styles),
+            ("memory policy", unit.memory, self.memory),
+            ("exchange policy", unit.exchange, self.exchange),
+            ("feedback", unit.feedback, self.feedback),
+        ):
+            if value not in known:
+                return f"unit {unit.name!r} asks for {what} {value!r}"
+        if unit.exchange == "fully_sharded" and unit.memory == "offload":
+            return f"unit {unit.name!r} asks for offload and for exchange 'fully_sharded' at once"
+        if not self.suits(unit.layout, world_size, unit.exchange, unit.early_release):
+            what = f"exchange {unit.exchange!r}"
+            if unit.exchange in self.idle_exchange:
+                what = "early release"
+            return (
+                f"unit {unit.name!r} leaves ranks idle (layout {unit.layout}) and asks for {what}"
+            )
+        if unit.early_release and not self.early_release:
+            return f"unit {unit.name!r} asks for early release of its gradients"
+        return None
+
+    def refusals(self, plan: Plan) -> tuple[str, ...]:
+        """Why a plan cannot be run, one reason for each unit that stands in the way."""
+        reasons = [self.refusal(unit, plan.world_size) for unit in plan.units]
+        if plan.schedule == "barrier":
+            reasons += [
+                f"unit {unit.name!r} asks for exchange policy {unit.exchange!r}, which needs the "
+                "schedule by priority"
+                for unit in plan.units
+                if unit.exchange in self.exchange and unit.exchange not in self.in_buckets
+            ]
+        if plan.micro_batches > 1 and not self.micro_batches:
+            reasons.append(f"the plan has {plan.micro_batches} micro-batches")
+        if plan.schedule == "priority" and not self.priority:
+            reasons.append("the plan exchanges gradients by priority")
+        return tuple(r for r in reasons if r)
+
+
+EVERYTHING = Capability(
+    styles=("none", "column", "row", "pair"),
+    memory=("keep", "recompute", "offload"),
+    exchange=("dense", "sharded", "fully_sharded", "dropped", "topk"),
+    idle_positions=True,
+    early_release=True,
+    micro_batches=True,
+    priority=True,
+    branches=True,
+    feedback=("residual", "in_place", "mirror", "host_mirror"),
+)
+"""All that a decision can say: the bounds of a hypothetical plan. The cost model refuses by name
+what it does not know yet."""
+
+PLAIN = Capability(
+    styles=("none", "column", "row", "pair"),
+    memory=("keep",),
+    exchange=("dense",),
+    idle_positions=False,
+    early_release=False,
+    micro_batches=True,
+)
+"""What is planned when no executor has stated what it can run."""
+
+
+def degrees(unit: UnitProfile, style: Style, degree: int) -> bool:
+    """Whether a unit's parameters can be divided by ``degree`` in that style."""
+    if style == "none":
+        return degree == 1
+    split = unit.split(style)
+    if split is None or degree < 2:
+        return False
+    return degree <= split.parts if split.uneven else split.parts % degree == 0

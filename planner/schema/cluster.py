@@ -1,0 +1,162 @@
+"""Cluster: nodes, devices and what their links were measured to do."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .curve import Curve
+from .record import Bytes, Count, Document, Noun, Positive, Seconds
+
+Collective = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+LevelName = Literal["intra", "inter"]
+
+
+class Device(Noun, frozen=True, kw_only=True):
+    """A device: its name, memory, and for catalogued ones the datasheet's peak rates.
+
+    ``host_bytes_per_s`` is one direction of its link to the host's memory, measured or declared;
+    without it nothing can be offloaded.
+    """
+
+    name: str
+    memory_bytes: Bytes
+    flops_per_s: Positive | None = None
+    memory_bytes_per_s: Positive | None = None
+    host_bytes_per_s: Positive | None = None
+    source: str = ""
+
+
+class Node(Noun, frozen=True, kw_only=True):
+    """A host and its devices; ranks are numbered through the nodes in order."""
+
+    name: str
+    devices: tuple[Device, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.devices:
+            raise ValueError(f"node {self.name!r} has no devices")
+
+
+class CollectiveCurve(Noun, frozen=True, kw_only=True):
+    """Measured seconds of a collective among ``ranks`` ranks by size in bytes.
+
+    The size is the full tensor's for ``all_reduce``, ``all_gather`` (gathered) and
+    ``reduce_scatter`` (before scattering), what one rank sends to all others together for
+    ``all_to_all``, and the message's for ``p2p``. ``latency_s`` and ``bytes_per_s`` are the fitted
+    line: seconds = latency + bytes / bytes_per_s.
+    """
+
+    collective: Collective
+    ranks: Count
+    seconds: Curve
+    latency_s: Seconds
+    bytes_per_s: Positive
+
+
+class Level(Noun, frozen=True, kw_only=True):
+    """The links of one level: among the devices of a node (``intra``) or between nodes (``inter``).
+
+    ``bytes_per_s`` is one direction of one device's link (``intra``) or of one node's network
+    interface, which its devices share (``inter``). ``curves`` replace the formula where measured.
+    """
+
+    name: LevelName
+    latency_s: Seconds
+    bytes_per_s: Positive
+    curves: tuple[CollectiveCurve, ...] = ()
+
+
+class Interference(Noun, frozen=True, kw_only=True):
+    """How much slower each runs while the other does: 1.0 is not at all, 2.0 half as fast."""
+
+    compute_slowdown: Positive = 1.0
+    communication_slowdown: Positive = 1.0
+
+
+class StepOverhead(Noun, frozen=True, kw_only=True):
+    """Seconds that the executor's own work adds to a step, whatever the plan: ``step_s`` once, and
+    in each parameter's backward ``parameter_s``, and ``byte_s`` for each byte of a gradient that is
+    exchanged (it is copied into its bucket or slice and averaged). Each redistribution takes
+    ``move_s`` besides its collective. Zero where not measured."""
+
+    step_s: Seconds = 0.0
+    parameter_s: Seconds = 0.0
+    byte_s: Seconds = 0.0
+    move_s: Seconds = 0.0
+
+
+class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
+    """The machines a plan is made for.
+
+    ``overhead`` is that of the barrier's schedule, ``priority_overhead`` that of priority, which
+    sends slices and updates parameter by parameter; where it was not measured the barrier's stands
+    for it. ``pair_bytes_per_s`` is an optional matrix of measured bandwidths between ranks, row by
+    row, by which ranks are placed; zero on its diagonal.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    levels: tuple[Level, ...]
+    interference: Interference = Interference()
+    overhead: StepOverhead = StepOverhead()
+    priority_overhead: StepOverhead | None = None
+    pair_bytes_per_s: tuple[tuple[float, ...], ...] = ()
+    origin: Literal["measured", "described"] = "described"
+    software: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.nodes:
+            raise ValueError("a cluster needs at least one node")
+        names = [level.name for level in self.levels]
+        if len(set(names)) != len(names):
+            raise ValueError(f"a level is listed twice in {', '.join(names)}")
+        if self.world_size > 1 and not self.levels:
+            raise ValueError("the cluster has no links: name the bandwidth between its devices")
+        if len(self.nodes) > 1 and "inter" not in names:
+            raise ValueError("the cluster has several nodes and no links between them")
+        if any(len(n.devices) > 1 for n in self.nodes) and "intra" not in names:
+            raise ValueError("a node has several devices and no links between them")
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        pairs = self.pair_bytes_per_s
+        if not pairs:
+            return
+        size = self.world_size
+        if len(pairs) != size or any(len(row) != size for row in pairs):
+            raise ValueError(f"pair_bytes_per_s must be {size} by {size}, one row for each rank")
+        for i, row in enumerate(pairs):
+            for j, rate in enumerate(row):
+                if not 0 <= rate < float("inf") or (i != j and rate == 0):
+                    raise ValueError(f"pair_bytes_per_s[{i}][{j}] is {rate}, expected above zero")
+
+    def overhead_of(self, *, sliced: bool) -> StepOverhead:
+        """The executor's own work where gradients travel in slices by priority, or in buckets."""
+        return self.priority_overhead if sliced and self.priority_overhead else self.overhead
+
+    @property
+    def world_size(self) -> int:
+        """The number of devices."""
+        return sum(len(n.devices) for n in self.nodes)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices in rank order."""
+        return tuple(d for n in self.nodes for d in n.devices)
+
+    @property
+    def node_of_rank(self) -> tuple[int, ...]:
+        """The node's index of each rank."""
+        return tuple(i for i, n in enumerate(self.nodes) for _ in n.devices)
+
+    @property
+    def host_bytes_per_s(self) -> float | None:
+        """The slowest device's rate to its host, or None where one is not known."""
+        rates = [d.host_bytes_per_s for d in self.devices]
+        return None if None in rates else min(r for r in rates if r is not None)
+
+    def level(self, name: LevelName) -> Level | None:
+        """The level of that name, if the cluster has it."""
+        return next((level for level in self.levels if level.name == name), None)

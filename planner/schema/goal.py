@@ -1,0 +1,110 @@
+"""Goal: what the user asks of a plan."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .errors import InputError
+from .layout import Layout, Style
+from .record import Bytes, Count, Noun, Positive, Share, Slowdown
+
+STATE_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+"""Optimizer state as multiples of the parameters' bytes."""
+
+BACKGROUND_LIMIT = 1.1
+"""Default of what a background job may slow a step by."""
+
+BatchStatistics = Literal["local", "global"]
+
+
+class Pin(Noun, frozen=True, kw_only=True):
+    """What the user decides of a unit: ``only`` these layouts and ``styles`` (any if empty),
+    ``never`` those and ``never_styles``."""
+
+    unit: str
+    only: tuple[Layout, ...] = ()
+    never: tuple[Layout, ...] = ()
+    styles: tuple[Style, ...] = ()
+    never_styles: tuple[Style, ...] = ()
+
+    def permits(self, layout: Layout, style: Style | None = None) -> bool:
+        """Whether the unit may have that layout, in that style if one is asked about."""
+        good = layout not in self.never and (not self.only or layout in self.only)
+        if style is None:
+            return good
+        return good and style not in self.never_styles and (not self.styles or style in self.styles)
+
+    @property
+    def wish(self) -> str:
+        """What is asked of the unit, in words."""
+        parts = (
+            " or ".join(str(layout) for layout in self.only),
+            " or ".join(self.styles),
+            " ".join(f"not {layout}" for layout in self.never),
+            " ".join(f"not {style}" for style in self.never_styles),
+        )
+        return " ".join(part for part in parts if part)
+
+
+class Goal(Noun, frozen=True, kw_only=True):
+    """What a plan must reach.
+
+    ``batch`` is the global batch size in samples. ``memory_limit_bytes`` is the limit of each
+    rank; without it each device's own memory counts. ``micro_batches`` are the counts that may be
+    chosen from. ``batch_statistics`` is what normalisation over the batch means: of each rank's
+    own share (``local``, as under DDP) or of the whole batch (``global``).
+
+    ``slice_bytes`` are the slice sizes that may be chosen from under priority (none given: the one
+    asked for with the problem). ``objective`` is what shall be least: seconds of a step, or
+    device-seconds (within ``time_limit_s`` seconds of a step, if given). ``amplification_limit``
+    bounds the device-seconds of a step, ``unit_amplification_limit`` those of every unit by itself,
+    as a multiple of what one device would take for the whole batch (DeepPool, arXiv 2112.10065).
+    Lossy exchange needs ``allow_lossy``, and keeps at least ``min_fidelity`` of the gradient's
+    energy over all units. With ``background`` another job may run in what the plan leaves idle, and
+    a step may take up to ``background_limit`` times as long for it: ``time_limit_s`` holds for the
+    step so slowed, while predictions are of the step without it. ``pins`` take layouts and styles
+    of units out of the search, ``all_layouts`` brings every number of groups and members in (else
+    divisors of the number of ranks, and powers of two).
+    """
+
+    batch: Count
+    memory_limit_bytes: Bytes | None = None
+    optimizer: Literal["sgd", "momentum", "adam", "adamw"] = "sgd"
+    micro_batches: tuple[Count, ...] = (1,)
+    batch_statistics: BatchStatistics = "local"
+    allow_lossy: bool = False
+    min_fidelity: Share = 1.0
+    amplification_limit: Positive | None = None
+    unit_amplification_limit: Positive | None = None
+    objective: Literal["time", "gpu_seconds"] = "time"
+    time_limit_s: Positive | None = None
+    slice_bytes: tuple[Count, ...] = ()
+    background: bool = False
+    background_limit: Slowdown = BACKGROUND_LIMIT
+    pins: tuple[Pin, ...] = ()
+    all_layouts: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.micro_batches:
+            raise InputError("micro_batches is empty: name at least one count, such as 1")
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long as predicted a step may take for the sake of another job."""
+        return self.background_limit if self.background else 1.0
+
+    @property
+    def undisturbed_limit_s(self) -> float | None:
+        """The limit on a step's time without the background job that may slow it; None without
+        one."""
+        return None if self.time_limit_s is None else self.time_limit_s / self.slowdown
+
+    def permits(self, unit: str, layout: Layout, style: Style | None = None) -> bool:
+        """Whether the pins leave that layout (in that style) to a unit."""
+        return all(pin.permits(layout, style) for pin in self.pins if pin.unit == unit)
+
+    @property
+    def state_copies(self) -> int:
+        """Optimizer state as a multiple of the parameters' bytes."""
+        return STATE_COPIES[self.optimizer]

@@ -1,0 +1,48 @@
+"""The JSON Schemas of the documents, as files.
+
+``python -m meshwright.planner.schema.json_schemas FOLDER`` writes them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from .cluster import Cluster
+from .errors import InputError
+from .plan import Plan
+from .profile import ModelProfile
+from .record import Document, schema, write_whole
+
+DOCUMENTS: dict[str, type[Document]] = {
+    "plan": Plan,
+    "model_profile": ModelProfile,
+    "cluster": Cluster,
+}
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def schema_files() -> dict[str, bytes]:
+    """File name and content of each document's schema."""
+    files = {}
+    for name, cls in DOCUMENTS.items():
+        content = {"$schema": DIALECT, "title": cls.__name__, **schema(cls)}
+        encoded = msgspec.json.encode(content, order="deterministic")
+        files[f"{name}.json"] = msgspec.json.format(encoded, indent=1) + b"\n"
+    return files
+
+
+def main(arguments: list[str]) -> int:
+    """Writes the schemas into the folder named."""
+    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+        got = " ".join(arguments) or "nothing"
+        raise InputError(f"name one folder that exists to write schemas into, got {got}")
+    for name, content in schema_files().items():
+        write_whole(Path(arguments[0]) / name, content)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""Plan: the only thing that passes from planner to executor."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .goal import Goal
+from .layout import Layout, Style
+from .peak import Moment
+from .profile import UnitKind
+from .record import Bytes, Count, Document, Index, Noun, Seconds
+
+MemoryPolicy = Literal["keep", "recompute", "offload"]
+ExchangePolicy = Literal["dense", "sharded", "fully_sharded", "dropped", "topk"]
+SHARDING: tuple[ExchangePolicy, ...] = ("sharded", "fully_sharded")
+"""Each rank updates its chunk of a parameter; the second keeps nothing but that between uses."""
+LOSSY: tuple[ExchangePolicy, ...] = ("dropped", "topk")
+"""A part of the gradient waits for a later step."""
+FeedbackPolicy = Literal["residual", "in_place", "mirror", "host_mirror"]
+"""Where top-k keeps what it has not sent. See ``cost.feedback``."""
+Status = Literal["optimal", "feasible", "heuristic", "manual"]
+ScheduleName = Literal["barrier", "priority"]
+"""How gradients travel: in buckets, first in, first out, all waited for (``barrier``); in slices,
+those first that forward needs first (``priority``). See ``simulate.schedule``."""
+
+
+class UnitPlan(Noun, frozen=True, kw_only=True):
+    """The decision for one unit, and what it is predicted to cost on its busiest rank.
+
+    Seconds are of one micro-batch; ``exchange_s`` is of one step. ``blocking_s`` is what the unit
+    waits for: redistribution at its input and the collectives inside it, both ways.
+    ``batched_inputs`` as in ``UnitProfile``: what is redistributed at entry. ``segment``, where it
+    is not empty, names modules called one after another that contain this unit and its neighbours
+    with the same ``segment``: these are recomputed together, from the segment's input.
+    """
+
+    name: str
+    kind: UnitKind
+    modules: tuple[str, ...]
+    batched_inputs: tuple[Index, ...] = ()
+    layout: Layout
+    style: Style = "none"
+    memory: MemoryPolicy = "keep"
+    segment: tuple[str, ...] = ()
+    early_release: bool = False
+    exchange: ExchangePolicy = "dense"
+    exchange_ratio: float = 1.0
+    feedback: FeedbackPolicy = "residual"
+    parameter_bytes: Bytes = 0
+    forward_s: Seconds = 0.0
+    backward_s: Seconds = 0.0
+    blocking_s: Seconds = 0.0
+    exchange_s: Seconds = 0.0
+
+
+class Prediction(Noun, frozen=True, kw_only=True):
+    """What a step is predicted to take and to hold, on the busiest rank.
+
+    ``step_s`` = ``compute_s`` (forward, backward and update, with the slowing by communication) +
+    ``blocking_s`` (redistribution and collectives inside units) + ``exposed_s`` (gradient exchange
+    that nothing hides). ``peak_bytes`` by position. ``wire_bytes`` is what the busiest rank sends.
+    ``fullest`` is the moment at which the fullest rank holds most.
+    """
+
+    step_s: Seconds
+    compute_s: Seconds
+    blocking_s: Seconds
+    exposed_s: Seconds
+    update_s: Seconds
+    exchange_s: Seconds
+    wire_bytes: Bytes
+    peak_bytes: tuple[Bytes, ...]
+    gpu_seconds: Seconds
+    samples_per_s: float
+    fullest: Moment | None = None
+
+
+class Provenance(Noun, frozen=True, kw_only=True):
+    """Where a plan came from: the solver, what it proved, and from which measurements."""
+
+    solver: str
+    status: Status
+    bound_s: Seconds | None = None
+    gap: float | None = None
+    solve_s: Seconds = 0.0
+    profile: str
+    cluster: str
+    software: tuple[tuple[str, str], ...] = ()
+
+
+class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
+    """How to train one model on one cluster.
+
+    ``placement[p]`` is the rank at position ``p``. ``bucket_bytes`` is how much gradient travels in
+    one exchange, ``schedule`` in which order. ``target`` rebuilds the model (a workload's name,
+    ``file.py:factory``), ``model`` is the fingerprint of its structure. ``baseline`` is
+    plain data parallelism on the same cluster with the same micro-batches, by the plan's schedule
+    or as DDP does by default, whichever is quicker; ``baseline_fits`` says whether that would fit
+    in memory.
+    """
+
+    target: str
+    model: str
+    world_size: Count
+    goal: Goal
+    micro_batches: Count = 1
+    bucket_bytes: Count = 25 * 2**20
+    schedule: ScheduleName = "barrier"
+    placement: tuple[Index, ...]
+    units: tuple[UnitPlan, ...]
+    prediction: Prediction
+    baseline: Prediction
+    baseline_fits: bool = True
+    hypothetical: tuple[str, ...] = ()
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if sorted(self.placement) != list(range(self.world_size)):
+            order = ", ".join(map(str, self.placement))
+            raise ValueError(
+                f"placement {order} is not an order of ranks 0 to {self.world_size - 1}"
+            )
+        for unit in self.units:
+            if unit.layout.first + unit.layout.size > self.world_size:
+                raise ValueError(
+                    f"unit {unit.name!r} has layout {unit.layout}, which needs more than "
+                    f"{self.world_size} ranks"
+                )
+        names = [u.name for u in self.units]
+        if len(set(names)) != len(names):
+            raise ValueError("a unit is listed twice")
+
+    def unit(self, name: str) -> UnitPlan:
+        """The decision for the unit of that name."""
+        return next(u for u in self.units if u.name == name)
+
+    @property
+    def slowed_s(self) -> float:
+        """The longest that a step may take, with the background job that the goal allows."""
+        return self.prediction.step_s * self.goal.slowdown
+
+    @property
+    def speedup(self) -> float:
+        """Predicted step of plain data parallelism over this plan's."""
+        return self.baseline.step_s / self.prediction.step_s if self.prediction.step_s else 1.0

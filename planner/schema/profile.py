@@ -1,0 +1,285 @@
+"""ModelProfile: what was measured of a model, as units and the edges between them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import networkx as nx
+
+from .curve import ZERO, Curve
+from .layout import Style
+from .record import Bytes, BytesReal, Count, Document, Index, Noun, Seconds, Share
+
+UnitKind = Literal[
+    "input",
+    "output",
+    "glue",
+    "linear",
+    "conv",
+    "embedding",
+    "attention",
+    "mlp",
+    "norm",
+    "recurrent",
+    "other",
+]
+FIXED_KINDS = frozenset({"input", "output", "glue"})
+"""Kinds that always have the layout (W, 1): the model's ends and its own code between units."""
+
+
+class ParameterProfile(Noun, frozen=True, kw_only=True):
+    """One parameter. ``shared`` is its canonical name: equal for all names of a tied parameter."""
+
+    name: str
+    shared: str
+    shape: tuple[Index, ...]
+    bytes: Bytes
+    trainable: bool = True
+
+
+class ShareProfile(Noun, frozen=True, kw_only=True):
+    """What one member of a group of ``degree`` costs under ``style``, by samples of its group.
+
+    ``forward`` and ``backward`` in seconds; ``saved`` bytes of feature maps kept for backward;
+    ``gradient`` the largest bytes of feature-map gradients alive at once inside the unit;
+    ``workspace`` the largest bytes of other temporaries. ``parameter_bytes`` is the member's shard.
+    ``fresh`` are new weight gradients that are alive when most is, should those that are complete
+    be kept elsewhere; ``spared`` what is then not there yet of them or not there any more of what
+    was saved, beyond what comes on top.
+    """
+
+    style: Style
+    degree: Count
+    forward: Curve
+    backward: Curve
+    saved: Curve
+    gradient: Curve
+    workspace: Curve
+    parameter_bytes: Bytes
+    fresh: Curve = ZERO
+    spared: Curve = ZERO
+
+
+class SplitProfile(Noun, frozen=True, kw_only=True):
+    """A way in which a unit's parameters can be divided.
+
+    ``parts`` is how many pieces cannot be cut further (output features, attention heads);
+    ``uneven`` says whether degrees that do not divide ``parts`` work too. ``features`` is the
+    length of the dimension by which the input (``row``) or output (``column``) is sliced.
+    ``shard_dim`` per shared parameter name: parameters tied between units can be divided only if
+    all uses cut the same dimension.
+    """
+
+    style: Style
+    parts: Count
+    uneven: bool
+    features: Count
+    sharded: tuple[tuple[str, Index], ...]
+
+
+class FidelityProfile(Noun, frozen=True, kw_only=True):
+    """What a lossy exchange of a unit's gradient keeps.
+
+    ``ratios`` are the shares of the elements that were sent when it was measured, rising, and
+    ``kept`` the shares of the gradient's energy (squared L2 norm) that this sent; an exchange may
+    be planned at these ratios only.
+    """
+
+    exchange: Literal["dropped", "topk"]
+    ratios: tuple[Share, ...]
+    kept: tuple[Share, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.ratios) != len(self.kept) or not self.ratios:
+            raise ValueError(
+                f"fidelity needs as many kept as ratios, got {len(self.kept)} and "
+                f"{len(self.ratios)}"
+            )
+        if min(self.ratios) <= 0 or sorted(set(self.ratios)) != list(self.ratios):
+            raise ValueError(f"ratios must be positive and rising, got {self.ratios}")
+
+
+class UnitProfile(Noun, frozen=True, kw_only=True):
+    """The smallest piece of a model that gets its own decision.
+
+    ``modules`` are the fully qualified names of its submodules in order of execution; empty for
+    the model's input and output and for the code between units (``glue``). ``shares`` holds the
+    measurements, the undivided unit (style ``none``, degree 1) first. ``state_bytes`` are buffers.
+    ``batch_statistics`` marks units whose result depends on which samples are together;
+    ``statistics_bytes`` is what ``global`` statistics all-reduce, each way. ``batched_inputs`` are
+    the leaves of the flattened ``(args, kwargs)`` at entry whose dimension 0 is the batch.
+    ``output_kept`` says whether somebody saves its output for backward (a shortcut's sum does not).
+    ``fidelity`` is what lossy exchanges keep (none measured: none may be used) and
+    ``gradient_energy`` the mean squared L2 norm of the unit's gradient, its weight among the units.
+    """
+
+    name: str
+    kind: UnitKind
+    modules: tuple[str, ...] = ()
+    batched_inputs: tuple[Index, ...] = ()
+    parameters: tuple[ParameterProfile, ...] = ()
+    state_bytes: Bytes = 0
+    batch_statistics: bool = False
+    statistics_bytes: Bytes = 0
+    splits: tuple[SplitProfile, ...] = ()
+    shares: tuple[ShareProfile, ...]
+    output_kept: bool = True
+    fidelity: tuple[FidelityProfile, ...] = ()
+    gradient_energy: BytesReal = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.shares or self.shares[0].style != "none" or self.shares[0].degree != 1:
+            raise ValueError(f"shares of unit {self.name!r} must begin with the undivided unit")
+
+    @property
+    def whole(self) -> ShareProfile:
+        """The measurements of the undivided unit."""
+        return self.shares[0]
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters, tied ones included."""
+        return sum(p.bytes for p in self.parameters)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the layout is (W, 1) whatever is planned."""
+        return self.kind in FIXED_KINDS
+
+    def split(self, style: Style) -> SplitProfile | None:
+        """The split of that style, if the unit has it."""
+        return next((s for s in self.splits if s.style == style), None)
+
+    def kept(self, exchange: str, ratio: float) -> float | None:
+        """The share of the gradient's energy that a lossy exchange sends, None if not measured."""
+        for curve in self.fidelity:
+            if curve.exchange == exchange and ratio in curve.ratios:
+                return curve.kept[curve.ratios.index(ratio)]
+        return None
+
+
+class EdgeProfile(Noun, frozen=True, kw_only=True):
+    """The tensors that flow from one unit to another.
+
+    ``bytes_per_sample`` of those that have a batch dimension; ``gradient_bytes_per_sample`` the
+    part of it that comes back in backward (none for token numbers and masks). ``features`` is the
+    length of the dimension that a ``column`` source slices, or that a ``row`` target needs sliced.
+    Edges of one source with the same number in ``tensors`` carry the same tensors, so that units
+    which need them alike get them together (``cost.shared_redistribution``).
+    """
+
+    source: str
+    target: str
+    bytes_per_sample: BytesReal
+    gradient_bytes_per_sample: BytesReal
+    features: Count = 1
+    tensors: Index = 0
+
+
+class PieceProfile(Noun, frozen=True, kw_only=True):
+    """Modules of the model called one after another in one stretch of its forward, which a segment
+    can be made of: a unit's, or one that contains units.
+
+    ``first`` and ``last`` are the units, glue among them, of which all lies in this stretch (as do
+    those between them); both empty where there is none. ``follows`` names the pieces (each by its
+    first module) whose output, and nothing else, enters this one, with nothing done in between.
+    ``opens`` says whether a segment may begin with it: not where it changes its input in place.
+    """
+
+    modules: tuple[str, ...]
+    first: str = ""
+    last: str = ""
+    follows: tuple[str, ...] = ()
+    opens: bool = True
+
+
+class UpdateRate(Noun, frozen=True, kw_only=True):
+    """Seconds that an optimizer takes for each byte of parameters."""
+
+    optimizer: str
+    seconds_per_byte: Seconds
+
+
+class CompressionRate(Noun, frozen=True, kw_only=True):
+    """Seconds that a lossy exchange takes to choose what it sends, for each byte of gradients."""
+
+    exchange: Literal["dropped", "topk"]
+    seconds_per_byte: Seconds
+
+
+class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
+    """A model's units as a directed acyclic graph, measured on one device.
+
+    ``target`` is how the model was named (``vgg16``, ``file.py:factory``); ``model`` the
+    fingerprint of its structure (parameter names and shapes, unit names). ``batches`` are the batch
+    sizes measured. ``step`` is the measured forward plus backward of the whole model, against
+    which the sum of units is held. ``pieces`` are what segments to be recomputed can be made of.
+    """
+
+    target: str
+    model: str
+    device: str
+    device_type: str
+    dtype: str
+    software: tuple[tuple[str, str], ...] = ()
+    batches: tuple[Count, ...]
+    units: tuple[UnitProfile, ...]
+    edges: tuple[EdgeProfile, ...]
+    pieces: tuple[PieceProfile, ...] = ()
+    step: Curve | None = None
+    updates: tuple[UpdateRate, ...] = ()
+    compression: tuple[CompressionRate, ...] = ()
+    origin: Literal["measured", "estimated", "table"] = "measured"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [u.name for u in self.units]
+        if len(set(names)) != len(names):
+            twice = next(n for n in names if names.count(n) > 1)
+            raise ValueError(f"unit {twice!r} is listed twice")
+        for edge in self.edges:
+            for end in (edge.source, edge.target):
+                if end not in names:
+                    raise ValueError(f"an edge names unit {end!r}, which is not listed")
+        order = {n: i for i, n in enumerate(names)}
+        for edge in self.edges:
+            if order[edge.source] >= order[edge.target]:
+                raise ValueError(
+                    f"edge {edge.source!r} to {edge.target!r} goes back: keep forward order"
+                )
+        if not names or self.units[0].kind != "input" or self.units[-1].kind != "output":
+            raise ValueError("units must begin with the model's input and end with its output")
+
+    def unit(self, name: str) -> UnitProfile:
+        """The unit of that name."""
+        return next(u for u in self.units if u.name == name)
+
+    @property
+    def graph(self) -> nx.DiGraph:
+        """Units as nodes (attribute ``unit``), edges with attribute ``edge``."""
+        graph = nx.DiGraph()
+        for unit in self.units:
+            graph.add_node(unit.name, unit=unit)
+        for edge in self.edges:
+            graph.add_edge(edge.source, edge.target, edge=edge)
+        return graph
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters, each tied one counted once."""
+        once = {p.shared: p.bytes for u in self.units for p in u.parameters}
+        return sum(once.values())
+
+    def update_seconds_per_byte(self, optimizer: str) -> float:
+        """The measured update rate, Adam's and AdamW's for each other where one was not measured;
+        zero where none was."""
+        rates = {r.optimizer: r.seconds_per_byte for r in self.updates}
+        alike = {"adam": "adamw", "adamw": "adam"}.get(optimizer, optimizer)
+        return rates.get(optimizer, rates.get(alike, 0.0))
+
+    def compression_seconds_per_byte(self, exchange: str) -> float:
+        """The measured rate of a lossy exchange, zero where it was not measured."""
+        rates: dict[str, float] = {r.exchange: r.seconds_per_byte for r in self.compression}
+        return rates.get(exchange, 0.0)

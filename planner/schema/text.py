@@ -1,0 +1,32 @@
+"""Durations, sizes and rates as people read them."""
+
+from __future__ import annotations
+
+
+def seconds(value: float) -> str:
+    """A duration in the unit in which it reads best."""
+    if value >= 1 or value == 0:
+        return f"{value:.2f} s" if value else "0"
+    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
+
+
+def gap_text(gap: float) -> str:
+    """The gap between a plan and its bound; rounding is none."""
+    if gap > 0.1:
+        return f"{100 * gap:.0f}%"
+    return f"{100 * gap:.2g}%" if gap > 1e-6 else "0%"
+
+
+def size(count: float) -> str:
+    """Bytes in the binary unit in which they read best."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def rate(bytes_per_s: float) -> str:
+    """A bandwidth in bits, as networks are sold."""
+    gigabits = bytes_per_s * 8 / 1e9
+    return f"{gigabits:.2f} Gbit/s" if gigabits < 100 else f"{gigabits:.0f} Gbit/s"

@@ -1,0 +1,192 @@
+"""An event simulation of training steps on one rank and its links.
+
+The rank does its work in order. Blocking communication takes its link at once and stops what the
+link carries meanwhile; otherwise a link carries one gradient message at a time. While the rank
+computes and a message is under way, each runs slower by what ``Interference`` says.
+
+Between events all rates are constant, so the simulation is exact for its schedule: it is what the
+step formulas are held against, and what a plan predicts.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from ..cost.step_time import LINKS
+from ..schema.cluster import Interference
+from .schedule import COMPUTE, Message, Step, Work
+
+ALONE = Interference()
+
+
+class Span(NamedTuple):
+    """Something that ran on a resource (compute or a link) from ``start_s`` to ``end_s``; several
+    spans of one message are the pieces into which more urgent traffic cut it. ``unit`` is the
+    first of a message's units, ``message`` its index in the step (-1: not a message)."""
+
+    resource: str
+    unit: int
+    phase: str
+    start_s: float
+    end_s: float
+    message: int = -1
+
+
+class Simulation(NamedTuple):
+    """A step in the steady state: ``step_s`` = ``compute_s`` + ``blocking_s`` + ``exposed_s``
+    (the rank waits for gradients). ``update_s`` is the part of compute that updates. Spans are of
+    all steps that were simulated."""
+
+    step_s: float
+    compute_s: float
+    blocking_s: float
+    exposed_s: float
+    update_s: float
+    spans: tuple[Span, ...]
+
+
+class _Task:
+    """A message under way."""
+
+    __slots__ = ("index", "key", "left_s", "message", "since_s", "step")
+
+    def __init__(self, index: int, message: Message, step: int, key: tuple[float, int]) -> None:
+        self.index, self.message, self.step, self.key = index, message, step, key
+        self.left_s = message.seconds
+        self.since_s: float | None = None
+
+
+class _Run:
+    """The state of a simulation: the clock, the rank's place in its work, what links carry."""
+
+    def __init__(self, step: Step, steps: int, interference: Interference) -> None:
+        self.step, self.interference = step, interference
+        self.now_s = 0.0
+        self.waiting: dict[str, list[tuple[tuple[float, int], _Task]]] = {
+            link: [] for link in LINKS
+        }
+        self.carried: dict[str, _Task | None] = dict.fromkeys(LINKS)
+        self.missing = self._messages_by_unit(steps)
+        self.ready_at: dict[int, list[tuple[int, Message]]] = {}
+        for index, message in enumerate(step.messages):
+            self.ready_at.setdefault(message.ready, []).append((index, message))
+        self.released = 0
+        self.spans: list[Span] = []
+
+    def _messages_by_unit(self, steps: int) -> list[dict[int, int]]:
+        """How many messages of each unit have not arrived, by step."""
+        count: dict[int, int] = {}
+        for message in self.step.messages:
+            for k in message.units:
+                count[k] = count.get(k, 0) + 1
+        return [dict(count) for _ in range(steps)]
+
+    def run(self, work: Work, step: int) -> None:
+        """Does one piece of the rank's work and whatever links carry meanwhile."""
+        gate = step if self.step.schedule == "barrier" else step - 1
+        while gate >= 0 and any(self.missing[gate].get(k) for k in work.awaits):
+            self._advance(None, float("inf"))
+        left, start = work.seconds, self.now_s
+        while left > 0:
+            left = self._advance(work, left)
+        if self.now_s > start:
+            self.spans.append(Span(work.resource, work.unit, work.phase, start, self.now_s))
+        if work.frees:
+            self._release(work.unit, step)
+
+    def _release(self, unit: int, step: int) -> None:
+        for index, message in self.ready_at.get(unit, ()):
+            self.released += 1
+            urgency = 0.0 if self.step.schedule == "barrier" else message.urgency
+            key = urgency, self.released
+            heappush(self.waiting[message.link], (key, _Task(index, message, step, key)))
+
+    def _advance(self, work: Work | None, left: float) -> float:
+        """Runs to the next event; returns what is left of the work."""
+        held = work.resource if work else None
+        tasks = [t for link in LINKS if (t := self._serve(link, link == held))]
+        computing = held == COMPUTE
+        work_rate = 1 / self.interference.compute_slowdown if computing and tasks else 1.0
+        rate = 1 / self.interference.communication_slowdown if computing else 1.0
+        passed = min([t.left_s / rate for t in tasks], default=float("inf"))
+        until_done = left / work_rate
+        assert min(passed, until_done) < float("inf"), "the rank waits for what nobody sends"
+        span = min(passed, until_done)
+        self.now_s += span
+        for task in tasks:
+            task.left_s = 0.0 if task.left_s / rate <= span else task.left_s - span * rate
+            if not task.left_s:
+                self._arrive(task)
+        return 0.0 if until_done <= span else left - span * work_rate
+
+    def _serve(self, link: str, held: bool) -> _Task | None:
+        """The message that a link carries now, or None if it is idle or ``held`` by the rank."""
+        current, queue = self.carried[link], self.waiting[link]
+        if held:
+            self._pause(current)
+            return None
+        if queue and (current is None or self.step.preempt):
+            key, best = queue[0]
+            if current is None or key < current.key:
+                heappop(queue)
+                if current is not None:
+                    self._pause(current)
+                    heappush(queue, (current.key, current))
+                self.carried[link] = current = best
+        if current is not None and current.since_s is None:
+            current.since_s = self.now_s
+        return current
+
+    def _pause(self, task: _Task | None) -> None:
+        if task is not None and task.since_s is not None:
+            self._record(task)
+            task.since_s = None
+
+    def _record(self, task: _Task) -> None:
+        assert task.since_s is not None
+        if self.now_s > task.since_s:
+            link, unit = task.message.link, min(task.message.units)
+            span = Span(link, unit, "exchange", task.since_s, self.now_s, task.index)
+            self.spans.append(span)
+
+    def _arrive(self, task: _Task) -> None:
+        self._record(task)
+        self.carried[task.message.link] = None
+        for k in task.message.units:
+            self.missing[task.step][k] -= 1
+
+
+def simulate(
+    step: Step, interference: Interference = ALONE, steps: int | None = None
+) -> Simulation:
+    """Runs ``steps`` steps (as many as the steady state takes if not told) and describes the last.
+
+    Under the barrier a step leaves nothing behind, so one is enough. Under priority a step is
+    counted from the end of one backward to the end of the next.
+    """
+    count = steps or (1 if step.schedule == "barrier" else 4)
+    run = _Run(step, count, interference)
+    ends = [0.0]
+    for s in range(count):
+        for work in step.work:
+            run.run(work, s)
+        ends.append(run.now_s)
+    return _summary(run, ends[-2], ends[-1], step)
+
+
+def _summary(run: _Run, start_s: float, end_s: float, step: Step) -> Simulation:
+    compute = update = blocking = 0.0
+    for span in run.spans:
+        if span.start_s < start_s or span.phase == "exchange":
+            continue
+        took = span.end_s - span.start_s
+        if span.resource == COMPUTE:
+            compute += took
+            update += took if span.phase == "update" else 0.0
+        else:
+            blocking += took
+    step_s = end_s - start_s
+    exposed = max(step_s - compute - blocking, 0.0)
+    spans = tuple(sorted(run.spans, key=lambda s: s.start_s))
+    return Simulation(step_s, compute, blocking, exposed, update, spans)

@@ -1,0 +1,347 @@
+"""What a set of decisions is predicted to cost, and the Plan made of them.
+
+The prediction is the simulation of the schedule that the executor runs. For fixed decisions it
+never rises with a bandwidth: compute does not depend on it, blocking communication and messages
+only get shorter, and no message is sent earlier for being longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+import msgspec
+
+from ..cost.budget import gpu_seconds, idle_s, unit_s
+from ..cost.cost import BUCKET_BYTES, CostModel
+from ..cost.positions import position_classes
+from ..cost.step_time import Chain
+from ..memory.timeline import Holding, MemoryPoint, moment_of, peak_bytes, timeline
+from ..memory.unit_memory import MemoryModel
+from ..schema.capability import PLAIN, Capability
+from ..schema.cluster import Cluster
+from ..schema.errors import InputError
+from ..schema.goal import Goal
+from ..schema.layout import data_parallel
+from ..schema.options import Decisions, Option
+from ..schema.peak import Moment
+from ..schema.plan import Plan, Prediction, Provenance, UnitPlan
+from ..schema.profile import ModelProfile
+from ..schema.record import fingerprint
+from ..simulate.events import Simulation, simulate
+from ..simulate.grad_groups import step_of
+from ..simulate.rank_classes import simulate_lanes
+from ..simulate.schedule import ScheduleName, Step
+
+
+class RankMemory(NamedTuple):
+    """Positions that hold the same, their peak, the unit at work there, and what units hold."""
+
+    positions: tuple[int, ...]
+    peak_bytes: int
+    unit: str
+    holding: Holding
+    micro_batches: int
+
+    def fullest(self, names: Sequence[str]) -> Moment:
+        """The point at which most is alive; ``names`` are the units'."""
+        return moment_of(max(self.points, key=lambda point: point.total), names)
+
+    @property
+    def points(self) -> tuple[MemoryPoint, ...]:
+        """The timeline, class by class."""
+        return tuple(timeline(self.holding, self.micro_batches))
+
+
+class Evaluation(NamedTuple):
+    """All that is known of a set of decisions: the costs, the step run, its simulation, the memory
+    of each class of positions, and the prediction drawn from them."""
+
+    model: CostModel
+    decisions: Decisions
+    chain: Chain
+    step: Step
+    simulation: Simulation
+    memory: tuple[RankMemory, ...]
+    prediction: Prediction
+
+
+class Excess(NamedTuple):
+    """The position that is furthest over its limit, or closest to it (then negative). ``kind`` is
+    the class of memory that takes most there, in words."""
+
+    position: int
+    unit: str
+    needed_bytes: int
+    available_bytes: int
+    kind: str = ""
+
+    @property
+    def over_bytes(self) -> int:
+        """How much is missing."""
+        return self.needed_bytes - self.available_bytes
+
+
+def evaluate(
+    profile: ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    decisions: Sequence[Option] | None = None,
+    micro_batches: int = 1,
+    placement: Sequence[int] | None = None,
+    *,
+    schedule: ScheduleName = "barrier",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Prediction:
+    """The prediction for ``decisions`` (one option for each unit; plain data parallelism if none).
+
+    ``placement[p]`` is the rank at position p. ``bucket_bytes`` is the size of a bucket, or of a
+    slice under the ``priority`` schedule.
+    """
+    order = tuple(placement) if placement else None
+    sliced = schedule == "priority"
+    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes, sliced)
+    chosen = model.baseline if decisions is None else tuple(decisions)
+    return evaluation(model, chosen, schedule=schedule).prediction
+
+
+def evaluation(
+    model: CostModel, decisions: Decisions, *, schedule: ScheduleName = "barrier"
+) -> Evaluation:
+    """``evaluate`` with everything that led to the prediction."""
+    units = model.profile.units
+    if len(decisions) != len(units):
+        raise InputError(f"{len(decisions)} decisions for {len(units)} units: give one for each")
+    chain = model.chain(decisions)
+    step = step_of(model, decisions, chain, schedule)
+    noise = model.cluster.interference
+    if any(option.layout.first for option in decisions):  # branches on ranks of their own
+        result = simulate_lanes(model, decisions, step.messages, schedule, noise)
+    else:
+        result = simulate(step, noise)
+    memory = rank_memory(model, decisions)
+    prediction = _prediction(model, decisions, step, result, memory)
+    return Evaluation(model, decisions, chain, step, result, memory, prediction)
+
+
+def rank_memory(model: CostModel, decisions: Decisions) -> tuple[RankMemory, ...]:
+    """The memory timeline of each class of positions."""
+    memory = MemoryModel(model)
+    found = []
+    for group in position_classes(model.counts, [o.layout for o in decisions]):
+        held = memory.held(decisions, group.samples)
+        peak, k = peak_bytes(held, model.micro_batches)
+        name = model.profile.units[k].name
+        found.append(RankMemory(group.positions, ceil(peak), name, held, model.micro_batches))
+    return tuple(found)
+
+
+def _prediction(
+    model: CostModel,
+    decisions: Decisions,
+    step: Step,
+    result: Simulation,
+    memory: Sequence[RankMemory],
+) -> Prediction:
+    peaks = [0] * model.world_size
+    for group in memory:
+        for position in group.positions:
+            peaks[position] = group.peak_bytes
+    per_link: dict[str, float] = {}
+    for message in step.messages:
+        per_link[message.link] = per_link.get(message.link, 0.0) + message.seconds
+    return Prediction(
+        step_s=result.step_s,
+        compute_s=result.compute_s,
+        blocking_s=result.blocking_s,
+        exposed_s=result.exposed_s,
+        update_s=result.update_s,
+        exchange_s=max(per_link.values(), default=0.0),
+        wire_bytes=round(_wire_bytes(model, decisions, step)),
+        peak_bytes=tuple(peaks),
+        gpu_seconds=_gpu_seconds(model, decisions, result),
+        samples_per_s=model.goal.batch / result.step_s if result.step_s else 0.0,
+        fullest=max(memory, key=lambda group: group.peak_bytes).fullest(
+            [unit.name for unit in model.profile.units]
+        ),
+    )
+
+
+def _gpu_seconds(model: CostModel, decisions: Decisions, result: Simulation) -> float:
+    """Device-seconds; where branches run side by side, all devices for the time in which the lane
+    that works longest does not compute, and each unit's own for as long as it computes."""
+    if not any(option.layout.first for option in decisions):
+        return gpu_seconds(model, decisions, result.step_s)
+    whole = model.world_size * result.step_s
+    own = sum(
+        model.world_size * unit_s(model, k, o) - idle_s(model, k, o)
+        for k, o in enumerate(decisions)
+    )
+    return min(whole, whole - model.world_size * result.compute_s + own)
+
+
+def _wire_bytes(model: CostModel, decisions: Decisions, step: Step) -> float:
+    """What the busiest rank sends in a step (busiest in each collective: an upper estimate)."""
+    blocking = 0.0
+    for k, option in enumerate(decisions):
+        cost = model.unit(k, option)
+        blocking += cost.inner_forward.sent_bytes + cost.inner_backward.sent_bytes
+    for e in range(len(model.ends)):
+        edge = model.arrival(e, decisions)
+        blocking += edge.forward.sent_bytes + edge.backward.sent_bytes
+    return model.micro_batches * blocking + sum(m.sent_bytes for m in step.messages)
+
+
+def limits_bytes(cluster: Cluster, goal: Goal, placement: Sequence[int]) -> tuple[int, ...]:
+    """Memory available at each position: the goal's limit, else the device's own memory."""
+    if goal.memory_limit_bytes is not None:
+        return (goal.memory_limit_bytes,) * cluster.world_size
+    devices = cluster.devices  # once: it is put together anew whenever it is asked for
+    return tuple(devices[rank].memory_bytes for rank in placement)
+
+
+def excess(model: CostModel, memory: Sequence[RankMemory]) -> Excess:
+    """Where memory is tightest."""
+    limits = limits_bytes(model.cluster, model.goal, model.placement)
+    found = [
+        (Excess(position, group.unit, group.peak_bytes, limits[position]), group)
+        for group in memory
+        for position in group.positions
+    ]
+    tight, group = max(found, key=lambda pair: pair[0].over_bytes)
+    names = [unit.name for unit in model.profile.units]
+    return tight._replace(kind=group.fullest(names).largest)
+
+
+def make_plan(
+    profile: ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    decisions: Sequence[Option] | None = None,
+    micro_batches: int = 1,
+    placement: Sequence[int] | None = None,
+    *,
+    provenance: Provenance | None = None,
+    schedule: ScheduleName = "barrier",
+    bucket_bytes: int = BUCKET_BYTES,
+    executor: Capability = PLAIN,
+) -> Plan:
+    """The Plan of those decisions with its prediction and that of plain data parallelism.
+
+    What ``executor`` cannot run is listed in the plan as hypothetical.
+    """
+    order = tuple(placement) if placement else None
+    sliced = schedule == "priority"
+    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes, sliced)
+    chosen = model.baseline if decisions is None else tuple(decisions)
+    ours = evaluation(model, chosen, schedule=schedule)
+    plain = _baseline(profile, cluster, goal, micro_batches, schedule, bucket_bytes)
+    plan = Plan(
+        target=profile.target,
+        model=profile.model,
+        world_size=cluster.world_size,
+        goal=goal,
+        micro_batches=micro_batches,
+        bucket_bytes=bucket_bytes,
+        schedule=schedule,
+        placement=model.placement,
+        units=tuple(_unit_plan(ours, k) for k in range(len(chosen))),
+        prediction=ours.prediction,
+        baseline=plain.prediction,
+        baseline_fits=excess(plain.model, plain.memory).over_bytes <= 0,
+        provenance=provenance or provenance_of(profile, cluster, "manual", "manual"),
+    )
+    return msgspec.structs.replace(plan, hypothetical=executor.refusals(plan))
+
+
+def _baseline(
+    profile: ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    micro_batches: int,
+    schedule: ScheduleName,
+    bucket_bytes: int,
+) -> Evaluation:
+    """Plain data parallelism as it would be run: ranks in the order of the hosts; by priority or,
+    where the plan's slices would make that slower, as DDP does by default."""
+    ways: list[tuple[ScheduleName, int]] = [(schedule, bucket_bytes)]
+    if schedule == "priority":
+        ways.append(("barrier", BUCKET_BYTES))
+    found = []
+    for name, size in ways:
+        sliced = name == "priority"
+        model = CostModel(profile, cluster, goal, micro_batches, bucket_bytes=size, sliced=sliced)
+        found.append(evaluation(model, model.baseline, schedule=name))
+    return min(found, key=lambda done: done.prediction.step_s)
+
+
+def provenance_of(
+    profile: ModelProfile, cluster: Cluster, solver: str, status: str, **proof: float | None
+) -> Provenance:
+    """Where a plan came from; ``proof`` may name ``bound_s``, ``gap`` and ``solve_s``."""
+    found = {name: value for name, value in proof.items() if value is not None}
+    return Provenance(
+        solver=solver,
+        status=status,  # type: ignore[arg-type]
+        profile=fingerprint(profile),
+        cluster=fingerprint(cluster),
+        software=profile.software,
+        **found,
+    )
+
+
+def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
+    unit, option, chain = done.model.profile.units[k], done.decisions[k], done.chain
+    blocking = (
+        chain.entry_forward_s[:, k]
+        + chain.entry_backward_s[:, k]
+        + chain.inner_forward_s[:, k]
+        + chain.inner_backward_s[:, k]
+    )
+    return UnitPlan(
+        name=unit.name,
+        kind=unit.kind,
+        modules=unit.modules,
+        batched_inputs=unit.batched_inputs,
+        layout=option.layout,
+        style=option.style,
+        memory=option.memory,
+        segment=option.segment,
+        early_release=option.early_release,
+        exchange=option.exchange,
+        exchange_ratio=option.ratio,
+        feedback=option.feedback,
+        parameter_bytes=sum(p.bytes for p in done.model.owned[k]),
+        forward_s=float(chain.forward_s[k]),
+        backward_s=float(chain.backward_s[k]),
+        blocking_s=float(blocking.sum()),
+        exchange_s=float(chain.exchange_s[:, k].sum()),
+    )
+
+
+def decisions_of(plan: Plan) -> Decisions:
+    """The options that a plan chose, as ``evaluate`` takes them."""
+    return tuple(_option(unit) for unit in plan.units)
+
+
+def _option(unit: UnitPlan) -> Option:
+    return Option(
+        layout=unit.layout,
+        style=unit.style,
+        memory=unit.memory,
+        exchange=unit.exchange,
+        ratio=unit.exchange_ratio,
+        early_release=unit.early_release,
+        feedback=unit.feedback,
+        segment=unit.segment,
+    )
+
+
+def is_data_parallel(decisions: Sequence[Option], world_size: int) -> bool:
+    """Whether every unit is plainly data parallel."""
+    home = data_parallel(world_size)
+    return all(
+        (o.layout, o.style, o.memory, o.exchange) == (home, "none", "keep", "dense")
+        for o in decisions
+    )

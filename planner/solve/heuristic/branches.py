@@ -1,0 +1,165 @@
+"""Parallel branches side by side: each on ranks of its own, at the same time, where that wins.
+
+The solvers let all layouts start at position 0, so that branches run one after another and every
+cost adds up. Between a unit where the graph forks and the one where all of its ways have met again,
+branches that share no edge can be dealt out to parts of the ranks instead (DeepPool does so for
+Inception). What a step then takes is the critical path, which ``lanes`` simulates. This search
+starts from a solver's plan and keeps what is better; it proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import networkx as nx
+
+from ...cost.cost import CostModel
+from ...schema.layout import Layout
+from ...schema.options import Decisions, Option, allowed
+from ..answer import Choice, choice, plan_of
+from ..evaluate import evaluation
+from ..problem import Problem, Result
+
+SLOTS = (2, 4, 8)
+"""Into how many equal parts the ranks are divided."""
+BETTER = 1 - 1e-6
+REASON = "branches run side by side, found by trying, so that nothing is proved of the plan"
+
+
+class Region(NamedTuple):
+    """A fork, the unit where its ways meet again, and the branches between, as units' indices."""
+
+    fork: int
+    join: int
+    branches: tuple[tuple[int, ...], ...]
+
+
+def regions(model: CostModel) -> list[Region]:
+    """Where branches are parallel, larger regions first."""
+    graph = nx.DiGraph(model.ends)
+    graph.add_nodes_from(range(len(model.profile.units)))
+    last = len(model.profile.units) - 1
+    meets = nx.immediate_dominators(graph.reverse(), last)
+    found = []
+    for fork in graph:
+        join = meets.get(fork)
+        if graph.out_degree(fork) < 2 or join is None or join == fork:
+            continue
+        between = nx.descendants(graph, fork) & nx.ancestors(graph, join)
+        parts = nx.weakly_connected_components(graph.subgraph(between))
+        branches = sorted(tuple(sorted(part)) for part in parts)
+        if len(branches) > 1:
+            found.append(Region(fork, join, tuple(branches)))
+    return sorted(found, key=lambda r: -sum(map(len, r.branches)))
+
+
+def side_by_side(problem: Problem, result: Result) -> Result:
+    """The result, or that of a plan with branches side by side that is simulated to be quicker.
+
+    Only where time is the objective and device-seconds are not limited: what a branch leaves free
+    another uses, which their formula does not know.
+    """
+    goal = problem.goal
+    limited = goal.amplification_limit is not None or goal.unit_amplification_limit is not None
+    if result.plan is None or result.decisions is None or goal.objective != "time" or limited:
+        return result
+    plan = result.plan
+    model = CostModel(
+        problem.profile,
+        problem.cluster,
+        goal,
+        plan.micro_batches,
+        plan.placement,
+        plan.bucket_bytes,
+        problem.schedule == "priority",
+    )
+    best = start = _judged(problem, model, result.decisions)
+    for region in regions(model):
+        for decisions in _dealt(problem, model, best.choice.decisions, region):
+            trial = _judged(problem, model, decisions)
+            if trial.choice.feasible and trial.step_s < best.step_s * BETTER:
+                best = trial
+    return result if best is start else _answer(problem, best, result)
+
+
+class _Judged(NamedTuple):
+    choice: Choice
+    step_s: float
+
+
+def _judged(problem: Problem, model: CostModel, decisions: Decisions) -> _Judged:
+    step_s = evaluation(model, decisions, schedule=problem.schedule).prediction.step_s
+    made = choice(model, decisions, problem.schedule)
+    return _Judged(made._replace(value=made.value._replace(step_s=step_s)), step_s)
+
+
+def _answer(problem: Problem, best: _Judged, result: Result) -> Result:
+    plan = plan_of(problem, best.choice, result.solver, "heuristic", solve_s=result.seconds)
+    reason = "; ".join(r for r in (result.reason, REASON) if r)
+    return result._replace(
+        status="heuristic",
+        objective_s=best.step_s,
+        bound_s=None,
+        gap=None,
+        plan=plan,
+        decisions=best.choice.decisions,
+        reason=reason,
+    )
+
+
+def _dealt(
+    problem: Problem, model: CostModel, decisions: Decisions, region: Region
+) -> Iterator[Decisions]:
+    """The branches dealt out to equal parts of the ranks, the longest first to the part that has
+    least to do."""
+    world = model.world_size
+    for slots in SLOTS:
+        if world % slots or slots > len(region.branches):
+            continue
+        width = world // slots
+        moved = [_moved(problem, model, decisions, b, width) for b in region.branches]
+        if any(m is None for m in moved):
+            continue
+        work = [_work(model, m or {}) for m in moved]
+        load, chosen = [0.0] * slots, list(decisions)
+        for i in sorted(range(len(moved)), key=lambda i: -work[i]):
+            slot = load.index(min(load))
+            load[slot] += work[i]
+            for k, option in (moved[i] or {}).items():
+                layout = option.layout
+                there = Layout(groups=layout.groups, degree=layout.degree, first=slot * width)
+                chosen[k] = option._replace(layout=there)
+        if all(_may(problem, model, k, chosen[k]) for b in region.branches for k in b):
+            yield tuple(chosen)
+
+
+def _moved(
+    problem: Problem, model: CostModel, decisions: Decisions, branch: tuple[int, ...], width: int
+) -> dict[int, Option] | None:
+    """A branch's units on ``width`` ranks, divided as they were where that goes; None where one of
+    them cannot move, or is tied to a unit elsewhere."""
+    found = {}
+    for k in branch:
+        unit, option = model.profile.units[k], decisions[k]
+        if unit.fixed or not set(model.ties[k]) <= set(branch):
+            return None
+        degree = option.layout.degree
+        style = option.style
+        if degree > width or width % degree:
+            degree, style = 1, "none"
+        layout = Layout(groups=width // degree, degree=degree)
+        found[k] = option._replace(layout=layout, style=style)
+        if not _may(problem, model, k, found[k]):
+            return None
+    return found
+
+
+def _work(model: CostModel, branch: dict[int, Option]) -> float:
+    costs = (model.unit(k, option) for k, option in branch.items())
+    return sum(cost.forward_s + cost.backward_s for cost in costs)
+
+
+def _may(problem: Problem, model: CostModel, k: int, option: Option) -> bool:
+    unit = model.profile.units[k]
+    return allowed(unit, option, problem.goal, problem.capability, model.world_size)

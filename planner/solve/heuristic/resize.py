@@ -1,0 +1,63 @@
+"""The same kind of cluster with more or fewer ranks: nodes like its first, or part of one node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from ...schema.cluster import Cluster, Node
+from ...schema.errors import InputError
+from ..problem import Problem
+
+
+class NoLinksError(InputError):
+    """A size that takes several nodes of a cluster that states no links between nodes."""
+
+
+def resized_problem(problem: Problem, ranks: int) -> Problem:
+    """The problem on a cluster of ``ranks`` ranks, its placement left open."""
+    return replace(problem, cluster=resized(problem.cluster, ranks), placement=None)
+
+
+def resized(cluster: Cluster, ranks: int) -> Cluster:
+    """A cluster of so many ranks made of the first node's like: part of one, or whole ones; the
+    cluster itself where it has as many.
+
+    Bandwidths measured pair by pair say nothing of ranks that are not there, and are left out.
+    """
+    if ranks == cluster.world_size:
+        return cluster
+    node = cluster.nodes[0]
+    each = len(node.devices)
+    if ranks < 1 or (ranks > each and ranks % each):
+        raise InputError(
+            f"{ranks} ranks are no whole number of nodes with {each} devices: ask for a multiple "
+            f"of {each}, or for fewer than {each}"
+        )
+    count = max(ranks // each, 1)
+    if count > 1 and cluster.level("inter") is None:
+        raise NoLinksError(
+            f"{ranks} ranks need {count} nodes and the cluster states no links between nodes: "
+            "add the inter level"
+        )
+    nodes = tuple(
+        Node(name=f"{node.name}-{i}", devices=node.devices[: min(ranks, each)])
+        for i in range(count)
+    )
+    return msgspec.structs.replace(
+        cluster, name=f"{cluster.name} as {ranks} ranks", nodes=nodes, pair_bytes_per_s=()
+    )
+
+
+def how_resized(cluster: Cluster) -> str:
+    """How ``resized`` makes clusters of other sizes of this one, in words."""
+    node = cluster.nodes[0]
+    each, devices = len(node.devices), node.devices[0].name
+    one = f"{each} x {devices}" if each > 1 else devices
+    words = f"other sizes are whole nodes like {node.name!r} ({one})"
+    words += f", or part of one below {each} ranks" if each > 1 else ""
+    words += ", joined by the same links"
+    if cluster.pair_bytes_per_s:
+        words += " (bandwidths measured pair by pair are left out)"
+    return words

@@ -1,0 +1,157 @@
+"""Plans whose recomputed units form segments, where memory asks for that.
+
+The solvers decide units one by one. Where one of their plans saves memory, or none of them fits,
+what is kept, recomputed and in which segments is decided anew for a few choices of layouts and
+exchanges (``recomputing``): the solver's own, data parallelism under each number of micro-batches,
+and what the heuristic takes where memory does not matter. The plan that comes of it is taken where
+it fits and the solver's does not, or where its step is quicker, by formula and as simulated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+
+import msgspec
+
+from ...cost.budget import permitted
+from ...cost.cost import CostModel
+from ...cost.segment_memory import segments_of
+from ...schema.options import Decisions
+from ..answer import Choice, answer, choice
+from ..choices import may_have
+from ..evaluate import evaluation, excess, limits_bytes, rank_memory
+from ..models import models
+from ..problem import Infeasibility, Problem, Result
+from .checkpointing import Recomputing
+from .fitting import has_segments, held_back, plain_starts
+from .relaxations import more_memory
+from .splits import placed, search
+
+BETTER = 1 - 1e-6
+EFFORT_S = 5.0
+"""Seconds after which no further choice is begun with."""
+UNLIMITED_S = 2.0
+"""Seconds for the heuristic's plan that memory does not limit."""
+UNLIMITED_BYTES = 2**62
+
+
+def quicker_in_segments(
+    problem: Problem, result: Result, time_limit_s: float | None = None
+) -> Result:
+    """The result, or that of a plan with segments that is quicker. ``time_limit_s`` is what the
+    search for the result was given; this takes up to a fifth of it besides."""
+    if result.plan is None or result.decisions is None or not has_segments(problem):
+        return result
+    if not held_back(result.plan):
+        return result
+    start, problem = time.perf_counter(), placed(problem)
+    plan = result.plan
+    own = CostModel(
+        problem.profile, problem.cluster, problem.goal, plan.micro_batches, plan.placement,
+        plan.bucket_bytes, problem.schedule == "priority",
+    )  # fmt: skip
+    known = choice(own, result.decisions, problem.schedule)
+    effort_s = EFFORT_S if time_limit_s is None else min(EFFORT_S, time_limit_s / 5)
+    best = _best(problem, [(own, result.decisions)], start + effort_s)
+    if best is None or not segments_of(best.decisions) or not _is_quicker(problem, best, known):
+        return result
+    made = _answer(problem, best, result.solver, result.seconds + time.perf_counter() - start)
+    return made._replace(reason="; ".join(r for r in (result.reason, made.reason) if r))
+
+
+def fitting_in_segments(problem: Problem, solver: str, start: float) -> Result | None:
+    """A plan with segments for a problem for which ``solver`` found none, if there is one;
+    ``start`` is when it began (of ``time.perf_counter``)."""
+    if not has_segments(problem):
+        return None
+    best = _best(problem, [], time.perf_counter() + EFFORT_S)
+    if best is None:
+        return None
+    return _answer(problem, best, solver, time.perf_counter() - start)
+
+
+def _answer(problem: Problem, best: Choice, solver: str, seconds: float) -> Result:
+    made = answer(problem, best, solver, None, proved=False, seconds=seconds)
+    count = len(segments_of(best.decisions))
+    return made._replace(reason=f"{count} segments of units recomputed together, without a proof")
+
+
+def less_in_segments(problem: Problem, why: Infeasibility) -> Infeasibility:
+    """Why nothing fits, with the least bytes that segments would need where that is less."""
+    if why.limit != "memory_limit_bytes" or not has_segments(problem):
+        return why
+    end, best = time.perf_counter() + EFFORT_S, None
+    for model in models(placed(problem)):
+        for start in plain_starts(problem, model):
+            if best is not None and time.perf_counter() > end:
+                break
+            chosen = Recomputing(model, start, problem.capability).least()
+            memory = rank_memory(model, chosen)
+            tight = excess(model, memory)
+            if best is None or tight.over_bytes < best[1].over_bytes:
+                best = model, tight, max(each.peak_bytes for each in memory)
+    if best is None or best[1].over_bytes >= why.needed_bytes - why.available_bytes:
+        return why
+    model, tight, needed = best
+    others = (r for r in why.relaxations if r.what != "memory_limit_bytes")
+    return why._replace(
+        rank=model.placement[tight.position],
+        unit=tight.unit,
+        needed_bytes=tight.needed_bytes,
+        available_bytes=tight.available_bytes,
+        relaxations=(*others, more_memory(needed, proved=False)),
+        kind=tight.kind,
+    )
+
+
+def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float) -> Choice | None:
+    """The plan with least of the objective that keeps all limits, of those that begin with each
+    choice of layouts and exchanges."""
+    best: Choice | None = None
+    for i, (model, start) in enumerate(chain(first, _starts(problem, end))):
+        if i and time.perf_counter() > end:
+            break
+        problem.report("recomputing in segments", min(i / 10, 0.9))
+        limit = min(limits_bytes(model.cluster, model.goal, model.placement))
+        chosen = Recomputing(model, start, problem.capability).quickest(limit)
+        if chosen is None:
+            continue
+        new = choice(model, chosen, problem.schedule)
+        if not (new.feasible and permitted(model, chosen)):
+            continue
+        if best is None or new.objective_s < best.objective_s * BETTER:
+            best = new
+    return best
+
+
+def _is_quicker(problem: Problem, new: Choice, known: Choice) -> bool:
+    """By formula, by more than what plans that are near each other may differ, and as it is run
+    where that is not the same."""
+    if new.objective_s >= known.objective_s * min(1 - problem.near, BETTER):
+        return False
+    steps = (
+        evaluation(each.model, each.decisions, schedule=problem.schedule).prediction.step_s
+        for each in (new, known)
+    )
+    return problem.goal.objective != "time" or next(steps) < next(steps) * BETTER
+
+
+def _starts(problem: Problem, end: float) -> Iterator[tuple[CostModel, Decisions]]:
+    """Layouts and exchanges to begin with, each under every number of micro-batches and slice
+    size; no search for some where none is left of the time."""
+    every = list(models(problem))
+    for model in every:
+        for start in plain_starts(problem, model):
+            yield model, start
+    left_s = end - time.perf_counter()
+    if left_s <= 0:
+        return
+    free = msgspec.structs.replace(problem.goal, memory_limit_bytes=UNLIMITED_BYTES)
+    quiet = replace(problem, goal=free, progress=None)
+    found = search(quiet, min(UNLIMITED_S, left_s)).evaluation.decisions
+    for model in every:
+        if all(may_have(model, k, option, problem.capability) for k, option in enumerate(found)):
+            yield model, found

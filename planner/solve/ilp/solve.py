@@ -1,0 +1,204 @@
+"""The integer program as a solver: proved best over micro-batches, slice sizes and all decisions.
+
+One program for each number of micro-batches and slice size; each must beat the best plan known by
+then (at first the heuristic's), so that most are over when their relaxation is worse. A plan is
+called optimal only where every program was solved or shown to be no better. Then, among plans
+within the share ``near`` of the best, one with the fewest changes of layout is taken, and of these
+one that loses least.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pulp
+
+from ...cost.cost import CostModel
+from ..answer import Choice, DisagreementError, answer, choice
+from ..choices import all_may_have
+from ..evaluate import evaluation
+from ..heuristic.segmented import fitting_in_segments, less_in_segments
+from ..heuristic.splits import placed, search
+from ..models import models
+from ..problem import Problem, Result
+from .backend import Backend, Interruption, Solved, run
+from .cases import Case, case
+from .infeasible import explain_proved
+from .integer import Program
+
+ROUNDING = 1e-6
+AT_LEAST_AS_GOOD = 1e-5
+"""A program must reach the best objective so far, with this much room for rounding."""
+AGREES = 1e-5
+"""Of a step, what the program may have it shorter or longer than the formula: integers are such to
+``backend.INTEGRAL``, times what the options of a unit differ by."""
+CUTS = 50
+"""How often a solution over a limit by rounding is excluded before that is taken for a bug."""
+
+
+class Integer:
+    """The solver of that name."""
+
+    name = "integer"
+
+    def __init__(self, backend: Backend | None = None) -> None:
+        self.backend = backend
+
+    def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
+        """See ``solver.Solver``."""
+        return Search(placed(problem), time_limit_s, self.backend).result()
+
+
+class Search:
+    """One search: the cases, the best choice so far, what is proved, the time that is left."""
+
+    def __init__(
+        self, problem: Problem, time_limit_s: float | None, backend: Backend | None
+    ) -> None:
+        self.problem, self.backend = problem, backend
+        self.start = time.perf_counter()
+        self.deadline = self.start + (time_limit_s if time_limit_s is not None else float("inf"))
+        self.interruption = Interruption()
+        self.best: Choice | None = None
+        self.known: list[Choice] = []
+        self.bound_s = float("inf")
+        self.proved = True
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the time limit."""
+        return self.deadline - time.perf_counter()
+
+    def result(self) -> Result:
+        """The best plan, or why there is none."""
+        with self.interruption.listening():
+            every = list(models(self.problem))
+            self._begin(every)
+            for i, model in enumerate(every):
+                self._case(model, i / len(every), 1 / len(every))
+            if self.best is None:
+                return self._none(every)
+            chosen = self._as_run(self._simpler(self.best))
+        bound_s = max(min(self.bound_s, self.best.objective_s), 0.0)
+        return answer(
+            self.problem,
+            chosen,
+            Integer.name,
+            bound_s,
+            proved=self.proved and chosen.objective_s <= bound_s * (1 + self.problem.near + 1e-6),
+            seconds=time.perf_counter() - self.start,
+        )
+
+    def _none(self, every: list[CostModel]) -> Result:
+        """No plan: because there is none, or because time was up before one was found."""
+        rescued = fitting_in_segments(self.problem, Integer.name, self.start)
+        if rescued is not None:
+            return rescued
+        why = less_in_segments(self.problem, explain_proved(self.problem, every))
+        seconds = time.perf_counter() - self.start
+        reason = "" if self.proved else "the time limit came before a plan or a proof"
+        return Result(
+            Integer.name, "infeasible", None, None, None, None, None, seconds, why, reason
+        )
+
+    def _begin(self, every: list[CostModel]) -> None:
+        """What the heuristic finds, and plain data parallelism, under every model."""
+        quiet = replace(self.problem, progress=None)
+        found = search(quiet, max(min(self.left_s / 4, 10.0), 0.0)).evaluation.decisions
+        for model in every:
+            for decisions in dict.fromkeys((model.baseline, found)):
+                if all_may_have(model, decisions, self.problem.capability):
+                    self._offer(choice(model, decisions, self.problem.schedule))
+
+    def _offer(self, new: Choice) -> bool:
+        """Takes a choice if it keeps all limits and is better."""
+        if not new.feasible:
+            return False
+        self.known.append(new)
+        if self.best is None or new.objective_s < self.best.objective_s:
+            self.best = new
+        return True
+
+    def _as_run(self, chosen: Choice) -> Choice:
+        """Of the plans come across, the one that is quickest as it is run, where formula and
+        simulation may differ by the size of buckets or by interference: the plan found for the
+        formula, unless another is better by more than ``near`` (buckets: by more than rounding)."""
+        if self.problem.near <= 0 or self.problem.goal.objective != "time":
+            return chosen
+
+        def simulated_s(each: Choice) -> float:
+            done = evaluation(each.model, each.decisions, schedule=self.problem.schedule)
+            return done.prediction.step_s
+
+        best = min(self.known, key=simulated_s)
+        room = 1 - (self.problem.near if self.problem.schedule == "priority" else ROUNDING)
+        return best if simulated_s(best) < simulated_s(chosen) * room else chosen
+
+    def _case(self, model: CostModel, done: float, part: float) -> None:
+        """Solves one program against the best so far, and takes its bound."""
+        label = f"{model.micro_batches} micro-batches, slices of {model.bucket_bytes:,} bytes"
+        self.problem.report(label, done)
+        this = case(self.problem, model)
+        if not all(this.ledger.options):
+            return  # a unit's own limit leaves it no option
+        program = this.program(self.problem)
+        program.problem.setObjective(pulp.LpAffineExpression(program.objective))
+        if self.best is not None:
+            program.within(self.best.objective_s * (1 + AT_LEAST_AS_GOOD))
+
+        def progress(gap: float) -> None:
+            if 0 <= gap < 1e6:
+                self.problem.report(f"{label}: gap {gap:.1%}", done + part * max(1 - gap, 0.0))
+
+        solved = self._solve(program, this, progress)
+        self.proved &= solved.outcome in ("optimal", "infeasible")
+        self.bound_s = min(self.bound_s, solved.bound * this.time_unit_s)
+
+    def _solve(self, program: Program, this: Case, progress: object = None) -> Solved:
+        """Solves until the solution is one that keeps the limits to the byte."""
+        listen = progress if callable(progress) else lambda gap: None
+        for _ in range(CUTS):
+            solved = run(program.problem, self.left_s, self.interruption, listen, self.backend)
+            if solved.value is None:
+                return solved
+            numbers = program.chosen()
+            new = choice(this.model, this.ledger.choose(numbers), self.problem.schedule)
+            self._compare(new, program, this, solved)
+            if self._offer(new):
+                return solved
+            program.forbid(numbers)
+        raise DisagreementError(
+            f"{CUTS} solutions of the integer program break a limit that it has: "
+            "this is a bug of the planner, please report it with the profile and the cluster"
+        )
+
+    def _compare(self, new: Choice, program: Program, this: Case, solved: Solved) -> None:
+        """Holds the program's step against the formula's; ``T`` may be above it where nothing
+        presses it down."""
+        said = (program.step.value() or 0.0) * this.time_unit_s
+        near = AGREES * new.value.step_s + 1e-9 * this.time_unit_s
+        if said < new.value.step_s - near or (
+            solved.outcome == "optimal" and said > new.value.step_s + near and program.presses
+        ):
+            raise DisagreementError(
+                f"the integer program has {said!r} s for a step that the cost model gives "
+                f"{new.value.step_s!r} s: this is a bug of the planner, please report it"
+            )
+
+    def _simpler(self, best: Choice) -> Choice:
+        """A plan nearly as good that changes layout less and loses less, if time is left."""
+        if self.problem.near <= 0 or self.left_s <= 0 or not self.proved:
+            return best
+        this = case(self.problem, best.model)
+        program = this.program(self.problem)
+        program.within(best.objective_s * (1 + self.problem.near))
+        program.simplest()
+        solved = run(program.problem, min(self.left_s, 10.0), self.interruption,
+                     backend=self.backend)  # fmt: skip
+        if solved.value is None:
+            return best
+        decisions = this.ledger.choose(program.chosen())
+        new = choice(best.model, decisions, self.problem.schedule)
+        near = best.objective_s * (1 + self.problem.near) * (1 + 1e-8)
+        return new if new.feasible and new.objective_s <= near else best

@@ -1,0 +1,186 @@
+"""Limits on device-seconds and time in the search over many units: a plan that keeps them where one
+is known, else the least value that would do.
+
+Weights on rows and rounding may miss the few plans that a tight limit leaves. So what the limit
+bounds is made small first, without the limit: that search ends with the first plan that keeps it,
+which is then one to begin with, or with the least that any plan needs and a bound on that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+
+from ...cost.cost import CostModel
+from ...schema.options import Decisions
+from ..answer import Choice
+from ..choices import all_may_have
+from ..heuristic.enlarge import more_ranks
+from ..heuristic.infeasible import explain_infeasible
+from ..heuristic.relaxations import (
+    LIFTED,
+    alone_s,
+    higher,
+    higher_unit_limit,
+    lifted,
+    needed,
+    rounded_up,
+    with_limit,
+)
+from ..heuristic.splits import feasible
+from ..heuristic.splits import search as heuristic_search
+from ..ilp.infeasible import DEVICE_LIMITS, explain_unproved, explain_with
+from ..models import models
+from ..problem import Infeasibility, Problem, Relaxation
+
+STEP = 0.02
+"""To such a share the least that is found is looked for where nothing is proved."""
+TIGHTEN_S = 5.0
+CLOSE = 0.015
+"""A value that is named is called the least where nothing this share below it would do."""
+ROUNDING = 1e-6
+HEURISTIC_S = 60.0
+
+
+class Lean(NamedTuple):
+    """What was found without the limit ``what``: the choice that needs least of it; the bound on
+    the objective, and what it proves that any plan needs of the limit; a limit that is enough; the
+    decisions to begin with by micro-batches and slice size; and whether the bound shows that no
+    plan keeps the limit that is asked."""
+
+    what: str
+    choice: Choice | None
+    bound: float
+    proved_least: float
+    enough: float
+    starts: dict[tuple[int, int], Decisions]
+    hopeless: bool
+
+    def kept(self, problem: Problem) -> bool:
+        """Whether the best choice keeps the problem's limit."""
+        return self.enough <= float(getattr(problem.goal, self.what))
+
+    def relaxation(self) -> Relaxation:
+        """The value that would do."""
+        proved = self.proved_least >= self.enough * (1 - CLOSE)
+        return higher(self.what, self.enough, proved=proved)
+
+
+Part = Callable[[Problem, CostModel, float, float, Decisions | None], tuple[Choice | None, float]]
+"""Searches one model of a problem until a time, or until its objective is at most a target, from a
+plan on if there is one: the best choice and the bound."""
+
+
+def key_of(model: CostModel) -> tuple[int, int]:
+    """Which of a problem's models it is."""
+    return model.micro_batches, model.bucket_bytes
+
+
+def lean(problem: Problem, what: str, deadline: float, part: Part) -> Lean:
+    """The plans that need the least of ``what``; ends with the first that keeps it. Each search
+    begins with the best plan so far; where all of them passed the limit and none has proved that
+    it must be, they begin once more with the quickest plan."""
+    free = lifted(problem, what)
+    found = _pass(problem, free, what, deadline, part, None)
+    if found.hopeless or found.choice is None or found.kept(problem) or what == "time_limit_s":
+        return found
+    quick = replace(free, goal=msgspec.structs.replace(free.goal, objective="time"))
+    start, _ = part(quick, next(iter(models(quick))), deadline, -1.0, None)
+    if start is None:
+        return found
+    again = _pass(problem, free, what, deadline, part, start.decisions)
+    if again.choice is None or again.choice.objective_s >= found.choice.objective_s:
+        return found
+    proved = max(found.proved_least, again.proved_least)
+    return again._replace(bound=max(found.bound, again.bound), proved_least=proved)
+
+
+def _pass(
+    problem: Problem,
+    free: Problem,
+    what: str,
+    deadline: float,
+    part: Part,
+    start: Decisions | None,
+) -> Lean:
+    best: Choice | None = None
+    bound, hopeless = float("inf"), True
+    starts: dict[tuple[int, int], Decisions] = {}
+    for model in models(free):
+        target = _target(problem, what, model)
+        begin = _within(model, free, start if best is None else best.decisions)
+        found, proved = part(free, model, deadline, target, begin)
+        bound, hopeless = min(bound, proved), hopeless and proved > target * (1 + ROUNDING)
+        if found is None or not found.feasible:
+            continue
+        starts[key_of(model)] = found.decisions
+        if best is None or found.objective_s < best.objective_s:
+            best = found
+    least = 0.0
+    if best is not None and best.objective_s:  # they are in proportion
+        least = needed(what, best.value, best.model) * bound / best.objective_s
+    enough = float("inf") if best is None else needed(what, best.value, best.model)
+    return Lean(what, best, bound, least, enough, starts, hopeless)
+
+
+def _within(model: CostModel, problem: Problem, decisions: Decisions | None) -> Decisions | None:
+    """The decisions where the model's units may have them: gradients that add up over micro-batches
+    cannot be released early."""
+    if decisions is None or not all_may_have(model, decisions, problem.capability):
+        return None
+    return decisions
+
+
+def tightened(problem: Problem, known: Lean, end: float, solves: Callable[[Problem], bool]) -> Lean:
+    """What is known, with a lower limit under which ``solves`` finds a plan: halfway between what
+    is asked or proved and what is known to do, until a share of ``STEP`` is left, or ``end``."""
+    if known.choice is None:
+        return known
+    low = max(float(getattr(problem.goal, known.what)), known.proved_least)
+    while known.enough > low * (1 + STEP) and time.perf_counter() < end:
+        middle = rounded_up((low + known.enough) / 2)
+        if solves(with_limit(problem, known.what, middle)):
+            known = known._replace(enough=middle)
+        else:
+            low = middle
+    return known
+
+
+def _target(problem: Problem, what: str, model: CostModel) -> float:
+    """The objective of the lifted problem at which the limit is kept."""
+    if what == "time_limit_s":
+        return problem.goal.undisturbed_limit_s or 0.0
+    limited = problem.goal.amplification_limit or 0.0
+    return limited * alone_s(model)
+
+
+def why_nothing(
+    problem: Problem, known: Lean | None, deadline: float, solve: Callable[[Problem], bool]
+) -> Infeasibility:
+    """What is missing where no plan was found; ``known`` is what was found without one limit."""
+    if known is not None and known.choice is not None:
+        why = explain_with(problem, known.what, known.relaxation())
+        enlarges = why.limit == "time_limit_s" and not problem.brief
+        larger = more_ranks(problem) if enlarges else None
+        return why._replace(enlargement=larger)  # more ranks never save device-seconds
+    asked = [what for what in DEVICE_LIMITS if getattr(problem.goal, what) is not None]
+    if "unit_amplification_limit" in asked:
+        end = max(deadline, time.perf_counter() + 10.0)
+        found = higher_unit_limit(problem, lambda one: list(models(one)), solve, end)
+        if found is not None:
+            return explain_with(problem, "unit_amplification_limit", found)
+    free = problem
+    for what in asked:
+        free = with_limit(free, what, None)
+    if asked and feasible(free):
+        return explain_unproved(problem)
+    return explain_infeasible(problem, heuristic_search(problem, HEURISTIC_S))
+
+
+def limit_of(problem: Problem) -> str | None:
+    """The limit that is looked at first: on device-seconds, else on time."""
+    return next((what for what in LIFTED if getattr(problem.goal, what) is not None), None)

@@ -1,0 +1,248 @@
+"""The solver for many units on many ranks: plans with a proven bound, from ``lagrange``'s search.
+
+Each number of micro-batches and each slice size is a search of its own; one whose bound is above a
+plan already found is left early, so that the bound that is reported holds over all of them. Among
+these the best plan wins: with a gap of up to a percent nothing simpler is looked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from ...cost.budget import energy_budget, gpu_seconds_limit, within_unit_limit
+from ...cost.cost import CostModel
+from ...memory.rows import AT, Rows, bucket_share, rows
+from ...memory.unit_memory import MemoryModel
+from ...schema.options import Decisions
+from ..answer import Choice, answer, choice
+from ..evaluate import limits_bytes
+from ..heuristic.bursts import LIMITS, greedy
+from ..heuristic.segmented import fitting_in_segments, less_in_segments
+from ..heuristic.space import Space
+from ..heuristic.splits import placed
+from ..heuristic.splits import search as heuristic_search
+from ..ilp.solve import Integer
+from ..models import models
+from ..problem import INTEGER_PAIRS, Problem, Result, state_pairs
+from .infeasible import TIGHTEN_S, Lean, key_of, lean, limit_of, tightened, why_nothing
+from .lagrange import Lagrangian, Search
+from .limits import INFINITE, Limits
+from .option_table import Sheet
+
+GAP = 0.0075
+"""The search ends when plan and bound are this close."""
+PROVED = 1e-9
+"""A gap that is rounding."""
+TIME_LIMIT_S = 60.0
+"""Where the caller gives none."""
+REPAIRS = 3
+"""How often a plan that is over the limit on another rank, or by its buckets, is searched anew
+under a limit lowered by that much."""
+LAST_S = 2.0
+"""Seconds that each question may take which is asked when the time is over."""
+FEW_UNITS = 60
+"""Up to here the heuristic's plan is worth its time as one to begin with."""
+
+
+class Part(NamedTuple):
+    """The outcome for one number of micro-batches and one slice size."""
+
+    choice: Choice | None
+    bound: float
+
+
+class Multipliers:
+    """The solver of that name."""
+
+    name = "multipliers"
+
+    def __init__(self, gap: float = GAP) -> None:
+        self.gap = gap
+
+    def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
+        """See ``solver.Solver``."""
+        start = time.perf_counter()
+        deadline = start + (TIME_LIMIT_S if time_limit_s is None else time_limit_s)
+        problem = placed(problem)
+        known: Lean | None = None
+        best: Choice | None = None
+        bound = INFINITE
+        if limit_of(problem) is None or _begins(problem):
+            best, bound = self._best(problem, deadline, {})
+        if best is None:
+            known = self._lean(problem, limit_of(problem), start, deadline)
+            if known is not None and not known.hopeless:
+                best, bound = self._best(problem, deadline, known.starts)
+        if best is None:
+            return self._nothing(problem, start, deadline, known)
+        seconds = time.perf_counter() - start
+        bound = min(bound, best.objective_s)
+        proved = best.objective_s - bound <= PROVED * best.objective_s
+        return answer(problem, best, self.name, bound, proved=proved, seconds=seconds)
+
+    def _lean(
+        self, problem: Problem, what: str | None, start: float, deadline: float
+    ) -> Lean | None:
+        """The plans that need least of a limit on device-seconds or time; None without one."""
+        if what is None:
+            return None
+
+        def part(
+            free: Problem, model: CostModel, end: float, target: float, begin: Decisions | None
+        ) -> Part:
+            found = search_part(free, model, end, INFINITE, self.gap, start=begin, target=target)
+            given = None if begin is None else choice(model, begin, problem.schedule)
+            return Part(_better(found.choice, given), found.bound)
+
+        return lean(problem, what, start + (deadline - start) / 2, part)
+
+    def _best(
+        self, problem: Problem, deadline: float, starts: Mapping[tuple[int, int], Decisions]
+    ) -> Part:
+        """The best choice over all models, and the bound."""
+        every, bound = list(models(problem)), INFINITE
+        best: Choice | None = None
+        for i, model in enumerate(every):
+            problem.report(f"{model.micro_batches} micro-batches", i / len(every))
+            cutoff = best.objective_s if best else INFINITE
+            start = starts.get(key_of(model))
+            found = search_part(problem, model, deadline, cutoff, self.gap, start=start)
+            bound = min(bound, found.bound)
+            begun = None if start is None else choice(model, start, problem.schedule)
+            best = _better(best, _better(found.choice, begun))
+        return Part(best, bound)
+
+    def _nothing(
+        self, problem: Problem, start: float, deadline: float, known: Lean | None
+    ) -> Result:
+        """No plan that keeps the limits was found. That proves nothing: where the integer program
+        is quick it has the last word, else the closest plan says what is missing."""
+        rescued = fitting_in_segments(problem, self.name, start)
+        if rescued is not None:
+            return rescued
+        few = state_pairs(problem) <= INTEGER_PAIRS
+        if len(problem.profile.units) <= FEW_UNITS and few:
+            return Integer().solve(problem, max(deadline - time.perf_counter(), 1.0))
+        other = "time_limit_s"
+        fruitless = known is not None and known.choice is None and known.what != other
+        if fruitless and problem.goal.time_limit_s is not None:
+            now = time.perf_counter()
+            known = self._lean(problem, other, now, max(deadline, now + LAST_S))
+        if known is not None:
+            end = min(deadline, time.perf_counter() + TIGHTEN_S)
+            known = tightened(problem, known, end, lambda one: self._solves(one, end))
+        why = why_nothing(problem, known, deadline, lambda one: self._solves(one, deadline))
+        why = less_in_segments(problem, why)
+        seconds = time.perf_counter() - start
+        return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
+
+    def _solves(self, problem: Problem, deadline: float) -> bool:
+        """Whether it finds a plan for another problem."""
+        left = max(deadline - time.perf_counter(), LAST_S)
+        now = time.perf_counter()
+        what = None if _begins(problem) else limit_of(problem)
+        known = self._lean(problem, what, now, now + left)
+        if known is not None and known.hopeless:
+            return False
+        starts = known.starts if known else {}
+        return self._best(problem, now + left, starts).choice is not None
+
+
+def _better(one: Choice | None, other: Choice | None) -> Choice | None:
+    """Of two choices that keep all limits the one with the smaller objective, the first of equals;
+    None where neither keeps them."""
+    kept = [each for each in (one, other) if each is not None and each.feasible]
+    return min(kept, key=lambda each: each.objective_s, default=None)
+
+
+def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
+    """The tables and limits of a problem for one cost model, as the position with the tightest
+    memory sees them; None where a unit has no option."""
+    limits = limits_bytes(model.cluster, model.goal, model.placement)
+    position = min(range(len(limits)), key=lambda p: (limits[p], p))
+    sheet = Sheet(Space(model, problem.capability), MemoryModel(model), position)
+    if not all(unit.states for unit in sheet.units):
+        return None
+    at = AT["exchanged"]
+    most = sum(
+        float(u.memory.figures[..., at].max() + u.exchange.figures[..., at].max())
+        for u in sheet.units
+    )
+    closes = any(model.closes_bucket(k, option) for k, option in enumerate(model.baseline))
+    share = 0.0 if model.sliced or closes else bucket_share(most, model.bucket_bytes)
+    goal = model.goal
+    economical = goal.objective == "gpu_seconds"
+    bounds = Limits(
+        memory_bytes=limits[position],
+        lost=energy_budget(model),
+        gpu_s=gpu_seconds_limit(model),
+        step_s=INFINITE if goal.undisturbed_limit_s is None else goal.undisturbed_limit_s,
+        devices=model.world_size,
+        economical=economical,
+    )
+    return Lagrangian(sheet, _rows(sheet, problem, share), bounds)
+
+
+def _rows(sheet: Sheet, problem: Problem, bucket: float) -> Rows:
+    together = sheet.memory.updates_together
+    return rows(sheet.model.micro_batches, problem.schedule, bucket, together=together)
+
+
+def search_part(
+    problem: Problem,
+    model: CostModel,
+    deadline: float,
+    cutoff: float,
+    gap: float = GAP,
+    *,
+    start: Decisions | None = None,
+    target: float = -1.0,
+) -> Part:
+    """The search for one cost model, from ``start`` on and until its objective is at most
+    ``target``; its bound holds for every plan of that model."""
+    lagrangian = lagrangian_of(problem, model)
+    if lagrangian is None:
+        return Part(None, INFINITE)
+    begin = [*_first(problem, model), *([] if start is None else [start])]
+    known = (lagrangian.sheet.numbers(d) for d in begin)
+    first = [n for n in known if n is not None]
+    bound, best = 0.0, None
+    for attempt in range(REPAIRS):
+        outcome = Search(lagrangian, deadline, gap, target).run(first, cutoff)
+        bound = outcome.bound if attempt == 0 else bound
+        decisions = lagrangian.sheet.choose(outcome.best.numbers)
+        made = choice(model, decisions, problem.schedule)
+        best = made if best is None or made.feasible else best
+        over = made.value.over_bytes
+        if over <= 0 or outcome.best.score.over:
+            break
+        tighter = lagrangian.limits.memory_bytes - over
+        limits = lagrangian.limits._replace(memory_bytes=tighter)
+        lagrangian = Lagrangian(lagrangian.sheet, lagrangian.rows, limits)
+    return Part(best, bound)
+
+
+def _begins(problem: Problem) -> bool:
+    """Whether plain data parallelism or a burst keeps all limits: then a search begins with it."""
+    for model in models(problem):
+        plans = {model.baseline}
+        if problem.capability.idle_positions and len(model.baseline) <= FEW_UNITS:
+            plans.update(greedy(model, limit) for limit in LIMITS)
+        for decisions in plans:
+            legal = all(within_unit_limit(model, k, d) for k, d in enumerate(decisions))
+            if legal and choice(model, decisions, problem.schedule).feasible:
+                return True
+    return False
+
+
+def _first(problem: Problem, model: CostModel) -> Iterator[Decisions]:
+    """Plans to begin with: plain data parallelism, and bursts or what the heuristic finds."""
+    yield model.baseline
+    if len(model.baseline) > FEW_UNITS:
+        return
+    if problem.capability.idle_positions:
+        yield from dict.fromkeys(greedy(model, limit) for limit in LIMITS)
+    else:
+        yield heuristic_search(problem, 1.0).evaluation.decisions

@@ -1,0 +1,176 @@
+"""What is asked of a planner, and what it answers: the problem, the result, why nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from ..cost.cost import BUCKET_BYTES
+from ..schema.capability import PLAIN, Capability
+from ..schema.cluster import Cluster
+from ..schema.errors import InfeasibleError
+from ..schema.goal import Goal
+from ..schema.layout import lattice
+from ..schema.options import Decisions
+from ..schema.plan import Plan
+from ..schema.profile import ModelProfile
+from ..simulate.schedule import ScheduleName
+
+ResultStatus = Literal["optimal", "feasible", "heuristic", "infeasible"]
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share of it that is over (0 to 1)."""
+
+
+INTEGER_PAIRS = 20_000
+"""Pairs of states along all edges up to which an integer program is taken to be quick."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What to plan. ``capability`` bounds the search; ``executor`` is what can be run, where the
+    search is allowed more (then the plan is hypothetical). Without ``placement`` one is chosen.
+    With ``either`` the better schedule is chosen, else ``schedule`` is given. ``sparing`` shards
+    the exchange only where nothing fits without, or that is clearly quicker.
+    Among plans whose objective is within ``near`` of the best (a share) the simpler is taken. Where
+    nothing fits, a ``brief`` answer says what the limit would have to be, and looks for no other
+    remedy."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    goal: Goal
+    capability: Capability = PLAIN
+    executor: Capability | None = None
+    placement: tuple[int, ...] | None = None
+    schedule: ScheduleName = "barrier"
+    either: bool = False
+    sparing: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+    near: float = 0.01
+    brief: bool = False
+    progress: Progress | None = field(default=None, compare=False)
+
+    @property
+    def slice_bytes(self) -> tuple[int, ...]:
+        """The sizes of slices or buckets that may be chosen from."""
+        chosen = self.goal.slice_bytes if self.schedule == "priority" else ()
+        return tuple(dict.fromkeys(chosen)) or (self.bucket_bytes,)
+
+    def report(self, what: str, share: float) -> None:
+        """Tells the caller how far the search is."""
+        if self.progress is not None:
+            self.progress(what, share)
+
+
+class Relaxation(NamedTuple):
+    """A change of the goal that makes a problem feasible, checked by solving it again. ``proved``
+    says that nothing less would do."""
+
+    what: Literal[
+        "memory_limit_bytes",
+        "batch",
+        "micro_batches",
+        "amplification_limit",
+        "unit_amplification_limit",
+        "time_limit_s",
+    ]
+    value: float
+    sentence: str
+    proved: bool = False
+
+
+class Enlargement(NamedTuple):
+    """A cluster with more nodes of the same kind on which a plan keeps all limits, checked by
+    planning for it, and for one node fewer in vain."""
+
+    ranks: int
+    nodes: int
+    sentence: str
+
+
+LIMITS = {
+    "amplification_limit": "the limit on device-seconds (--amplification-limit, "
+    "Goal.amplification_limit)",
+    "unit_amplification_limit": "the limit on a unit's device-seconds "
+    "(--unit-amplification-limit, Goal.unit_amplification_limit)",
+    "time_limit_s": "the limit on a step's time (--step-limit, Goal.time_limit_s)",
+}
+"""What sentences call the limits of a goal that are not memory's."""
+
+
+class Infeasibility(NamedTuple):
+    """Why no plan fits: the tightest rank and unit of the plan that comes closest, the bytes that
+    it needs there (most of them of the class ``kind``) and that are available, and the smallest
+    changes found that help: of the goal (``relaxations``), of the cluster (``enlargement``).
+    ``limit`` is what cannot be kept: a field of the goal, memory's unless said otherwise."""
+
+    rank: int
+    unit: str
+    needed_bytes: int
+    available_bytes: int
+    relaxations: tuple[Relaxation, ...] = ()
+    limit: str = "memory_limit_bytes"
+    enlargement: Enlargement | None = None
+    kind: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """All of it for a person."""
+        larger = [self.enlargement.sentence] if self.enlargement else []
+        help_ = "; or ".join([*(r.sentence for r in self.relaxations), *larger])
+        if self.limit == "pins":
+            return f"the pins leave unit {self.unit!r} nothing that it can be: lift one of them"
+        if self.limit != "memory_limit_bytes":
+            what = LIMITS.get(self.limit, self.limit)
+            return f"no plan keeps {what}: " + (help_ or "allow more, or lift another limit")
+        most = f", most of it {self.kind}" if self.kind else ""
+        return (
+            f"no plan found fits in memory: the closest needs {_mib(self.needed_bytes)} on rank "
+            f"{self.rank} (at unit {self.unit!r}{most}) and {_mib(self.available_bytes)} are "
+            "available: "
+            + (help_ or "use devices with more memory, more of them, or a smaller model")
+        )
+
+
+class Result(NamedTuple):
+    """What a solver found: ``objective_s`` is the value of ``plan`` by the formulas that solvers
+    work with (seconds of a step, or device-seconds), ``bound_s`` what no plan can beat (None where
+    nothing was proved), ``gap`` = 1 - bound / objective. What the step is predicted to take stands
+    in the plan: there it is simulated as it is run."""
+
+    solver: str
+    status: ResultStatus
+    objective_s: float | None
+    bound_s: float | None
+    gap: float | None
+    plan: Plan | None
+    decisions: Decisions | None
+    seconds: float
+    infeasible: Infeasibility | None = None
+    reason: str = ""
+
+    def checked(self) -> Plan:
+        """The plan; raises ``InfeasibleError`` where there is none."""
+        if self.plan is None:
+            assert self.infeasible is not None
+            raise InfeasibleError(self.infeasible.sentence)
+        return self.plan
+
+
+def state_pairs(problem: Problem) -> int:
+    """About how many pairs of layouts and styles the integer program would have."""
+    bursts = problem.capability.idle_positions
+    world, complete = problem.cluster.world_size, problem.goal.all_layouts
+    layouts = list(lattice(world, complete=complete, bursts=bursts))
+    states = {
+        unit.name: 1
+        if unit.fixed
+        else sum(1 for y in layouts if y.degree == 1)
+        + len(unit.splits) * sum(1 for y in layouts if y.degree > 1)
+        for unit in problem.profile.units
+    }
+    return sum(states[e.source] * states[e.target] for e in problem.profile.edges)
+
+
+def _mib(count: int) -> str:
+    return f"{count:,} bytes ({count / 2**20:,.1f} MiB)"

@@ -1,0 +1,127 @@
+"""From what a user has and wants to a problem for a solver: what ``plan`` and its tables ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import msgspec
+
+from ..schema.cache import recall
+from ..schema.capability import EVERYTHING, Capability
+from ..schema.cluster import Cluster
+from ..schema.errors import InputError
+from ..schema.goal import Goal
+from ..schema.pins import without
+from ..schema.plan import Plan
+from ..schema.profile import ModelProfile
+from .heuristic.schedules import SLICE_BYTES
+from .problem import Problem, Progress
+
+Schedules = Literal["auto", "barrier", "priority"]
+"""How gradients may travel: ``auto`` takes priority where that is predicted to be clearly
+quicker (``schedules.WORTHWHILE``) or nothing else fits."""
+
+
+def problem_for(
+    profile: ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    executor: Capability,
+    *,
+    bursts: bool = False,
+    hypothetical: bool = False,
+    forbidden: Sequence[str] = (),
+    schedule: Schedules = "auto",
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Problem:
+    """What is to be planned: within what the ``executor`` can run (units on a part of the ranks
+    only with ``bursts``), or with ``hypothetical`` all that can be decided (gradients by priority,
+    unless told). ``forbidden`` are policies that no unit shall have."""
+    check_schedule(schedule)
+    if goal.allow_lossy and not any(unit.fidelity for unit in profile.units):
+        raise InputError(
+            f"the profile of {profile.target} says of no unit how much of its gradient a lossy "
+            "exchange keeps (fidelity): measure that, or leave --allow-lossy (allow_lossy) out"
+        )
+    runs = executor if bursts else searched(executor)
+    capability = without(EVERYTHING if hypothetical else runs, forbidden)
+    asked = "priority" if hypothetical and schedule == "auto" else schedule
+    if asked == "priority" and not goal.slice_bytes:
+        goal = msgspec.structs.replace(goal, slice_bytes=SLICE_BYTES)
+    return Problem(
+        profile,
+        cluster,
+        goal,
+        capability,
+        executor=executor,
+        schedule="priority" if asked == "priority" else "barrier",
+        either=asked == "auto",
+        sparing=asked == "priority" and not hypothetical,
+        progress=shown(progress),
+    )
+
+
+def check_schedule(schedule: str) -> None:
+    """Raises ``InputError`` for what is no schedule."""
+    if schedule not in get_args(Schedules):
+        known = ", ".join(get_args(Schedules))
+        raise InputError(f"there is no schedule {schedule!r}: choose from {known}")
+
+
+def searched(executor: Capability) -> Capability:
+    """What plans are made within unless more is asked for. Units that leave ranks idle are run, but
+    what is predicted of them has not been held against measured steps widely."""
+    return msgspec.structs.replace(executor, idle_positions=False, branches=False)
+
+
+def shown(progress: Callable[[int, int, str], None] | None) -> Progress | None:
+    """A solver's progress as a bar's."""
+    if progress is None:
+        return None
+    return lambda doing, share: progress(round(1000 * share), 1000, doing)
+
+
+def problem_of(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, executor: Capability
+) -> Problem:
+    """The problem that a plan answers, as far as the plan tells (policies that were forbidden for
+    all units it does not)."""
+    return Problem(
+        profile,
+        cluster,
+        plan.goal,
+        capability_of(plan, executor),
+        executor=executor,
+        schedule=plan.schedule,
+        bucket_bytes=plan.bucket_bytes,
+        placement=plan.placement,
+    )
+
+
+def capability_of(plan: Plan, executor: Capability) -> Capability:
+    """Within what a plan was made: what is searched by default, unless it goes beyond that."""
+    if plan.hypothetical:
+        return EVERYTHING
+    return executor if leaves_idle(plan) else searched(executor)
+
+
+def leaves_idle(plan: Plan) -> bool:
+    """Whether some unit takes a part of the ranks only."""
+    return any(unit.layout.size < plan.world_size for unit in plan.units)
+
+
+def made_from(
+    plan: Plan, profile: ModelProfile | None, cluster: Cluster | None
+) -> tuple[ModelProfile, Cluster]:
+    """What a plan was made from, by fingerprint where it is not given; raises ``InputError``."""
+    return (
+        profile or recall(ModelProfile, plan.provenance.profile, "--profile"),
+        cluster or recall(Cluster, plan.provenance.cluster, "--cluster"),
+    )
+
+
+def check_time_limit(time_limit_s: float | None) -> None:
+    """Refuses a limit that leaves no time."""
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise InputError(f"a time limit of {time_limit_s:g} s leaves no search: give more than 0")

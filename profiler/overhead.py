@@ -1,0 +1,203 @@
+"""What the executor's own work adds to a step, measured by running it.
+
+Toy models (few parameters, many, large ones, divided ones) are trained plainly and under a plan, in
+turns. What the step takes longer under the plan, less the all-reduce of its one bucket and the wait
+in redistributions (which predictions count by themselves), is the executor's: the ranks' agreement
+on samples and on used parameters, hooks, the filling and averaging of buckets, and what goes on in
+Python around a redistribution.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..executor.apply import apply
+from ..executor.parallel import run_of
+from ..planner.schema.cluster import StepOverhead
+from ..planner.schema.goal import Goal
+from ..planner.schema.layout import Layout, data_parallel
+from ..planner.schema.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan
+
+ROUNDS, UNCOUNTED = 25, 3
+BUCKET_BYTES, SLICE_BYTES = 25 * 2**20, 4 * 2**20
+"""What travels at once: all of a toy, and slices as plans mostly choose them."""
+
+
+class _Toy(NamedTuple):
+    """So many square linear layers of that width, each with a bias; every third one divided over
+    ``degree`` ranks."""
+
+    layers: int
+    width: int = 8
+    degree: int = 1
+
+    @property
+    def parameters(self) -> int:
+        return 2 * self.layers
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.layers * self.width * (self.width + 1)
+
+
+SMALL, MANY, LARGE = _Toy(4), _Toy(48), _Toy(4, 1024)
+DIVIDED_LAYERS = 12
+
+
+class _Excess(NamedTuple):
+    """Seconds that a step is longer under a plan, and the redistributions in it."""
+
+    seconds: float
+    moves: int
+
+
+def measure_overhead(rounds: int = ROUNDS) -> StepOverhead:
+    """The barrier's overhead on CPU ranks, as the slowest rank sees it. Collective over the default
+    group.
+
+    On a GPU the host's work runs ahead of the device's and hides behind it: nothing is measured.
+    """
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return StepOverhead()
+    degree = next(d for d in range(2, ranks + 1) if ranks % d == 0)
+    whole = _Toy(DIVIDED_LAYERS, max(8, degree))
+    toys = (SMALL, MANY, LARGE, whole, whole._replace(degree=degree))
+    found = _excesses(toys, rounds, "barrier")
+    small, many, large, undivided, divided = (one.seconds for one in found)
+    moves = max((divided - undivided) / found[-1].moves, 0.0)
+    return _overhead(small, many, large, moves)
+
+
+def measure_priority_overhead(barrier: StepOverhead, rounds: int = ROUNDS) -> StepOverhead:
+    """The same for slices by priority, updates one parameter at a time included; a redistribution
+    is the ``barrier``'s. Collective over the default group."""
+    if dist.get_world_size() == 1:
+        return StepOverhead()
+    small, many, large = (x.seconds for x in _excesses((SMALL, MANY, LARGE), rounds, "priority"))
+    return _overhead(small, many, large, barrier.move_s)
+
+
+def _overhead(small: float, many: float, large: float, move_s: float) -> StepOverhead:
+    each = max((many - small) / (MANY.parameters - SMALL.parameters), 0.0)
+    return StepOverhead(
+        step_s=max(small - SMALL.parameters * each, 0.0),
+        parameter_s=each,
+        byte_s=max((large - small) / (LARGE.bytes - SMALL.bytes), 0.0),
+        move_s=move_s,
+    )
+
+
+def _excesses(toys: Sequence[_Toy], rounds: int, schedule: ScheduleName) -> list[_Excess]:
+    """What each toy's step is longer by, the same on every rank: the slowest one's."""
+    with torch.random.fork_rng(devices=[]):
+        found = [_excess(toy, dist.get_world_size(), rounds, schedule) for toy in toys]
+    slowest = torch.tensor([one.seconds for one in found], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [
+        one._replace(seconds=seconds) for one, seconds in zip(found, slowest.tolist(), strict=True)
+    ]
+
+
+def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Excess:
+    """How much longer a step under a plan is than a plain one and its communication."""
+    plain, batch = _model(toy), torch.ones(2, toy.width)
+    by_hand = _updated(plain)
+    model = _model(toy)
+    planned, ours = apply(model, _updated(model), _plan(toy, ranks, schedule))
+    assert ours is not None, "an optimizer comes back where one was given"
+    meter, sent = run_of(planned).meter, torch.split(torch.zeros(toy.bytes // 4), _piece(schedule))
+    turns: list[Callable[[], object]] = [
+        lambda: _step(plain, by_hand, batch),
+        lambda: _step(planned, ours, batch),
+        lambda: _reduce(sent),
+    ]
+    taken: list[list[float]] = [[], [], []]
+    for _ in range(rounds + UNCOUNTED):
+        for turn, seconds in zip(turns, taken, strict=True):
+            dist.barrier()
+            start, waited = time.perf_counter(), meter.seconds
+            turn()
+            seconds.append(time.perf_counter() - start - (meter.seconds - waited))
+    alone, under, wire = (median(seconds[UNCOUNTED:]) for seconds in taken)
+    return _Excess(under - alone - wire, meter.moves // (rounds + UNCOUNTED))
+
+
+def _piece(schedule: ScheduleName) -> int:
+    """Elements that travel at once."""
+    return (SLICE_BYTES if schedule == "priority" else BUCKET_BYTES) // 4
+
+
+def _reduce(pieces: Sequence[Tensor]) -> None:
+    """All pieces under way together, as the executor has them."""
+    for work in [dist.all_reduce(piece, async_op=True) for piece in pieces]:
+        assert work is not None, "this rank is of the group"
+        work.wait()
+
+
+def _updated(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+
+
+def _model(toy: _Toy) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(toy.width, toy.width) for _ in range(toy.layers)))
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    """One whole step: what an optimizer that returns at once leaves to do is waited for."""
+    loss: Tensor = model(batch).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    for parameter in model.parameters():
+        parameter.detach()
+
+
+def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:
+    """Data parallelism, but for the layers that are divided."""
+    nothing = Prediction(
+        step_s=0.0,
+        compute_s=0.0,
+        blocking_s=0.0,
+        exposed_s=0.0,
+        update_s=0.0,
+        exchange_s=0.0,
+        wire_bytes=0,
+        peak_bytes=(0,) * ranks,
+        gpu_seconds=0.0,
+        samples_per_s=0.0,
+    )
+    home, divided = data_parallel(ranks), Layout(groups=ranks // toy.degree, degree=toy.degree)
+    units = []
+    for i in range(toy.layers):
+        cut = toy.degree > 1 and i % 3 == 1
+        units.append(
+            UnitPlan(
+                name=str(i),
+                kind="linear",
+                modules=(str(i),),
+                batched_inputs=(0,),
+                layout=divided if cut else home,
+                style="column" if cut else "none",
+            )
+        )
+    return Plan(
+        target="toy",
+        model="toy",
+        schedule=schedule,
+        bucket_bytes=4 * _piece(schedule),
+        world_size=ranks,
+        goal=Goal(batch=2 * ranks),
+        placement=tuple(range(ranks)),
+        units=tuple(units),
+        prediction=nothing,
+        baseline=nothing,
+        provenance=Provenance(solver="none", status="manual", profile="", cluster=""),
+    )
