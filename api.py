@@ -24,7 +24,7 @@ from .planner.explain.why import Explanation
 from .planner.explain.why import explain as explain_plan
 from .planner.multiplex.jobs import Assumptions
 from .planner.multiplex.report import ClusterReport
-from .planner.schema.cache import remember
+from .planner.schema import cache
 from .planner.schema.cluster import Cluster
 from .planner.schema.errors import InputError
 from .planner.schema.goal import Goal
@@ -138,8 +138,8 @@ def plan(
         schedule=schedule, progress=progress,
     )  # fmt: skip
     found = solve(settled(problem), solver, time_limit_s).checked()
-    remember(problem.profile)
-    remember(cluster)
+    cache.put(problem.profile)
+    cache.put(cluster)
     return found
 
 

@@ -39,7 +39,7 @@ from meshwright.executor.background.law import FIRST_HELD, LIMIT
 from meshwright.executor.background.settings import Settings
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
-from meshwright.executor.launch.processes.start import start_process_group
+from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.parallel import run_of
 from meshwright.models.workload import Batch
 from meshwright.planner.cost.budget import idle_s, unit_s

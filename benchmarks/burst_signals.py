@@ -19,7 +19,7 @@ from statistics import median
 
 from meshwright.executor.background.job import Job, beside
 from meshwright.executor.background.law import FIRST_HELD
-from meshwright.executor.background.messages import VARIABLE, Kind, Record
+from meshwright.executor.background.messages import VARIABLE, Kind, PacerMessage
 from meshwright.executor.background.settings import Settings
 
 GAPS = 600
@@ -39,7 +39,7 @@ def gaps(job: Job, pipe: int) -> tuple[float, float]:
     words, before = [], pacer_s(job)
     for _ in range(GAPS):
         for kind, pause_s in ((Kind.WAITS, GAP_S), (Kind.WORKS, BETWEEN_S)):
-            record = Record(kind, 0, 0, seconds=GAP_S)
+            record = PacerMessage(kind, 0, 0, seconds=GAP_S)
             start = time.perf_counter()
             os.write(pipe, record.packed())
             words.append(time.perf_counter() - start)
@@ -55,10 +55,10 @@ def main() -> None:
         beside(Settings(busy, f"{name}/log", 1.1, grace_s=0.2)) as job,
     ):
         pipe = os.open(job.environment[VARIABLE], os.O_WRONLY)
-        os.write(pipe, Record(Kind.BEGAN, 0, 0).packed())
+        os.write(pipe, PacerMessage(Kind.BEGAN, 0, 0).packed())
         word_s, held_s = gaps(job, pipe)
         for number in range(1, FIRST_HELD + 11):  # the share rises past a half: all of each gap
-            os.write(pipe, Record(Kind.STEPPED, 0, 0, number, STEP_S).packed())
+            os.write(pipe, PacerMessage(Kind.STEPPED, 0, 0, number, STEP_S).packed())
         _, switched_s = gaps(job, pipe)
         open_part = job.state().open_s / job.state().seconds
     row = {"word_s": word_s, "answer_s": held_s, "switched_s": switched_s, "open": open_part}

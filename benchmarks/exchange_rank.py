@@ -25,7 +25,7 @@ from meshwright.executor.apply import apply
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.gradients.order import Orders
-from meshwright.executor.launch.processes.start import start_process_group
+from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.parallel import run_of
 from meshwright.models.units.discover import discover
 from meshwright.models.workload import Batch, Workload
@@ -213,7 +213,7 @@ def by_plan(
     run = run_of(system.model)
     if not urgent:
         exchange = run._priority_exchange()
-        exchange._orders = Orders(plan, urgent=False).start(exchange.parcels, run.control)
+        exchange._orders = Orders(plan, urgent=False).start(exchange.grad_groups, run.control)
     system.finish = run.finish_steps
     return system
 

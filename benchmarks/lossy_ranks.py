@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.residual import Lossy
-from meshwright.executor.launch.processes.start import start_process_group
-from meshwright.executor.launch.processes.train import share_of
+from meshwright.executor.launch.start import start_process_group
+from meshwright.executor.launch.train import share_of
 from meshwright.executor.parallel import run_of
 from meshwright.models.units.discover import Discovery, discover
 from meshwright.models.workload import Batch, Workload

@@ -30,9 +30,9 @@ import torch.distributed as dist
 from memory_page import page_of
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
-from meshwright.executor.launch.processes.processes import Ranks, run_ranks
-from meshwright.executor.launch.processes.start import start_process_group
-from meshwright.executor.launch.processes.train import run_steps
+from meshwright.executor.launch.processes import Ranks, run_ranks
+from meshwright.executor.launch.start import start_process_group
+from meshwright.executor.launch.train import run_steps
 from meshwright.models.zoo import build
 from meshwright.planner.cost.feedback import LINEAR, MIRRORS
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node

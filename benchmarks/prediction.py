@@ -23,9 +23,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from meshwright.executor.capability import CAPABILITY
-from meshwright.executor.launch.processes.processes import Ranks, run_ranks
-from meshwright.executor.launch.processes.start import cores, start_process_group
-from meshwright.executor.launch.processes.train import Measured, run_steps
+from meshwright.executor.launch.processes import Ranks, run_ranks
+from meshwright.executor.launch.start import cores, start_process_group
+from meshwright.executor.launch.train import Measured, run_steps
 from meshwright.models.zoo import build
 from meshwright.planner.schema.capability import degrees
 from meshwright.planner.schema.cluster import Cluster

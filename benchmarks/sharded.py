@@ -38,10 +38,10 @@ from exchange_rank import (
     simulated,
     slowest,
 )
-from meshwright.executor.gradients.fully_sharded import FullyShardedParcel
+from meshwright.executor.gradients.fully_sharded import FullyShardedGradGroup
 from meshwright.executor.gradients.pending import bare
-from meshwright.executor.gradients.sharded import ShardedParcel
-from meshwright.executor.launch.processes.start import start_process_group
+from meshwright.executor.gradients.sharded import ShardedGradGroup
+from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.parallel import is_parallel, run_of
 from meshwright.models.units.discover import discover
 from meshwright.planner.explain.variants import with_exchange
@@ -61,9 +61,9 @@ def waiting(found: Found, plan: Plan, optimizing: Optimizing) -> System:
 
     def wait() -> None:
         step()
-        for parcel in exchange.parcels:
-            if isinstance(parcel, ShardedParcel) and parcel.trip is not None:
-                parcel.trip.wait_for(parcel)
+        for grad_group in exchange.grad_groups:
+            if isinstance(grad_group, ShardedGradGroup) and grad_group.trip is not None:
+                grad_group.trip.wait_for(grad_group)
 
     system.optimizer.step = wait  # type: ignore[method-assign]
     return system
@@ -82,8 +82,8 @@ def weight_bytes(system: System) -> int:
     local = [bare(getattr(p, "_local_tensor", p)) for p in system.model.parameters()]
     held = sum(p.untyped_storage().nbytes() for p in local)
     exchange = run_of(system.model).priority if is_parallel(system.model) else None
-    parcels = exchange.parcels if exchange is not None else ()
-    fully = [p for p in parcels if isinstance(p, FullyShardedParcel)]
+    grad_groups = exchange.grad_groups if exchange is not None else ()
+    fully = [p for p in grad_groups if isinstance(p, FullyShardedGradGroup)]
     return held + sum(c.untyped_storage().nbytes() for p in fully for c in p.chunks.values())
 
 

@@ -21,7 +21,7 @@ from ..planner.schema.errors import InputError, RunError
 from ..planner.schema.goal_values import make_goal
 from ..planner.schema.plan import Plan
 from ..planner.schema.profile import ModelProfile
-from ..planner.schema.record import Noun, Seconds, save
+from ..planner.schema.record import Record, Seconds, save
 from ..planner.solve.evaluate import make_plan
 from .render.comparisons import figures_rows, verification_table
 from .render.documents import cluster_table, decision_table, gain, prediction_table, units_table
@@ -37,11 +37,11 @@ ACCURACY = 0.9
 TIMEOUT_S = 300.0
 """For each part: far more than it takes, so that nothing hangs for ever."""
 
-NounT = TypeVar("NounT", bound=Noun)
+RecordT = TypeVar("RecordT", bound=Record)
 Say = Callable[[RenderableType], None]
 
 
-class DemoReport(Noun, frozen=True, kw_only=True):
+class DemoReport(Record, frozen=True, kw_only=True):
     """What came out: the plan's run and data parallelism's, each predicted and measured."""
 
     folder: str
@@ -113,7 +113,7 @@ def _new(folder: str | Path | None) -> Path:
     return Path(folder)
 
 
-def _task(task: Task, answer: type[NounT], plan: Plan | None = None) -> NounT:
+def _task(task: Task, answer: type[RecordT], plan: Plan | None = None) -> RecordT:
     found = run_task(task, Ranks(nproc=RANKS, timeout_s=TIMEOUT_S), answer, plan)
     assert found is not None  # rank 0 is here
     return found

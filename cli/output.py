@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from ..executor.launch.progress import console
 from ..planner.schema.errors import InputError
-from ..planner.schema.record import Noun, encode, save
+from ..planner.schema.record import Record, encode, save
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout, for machines.")]
 
@@ -36,7 +36,7 @@ def check_out(path: Path | None) -> None:
         raise InputError(f"cannot write {path}: no permission in {folder}; name another folder")
 
 
-def deliver(noun: Noun, path: Path | None, json: bool, *shown: RenderableType) -> None:
+def deliver(noun: Record, path: Path | None, json: bool, *shown: RenderableType) -> None:
     """Writes a result where it was asked for, and prints it: JSON, or what is ``shown``."""
     if path is not None:
         save(noun, path)

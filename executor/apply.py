@@ -19,10 +19,10 @@ from .capability import CAPABILITY
 from .comm.broadcast import broadcast, changing_buffers
 from .comm.control import digest
 from .comm.groups import Group, Place, flat, make_world, place_of
-from .comm.watchdog import Watch, time_limit
-from .comm.worker_threads import finish_aside
+from .comm.watchdog import Watchdog, time_limit
+from .comm.worker_threads import finish_all
 from .division import check_ties, divide, divided, split_of, tensor_named
-from .gradients.buckets import Entry
+from .gradients.buckets import GradParam
 from .gradients.feedback import check_feedback, settle_feedback
 from .gradients.momentum import check_momentum
 from .gradients.residual import Lossy
@@ -42,7 +42,7 @@ from .redistribution.shard_gradient import Members
 from .redistribution.shards import Shard
 from .redistribution.state import install
 from .redistribution.statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
-from .redistribution.subset_shard import Residence
+from .redistribution.subset_shard import SubsetShard
 from .run import Run
 from .subset_units import check_narrowed, lives_at, narrowed
 
@@ -68,7 +68,7 @@ def apply(
     """
     limit = time_limit(timeout_s)
     check(model, optimizer, plan)
-    finish_aside(limit)
+    finish_all(limit)
     run = _make_run(model, plan, limit, lossy)
     _agree(run, model)
     check_headroom(run, model, optimizer)
@@ -108,7 +108,7 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
     world = make_world(
         plan.placement, degrees, device, limit, sharded, fetched, parts, crossing=crossing
     )
-    return Run(plan, world, Watch(world.rank, world.size, limit, run=next(_runs)), lossy)
+    return Run(plan, world, Watchdog(world.rank, world.size, limit, run=next(_runs)), lossy)
 
 
 def _undivided(place: Place) -> Place:
@@ -262,7 +262,7 @@ def _buffers(model: nn.Module, plan: Plan, division: Division) -> list[Tensor]:
     return [b for b in changing_buffers(model, statistics=local) if id(b) not in cut]
 
 
-def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
+def entries_of(model: nn.Module, run: Run, division: Division) -> list[GradParam]:
     """All parameters in the order in which backward finishes their gradients: units backwards, a
     tied one with its first user; those outside units beside what was registered before them.
     """
@@ -272,7 +272,7 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
         shard = division.parameters.get(parameter)
         degree = shard.degree if shard else 1
         size = shard.full_shape.numel() if shard else parameter.numel()
-        layout = _peers(shard) if isinstance(shard, Residence) else None
+        layout = _peers(shard) if isinstance(shard, SubsetShard) else None
         group, at = run.world.peers[layout or degree], place[parameter]
         unit = run.plan.units[at] if run.plan.units else None
         policy = (unit.exchange, unit.exchange_ratio) if unit else ("dense", 1.0)
@@ -280,7 +280,7 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
         known = _members(run, shard)
         whole = parameter.ndim <= 1 or parameter in kept or size > MOST_ELEMENTS
         released = unit is not None and unit.early_release
-        of = Entry(name, parameter, group, degree, size, known, at, *policy, whole, feedback)
+        of = GradParam(name, parameter, group, degree, size, known, at, *policy, whole, feedback)
         groups = layout.groups if layout else run.world.size // degree
         idle = layout is not None and layout.place(run.world.position) is None
         divisor = run.world.size / groups
@@ -290,7 +290,7 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[Entry]:
     return [entries[i] for i in reversed(order)]
 
 
-def _peers(residence: Residence) -> Layout:
+def _peers(residence: SubsetShard) -> Layout:
     """The layout whose peers exchange the gradient of what lives there."""
     return residence.layout if residence.degree > 1 else flat(residence.layout)
 
@@ -299,7 +299,7 @@ def _members(run: Run, shard: Shard | None) -> Members | None:
     """Who combines figures of a parameter that not every rank has whole."""
     if shard is None:
         return None
-    if not isinstance(shard, Residence):
+    if not isinstance(shard, SubsetShard):
         return Members(shard.group, run.watch)
     place = shard.layout.place(run.world.position)
     once = place is not None and place[0] == 0 and (shard.degree > 1 or place[1] == 0)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..planner.schema.errors import InputError
-from .gradients.lossy import LossyParcel
+from .gradients.lossy import LossyGradGroup
 from .gradients.priority import PriorityExchange
 from .parallel import run_of
 
@@ -52,17 +52,17 @@ def load_exchange_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
 def state_of(exchange: PriorityExchange) -> dict[str, Any]:
     """What an exchange holds and has agreed on."""
     held: dict[str, Any] = {}
-    for parcel in exchange.parcels:
-        if isinstance(parcel, LossyParcel):
-            held |= parcel.state()
+    for grad_group in exchange.grad_groups:
+        if isinstance(grad_group, LossyGradGroup):
+            held |= grad_group.state()
     return {"held": held, "policies": {p.name: p.state() for p in exchange.policies}}
 
 
 def load_state(exchange: PriorityExchange, state: dict[str, Any]) -> None:
     """The same exchange goes on from there."""
     held, policies = state.get("held", {}), state.get("policies", {})
-    lossy = [p for p in exchange.parcels if isinstance(p, LossyParcel)]
-    names = {entry.name for parcel in lossy for entry in parcel.feedback}
+    lossy = [p for p in exchange.grad_groups if isinstance(p, LossyGradGroup)]
+    names = {entry.name for grad_group in lossy for entry in grad_group.feedback}
     strange = next((name for name in held if name not in names), None)
     missing = next((p.name for p in exchange.policies if p.name not in policies), None)
     if strange is not None or missing is not None:
@@ -72,7 +72,7 @@ def load_state(exchange: PriorityExchange, state: dict[str, Any]) -> None:
         raise InputError(
             f"the exchange state {what}, unlike this plan: load it under the plan that saved it"
         )
-    for parcel in lossy:
-        parcel.load(held)
+    for grad_group in lossy:
+        grad_group.load(held)
     for policy in exchange.policies:
         policy.load(policies[policy.name])

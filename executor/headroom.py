@@ -208,7 +208,7 @@ def _held_of(parameter: nn.Parameter) -> int:
     if used is None:
         return _bytes([parameter])
     whole = bare(parameter).untyped_storage().nbytes()
-    return whole + _bytes([used.parcel.chunks[used.entry]])
+    return whole + _bytes([used.grad_group.chunks[used.entry]])
 
 
 def _allowed(error: BaseException, plan: Plan) -> int:

@@ -19,23 +19,23 @@ from ..planner.schema.plan import SHARDING, Plan
 from .comm.broadcast import broadcast
 from .comm.control import Control, Header, Row, digest
 from .comm.groups import Group, World
-from .comm.watchdog import Watch
+from .comm.watchdog import Watchdog
 from .comm.worker_threads import LEAVE_S
 from .forward import Forward, Weight, samples_of, shapes_of
-from .gradients.buckets import BucketExchange, Entry, Exchange, make_buckets
-from .gradients.flat_shard import Sharing
+from .gradients.buckets import BucketExchange, Exchange, GradParam, make_buckets
+from .gradients.flat_shard import FlatShardSpec
 from .gradients.momentum import Momentum, has_momentum
 from .gradients.order import Orders
 from .gradients.policies import picking_of
 from .gradients.priority import PriorityExchange
 from .gradients.residual import Lossy
-from .gradients.sharded import sharing_of
+from .gradients.sharded import flat_shard_spec
 from .memory.regions import Regions
 from .mismatch import Pieces
 from .optimizer.lazy import LazySteps
 from .redistribution.bursts import Bursts
-from .redistribution.cache import Brought
-from .redistribution.lazy import bring_home
+from .redistribution.cache import RedistributionCache
+from .redistribution.lazy import materialize
 from .redistribution.redistribute import Meter
 from .redistribution.shards import Shard
 from .scaling import scale_output
@@ -48,7 +48,9 @@ class Run:
     ``synchronise`` is False inside ``no_sync``. ``forward`` is the forward that ran last.
     """
 
-    def __init__(self, plan: Plan, world: World, watch: Watch, lossy: Lossy | None = None) -> None:
+    def __init__(
+        self, plan: Plan, world: World, watch: Watchdog, lossy: Lossy | None = None
+    ) -> None:
         self.plan = plan
         self.lossy = lossy or Lossy()
         # What takes memory until it has left goes in the order in which it gets ready.
@@ -66,28 +68,28 @@ class Run:
         self.bursts = (
             Bursts(world, watch, self.meter, self.issued, self.counts) if world.spans else None
         )
-        self.brought = Brought()
+        self.brought = RedistributionCache()
         self.shards: dict[str, Shard] = {}
         self.divided_parameters: dict[nn.Parameter, Shard] = {}
-        self.sharings: dict[nn.Parameter, Sharing] = {}
+        self.sharings: dict[nn.Parameter, FlatShardSpec] = {}
         self.regions = Regions()
         self.weigh_next: Callable[[Forward], Weight] | None = None
         self._pieces = Pieces(plan)
         self._number = 0
         self._buffers: list[Tensor] = []
-        self._all_entries: list[Entry] = []
+        self._all_entries: list[GradParam] = []
         self._trainable: list[bool] = []
         self._gradients: GradientSynchroniser | None = None
         self._priority: PriorityExchange | None = None
         atexit.register(_let_finish, weakref.ref(self))
 
-    def start(self, entries: Sequence[Entry], buffers: list[Tensor]) -> None:
+    def start(self, entries: Sequence[GradParam], buffers: list[Tensor]) -> None:
         """Takes over the parameters (in the order in which backward finishes them) and the buffers
         that follow rank 0's.
         """
         self._all_entries = list(entries)
         sharded = [e for e in entries if e.exchange in SHARDING and not e.idle]
-        self.sharings = {e.parameter: sharing_of(e) for e in sharded}
+        self.sharings = {e.parameter: flat_shard_spec(e) for e in sharded}
         self._buffers = buffers
         self._watch_gradients()
 
@@ -144,7 +146,7 @@ class Run:
             self._pieces.exchanged if self.world.rank == 0 else lambda backwards: None,
         )
 
-    def _exchange_of(self, entries: Sequence[Entry]) -> Exchange:
+    def _exchange_of(self, entries: Sequence[GradParam]) -> Exchange:
         limit = self.plan.bucket_bytes
         on_stream = any(g.on_stream for g in self.world.peers.values())
         eager = not (on_stream and self.divided)
@@ -259,7 +261,7 @@ class Run:
 
     def finish(self, output: Any, forward: Forward | None) -> Any:
         """The model's output as the user gets it."""
-        output = bring_home(output)
+        output = materialize(output)
         if forward is None or not torch.is_grad_enabled():
             return output
         if forward.announced:

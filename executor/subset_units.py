@@ -25,7 +25,7 @@ from .redistribution.bursts import Bursts
 from .redistribution.parts import Division
 from .redistribution.redistribute import Mover
 from .redistribution.shards import Shard
-from .redistribution.subset_shard import Residence
+from .redistribution.subset_shard import SubsetShard
 from .run import Run
 
 
@@ -118,7 +118,7 @@ def _residence(
     aliases: tuple[str, ...],
     tensor: Tensor,
     cut: ParameterCut | None,
-) -> Residence:
+) -> SubsetShard:
     world, shape, stride = run.world, tensor.shape, tensor.stride()
     part = None
     if cut is not None and layout.place(world.position) is not None:
@@ -126,7 +126,7 @@ def _residence(
     everyone = world.spans[range(world.size)]
     members = layout.degree if cut is not None else 1
     whole = cut or ParameterCut(name, 0)
-    return Residence(aliases, whole, everyone, shape, stride, layout, world, members, part)
+    return SubsetShard(aliases, whole, everyone, shape, stride, layout, world, members, part)
 
 
 def _slice(model: nn.Module, run: Run, unit: UnitPlan, spec: SplitSpec) -> None:

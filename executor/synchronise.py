@@ -20,9 +20,9 @@ from torch.autograd import Variable
 
 from ..planner.schema.errors import RunError
 from .comm.control import Control, Gathered
-from .comm.watchdog import Watch
+from .comm.watchdog import Watchdog
 from .forward import Forward
-from .gradients.buckets import Entry, Exchange
+from .gradients.buckets import Exchange, GradParam
 
 
 class GradientSynchroniser:
@@ -37,10 +37,10 @@ class GradientSynchroniser:
 
     def __init__(
         self,
-        entries: Iterable[Entry],
+        entries: Iterable[GradParam],
         exchange: Exchange,
         control: Control,
-        watch: Watch,
+        watch: Watchdog,
         latest: Callable[[], Forward | None],
         anchor: Tensor | None = None,
         exchanged: Callable[[int], None] = lambda backwards: None,
@@ -54,8 +54,8 @@ class GradientSynchroniser:
         self._active = False
         self._weighted = False
         self._synchronise = True
-        self._touched: set[Entry] = set()
-        self._dirty: set[Entry] = set()
+        self._touched: set[GradParam] = set()
+        self._dirty: set[GradParam] = set()
         self._number = 0
         self._anchored = False
         self._exchanged, self._backwards = exchanged, 0
@@ -63,7 +63,7 @@ class GradientSynchroniser:
         if anchor is not None:
             self._hooks.append(self._attach_anchor(anchor))
 
-    def _attach(self, entry: Entry) -> list[Any]:
+    def _attach(self, entry: GradParam) -> list[Any]:
         # Python's garbage collector does not see through the hooks of a parameter: were they to
         # hold this object, which holds the parameter, nothing of a run would ever be freed.
         myself, mine = weakref.ref(self), weakref.ref(entry)
@@ -127,7 +127,7 @@ class GradientSynchroniser:
             self._watch.post(f"is in backward after forward {forward.announce().number}")
         Variable._execution_engine.queue_callback(self._finish)
 
-    def _ready(self, entry: Entry) -> None:
+    def _ready(self, entry: GradParam) -> None:
         self._begin(self._latest())
         self._dirty.add(entry)
         if not self._synchronise:
@@ -178,7 +178,7 @@ class GradientSynchroniser:
         vector = torch.tensor(head + [int(u) for u in used], dtype=torch.int64, device="cpu")
         return self._control.most(vector, f"the end of backward after forward {forward}")
 
-    def _count(self, votes: Gathered) -> set[Entry]:
+    def _count(self, votes: Gathered) -> set[GradParam]:
         """The entries that some rank has a gradient for."""
         before = self._control.seconds
         (vector,) = votes.rows()

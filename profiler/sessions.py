@@ -26,7 +26,8 @@ from ..executor.launch.progress import Step
 from ..executor.launch.tasks import Task, rank_zero_bar
 from ..models import target as targets
 from ..models.workload import Workload
-from ..planner.schema.cache import DocumentT, find, keep
+from ..planner.schema import cache
+from ..planner.schema.cache import DocumentT
 from ..planner.schema.cluster import Cluster, Device, Node
 from ..planner.schema.goal import Goal
 from ..planner.schema.profile import ModelProfile
@@ -126,12 +127,12 @@ def _once(
     cls: type[DocumentT], mark: str, make: Callable[[], DocumentT], refresh: bool
 ) -> DocumentT:
     """The document that rank 0 remembers, else made by all ranks and remembered. Collective."""
-    known = None if refresh else rank_zero_decides(lambda: find(cls, mark))
+    known = None if refresh else rank_zero_decides(lambda: cache.get(cls, mark))
     if known is not None:
         return known
     made = make()
     if dist.get_rank() == 0:
-        keep(made, mark)
+        cache.put(made, mark)
     return made
 
 

@@ -27,7 +27,7 @@ class Kind(enum.IntEnum):
     WORKS = 4
 
 
-class Record(NamedTuple):
+class PacerMessage(NamedTuple):
     """``foreground`` counts the plans that a process has applied; ``rank`` is the local one."""
 
     kind: Kind
@@ -46,7 +46,7 @@ class Record(NamedTuple):
 SIZE = _RECORD.size
 
 
-def unpacked(data: bytes) -> Iterator[Record]:
+def unpacked(data: bytes) -> Iterator[PacerMessage]:
     """The records in ``data``, a whole number of them."""
     for kind, *rest in _RECORD.iter_unpack(data):
-        yield Record(Kind(kind), *rest)
+        yield PacerMessage(Kind(kind), *rest)

@@ -2,9 +2,9 @@
 
 ``python -m meshwright.executor.background.pacer PIPE`` reads ``Settings`` as the first line of its
 stdin; further lines are orders (``state``, ``hold``, ``release``, ``stop``), each answered by the
-job's ``State`` on stdout. PIPE is where the host's ranks write their ``Record``s. It sleeps until
-one of these, the job's end or the end of a piece wakes it. When stdin closes, the launcher is gone,
-and the job is told to end.
+job's ``State`` on stdout. PIPE is where the host's ranks write their ``PacerMessage``s. It sleeps
+until one of these, the job's end or the end of a piece wakes it. When stdin closes, the launcher is
+gone, and the job is told to end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from .child import Child, become_reaper
 from .gate import FOREVER, Gap, Hold, Opening, opening
 from .law import Law, Summary
-from .messages import SIZE, Kind, Record, unpacked
+from .messages import SIZE, Kind, PacerMessage, unpacked
 from .settings import Settings, State
 from .tally import Tally
 
@@ -42,7 +42,7 @@ class Foreground:
         self._held_since_s: float | None = None
         self._held_until_s = -FOREVER
 
-    def heard(self, record: Record, now_s: float) -> None:
+    def heard(self, record: PacerMessage, now_s: float) -> None:
         """Takes note of a record."""
         self.attached = True
         began = record.kind == Kind.BEGAN and record.rank == 0
@@ -57,7 +57,7 @@ class Foreground:
             self._stepped(record, now_s)
             self.began_s = now_s
 
-    def _stepped(self, record: Record, now_s: float) -> None:
+    def _stepped(self, record: PacerMessage, now_s: float) -> None:
         """A step in which the launcher's hold began or ended was disturbed in part: it says
         nothing."""
         since_s = self._held_since_s

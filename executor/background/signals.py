@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..comm.steps import after_each_step
-from ..comm.watchdog import Watch
-from .messages import VARIABLE, Kind, Record
+from ..comm.watchdog import Watchdog
+from .messages import VARIABLE, Kind, PacerMessage
 
 GAP_S = 0.002
 """Waits that are expected to be shorter are not worth a word: starting and stopping the background
@@ -74,7 +74,7 @@ class Signals:
     def _tell(self, kind: Kind, number: int = 0, seconds: float = 0.0) -> None:
         if self._descriptor is None:
             return
-        record = Record(kind, self._foreground, self._rank, number, seconds)
+        record = PacerMessage(kind, self._foreground, self._rank, number, seconds)
         try:
             os.write(self._descriptor, record.packed())
         except BlockingIOError:
@@ -85,7 +85,7 @@ class Signals:
 
 
 def tell_pacer(
-    watch: Watch,
+    watch: Watchdog,
     parameters: Iterable[nn.Parameter],
     optimizer: Optimizer | None,
     foreground: int,

@@ -11,12 +11,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .groups import Group
-from .watchdog import Watch
+from .watchdog import Watchdog
 
 MESSAGE_BYTES = 25 * 2**20
 
 
-def broadcast(tensors: Iterable[Tensor], group: Group, watch: Watch, doing: str) -> None:
+def broadcast(tensors: Iterable[Tensor], group: Group, watch: Watchdog, doing: str) -> None:
     """Overwrites ``tensors`` with those of the group's lowest rank. Collective.
 
     Version counters stay as they are: a buffer that an earlier forward saved for its backward may

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from torch import Tensor
 
 
-def handed(tensor: Tensor) -> Tensor:
+def alias_for_comm(tensor: Tensor) -> Tensor:
     """The same memory as a tensor to be carried. No view, which would hold what it is a view of."""
     return tensor.detach()
 
 
-def let_go(tensors: Iterable[Tensor]) -> None:
-    """Takes the memory away from tensors that were ``handed`` to a library and have been waited
+def release_comm_buffers(tensors: Iterable[Tensor]) -> None:
+    """Takes the memory away from tensors of ``alias_for_comm`` that have been waited
     for; who else has that memory keeps it. On a device's streams a wait does not hold the host, and
     the library looks after the memory itself: those stay."""
     for tensor in tensors:

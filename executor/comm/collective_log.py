@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from ...planner.schema.errors import InputError, RunError
 from .groups import Group
-from .heartbeat import REACH_S, Pulse, within
+from .heartbeat import REACH_S, Heartbeat, within
 
 DEBUG_VARIABLE = "MESHWRIGHT_DEBUG"
 
@@ -43,10 +43,10 @@ class _Sequence:
     open: deque[tuple[int, str]] = field(default_factory=deque)
 
 
-class Ledger:
+class CollectiveLog:
     """What this rank has issued, and what the others have. ``run`` tells runs apart."""
 
-    def __init__(self, store: Store, pulse: Pulse, run: int) -> None:
+    def __init__(self, store: Store, pulse: Heartbeat, run: int) -> None:
         if not store.has_extended_api():  # type: ignore[attr-defined]
             raise InputError(
                 f"{DEBUG_VARIABLE} compares collectives through a store that can append, which "
@@ -151,7 +151,7 @@ class Ledger:
         return f"meshwright/debug/{self._run}/{group.label}/{first}/{place}"
 
 
-def _compare(pulse: Pulse, group: Group, place: int, names: dict[int, str]) -> None:
+def _compare(pulse: Heartbeat, group: Group, place: int, names: dict[int, str]) -> None:
     first, *others = sorted(names)
     odd = next((rank for rank in others if names[rank] != names[first]), None)
     if odd is not None:

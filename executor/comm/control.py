@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...planner.schema.errors import InputError, RunError
 from .groups import World
-from .watchdog import Watch
+from .watchdog import Watchdog
 
 
 class Row(NamedTuple):
@@ -49,7 +49,7 @@ class Gathered:
 class Control:
     """Exchanges of control vectors over the ``control`` group."""
 
-    def __init__(self, world: World, watch: Watch) -> None:
+    def __init__(self, world: World, watch: Watchdog) -> None:
         self.world = world
         self.watch = watch
         self.seconds = 0.0

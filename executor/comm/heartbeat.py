@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from ...planner.schema.errors import RunError
-from .worker_threads import start_aside
+from .worker_threads import spawn
 
 BEAT_S = 0.5
 SILENT_S = 2.0
@@ -53,7 +53,7 @@ class Alarm(NamedTuple):
     reason: str
 
 
-class Pulse:
+class Heartbeat:
     """This process's beat, and what is heard of the others. Made by all ranks together."""
 
     def __init__(self, store: Store, rank: int, size: int, limit_s: float) -> None:
@@ -76,7 +76,7 @@ class Pulse:
             group, mine = dist.group.WORLD, weakref.ref(self)
             assert group is not None
             its, stop = weakref.ref(group), threading.Event()
-            start_aside("pulse", lambda: _beat(its, mine, stop), stop)
+            spawn("pulse", lambda: _beat(its, mine, stop), stop)
 
     def _gather_hosts(self, limit_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Every rank's mark, and its host's name."""
@@ -163,22 +163,22 @@ class Pulse:
 
 
 _ALARM = "meshwright/alarm"
-_pulses: WeakKeyDictionary[dist.ProcessGroup, Pulse] = WeakKeyDictionary()
+_pulses: WeakKeyDictionary[dist.ProcessGroup, Heartbeat] = WeakKeyDictionary()
 
 
-def pulse_of(rank: int, size: int, limit_s: float) -> Pulse:
+def pulse_of(rank: int, size: int, limit_s: float) -> Heartbeat:
     """The pulse in the default process group. Collective the first time."""
     group = dist.group.WORLD
     assert group is not None
     if group not in _pulses:
         store = distributed_c10d._get_default_store()
-        _pulses[group] = Pulse(store, rank, size, limit_s)
+        _pulses[group] = Heartbeat(store, rank, size, limit_s)
         _pulses[group].start()
     return _pulses[group]
 
 
 def _beat(
-    group: weakref.ref[dist.ProcessGroup], pulse: weakref.ref[Pulse], stop: threading.Event
+    group: weakref.ref[dist.ProcessGroup], pulse: weakref.ref[Heartbeat], stop: threading.Event
 ) -> None:
     number = 0
     while not stop.is_set():

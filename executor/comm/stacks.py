@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .heartbeat import Heard, Pulse
+from .heartbeat import Heard, Heartbeat
 
 ENDED = "has ended"
 """How the place of a rank begins whose process has ended."""
@@ -11,7 +11,9 @@ LISTED = 8
 """So many other ranks are named in a sentence; the rest are counted."""
 
 
-def where_all_are(pulse: Pulse, doing: str, heard: list[Heard] | None, failure: str = "") -> str:
+def where_all_are(
+    pulse: Heartbeat, doing: str, heard: list[Heard] | None, failure: str = ""
+) -> str:
     """This rank waits in ``doing``; where the others are, by what was ``heard`` of them (None: the
     store does not answer). ``failure`` is what the collective ended with, if it did."""
     lost = f" and lost the connection to another rank ({failure})" if failure else ""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...planner.schema.errors import InputError, RunError
-from .collective_log import Ledger, debugging
+from .collective_log import CollectiveLog, debugging
 from .groups import Group
 from .heartbeat import in_a_file, pulse_of
 from .stacks import ENDED, TIMEOUT_VARIABLE, is_present, where_all_are
@@ -46,7 +46,7 @@ def time_limit(timeout_s: float | None) -> float:
     return limit
 
 
-class Watch:
+class Watchdog:
     """Posts this rank's place, waits for collectives, and words what went wrong."""
 
     def __init__(self, rank: int, size: int, timeout_s: float, *, run: int = 0) -> None:
@@ -65,9 +65,9 @@ class Watch:
         self._cheap = self._store is not None and not in_a_file(self._store)
         self._doing = "start"
         self._followed: deque[_Followed] = deque()
-        self._ledger: Ledger | None = None
+        self._ledger: CollectiveLog | None = None
         if self.pulse is not None and debugging():
-            self._ledger = Ledger(distributed_c10d._get_default_store(), self.pulse, run)
+            self._ledger = CollectiveLog(distributed_c10d._get_default_store(), self.pulse, run)
         atexit.register(_say_goodbye, weakref.ref(self))
 
     def post(self, doing: str) -> None:
@@ -221,7 +221,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def _say_goodbye(reference: weakref.ref[Watch]) -> None:
+def _say_goodbye(reference: weakref.ref[Watchdog]) -> None:
     watch = reference()
     if watch is not None and dist.is_initialized():
         watch.goodbye()

@@ -26,7 +26,7 @@ _threads: WeakKeyDictionary[threading.Thread, threading.Event | None] = WeakKeyD
 _left: list[dist.Work] = []
 
 
-def start_aside(
+def spawn(
     name: str, work: Callable[[], None], stop: threading.Event | None = None
 ) -> threading.Thread:
     """Runs ``work()`` in a thread of that name. It ends by itself, or where it would not, soon
@@ -53,7 +53,7 @@ def as_here(work: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def finish_aside(limit_s: float) -> None:
+def finish_all(limit_s: float) -> None:
     """Waits until what ends by itself has ended, before another run begins: process groups are
     used again, and a late thread of the run before would issue its collectives among the new
     ones, on one rank earlier and on another later."""
@@ -63,7 +63,7 @@ def finish_aside(limit_s: float) -> None:
             thread.join(max(end_s - time.monotonic(), 0.0))
 
 
-def leave_behind(work: dist.Work) -> None:
+def abandon(work: dist.Work) -> None:
     """A collective that nobody will wait for any more, as what it was for is gone."""
     _when_it_ends()
     _left[:] = [one for one in (*_left, work) if not one.is_completed()]

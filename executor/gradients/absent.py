@@ -6,7 +6,7 @@ the size that they have where they are. Their turn passes without a message.
 
 from __future__ import annotations
 
-from .slices import Parcel, Slice
+from .slices import GradGroup, Slice
 
 
 class AbsentSlice(Slice):
@@ -23,7 +23,7 @@ class AbsentSlice(Slice):
         return 0
 
 
-class AbsentParcel(Parcel):
+class AbsentGradGroup(GradGroup):
     """A parcel that travels elsewhere."""
 
     made_of = AbsentSlice

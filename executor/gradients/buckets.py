@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from ...planner.schema.layout import Layout
 from ...planner.schema.plan import ExchangePolicy, FeedbackPolicy
 from ..comm.groups import Group
-from ..comm.watchdog import Watch
+from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import Members, ShardGradient
 from .flat_shard import Channels
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class GradParam:
     """One parameter and who else holds the same values. ``full_numel`` is its undivided size.
 
     ``degree`` members hold the slices of a divided parameter; ``members`` is then their group.
@@ -74,20 +74,20 @@ class Entry:
         return ShardGradient.of(gradient, self.members)
 
 
-Votes = Callable[[], "set[Entry]"]
+Votes = Callable[[], "set[GradParam]"]
 """Waits for the ranks' votes and returns the entries that some rank has a gradient for."""
 
 
 class Bucket:
     """Gradients that travel together."""
 
-    def __init__(self, entries: list[Entry]) -> None:
+    def __init__(self, entries: list[GradParam]) -> None:
         self.entries = entries
         self.group = entries[0].group
         self.missing = {e for e in entries if not e.idle}
         self.launched = False
         self._flat: Tensor | None = None
-        self._views: dict[Entry, Tensor] = {}
+        self._views: dict[GradParam, Tensor] = {}
         self.work: dist.Work | None = None
 
     @property
@@ -117,7 +117,7 @@ class Bucket:
         """Whether nobody else holds these slices, so that nothing travels."""
         return self.group.handle is None
 
-    def fill(self, entry: Entry) -> None:
+    def fill(self, entry: GradParam) -> None:
         """Takes over the parameter's gradient: what has accumulated there, or zeros."""
         if self.alone:
             self.missing.discard(entry)
@@ -141,14 +141,14 @@ class Bucket:
         if self._flat is not None:
             self._flat.div_(self.group.size)
 
-    def result(self, entry: Entry) -> Tensor:
+    def result(self, entry: GradParam) -> Tensor:
         """The entry's part of the bucket."""
         if not self.alone:
             return self._views[entry]
         gradient = entry.parameter.grad
         return torch.zeros_like(entry.parameter) if gradient is None else gradient
 
-    def _view(self, entry: Entry) -> Tensor:
+    def _view(self, entry: GradParam) -> Tensor:
         if self._flat is None:
             first = self.entries[0].parameter
             self._flat = torch.empty(self.numel, dtype=first.dtype, device=first.device)
@@ -168,14 +168,14 @@ def _shaped(flat: Tensor, start: int, parameter: Tensor) -> Tensor:
     return piece.view(parameter.shape)
 
 
-def make_buckets(entries: Iterable[Entry], limit_bytes: int) -> list[Bucket]:
+def make_buckets(entries: Iterable[GradParam], limit_bytes: int) -> list[Bucket]:
     """Buckets of at most ``limit_bytes`` (of undivided size; more only for a single parameter),
     in the order of their last entry.
     """
-    open_: dict[object, list[Entry]] = {}
+    open_: dict[object, list[GradParam]] = {}
     bytes_: dict[object, int] = {}
     buckets = []
-    order: dict[Entry, int] = {}
+    order: dict[GradParam, int] = {}
     for entry in entries:
         order[entry] = len(order)
         size = entry.full_numel * entry.parameter.element_size()
@@ -200,16 +200,16 @@ class Exchange(Protocol):
     def reset(self) -> None:
         """Begins a backward."""
 
-    def sent(self, entry: Entry) -> bool:
+    def sent(self, entry: GradParam) -> bool:
         """Whether the entry's gradient has left in this backward."""
 
-    def holds(self, entry: Entry) -> bool:
+    def holds(self, entry: GradParam) -> bool:
         """Whether this rank holds back some of what it has computed for the entry."""
 
-    def ready(self, entry: Entry) -> None:
+    def ready(self, entry: GradParam) -> None:
         """The entry's gradient is complete."""
 
-    def absorb(self, entry: Entry) -> None:
+    def absorb(self, entry: GradParam) -> None:
         """The entry's gradient is complete, in a backward after which nothing is exchanged."""
 
     def foresee(self) -> None:
@@ -235,7 +235,7 @@ class BucketExchange:
     def __init__(
         self,
         buckets: list[Bucket],
-        watch: Watch,
+        watch: Watchdog,
         *,
         eager: bool,
         issued: Callable[[str, int, Group], None],
@@ -254,7 +254,7 @@ class BucketExchange:
         for bucket in self.buckets:
             bucket.reset()
 
-    def ready(self, entry: Entry) -> None:
+    def ready(self, entry: GradParam) -> None:
         """The entry's gradient is complete: it joins its bucket, which leaves if it is its turn."""
         bucket = self.home[entry]
         bucket.fill(entry)
@@ -262,7 +262,7 @@ class BucketExchange:
         if self._eager and not bucket.missing:
             self._advance(all_of_them=False)
 
-    def absorb(self, entry: Entry) -> None:
+    def absorb(self, entry: GradParam) -> None:
         """Nothing to do: gradients add up where they are."""
 
     def foresee(self) -> None:
@@ -272,11 +272,11 @@ class BucketExchange:
         """Parameters are whole on every rank."""
         return 0
 
-    def sent(self, entry: Entry) -> bool:
+    def sent(self, entry: GradParam) -> bool:
         """Whether the entry's bucket has left."""
         return self.home[entry].launched
 
-    def holds(self, entry: Entry) -> bool:
+    def holds(self, entry: GradParam) -> bool:
         """Never: buckets send all there is."""
         return False
 

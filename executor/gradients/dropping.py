@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..comm.control import Control, Gathered
-from .buckets import Entry
-from .lossy import LossyParcel
+from .buckets import GradParam
+from .lossy import LossyGradGroup
 from .residual import l1
 from .slices import Slice
 
@@ -51,15 +51,17 @@ def choose(pieces: Sequence[Piece], credit_bytes: float, patience: int) -> tuple
 class Budget:
     """The pieces of one ratio, which share a budget. ``fixed`` are sent in every backward."""
 
-    def __init__(self, ratio: float, pieces: Sequence[Entry], fixed: Sequence[Entry]) -> None:
+    def __init__(
+        self, ratio: float, pieces: Sequence[GradParam], fixed: Sequence[GradParam]
+    ) -> None:
         self.pieces = tuple(pieces)
         self.credit_bytes = 0.0
         self._all = sum(_bytes(e) for e in (*pieces, *fixed))
         self._each = ratio * self._all - sum(_bytes(e) for e in fixed)
 
     def choose(
-        self, means: dict[Entry, float], waited: dict[Entry, int], patience: int
-    ) -> set[Entry]:
+        self, means: dict[GradParam, float], waited: dict[GradParam, int], patience: int
+    ) -> set[GradParam]:
         """The pieces that are sent in the next backward."""
         # Debts of stale pieces that no budget could pay must not grow for ever.
         credit = max(self.credit_bytes + self._each, -self._all)
@@ -73,9 +75,11 @@ class Dropping:
 
     name = "dropped"
 
-    def __init__(self, parcels: Sequence[DroppedParcel], control: Control, patience: int) -> None:
+    def __init__(
+        self, grad_groups: Sequence[DroppedGradGroup], control: Control, patience: int
+    ) -> None:
         self._control, self._patience = control, patience
-        entries = [entry for parcel in parcels for entry in parcel.entries]
+        entries = [entry for grad_group in grad_groups for entry in grad_group.entries]
         self._pieces = [e for e in entries if not e.whole]
         self._budgets = [
             Budget(
@@ -86,17 +90,17 @@ class Dropping:
             for ratio in sorted({e.ratio for e in self._pieces})
         ]
         self._waited = dict.fromkeys(self._pieces, 0)
-        self._sizes: dict[Entry, float] = {}
+        self._sizes: dict[GradParam, float] = {}
         self._coming: Gathered | None = None
         self._due = set(self._pieces)  # the first backward sends everything
-        for parcel in parcels:
-            parcel.agreement = self
+        for grad_group in grad_groups:
+            grad_group.agreement = self
 
-    def sends(self, entry: Entry) -> bool:
+    def sends(self, entry: GradParam) -> bool:
         """Whether a piece is sent in this backward."""
         return entry.whole or entry in self._due
 
-    def note(self, entry: Entry, expected: float) -> None:
+    def note(self, entry: GradParam, expected: float) -> None:
         """The sum of absolute values that this rank expects of a piece in the next backward."""
         self._sizes[entry] = expected
 
@@ -143,13 +147,13 @@ class Dropping:
             budget.credit_bytes = float(credit)
 
 
-class DroppedParcel(LossyParcel):
+class DroppedGradGroup(LossyGradGroup):
     """Gradients of which only the pieces that are due are sent; the others are held."""
 
     agreement: Dropping
     _kept = torch.empty(0, device="cpu")
 
-    def sends(self, entry: Entry) -> bool:
+    def sends(self, entry: GradParam) -> bool:
         """Whether an entry is sent in this backward."""
         return self.agreement.sends(entry)
 
@@ -179,7 +183,7 @@ class DroppedParcel(LossyParcel):
         found = (feedback.held for feedback in self.feedback.values())
         return [held for held in found if held is not None]
 
-    def hold(self, entry: Entry) -> None:
+    def hold(self, entry: GradParam) -> None:
         """Keeps a piece that is not sent, once: an empty tensor stands for it from then on."""
         gradient = self.gradients[entry]
         if gradient is self._kept:
@@ -189,5 +193,5 @@ class DroppedParcel(LossyParcel):
         self.gradients[entry] = self._kept
 
 
-def _bytes(entry: Entry) -> int:
+def _bytes(entry: GradParam) -> int:
     return entry.full_numel * entry.parameter.element_size()

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from ...planner.cost.feedback import AT_ONCE, MIRRORS
 from ...planner.schema.errors import InputError
 from ...planner.schema.plan import Plan
-from .buckets import Entry
+from .buckets import GradParam
 from .momentum import has_momentum
 from .residual import Feedback, Residual, flat_of
 
@@ -89,19 +89,19 @@ def _on_host(like: Tensor) -> Tensor:
     )
 
 
-def feedback_of(entry: Entry) -> Feedback:
+def feedback_of(entry: GradParam) -> Feedback:
     """Where an entry's feedback is kept. A host that is the device needs no copies."""
     if entry.feedback == "host_mirror" and entry.parameter.device.type != "cpu":
         return HostMirror()
     return Residual()
 
 
-def folds(entry: Entry) -> bool:
+def folds(entry: GradParam) -> bool:
     """Whether an entry's gradient is taken in as soon as it is computed, and not kept."""
     return not entry.whole and entry.exchange == "topk" and entry.feedback in AT_ONCE
 
 
-def mirrors(entry: Entry) -> bool:
+def mirrors(entry: GradParam) -> bool:
     """Whether updates are held back of an entry, and not gradients."""
     return folds(entry) and entry.feedback in MIRRORS
 
@@ -131,7 +131,7 @@ def check_feedback(optimizer: Optimizer | None, plan: Plan) -> None:
             )
 
 
-def settle_feedback(entries: Sequence[Entry], optimizer: Optimizer | None) -> list[Entry]:
+def settle_feedback(entries: Sequence[GradParam], optimizer: Optimizer | None) -> list[GradParam]:
     """The entries; those whose mirror could not be updated hold back gradients instead: what the
     optimizer does not hold, and parameters that do not lie in one piece."""
     held = set[nn.Parameter]()

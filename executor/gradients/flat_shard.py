@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.schema.errors import RunError
-from ..comm.buffers import handed, let_go
+from ..comm.buffers import alias_for_comm, release_comm_buffers
 from ..comm.control import digest
 from ..comm.groups import Group
-from ..comm.watchdog import Watch
+from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import Members, ShardGradient
 
 
@@ -34,7 +34,7 @@ class Channels:
     gathers: Group
     reads: Group
     members: Members
-    watch: Watch
+    watch: Watchdog
     fetches: Group | None = None
     """For parameters that are put together for each use."""
 
@@ -42,7 +42,7 @@ class Channels:
 class AllMembers(Members):
     """The holders of a divided parameter whose slices are sharded among peers."""
 
-    def __init__(self, peers: Group, neighbours: Group, watch: Watch) -> None:
+    def __init__(self, peers: Group, neighbours: Group, watch: Watchdog) -> None:
         super().__init__(peers, watch)
         self._inner = Members(neighbours, watch)
 
@@ -52,7 +52,7 @@ class AllMembers(Members):
 
 
 @dataclass(frozen=True, eq=False)
-class Sharing:
+class FlatShardSpec:
     """How the peers share one parameter. It holds no tensor, so that a gradient may hold it."""
 
     name: str
@@ -136,12 +136,12 @@ class Sharing:
             )
 
 
-def whole_state(state: dict[str, Any], sharing: Sharing) -> dict[str, Any]:
+def whole_state(state: dict[str, Any], sharing: FlatShardSpec) -> dict[str, Any]:
     """A parameter's optimizer state with every chunk put together. Collective over its peers."""
     return {k: sharing.whole(v) if sharing.is_part(v) else v for k, v in state.items()}
 
 
-def gather(rows: list[Tensor], own: Tensor, group: Group, watch: Watch, name: str) -> None:
+def gather(rows: list[Tensor], own: Tensor, group: Group, watch: Watchdog, name: str) -> None:
     """Fills ``rows`` with every peer's ``own``, by their slots, and waits for them."""
     if not own.numel():
         return
@@ -150,10 +150,10 @@ def gather(rows: list[Tensor], own: Tensor, group: Group, watch: Watch, name: st
         "on all of them)"
     )
     watch.issued(doing, group)
-    *theirs, mine = [handed(as_bytes(tensor)) for tensor in (*rows, own)]
+    *theirs, mine = [alias_for_comm(as_bytes(tensor)) for tensor in (*rows, own)]
     work = dist.all_gather(theirs, mine, group=group.handle, async_op=True)
     watch.wait(work, group, doing)
-    let_go([*theirs, mine])
+    release_comm_buffers([*theirs, mine])
 
 
 def flat(tensor: Tensor) -> Tensor:

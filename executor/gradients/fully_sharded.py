@@ -15,23 +15,23 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..comm.watchdog import Watch
-from .buckets import Entry
+from ..comm.watchdog import Watchdog
+from .buckets import GradParam
 from .flat_shard import flat
 from .pending import bare
-from .sharded import ShardedParcel, ShardedSlice, sharing_of
+from .sharded import ShardedGradGroup, ShardedSlice, flat_shard_spec
 
 
 class FetchedSlice(ShardedSlice):
     """A part of a unit's parameters on its way to all peers, for a use."""
 
-    def fetch(self, wholes: Mapping[Entry, Tensor], chunks: Mapping[Entry, Tensor]) -> None:
+    def fetch(self, wholes: Mapping[GradParam, Tensor], chunks: Mapping[GradParam, Tensor]) -> None:
         """Sends this rank's elements, from its ``chunks``, to all peers, into ``wholes`` where
         peers have equal chunks there. Collective, in the order of uses."""
         (first, *more), sharing = self.strips, self.strips[0].sharing
         if more or sharing.numel != sharing.chunk * sharing.peers:
             for entry in self.entries:
-                start, stop = sharing_of(entry).bounds
+                start, stop = flat_shard_spec(entry).bounds
                 wholes[entry][start:stop].copy_(chunks[entry])
             self.gather(wholes)
             return
@@ -42,7 +42,7 @@ class FetchedSlice(ShardedSlice):
             self._gather(own)
 
 
-class FullyShardedParcel(ShardedParcel):
+class FullyShardedGradGroup(ShardedGradGroup):
     """The gradients of a unit, and its parameters: a chunk of each, which lives on, and the whole
     while something uses it.
 
@@ -50,7 +50,7 @@ class FullyShardedParcel(ShardedParcel):
     been issued has come. With neither the memory is free.
     """
 
-    def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
+    def __init__(self, unit: int, entries: Sequence[GradParam], limit_bytes: int) -> None:
         super().__init__(unit, entries, limit_bytes)
         self.fetches = tuple(FetchedSlice(s.entries, s.cut) for s in self.slices)
         for one in self.fetches:
@@ -70,15 +70,15 @@ class FullyShardedParcel(ShardedParcel):
 
     # -- the step ------------------------------------------------------------------------------
 
-    def part(self, entry: Entry) -> Tensor:
+    def part(self, entry: GradParam) -> Tensor:
         """Where the averages of this rank's elements will stand once they have settled."""
         return self.gradients[entry] if self._released else super().part(entry)
 
-    def own(self, entry: Entry) -> Tensor:
+    def own(self, entry: GradParam) -> Tensor:
         """This rank's elements of the parameter, where they lie."""
         return self.chunks[entry]
 
-    def _gathered(self) -> dict[Entry, Tensor]:
+    def _gathered(self) -> dict[GradParam, Tensor]:
         """Nothing: parameters are put together when they are used."""
         return {}
 
@@ -95,7 +95,7 @@ class FullyShardedParcel(ShardedParcel):
         """Whether gradients have been sent and are held until they have arrived."""
         return not self._released and self.trip is None and self.sent == len(self.slices)
 
-    def release(self, watch: Watch) -> float:
+    def release(self, watch: Watchdog) -> float:
         """Waits for the averages of this rank's elements and lets go of what has been sent, in the
         midst of backward. Returns the seconds waited."""
         self._parts = parts = {entry: self.part(entry) for entry in self.entries}
@@ -139,7 +139,7 @@ class FullyShardedParcel(ShardedParcel):
         """Whether no step has still to update the chunks."""
         return self.trip is None or self.trip.past(self)
 
-    def land(self, watch: Watch) -> float:
+    def land(self, watch: Watchdog) -> float:
         """Waits until the parameters are whole. Returns the seconds waited."""
         self._issued.wait()  # each wait of the thread that issues has its limit
         if self._error is not None:

@@ -9,23 +9,25 @@ from torch import Tensor
 
 from ...planner.schema.errors import InputError
 from ...planner.simulate.slicing import cut
-from .buckets import Entry
+from .buckets import GradParam
 from .feedback import feedback_of, mirrors
 from .residual import Feedback
-from .slices import Parcel, Slice, empty_like
+from .slices import GradGroup, Slice, empty_like
 
 
-class LossyParcel(Parcel):
+class LossyGradGroup(GradGroup):
     """A parcel whose entries have feedback, but for those that are sent whole."""
 
-    def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
+    def __init__(self, unit: int, entries: Sequence[GradParam], limit_bytes: int) -> None:
         super().__init__(unit, entries, limit_bytes)
-        self.feedback: dict[Entry, Feedback] = {e: feedback_of(e) for e in entries if not e.whole}
+        self.feedback: dict[GradParam, Feedback] = {
+            e: feedback_of(e) for e in entries if not e.whole
+        }
 
     def _cut(self, limit_bytes: int) -> list[Slice]:
         return cut_apart(self.entries, limit_bytes)
 
-    def holds(self, entry: Entry) -> bool:
+    def holds(self, entry: GradParam) -> bool:
         """Whether something of the entry waits to be sent."""
         feedback = self.feedback.get(entry)
         return feedback is not None and feedback.held is not None and bool(feedback.held.any())
@@ -52,12 +54,12 @@ class LossyParcel(Parcel):
             feedback.restore(None if held is None else like(entry, held))
 
 
-def _held_as(entry: Entry) -> str:
+def _held_as(entry: GradParam) -> str:
     """Gradients are saved alike wherever they were held; updates are something else."""
     return "mirror" if mirrors(entry) else "residual"
 
 
-def cut_apart(entries: Sequence[Entry], limit_bytes: int) -> list[Slice]:
+def cut_apart(entries: Sequence[GradParam], limit_bytes: int) -> list[Slice]:
     """Slices in which no lossy entry shares a message with others; what is sent whole may."""
     groups = [[e for e in entries if e.whole], *([e] for e in entries if not e.whole)]
     return [
@@ -67,7 +69,7 @@ def cut_apart(entries: Sequence[Entry], limit_bytes: int) -> list[Slice]:
     ]
 
 
-def like(entry: Entry, value: Any) -> Tensor:
+def like(entry: GradParam, value: Any) -> Tensor:
     """A saved tensor in the memory format, type and place of the entry's gradient."""
     parameter = entry.parameter.detach()
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
@@ -79,12 +81,12 @@ def like(entry: Entry, value: Any) -> Tensor:
     return empty_like(entry).copy_(value)
 
 
-def hand_over(old: Iterable[Parcel], new: Iterable[Parcel]) -> None:
+def hand_over(old: Iterable[GradGroup], new: Iterable[GradGroup]) -> None:
     """What the old parcels hold goes on in the new ones."""
     known: dict[str, dict[str, Tensor]] = {}
-    for parcel in old:
-        if isinstance(parcel, LossyParcel):
-            known |= parcel.state()
-    for parcel in new:
-        if isinstance(parcel, LossyParcel):
-            parcel.load(known)
+    for grad_group in old:
+        if isinstance(grad_group, LossyGradGroup):
+            known |= grad_group.state()
+    for grad_group in new:
+        if isinstance(grad_group, LossyGradGroup):
+            grad_group.load(known)

@@ -17,10 +17,10 @@ from statistics import median
 import torch
 
 from ...planner.schema.plan import Plan
-from ...planner.simulate.send_order import Load, Turn, send_order
+from ...planner.simulate.send_order import ReadyGroup, SendSlot, send_order
 from ..comm.control import Control, Gathered
 from .release import placed
-from .slices import Parcel
+from .slices import GradGroup
 
 FIRST = (2, 4, 8, 16)
 EVERY = 50
@@ -44,31 +44,31 @@ class Orders:
     urgent: bool = True
     measured: bool = True
 
-    def start(self, parcels: Sequence[Parcel], control: Control) -> Order:
+    def start(self, grad_groups: Sequence[GradGroup], control: Control) -> Order:
         """The order of those parcels."""
-        return Order(self, parcels, control)
+        return Order(self, grad_groups, control)
 
 
 class Order:
     """The order that is in force."""
 
-    def __init__(self, orders: Orders, parcels: Sequence[Parcel], control: Control) -> None:
-        self._orders, self._parcels, self._control = orders, parcels, control
-        self._seconds = _planned_seconds(orders.plan, parcels)
+    def __init__(self, orders: Orders, grad_groups: Sequence[GradGroup], control: Control) -> None:
+        self._orders, self._parcels, self._control = orders, grad_groups, control
+        self._seconds = _planned_seconds(orders.plan, grad_groups)
         self._ready: list[list[float]] = []
         self._rates: list[float] = []
         self._coming: Gathered | None = None
         self._number = 0
-        self._left: dict[Parcel, int] = {}
+        self._left: dict[GradGroup, int] = {}
         self._end_s = 0.0
         self._most = (0, 0.0)
         self._arriving = threading.Lock()
-        self.turns = self._find(_planned_ready(orders.plan, parcels))
+        self.turns = self._find(_planned_ready(orders.plan, grad_groups))
 
-    def _find(self, ready_s: Sequence[float]) -> list[Turn]:
+    def _find(self, ready_s: Sequence[float]) -> list[SendSlot]:
         loads = [
-            Load(at * LATE, parcel.unit, () if parcel.released else tuple(seconds))
-            for at, parcel, seconds in zip(ready_s, self._parcels, self._seconds, strict=True)
+            ReadyGroup(at * LATE, grad_group.unit, () if grad_group.released else tuple(seconds))
+            for at, grad_group, seconds in zip(ready_s, self._parcels, self._seconds, strict=True)
         ]
         return placed(send_order(loads, urgent=self._orders.urgent), self._parcels)
 
@@ -83,10 +83,10 @@ class Order:
             self._seconds = [[s.shared_bytes * rate_s for s in p.slices] for p in self._parcels]
         self.turns = self._find(ready_s)
 
-    def end(self, parcels: Sequence[Parcel]) -> None:
+    def end(self, grad_groups: Sequence[GradGroup]) -> None:
         """After a backward, when everything has left: remembers its times."""
         self._number += 1
-        self._ready = [*self._ready[1 - KEPT :], _measured_ready(parcels)]
+        self._ready = [*self._ready[1 - KEPT :], _measured_ready(grad_groups)]
         self._count_left()
         if self._orders.measured and (self._number in FIRST or self._number % EVERY == 0):
             # A link that was idle in between seems slower than it is, never quicker.
@@ -102,38 +102,38 @@ class Order:
         self._end_s, self._left, self._most = time.perf_counter(), {}, (0, 0.0)
         ahead, number = 0, 0
         for turn in self.turns:
-            parcel = self._parcels[turn.load]
-            one = parcel.slices[turn.number]
+            grad_group = self._parcels[turn.load]
+            one = grad_group.slices[turn.number]
             if not one.there:
                 ahead, number = ahead + one.bytes, number + 1
             if number >= MANY:
-                self._left[parcel] = ahead
+                self._left[grad_group] = ahead
 
-    def arrived(self, parcel: Parcel, waited_s: float) -> None:
+    def arrived(self, grad_group: GradGroup, waited_s: float) -> None:
         """A parcel has come back after a wait: the links were busy until now. Of a step the wait
         with most before it counts; after little, what is measured is mostly the forward between.
         The thread of a sharded step says so too."""
         with self._arriving:
-            ahead = self._left.pop(parcel, 0)
+            ahead = self._left.pop(grad_group, 0)
             if waited_s > 0 and ahead > self._most[0]:
                 self._most = ahead, (time.perf_counter() - self._end_s) / ahead
 
 
-def _measured_ready(parcels: Sequence[Parcel]) -> list[float]:
+def _measured_ready(grad_groups: Sequence[GradGroup]) -> list[float]:
     """When this rank has had the gradients of each parcel; those of a unit that leaves it idle, not
     before those of the units behind it. As ranks begin their backwards at different times, such a
     unit could else seem to be ready before units whose gradients peers wait for in backward, and
     these would wait for what comes after them."""
     behind: dict[int, float] = {}
     latest = 0.0
-    for parcel in sorted(parcels, key=lambda p: -p.unit):
-        if not parcel.absent:
-            latest = max(latest, parcel.ready_s)
-        behind[parcel.unit] = latest
-    return [behind[p.unit] if p.absent else p.ready_s for p in parcels]
+    for grad_group in sorted(grad_groups, key=lambda p: -p.unit):
+        if not grad_group.absent:
+            latest = max(latest, grad_group.ready_s)
+        behind[grad_group.unit] = latest
+    return [behind[p.unit] if p.absent else p.ready_s for p in grad_groups]
 
 
-def _planned_ready(plan: Plan, parcels: Sequence[Parcel]) -> list[float]:
+def _planned_ready(plan: Plan, grad_groups: Sequence[GradGroup]) -> list[float]:
     """When backward is over for each parcel's unit, in the plan's prediction."""
     after: list[float] = []
     now = 0.0
@@ -142,20 +142,22 @@ def _planned_ready(plan: Plan, parcels: Sequence[Parcel]) -> list[float]:
         after.append(now)
     after.reverse()
     if now > 0:
-        return [after[min(p.unit, len(after) - 1)] if after else 0.0 for p in parcels]
-    last = max((p.unit for p in parcels), default=0)
-    return [float(last - p.unit) for p in parcels]  # a plan without times: in the order of backward
+        return [after[min(p.unit, len(after) - 1)] if after else 0.0 for p in grad_groups]
+    last = max((p.unit for p in grad_groups), default=0)
+    return [
+        float(last - p.unit) for p in grad_groups
+    ]  # a plan without times: in the order of backward
 
 
-def _planned_seconds(plan: Plan, parcels: Sequence[Parcel]) -> list[list[float]]:
+def _planned_seconds(plan: Plan, grad_groups: Sequence[GradGroup]) -> list[list[float]]:
     """What each slice takes in the plan's prediction: its part of its unit's exchange."""
     whole: dict[int, int] = {}
-    for parcel in parcels:
-        sizes = sum(one.shared_bytes for one in parcel.slices)
-        whole[parcel.unit] = whole.get(parcel.unit, 0) + sizes
+    for grad_group in grad_groups:
+        sizes = sum(one.shared_bytes for one in grad_group.slices)
+        whole[grad_group.unit] = whole.get(grad_group.unit, 0) + sizes
     found = []
-    for parcel in parcels:
-        known = parcel.unit < len(plan.units) and whole[parcel.unit]
-        each = plan.units[parcel.unit].exchange_s / whole[parcel.unit] if known else 0.0
-        found.append([one.shared_bytes * each for one in parcel.slices])
+    for grad_group in grad_groups:
+        known = grad_group.unit < len(plan.units) and whole[grad_group.unit]
+        each = plan.units[grad_group.unit].exchange_s / whole[grad_group.unit] if known else 0.0
+        found.append([one.shared_bytes * each for one in grad_group.slices])
     return found

@@ -7,19 +7,19 @@ from typing import Any, Protocol
 
 from ...planner.schema.plan import ExchangePolicy
 from ..comm.control import Control
-from .dropping import DroppedParcel, Dropping
-from .fully_sharded import FullyShardedParcel
+from .dropping import DroppedGradGroup, Dropping
+from .fully_sharded import FullyShardedGradGroup
 from .residual import Lossy
-from .sharded import ShardedParcel
-from .slices import Parcel
-from .topk import Picking, TopkParcel
+from .sharded import ShardedGradGroup
+from .slices import GradGroup
+from .topk import TopkGradGroup, TopkState
 
-PARCELS: Mapping[ExchangePolicy, type[Parcel]] = {
-    "dense": Parcel,
-    "sharded": ShardedParcel,
-    "fully_sharded": FullyShardedParcel,
-    "dropped": DroppedParcel,
-    "topk": TopkParcel,
+PARCELS: Mapping[ExchangePolicy, type[GradGroup]] = {
+    "dense": GradGroup,
+    "sharded": ShardedGradGroup,
+    "fully_sharded": FullyShardedGradGroup,
+    "dropped": DroppedGradGroup,
+    "topk": TopkGradGroup,
 }
 
 
@@ -41,18 +41,20 @@ class Policy(Protocol):
         """Goes on from a ``state``."""
 
 
-def start_policies(parcels: Sequence[Parcel], control: Control, lossy: Lossy) -> list[Policy]:
+def start_policies(
+    grad_groups: Sequence[GradGroup], control: Control, lossy: Lossy
+) -> list[Policy]:
     """Those that the parcels need, in one order on all ranks."""
-    dropped = [p for p in parcels if isinstance(p, DroppedParcel)]
-    picked = [p for p in parcels if isinstance(p, TopkParcel)]
+    dropped = [p for p in grad_groups if isinstance(p, DroppedGradGroup)]
+    picked = [p for p in grad_groups if isinstance(p, TopkGradGroup)]
     policies: list[Policy] = []
     if dropped:
         policies.append(Dropping(dropped, control, lossy.patience))
     if picked:
-        policies.append(Picking(picked, lossy))
+        policies.append(TopkState(picked, lossy))
     return policies
 
 
-def picking_of(policies: Sequence[Policy]) -> Picking | None:
+def picking_of(policies: Sequence[Policy]) -> TopkState | None:
     """What parcels of top-k share, if there are any."""
-    return next((p for p in policies if isinstance(p, Picking)), None)
+    return next((p for p in policies if isinstance(p, TopkState)), None)

@@ -20,22 +20,22 @@ from torch import Tensor
 from ...planner.schema.errors import RunError
 from ..comm.control import Control
 from ..comm.groups import Group
-from ..comm.watchdog import Watch
-from .absent import AbsentParcel
-from .buckets import Entry, Votes
+from ..comm.watchdog import Watchdog
+from .absent import AbsentGradGroup
+from .buckets import GradParam, Votes
 from .foresight import left_out
-from .fully_sharded import FullyShardedParcel
+from .fully_sharded import FullyShardedGradGroup
 from .lossy import hand_over
 from .order import Orders
 from .policies import PARCELS, picking_of, start_policies
 from .release import Release
 from .residual import Lossy
-from .sharded import ShardedParcel
+from .sharded import ShardedGradGroup
 from .sharded_gradient import ShardedGradient
-from .slices import Parcel, as_sent, make_parcels
+from .slices import GradGroup, as_sent, make_grad_groups
 from .sparse import SparseGradient, completed, stand_for
-from .step_pipeline import Stage, Trip
-from .unshard import Fetcher, make_room
+from .step_pipeline import ShardedStepPipeline, StepStage
+from .unshard import UnshardManager, make_room
 from .waiting import WaitingGradient, vacating
 
 
@@ -49,32 +49,34 @@ class PriorityExchange:
 
     def __init__(
         self,
-        entries: Iterable[Entry],
+        entries: Iterable[GradParam],
         limit_bytes: int,
         orders: Orders,
         control: Control,
-        watch: Watch,
+        watch: Watchdog,
         issued: Callable[[str, int, Group], None],
         lossy: Lossy | None = None,
         *,
         eager: bool = True,
     ) -> None:
         self._eager = eager
-        self.parcels = make_parcels(entries, limit_bytes, PARCELS, AbsentParcel)
-        self.policies = start_policies(self.parcels, control, lossy or Lossy())
-        self.home = {entry: parcel for parcel in self.parcels for entry in parcel.entries}
-        self.release = Release(self.parcels)
+        self.grad_groups = make_grad_groups(entries, limit_bytes, PARCELS, AbsentGradGroup)
+        self.policies = start_policies(self.grad_groups, control, lossy or Lossy())
+        self.home = {
+            entry: grad_group for grad_group in self.grad_groups for entry in grad_group.entries
+        }
+        self.release = Release(self.grad_groups)
         self._waited_s = 0.0
-        self._orders = orders.start(self.parcels, control)
+        self._orders = orders.start(self.grad_groups, control)
         self._watch, self._issued = watch, issued
         self._next = 0
         self._start_s = 0.0
         self._votes: Votes | None = None
-        self._unused: set[Entry] = set()
-        self._fresh: ShardedParcel | None = None
+        self._unused: set[GradParam] = set()
+        self._fresh: ShardedGradGroup | None = None
         """What has just been taken, in the midst of autograd's work on one of its gradients."""
-        fully = [p for p in self.parcels if isinstance(p, FullyShardedParcel)]
-        self.uses = Fetcher(fully, watch, issued, self.finish) if fully else None
+        fully = [p for p in self.grad_groups if isinstance(p, FullyShardedGradGroup)]
+        self.uses = UnshardManager(fully, watch, issued, self.finish) if fully else None
 
     @property
     def waited_s(self) -> float:
@@ -84,13 +86,15 @@ class PriorityExchange:
     @property
     def busy(self) -> bool:
         """Whether slices are on their way, or a step's are still to be sent."""
-        away = (p for p in self.parcels if isinstance(p, ShardedParcel) and p.trip is not None)
-        slices = (one for parcel in self.parcels for one in parcel.slices)
+        away = (
+            p for p in self.grad_groups if isinstance(p, ShardedGradGroup) and p.trip is not None
+        )
+        slices = (one for grad_group in self.grad_groups for one in grad_group.slices)
         return any(not p.there for p in away) or any(not one.there for one in slices)
 
     def follow(self, before: PriorityExchange) -> None:
         """Goes on with what another exchange, of other parameters of the same model, has held."""
-        hand_over(before.parcels, self.parcels)
+        hand_over(before.grad_groups, self.grad_groups)
         self.release.updater = before.release.updater
         old, new = picking_of(before.policies), picking_of(self.policies)
         if old is not None and new is not None:
@@ -116,34 +120,34 @@ class PriorityExchange:
             self._take_unused(entry)
         self._start_s = time.perf_counter()
 
-    def sent(self, entry: Entry) -> bool:
+    def sent(self, entry: GradParam) -> bool:
         """Whether the entry's gradient has left in this backward."""
-        parcel = self.home[entry]
-        return parcel.travelling or self.release.over(parcel)
+        grad_group = self.home[entry]
+        return grad_group.travelling or self.release.over(grad_group)
 
-    def holds(self, entry: Entry) -> bool:
+    def holds(self, entry: GradParam) -> bool:
         """Whether this rank holds back some of what it has computed for the entry."""
         return self.home[entry].holds(entry)
 
-    def ready(self, entry: Entry) -> None:
+    def ready(self, entry: GradParam) -> None:
         """The entry's gradient is complete: its slices leave if it is their turn; those that have
         taken what they send when autograd has let go of it, which is with the next gradient."""
-        parcel = self.home[entry]
+        grad_group = self.home[entry]
         if self._fresh is not None:
             self._fresh = None
             self._advance()
         self._take(entry, as_sent(entry))
-        if isinstance(parcel.gradients[entry], SparseGradient) or not parcel.sends(entry):
+        if isinstance(grad_group.gradients[entry], SparseGradient) or not grad_group.sends(entry):
             self._show(entry)  # its memory is free from here on
-        if parcel.full:
-            parcel.ready_s = time.perf_counter() - self._start_s
-        if self._eager and parcel.full:
+        if grad_group.full:
+            grad_group.ready_s = time.perf_counter() - self._start_s
+        if self._eager and grad_group.full:
             if self.uses is not None:
-                self._waited_s += make_room(parcel, self.uses.parcels, self._watch)
-            if isinstance(parcel, ShardedParcel):
-                self._show_all(parcel)
-                parcel.take()
-                self._fresh = parcel
+                self._waited_s += make_room(grad_group, self.uses.grad_groups, self._watch)
+            if isinstance(grad_group, ShardedGradGroup):
+                self._show_all(grad_group)
+                grad_group.take()
+                self._fresh = grad_group
             self._advance()
             self._release()
 
@@ -154,8 +158,8 @@ class PriorityExchange:
             return
         absent = left_out([entry.parameter for entry in self.home])
         with torch.no_grad():
-            for parcel in self.uses.parcels:
-                for entry in () if self.uses.hidden(parcel) else parcel.entries:
+            for grad_group in self.uses.grad_groups:
+                for entry in () if self.uses.hidden(grad_group) else grad_group.entries:
                     if entry.parameter in absent:
                         self._unused.add(entry)
                         self._take_unused(entry)
@@ -166,41 +170,41 @@ class PriorityExchange:
         """Of the uses of fully sharded parameters."""
         return self.uses.trail() if self.uses is not None else 0
 
-    def absorb(self, entry: Entry) -> None:
+    def absorb(self, entry: GradParam) -> None:
         """The gradient of a backward after which nothing is exchanged: its memory is free where it
         can be added to what is held."""
         if self.home[entry].absorb(entry, as_sent(entry)):
             entry.parameter.grad = None
 
-    def _take(self, entry: Entry, gradient: Tensor) -> None:
-        parcel = self.home[entry]
-        average = parcel.fold(entry, gradient)
+    def _take(self, entry: GradParam, gradient: Tensor) -> None:
+        grad_group = self.home[entry]
+        average = grad_group.fold(entry, gradient)
         if average is not None:
-            gradient = stand_for(average, entry, gradient, self._finishing(parcel))
-        parcel.gradients[entry] = gradient
+            gradient = stand_for(average, entry, gradient, self._finishing(grad_group))
+        grad_group.gradients[entry] = gradient
 
     def _advance(self) -> None:
         turns = self._orders.turns
         while self._next < len(turns):
             turn = turns[self._next]
-            parcel = self.parcels[turn.load]
-            if not parcel.full or parcel is self._fresh:
+            grad_group = self.grad_groups[turn.load]
+            if not grad_group.full or grad_group is self._fresh:
                 return
-            following = parcel.following(turn.number)
+            following = grad_group.following(turn.number)
             if not following.skipped:
                 entry = following.entries[0]
                 text = f"slice {turn.number} of {entry.name!r}"
                 self._issued(text, following.sent_bytes, entry.group)
-            self._send(parcel, turn.number)
+            self._send(grad_group, turn.number)
             self._next += 1
 
-    def _send(self, parcel: Parcel, number: int) -> None:
-        if not parcel.travelling:  # from now on its memory is the library's
-            self._show_all(parcel)
-        parcel.send(number)
+    def _send(self, grad_group: GradGroup, number: int) -> None:
+        if not grad_group.travelling:  # from now on its memory is the library's
+            self._show_all(grad_group)
+        grad_group.send(number)
 
-    def _show_all(self, parcel: Parcel) -> None:
-        for entry in parcel.entries:
+    def _show_all(self, grad_group: GradGroup) -> None:
+        for entry in grad_group.entries:
             if entry not in self._unused:
                 self._show(entry)
 
@@ -208,15 +212,15 @@ class PriorityExchange:
         """Backward is over: the rest leaves, zeros (or what had accumulated before) for gradients
         that were not computed here. Waits only where this rank must know whether others have a
         gradient that it has not."""
-        for parcel in self.parcels:
-            for entry in parcel.entries:
-                if entry not in parcel.gradients and not self.release.over(parcel):
+        for grad_group in self.grad_groups:
+            for entry in grad_group.entries:
+                if entry not in grad_group.gradients and not self.release.over(grad_group):
                     self._unused.add(entry)
                     self._take_unused(entry)
         self._fresh = None
         self._advance()
         assert self._next == len(self._orders.turns), "a slice was left behind"
-        self._orders.end(self.parcels)
+        self._orders.end(self.grad_groups)
         self._votes = votes
         if self._unused:
             somewhere = self._check_votes()
@@ -230,38 +234,38 @@ class PriorityExchange:
 
     def _release(self) -> None:
         """Waits for the gradients that are released early and have left, and applies them."""
-        for parcel in self.release.due():
-            shown = [e for e in parcel.entries if isinstance(e.parameter.grad, WaitingGradient)]
-            self.finish(parcel)
+        for grad_group in self.release.due():
+            shown = [e for e in grad_group.entries if isinstance(e.parameter.grad, WaitingGradient)]
+            self.finish(grad_group)
             if self.release.updater is not None:
                 self.release.updater.update(shown)
 
-    def _take_unused(self, entry: Entry) -> None:
+    def _take_unused(self, entry: GradParam) -> None:
         """What is sent of a gradient that may stay as it is: a copy."""
         held = as_sent(entry)
         self.home[entry].idle.add(entry)
         self._take(entry, held.clone() if held is entry.parameter.grad else held)
 
-    def _check_votes(self) -> set[Entry]:
+    def _check_votes(self) -> set[GradParam]:
         votes, self._votes = self._votes, None
         return votes() if votes is not None else set()
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def _show(self, entry: Entry) -> None:
+    def _show(self, entry: GradParam) -> None:
         # Weak references, as Python's garbage collector does not see through a parameter's grad.
-        parcel, parameter = self.home[entry], entry.parameter
-        if isinstance(parcel, ShardedParcel):
-            self._show_part(parcel, entry)
+        grad_group, parameter = self.home[entry], entry.parameter
+        if isinstance(grad_group, ShardedGradGroup):
+            self._show_part(grad_group, entry)
             return
-        if not parcel.sends(entry):
-            parcel.hold(entry)
+        if not grad_group.sends(entry):
+            grad_group.hold(entry)
             parameter.grad = None
             return
-        if isinstance(parcel.gradients[entry], SparseGradient):
-            parameter.grad = parcel.gradients[entry]
+        if isinstance(grad_group.gradients[entry], SparseGradient):
+            parameter.grad = grad_group.gradients[entry]
             return
-        finish, gradient = self._finishing(parcel), entry.show(parcel.gradients[entry])
+        finish, gradient = self._finishing(grad_group), entry.show(grad_group.gradients[entry])
 
         def arrive() -> Tensor:
             finish()
@@ -270,25 +274,25 @@ class PriorityExchange:
         vacate = vacating(parameter, lambda: torch.zeros_like(gradient))
         parameter.grad = WaitingGradient.of(gradient, arrive, vacate)
 
-    def _finishing(self, parcel: Parcel) -> Callable[[], None]:
+    def _finishing(self, grad_group: GradGroup) -> Callable[[], None]:
         """Finishes a parcel, if it and this exchange are still there."""
-        myself, mine = weakref.ref(self), weakref.ref(parcel)
+        myself, mine = weakref.ref(self), weakref.ref(grad_group)
 
         def finish() -> None:
-            exchange, parcel = myself(), mine()
-            if exchange is not None and parcel is not None:
-                exchange.finish(parcel)
+            exchange, grad_group = myself(), mine()
+            if exchange is not None and grad_group is not None:
+                exchange.finish(grad_group)
 
         return finish
 
-    def _show_part(self, parcel: ShardedParcel, entry: Entry) -> None:
-        part, sharing, parcel.changed = parcel.part(entry), parcel.sharings[entry], True
-        myself, mine = weakref.ref(self), weakref.ref(parcel)
+    def _show_part(self, grad_group: ShardedGradGroup, entry: GradParam) -> None:
+        part, sharing, grad_group.changed = grad_group.part(entry), grad_group.sharings[entry], True
+        myself, mine = weakref.ref(self), weakref.ref(grad_group)
 
         def settle() -> None:
-            exchange, parcel = myself(), mine()
-            if exchange is not None and parcel is not None and parcel.awaits(part):
-                exchange.finish(parcel)
+            exchange, grad_group = myself(), mine()
+            if exchange is not None and grad_group is not None and grad_group.awaits(part):
+                exchange.finish(grad_group)
 
         vacate = vacating(entry.parameter, lambda: sharing.zeros(part))
         entry.parameter.grad = ShardedGradient.standing(sharing, part, settle, vacate)
@@ -296,59 +300,61 @@ class PriorityExchange:
     def complete(self) -> None:
         """Puts gradients together that ranks still have in chunks or in parts, as more will be
         added to them. Collective; nothing to do where ``zero_grad`` has come between."""
-        for entry, parcel in self.home.items():
+        for entry, grad_group in self.home.items():
             completed(entry.parameter)
             gradient = entry.parameter.grad
-            if isinstance(parcel, ShardedParcel) and isinstance(gradient, ShardedGradient):
+            if isinstance(grad_group, ShardedGradGroup) and isinstance(gradient, ShardedGradient):
                 entry.parameter.grad = gradient.complete()
 
-    def trip(self, updates: Mapping[ShardedParcel, Callable[[], None]]) -> Trip:
+    def trip(self, updates: Mapping[ShardedGradGroup, Callable[[], None]]) -> ShardedStepPipeline:
         """The way of a step's sharded parcels in forward order, with what updates their chunks.
         Their gathers count as issued now: the debug mode compares what ranks have issued at points
         of the thread that trains."""
         self._check_votes()
-        for parcel in updates:
-            for number, one in enumerate(parcel.sharded):
+        for grad_group in updates:
+            for number, one in enumerate(grad_group.sharded):
                 text = f"gathering {number} of {one.entries[0].name!r}"
                 self._issued(text, one.sent_bytes, one.gathers)
-        stages = [Stage(parcel, apply) for parcel, apply in updates.items()]
-        return Trip(stages, copy.copy(self._watch), self._orders.arrived)
+        stages = [StepStage(grad_group, apply) for grad_group, apply in updates.items()]
+        return ShardedStepPipeline(stages, copy.copy(self._watch), self._orders.arrived)
 
-    def finish(self, parcel: Parcel) -> None:
+    def finish(self, grad_group: GradGroup) -> None:
         """Waits for a parcel, applies the step that took it over, and shows plain gradients."""
-        if not parcel.travelling:
+        if not grad_group.travelling:
             return
         # In the midst of anybody's forward: state that is made here outlives that forward.
         with torch.inference_mode(False), torch.no_grad():
-            self._work_while_waiting(parcel)
-            self._arrive(parcel)
+            self._work_while_waiting(grad_group)
+            self._arrive(grad_group)
 
     def finish_all(self) -> None:
         """The same for every parcel, in the order in which they are needed."""
-        for parcel in self.parcels:
-            self.finish(parcel)
+        for grad_group in self.grad_groups:
+            self.finish(grad_group)
 
-    def _work_while_waiting(self, wanted: Parcel) -> None:
+    def _work_while_waiting(self, wanted: GradGroup) -> None:
         """Applies other updates that have to be applied anyway, while the wanted parcel comes."""
-        for parcel in self.parcels:
+        for grad_group in self.grad_groups:
             if wanted.there:
                 return
-            early = parcel is not wanted and parcel.update is not None and not parcel.swells
-            if early and parcel.there:
-                self._arrive(parcel)
+            early = (
+                grad_group is not wanted and grad_group.update is not None and not grad_group.swells
+            )
+            if early and grad_group.there:
+                self._arrive(grad_group)
 
-    def _arrive(self, parcel: Parcel) -> None:
-        if parcel.sent < len(parcel.slices):
+    def _arrive(self, grad_group: GradGroup) -> None:
+        if grad_group.sent < len(grad_group.slices):
             raise RunError(
-                f"the gradient of {parcel.entries[0].name!r} was touched in backward while it was "
-                "on its way: read gradients after backward"
+                f"the gradient of {grad_group.entries[0].name!r} was touched in backward while it "
+                "was on its way: read gradients after backward"
             )
         self._check_votes()
-        waited_s = parcel.settle(self._watch)
+        waited_s = grad_group.settle(self._watch)
         self._waited_s += waited_s
-        self._orders.arrived(parcel, waited_s)
-        update, gradients = parcel.update, parcel.gradients
-        parcel.clear()
+        self._orders.arrived(grad_group, waited_s)
+        update, gradients = grad_group.update, grad_group.gradients
+        grad_group.clear()
         for entry, gradient in gradients.items():
             shown = entry.parameter.grad
             if isinstance(shown, WaitingGradient) and not isinstance(shown, SparseGradient):
@@ -357,15 +363,15 @@ class PriorityExchange:
             update()
 
 
-def waiting_parcels(
+def waiting_grad_groups(
     exchange: PriorityExchange, parameters: Sequence[torch.nn.Parameter]
-) -> dict[Parcel, list[Entry]]:
+) -> dict[GradGroup, list[GradParam]]:
     """The parcels that still travel and hold gradients of these parameters."""
     wanted = set(parameters)
-    found: dict[Parcel, list[Entry]] = {}
-    for entry, parcel in exchange.home.items():
+    found: dict[GradGroup, list[GradParam]] = {}
+    for entry, grad_group in exchange.home.items():
         gradient = entry.parameter.grad
-        waits = isinstance(gradient, WaitingGradient) and parcel.travelling
+        waits = isinstance(gradient, WaitingGradient) and grad_group.travelling
         if waits and entry.parameter in wanted:
-            found.setdefault(parcel, []).append(entry)
+            found.setdefault(grad_group, []).append(entry)
     return found

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...planner.schema.errors import InputError
-from ...planner.simulate.send_order import Turn
-from .buckets import Entry
-from .slices import Parcel
+from ...planner.simulate.send_order import SendSlot
+from .buckets import GradParam
+from .slices import GradGroup
 from .waiting import VALUELESS, stand_in
 
 
@@ -26,16 +26,16 @@ class Updater(Protocol):
     def begin_backward(self) -> None:
         """Before a backward that may apply some."""
 
-    def update(self, entries: Sequence[Entry]) -> None:
+    def update(self, entries: Sequence[GradParam]) -> None:
         """Applies the entries' gradients, which are complete, and frees them."""
 
 
 class Release:
     """The parcels of one exchange whose gradients are released early."""
 
-    def __init__(self, parcels: Iterable[Parcel]) -> None:
-        self._parcels = [p for p in parcels if p.released]
-        self._left: list[Parcel] = []
+    def __init__(self, grad_groups: Iterable[GradGroup]) -> None:
+        self._parcels = [p for p in grad_groups if p.released]
+        self._left: list[GradGroup] = []
         self.updater: Updater | None = None
 
     def begin(self) -> None:
@@ -44,27 +44,27 @@ class Release:
         if self._parcels and self.updater is not None:
             self.updater.begin_backward()
 
-    def over(self, parcel: Parcel) -> bool:
+    def over(self, grad_group: GradGroup) -> bool:
         """Whether a parcel's gradients have been applied in this backward."""
-        return parcel.released and parcel not in self._left
+        return grad_group.released and grad_group not in self._left
 
-    def due(self) -> Iterator[Parcel]:
+    def due(self) -> Iterator[GradGroup]:
         """Those that have left and not been applied in this backward."""
-        for parcel in [p for p in self._left if p.sent == len(p.slices)]:
-            self._left.remove(parcel)
-            yield parcel
+        for grad_group in [p for p in self._left if p.sent == len(p.slices)]:
+            self._left.remove(grad_group)
+            yield grad_group
 
 
-def placed(turns: Sequence[Turn], parcels: Sequence[Parcel]) -> list[Turn]:
-    """The ``turns`` of what is not released, with those of what is. ``parcels`` are in forward
+def placed(turns: Sequence[SendSlot], grad_groups: Sequence[GradGroup]) -> list[SendSlot]:
+    """The ``turns`` of what is not released, with those of what is. ``grad_groups`` are in forward
     order: units get ready from the last to the first."""
     found = list(turns)
-    for number in reversed(range(len(parcels))):
-        parcel = parcels[number]
-        if parcel.released:
-            later = (i for i, t in enumerate(found) if parcels[t.load].unit < parcel.unit)
+    for number in reversed(range(len(grad_groups))):
+        grad_group = grad_groups[number]
+        if grad_group.released:
+            later = (i for i, t in enumerate(found) if grad_groups[t.load].unit < grad_group.unit)
             at = next(later, len(found))
-            found[at:at] = [Turn(number, one) for one in range(len(parcel.slices))]
+            found[at:at] = [SendSlot(number, one) for one in range(len(grad_group.slices))]
     return found
 
 

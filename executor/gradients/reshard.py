@@ -27,7 +27,7 @@ _OUTSIDE = OUTSIDE | {_VERSION.__get__, Tensor.is_inference}
 """What does not need the memory. The version counts a step when that is called."""
 
 
-class Freed(Pending):
+class ResharedParam(Pending):
     """Mixed into the class of such a parameter."""
 
     @classmethod
@@ -38,12 +38,12 @@ class Freed(Pending):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         plain_copy = func is Tensor.copy_ and not torch.is_grad_enabled()
-        if plain_copy and isinstance(args[0], Freed) and _copied(*args[:2]):
+        if plain_copy and isinstance(args[0], ResharedParam) and _copied(*args[:2]):
             return args[0]
         if func is Tensor.detach and SAVING in args[0].__dict__:
             return args[0].__dict__[SAVING]
         leaves = pytree.tree_leaves((args, kwargs))
-        with _touching(next((t for t in leaves if isinstance(t, Freed)), None)):
+        with _touching(next((t for t in leaves if isinstance(t, ResharedParam)), None)):
             return super().__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -64,36 +64,42 @@ class Freed(Pending):
                 "it what other ranks have of it: keep the model as long as its parameters"
             )
         tensors = [t for t in leaves if isinstance(t, Tensor)]
-        mine = [use_of(t) for t in tensors if isinstance(t, Freed)]
+        mine = [use_of(t) for t in tensors if isinstance(t, ResharedParam)]
         fetcher = used.fetcher
-        fetcher.touch([u.parcel for u in mine if u and u.fetcher is fetcher], tensors)
+        fetcher.touch([u.grad_group for u in mine if u and u.fetcher is fetcher], tensors)
 
 
 class Use(NamedTuple):
     """Who looks after a parameter."""
 
     fetcher: Any
-    parcel: Any
+    grad_group: Any
     entry: Any
 
 
 class Keeper:
     """The same, as the parameter knows it. It is not saved with the parameter."""
 
-    def __init__(self, fetcher: Any, parcel: Any, entry: Any) -> None:
+    def __init__(self, fetcher: Any, grad_group: Any, entry: Any) -> None:
         # Weak: the parameter may outlive them.
-        self._fetcher, self._parcel, self._entry = weakref.ref(fetcher), weakref.ref(parcel), entry
+        self._fetcher, self._parcel, self._entry = (
+            weakref.ref(fetcher),
+            weakref.ref(grad_group),
+            entry,
+        )
 
     def use(self) -> Use | None:
         """Who they are, if they are still there."""
-        fetcher, parcel = self._fetcher(), self._parcel()
-        return None if fetcher is None or parcel is None else Use(fetcher, parcel, self._entry)
+        fetcher, grad_group = self._fetcher(), self._parcel()
+        return (
+            None if fetcher is None or grad_group is None else Use(fetcher, grad_group, self._entry)
+        )
 
     def __call__(self) -> None:
         """Makes the parameter whole."""
         used = self.use()
         if used is not None:
-            used.fetcher.touch([used.parcel], ())
+            used.fetcher.touch([used.grad_group], ())
 
     def __reduce__(self) -> Any:
         return bool, ()
@@ -121,8 +127,8 @@ def _copied(target: Any, source: Any) -> bool:
         return False
     if source.shape != target.shape or source.is_meta:
         return False
-    chunk = used.fetcher.chunk(used.parcel, used.entry)
-    sharing = used.parcel.sharings[used.entry]
+    chunk = used.fetcher.chunk(used.grad_group, used.entry)
+    sharing = used.grad_group.sharings[used.entry]
     chunk.copy_(sharing.part(source.to(chunk.device, chunk.dtype)))
     torch.autograd.graph.increment_version(target)
     return True

@@ -20,23 +20,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...planner.schema.plan import SHARDING
-from ...planner.simulate.slicing import Cut
-from ..comm.buffers import handed
+from ...planner.simulate.slicing import SliceSpec
+from ..comm.buffers import alias_for_comm
 from ..comm.groups import World
-from ..comm.watchdog import Watch
+from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import Members
-from .buckets import Entry
-from .flat_shard import AllMembers, Channels, Sharing, as_bytes, flat
+from .buckets import GradParam
+from .flat_shard import AllMembers, Channels, FlatShardSpec, as_bytes, flat
 from .pending import bare
-from .slices import Parcel, Slice
-from .step_pipeline import Trip
+from .slices import GradGroup, Slice
+from .step_pipeline import ShardedStepPipeline
 
 
-def sharing_of(entry: Entry) -> Sharing:
+def flat_shard_spec(entry: GradParam) -> FlatShardSpec:
     """How the peers share an entry's parameter."""
     assert entry.channels is not None, "an entry whose exchange is sharded has its channels"
     parameter, group = entry.parameter, entry.group
-    return Sharing(
+    return FlatShardSpec(
         entry.name,
         parameter.shape,
         parameter.stride(),
@@ -48,8 +48,8 @@ def sharing_of(entry: Entry) -> Sharing:
 
 
 def shard(
-    entries: Sequence[Entry], optimizer: Optimizer | None, world: World, watch: Watch
-) -> list[Entry]:
+    entries: Sequence[GradParam], optimizer: Optimizer | None, world: World, watch: Watchdog
+) -> list[GradParam]:
     """The entries, sharded ones with their channels; those that cannot be are dense.
 
     That is what no optimizer or another one holds, who would see this rank's chunk only; what has
@@ -69,7 +69,7 @@ def shard(
     return [_channelled(e, world, watch) if e.parameter in held else _dense(e) for e in entries]
 
 
-def _channelled(entry: Entry, world: World, watch: Watch) -> Entry:
+def _channelled(entry: GradParam, world: World, watch: Watchdog) -> GradParam:
     if entry.layout is not None and entry.idle:  # its peers share it
         return entry if entry.layout.groups > 1 else _dense(entry)
     parameter, degree = entry.parameter.detach(), entry.degree
@@ -87,14 +87,14 @@ def _channelled(entry: Entry, world: World, watch: Watch) -> Entry:
     return replace(entry, channels=Channels(world.gathers[place], reads, members, watch, fetches))
 
 
-def _dense(entry: Entry) -> Entry:
+def _dense(entry: GradParam) -> GradParam:
     return replace(entry, exchange="dense") if entry.exchange in SHARDING else entry
 
 
-class Strip:
+class ShardSlice:
     """What a slice takes of one parameter: elements ``start`` to ``stop`` of each peer's chunk."""
 
-    def __init__(self, entry: Entry, sharing: Sharing, part: int, parts: int) -> None:
+    def __init__(self, entry: GradParam, sharing: FlatShardSpec, part: int, parts: int) -> None:
         self.entry, self.sharing = entry, sharing
         self.start, self.stop = (sharing.chunk * (part + i) // parts for i in (0, 1))
 
@@ -133,10 +133,10 @@ class Strip:
 class ShardedSlice(Slice):
     """Two collectives: gradients to the peers who own their elements, parameters from them."""
 
-    def __init__(self, entries: Sequence[Entry], cut: Cut) -> None:
+    def __init__(self, entries: Sequence[GradParam], cut: SliceSpec) -> None:
         super().__init__(entries, cut)
         self.group = entries[0].group
-        self.strips = [Strip(e, sharing_of(e), cut.part, cut.parts) for e in entries]
+        self.strips = [ShardSlice(e, flat_shard_spec(e), cut.part, cut.parts) for e in entries]
         channels = entries[0].channels
         assert channels is not None
         self.gathers = channels.gathers
@@ -154,7 +154,9 @@ class ShardedSlice(Slice):
         """Of an all-reduce that takes as long as the gradients' way, which is half of its way."""
         return self.width * self.group.size * self.entries[0].parameter.element_size() // 2
 
-    def take(self, gradients: Mapping[Entry, Tensor], parts: Mapping[Entry, Tensor]) -> None:
+    def take(
+        self, gradients: Mapping[GradParam, Tensor], parts: Mapping[GradParam, Tensor]
+    ) -> None:
         """Takes what it will send out of the gradients, which it does not need after that, and
         writes this rank's own elements into its ``parts``."""
         wholes = [flat(gradients[s.entry]) for s in self.strips]
@@ -165,14 +167,16 @@ class ShardedSlice(Slice):
             parts[strip.entry][strip.mine] = own
             at += strip.width
 
-    def send(self, gradients: dict[Entry, Tensor]) -> None:
+    def send(self, gradients: dict[GradParam, Tensor]) -> None:
         """Sends each peer its elements. Collective, in the order of all slices."""
         assert self._held is not None, "a slice that has taken nothing"
         self._wire = torch.empty_like(self._held)
         self._settled = False
         if self._wire.numel():
             rows = [int(peer != self.strips[0].sharing.slot) for peer in range(self.group.size)]
-            into, out = self._carried = [handed(as_bytes(t)) for t in (self._wire, self._held)]
+            into, out = self._carried = [
+                alias_for_comm(as_bytes(t)) for t in (self._wire, self._held)
+            ]
             self.work = dist.all_to_all_single(
                 into, out, rows, rows, group=self.group.handle, async_op=True
             )
@@ -193,12 +197,12 @@ class ShardedSlice(Slice):
             at += strip.width
         return wire
 
-    def _alike(self, strip: Strip) -> bool:
+    def _alike(self, strip: ShardSlice) -> bool:
         """Whether the strip is the whole parameter, and all peers have equal chunks of it."""
         sharing = strip.sharing
         return strip.width == sharing.chunk and sharing.numel == sharing.chunk * sharing.peers
 
-    def reduce(self, parts: dict[Entry, Tensor], watch: Watch, doing: str) -> float:
+    def reduce(self, parts: dict[GradParam, Tensor], watch: Watchdog, doing: str) -> float:
         """Waits, and writes the averages of this rank's elements into its ``parts``. Returns the
         seconds waited."""
         if self._settled:
@@ -215,7 +219,7 @@ class ShardedSlice(Slice):
         self._settle()
         return waited
 
-    def gather(self, wholes: Mapping[Entry, Tensor]) -> None:
+    def gather(self, wholes: Mapping[GradParam, Tensor]) -> None:
         """Sends this rank's elements of the parameters, whose memory is in ``wholes``, to all
         peers. Collective, in the order of forward."""
         self._wholes = [wholes[s.entry] for s in self.strips]
@@ -226,10 +230,10 @@ class ShardedSlice(Slice):
 
     def _gather(self, own: Tensor) -> None:
         assert self._wire is not None
-        *rows, mine = self._carried = [handed(as_bytes(t)) for t in (*self._wire, own)]
+        *rows, mine = self._carried = [alias_for_comm(as_bytes(t)) for t in (*self._wire, own)]
         self.work = dist.all_gather(rows, mine, group=self.gathers.handle, async_op=True)
 
-    def land(self, watch: Watch, doing: str) -> float:
+    def land(self, watch: Watchdog, doing: str) -> float:
         """Waits for the parameters, and writes them where they belong. Returns the seconds."""
         if self._settled:
             return 0.0
@@ -248,21 +252,21 @@ class ShardedSlice(Slice):
         return waited
 
 
-class ShardedParcel(Parcel):
+class ShardedGradGroup(GradGroup):
     """The gradients of a unit on their way to the peers that own their elements, and after a step
     the parameters on their way back."""
 
     made_of = ShardedSlice
 
-    def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
+    def __init__(self, unit: int, entries: Sequence[GradParam], limit_bytes: int) -> None:
         super().__init__(unit, entries, limit_bytes)
-        self.sharings = {entry: sharing_of(entry) for entry in entries}
+        self.sharings = {entry: flat_shard_spec(entry) for entry in entries}
         self.changed = False
         """Whether some rank has had gradients of it since parameters were last gathered."""
-        self.trip: Trip | None = None
+        self.trip: ShardedStepPipeline | None = None
         """After a step: what updates and gathers its parameters."""
-        self._parts: dict[Entry, Tensor] = {}
-        self._wholes: dict[Entry, Tensor] = {}
+        self._parts: dict[GradParam, Tensor] = {}
+        self._wholes: dict[GradParam, Tensor] = {}
         self._reducing = self._taken = False
 
     @property
@@ -289,14 +293,14 @@ class ShardedParcel(Parcel):
         super().clear()
         self._taken = False
 
-    def part(self, entry: Entry) -> Tensor:
+    def part(self, entry: GradParam) -> Tensor:
         """Where the averages of this rank's elements will stand once they have settled."""
         if entry not in self._parts:
             owned = self.sharings[entry].owned
             self._parts[entry] = bare(entry.parameter).new_empty(owned)
         return self._parts[entry]
 
-    def own(self, entry: Entry) -> Tensor:
+    def own(self, entry: GradParam) -> Tensor:
         """This rank's elements of the parameter, where they lie."""
         return self.sharings[entry].part(entry.parameter)
 
@@ -314,7 +318,7 @@ class ShardedParcel(Parcel):
         """Whether every gradient that is waited for has come."""
         return all(s.there for s in self.slices)
 
-    def depart(self, trip: Trip) -> None:
+    def depart(self, trip: ShardedStepPipeline) -> None:
         """Hands it to the trip of a step, after which nothing of it touches the parameters as such:
         these make whoever touches them wait for it."""
         self._reducing = self.travelling
@@ -323,11 +327,11 @@ class ShardedParcel(Parcel):
         self._wholes = self._gathered()
         self.changed, self.sent, self.trip = False, len(self.slices), trip
 
-    def _gathered(self) -> dict[Entry, Tensor]:
+    def _gathered(self) -> dict[GradParam, Tensor]:
         """The memory of the parameters that are put together after a step."""
         return {entry: flat(entry.parameter.detach()) for entry in self.entries}
 
-    def settle(self, watch: Watch) -> float:
+    def settle(self, watch: Watchdog) -> float:
         """Waits for all slices, on either way. Returns the seconds waited."""
         if self.trip is None:
             self._parts = {entry: self.part(entry) for entry in self.entries}
@@ -338,12 +342,12 @@ class ShardedParcel(Parcel):
         self.trip = None
         return waited
 
-    def reduce(self, watch: Watch) -> float:
+    def reduce(self, watch: Watchdog) -> float:
         """Waits for the averages, unless that has been done before the step. Returns the seconds
         waited."""
         return self._average(watch) if self._reducing else 0.0
 
-    def _average(self, watch: Watch) -> float:
+    def _average(self, watch: Watchdog) -> float:
         doing = f"the exchange of the gradients of {self.listed}"
         waited = sum(s.reduce(self._parts, watch, doing) for s in self.reduced)
         self._parts, self.gradients = {}, {}  # who shows a gradient holds its part

@@ -16,20 +16,20 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..redistribution.shard_gradient import ShardGradient
-from .flat_shard import Sharing
+from .flat_shard import FlatShardSpec
 from .waiting import Vacate, WaitingGradient, stand_in
 
 
 class ShardedGradient(WaitingGradient):
     """Stands in ``grad`` in the parameter's shape."""
 
-    _sharing: Sharing
+    _sharing: FlatShardSpec
     _part: Tensor
     _settle: Callable[[], None]
 
     @staticmethod
     def standing(
-        sharing: Sharing, part: Tensor, settle: Callable[[], None], vacate: Vacate
+        sharing: FlatShardSpec, part: Tensor, settle: Callable[[], None], vacate: Vacate
     ) -> ShardedGradient:
         """A stand-in for the gradient whose chunk is in ``part`` once ``settle()`` has waited.
         ``vacate`` gives zeros that stand in its place."""

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.schema.plan import SHARDING, ExchangePolicy
-from ...planner.simulate.slicing import Cut, cut, grouped
-from ..comm.buffers import handed, let_go
-from ..comm.watchdog import Watch
-from ..comm.worker_threads import leave_behind
-from .buckets import Entry
+from ...planner.simulate.slicing import SliceSpec, cut, grouped
+from ..comm.buffers import alias_for_comm, release_comm_buffers
+from ..comm.watchdog import Watchdog
+from ..comm.worker_threads import abandon
+from .buckets import GradParam
 from .pending import bare
 from .sparse import SparseAverage
 
@@ -21,7 +21,7 @@ from .sparse import SparseAverage
 class Slice:
     """One collective: a part of a large gradient where it lies, or copies of small ones."""
 
-    def __init__(self, entries: Sequence[Entry], cut: Cut) -> None:
+    def __init__(self, entries: Sequence[GradParam], cut: SliceSpec) -> None:
         self.entries = tuple(entries)
         self.cut = cut
         self.work: dist.Work | None = None
@@ -34,7 +34,7 @@ class Slice:
 
     def __del__(self) -> None:
         if self.work is not None:
-            leave_behind(self.work)
+            abandon(self.work)
 
     @property
     def bytes(self) -> int:
@@ -56,16 +56,16 @@ class Slice:
         size = self.entries[0].group.size
         return 2 * (size - 1) * self.bytes // size
 
-    def send(self, gradients: dict[Entry, Tensor]) -> None:
+    def send(self, gradients: dict[GradParam, Tensor]) -> None:
         """Starts the sum over the group. Collective, in the order of all slices."""
         group = self.entries[0].group
         self._wire = self._load(gradients)
         self._settled = False
         if group.handle is not None and self._wire.numel():
-            self._carried = [handed(self._wire)]
+            self._carried = [alias_for_comm(self._wire)]
             self.work = dist.all_reduce(self._carried[0], group=group.handle, async_op=True)
 
-    def _load(self, gradients: dict[Entry, Tensor]) -> Tensor:
+    def _load(self, gradients: dict[GradParam, Tensor]) -> Tensor:
         flats = [_flat(gradients[entry]) for entry in self.entries]
         if len(flats) > 1:
             return torch.cat(flats)
@@ -77,7 +77,7 @@ class Slice:
         """Whether it has come back."""
         return self.work is None or self.work.is_completed()
 
-    def settle(self, gradients: dict[Entry, Tensor], watch: Watch, doing: str) -> float:
+    def settle(self, gradients: dict[GradParam, Tensor], watch: Watchdog, doing: str) -> float:
         """Waits, and turns the sum into the average. Returns the seconds waited."""
         if self._settled:
             return 0.0
@@ -94,11 +94,11 @@ class Slice:
 
     def _settle(self) -> None:
         """It has come, and what was made of it stands where it belongs."""
-        let_go(self._carried)
+        release_comm_buffers(self._carried)
         self._settled, self._wire, self._carried, self.work = True, None, [], None
 
 
-class Parcel:
+class GradGroup:
     """The gradients of one unit (or of small ones that follow each other) that travel among the
     same peers. ``unit`` is the place of the first of them in forward order."""
 
@@ -106,14 +106,14 @@ class Parcel:
     absent = False
     """Whether it stands for what other ranks exchange."""
 
-    def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
+    def __init__(self, unit: int, entries: Sequence[GradParam], limit_bytes: int) -> None:
         self.unit = unit
         self.entries = tuple(entries)
         self.slices = tuple(self._cut(limit_bytes))
-        self.gradients: dict[Entry, Tensor] = {}
+        self.gradients: dict[GradParam, Tensor] = {}
         self.ready_s = 0.0
         self.sent = 0
-        self.idle: set[Entry] = set()
+        self.idle: set[GradParam] = set()
         """The entries that this backward has computed nothing for on this rank."""
         self.update: Callable[[], None] | None = None
         """Applies the step that has taken these gradients over."""
@@ -166,32 +166,32 @@ class Parcel:
         if not sent.skipped:
             sent.send(self.gradients)
 
-    def absorb(self, entry: Entry, gradient: Tensor) -> bool:
+    def absorb(self, entry: GradParam, gradient: Tensor) -> bool:
         """Takes in the gradient of a backward after which nothing is sent. False where it stays,
         for later ones to be added to it."""
         return False
 
-    def fold(self, entry: Entry, gradient: Tensor) -> SparseAverage | None:
+    def fold(self, entry: GradParam, gradient: Tensor) -> SparseAverage | None:
         """Takes a gradient in at once, where its memory is not needed any more, and returns what
         will come of it; None where it travels as it is."""
         return None
 
-    def sends(self, entry: Entry) -> bool:
+    def sends(self, entry: GradParam) -> bool:
         """Whether anything of the entry is sent in this backward; if not, it is held."""
         return True
 
-    def holds(self, entry: Entry) -> bool:
+    def holds(self, entry: GradParam) -> bool:
         """Whether something of the entry waits to be sent."""
         return False
 
-    def hold(self, entry: Entry) -> None:
+    def hold(self, entry: GradParam) -> None:
         """Keeps what an entry that is not sent has computed."""
         raise NotImplementedError("what is sent densely is never held")
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: GradParam) -> None:
         """No rank has anything of the entry: what was sent of it does not count."""
 
-    def settle(self, watch: Watch) -> float:
+    def settle(self, watch: Watchdog) -> float:
         """Waits for all slices; the gradients are averages then. Returns the seconds waited."""
         doing = f"the exchange of the gradients of {self.listed}"
         return sum(s.settle(self.gradients, watch, doing) for s in self.slices)
@@ -208,15 +208,15 @@ class Parcel:
         self.gradients, self.idle, self.sent, self.update = {}, set(), 0, None
 
 
-DENSE: Mapping[ExchangePolicy, type[Parcel]] = {"dense": Parcel}
+DENSE: Mapping[ExchangePolicy, type[GradGroup]] = {"dense": GradGroup}
 
 
-def make_parcels(
-    entries: Iterable[Entry],
+def make_grad_groups(
+    entries: Iterable[GradParam],
     limit_bytes: int,
-    kinds: Mapping[ExchangePolicy, type[Parcel]] = DENSE,
-    absent: type[Parcel] | None = None,
-) -> list[Parcel]:
+    kinds: Mapping[ExchangePolicy, type[GradGroup]] = DENSE,
+    absent: type[GradGroup] | None = None,
+) -> list[GradGroup]:
     """The parcels in forward order, each with its parameters in the order of backward; ``kinds``
     says which parcel carries out a policy, ``absent`` which one stands for what others exchange.
 
@@ -226,20 +226,24 @@ def make_parcels(
     every = list(entries)  # the last unit comes first
     groups = grouped((entry.kind, entry.unit, entry.shared_bytes) for entry in every)
     found = [[every[i] for i in group] for group in groups]
-    parcels = [_kind(mine[0], kinds, absent)(mine[-1].unit, mine, limit_bytes) for mine in found]
-    return sorted(parcels, key=lambda parcel: parcel.unit)
+    grad_groups = [
+        _kind(mine[0], kinds, absent)(mine[-1].unit, mine, limit_bytes) for mine in found
+    ]
+    return sorted(grad_groups, key=lambda grad_group: grad_group.unit)
 
 
 def _kind(
-    entry: Entry, kinds: Mapping[ExchangePolicy, type[Parcel]], absent: type[Parcel] | None
-) -> type[Parcel]:
+    entry: GradParam,
+    kinds: Mapping[ExchangePolicy, type[GradGroup]],
+    absent: type[GradGroup] | None,
+) -> type[GradGroup]:
     """Where nothing travels, nothing is saved by leaving it behind."""
     if entry.idle and absent is not None:
         return absent
-    return Parcel if entry.group.handle is None else kinds[entry.exchange]
+    return GradGroup if entry.group.handle is None else kinds[entry.exchange]
 
 
-def as_sent(entry: Entry) -> Tensor:
+def as_sent(entry: GradParam) -> Tensor:
     """The parameter's gradient in the memory format in which slices are cut, the same on all peers:
     the parameter's own where that is dense. The gradient itself where it has it."""
     gradient = entry.parameter.grad
@@ -249,7 +253,7 @@ def as_sent(entry: Entry) -> Tensor:
     return made.zero_() if gradient is None else made.copy_(gradient)
 
 
-def empty_like(entry: Entry) -> Tensor:
+def empty_like(entry: GradParam) -> Tensor:
     """A new tensor in that memory format."""
     parameter = entry.parameter
     return torch.empty_strided(
@@ -257,7 +261,7 @@ def empty_like(entry: Entry) -> Tensor:
     )
 
 
-def _stride(entry: Entry) -> tuple[int, ...]:
+def _stride(entry: GradParam) -> tuple[int, ...]:
     parameter = bare(entry.parameter)
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return parameter.stride()

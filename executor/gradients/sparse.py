@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...planner.schema.errors import RunError
 from ..redistribution.shard_gradient import ShardGradient
-from .buckets import Entry
+from .buckets import GradParam
 from .feedback import mirrors
 from .residual import flat_of
 from .waiting import WaitingGradient, vacating
@@ -29,7 +29,7 @@ class SparseAverage:
     values were multiplied with: the learning rate of a mirror, else 1. ``like`` has the form of the
     dense gradient."""
 
-    def __init__(self, entry: Entry, rate: float, like: Tensor) -> None:
+    def __init__(self, entry: GradParam, rate: float, like: Tensor) -> None:
         self.name, self.rate, self.updates = entry.name, rate, mirrors(entry)
         # The entry holds the parameter, whose grad will hold this: no collector sees through that.
         self._peers, self._members = entry.group.size, entry.members
@@ -85,7 +85,7 @@ class SparseGradient(WaitingGradient):
 
 
 def stand_for(
-    average: SparseAverage, entry: Entry, like: Tensor, finish: Callable[[], None]
+    average: SparseAverage, entry: GradParam, like: Tensor, finish: Callable[[], None]
 ) -> SparseGradient:
     """What stands in an entry's ``grad``, in the form of ``like``; ``finish()`` waits until the
     average has come."""

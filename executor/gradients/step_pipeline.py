@@ -21,29 +21,29 @@ from typing import Any, Protocol
 
 import torch
 
-from ..comm.watchdog import Watch
-from ..comm.worker_threads import as_here, start_aside
+from ..comm.watchdog import Watchdog
+from ..comm.worker_threads import as_here, spawn
 
 
-class Traveller(Protocol):
+class StepParticipant(Protocol):
     """A parcel on such a trip."""
 
     @property
     def arrived(self) -> bool:
         """Whether every gradient that is waited for has come."""
 
-    def reduce(self, watch: Watch) -> float:
+    def reduce(self, watch: Watchdog) -> float:
         """Waits for the averages of this rank's elements. Returns the seconds waited."""
 
     def gather(self) -> None:
         """Sends this rank's elements of the parameters to all peers."""
 
 
-class Stage:
+class StepStage:
     """One parcel's part of a trip. ``apply`` updates this rank's chunks."""
 
-    def __init__(self, parcel: Traveller, apply: Callable[[], None]) -> None:
-        self.parcel, self.apply = parcel, apply
+    def __init__(self, grad_group: StepParticipant, apply: Callable[[], None]) -> None:
+        self.grad_group, self.apply = grad_group, apply
         self.updated = False
         self.sent = threading.Event()
         """Set when its gathering has been issued, or never will be."""
@@ -58,38 +58,38 @@ def _nothing() -> None:
     """What is left to apply of an updated stage."""
 
 
-class Trip:
+class ShardedStepPipeline:
     """The parcels of one step, in forward order. ``waited(parcel, seconds)`` is told how long each
     one's averages were waited for."""
 
     def __init__(
         self,
-        stages: Sequence[Stage],
-        watch: Watch,
+        stages: Sequence[StepStage],
+        watch: Watchdog,
         waited: Callable[[Any, float], None],
     ) -> None:
-        self._stages = {stage.parcel: stage for stage in stages}
+        self._stages = {stage.grad_group: stage for stage in stages}
         self._watch, self._waited = watch, waited
         self._error: BaseException | None = None
 
     def start(self) -> None:
         """Sets out, in a thread of its own."""
-        start_aside("meshwright sharded step", as_here(self._travel))
+        spawn("meshwright sharded step", as_here(self._travel))
 
     def run(self) -> None:
         """Goes all the way at once."""
         self._travel()
         self._check()
 
-    def past(self, parcel: Traveller) -> bool:
+    def past(self, grad_group: StepParticipant) -> bool:
         """Whether the gathering of a parcel has been issued."""
-        return self._stages[parcel].sent.is_set()
+        return self._stages[grad_group].sent.is_set()
 
-    def wait_for(self, parcel: Traveller) -> float:
+    def wait_for(self, grad_group: StepParticipant) -> float:
         """Waits until the gathering of a parcel has been issued; raises what has prevented that.
         Returns the seconds waited. It ends in any case: each wait on the way has its limit."""
         start_s = time.perf_counter()
-        self._stages[parcel].sent.wait()
+        self._stages[grad_group].sent.wait()
         self._check()
         return time.perf_counter() - start_s
 
@@ -108,19 +108,19 @@ class Trip:
             for stage in self._stages.values():
                 stage.sent.set()
 
-    def _advance(self, stage: Stage) -> None:
+    def _advance(self, stage: StepStage) -> None:
         """Updates a stage's chunks, and others that have to be updated anyway while its gradients
         come; sends its chunks."""
         for other in self._stages.values():
-            if stage.updated or stage.parcel.arrived:
+            if stage.updated or stage.grad_group.arrived:
                 break
-            if other.parcel.arrived:
+            if other.grad_group.arrived:
                 self._update(other)
         self._update(stage)
-        stage.parcel.gather()
+        stage.grad_group.gather()
         stage.sent.set()
 
-    def _update(self, stage: Stage) -> None:
+    def _update(self, stage: StepStage) -> None:
         if not stage.updated:
-            self._waited(stage.parcel, stage.parcel.reduce(self._watch))
+            self._waited(stage.grad_group, stage.grad_group.reduce(self._watch))
             stage.update()

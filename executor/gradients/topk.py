@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ...planner.simulate.slicing import cut
-from .buckets import Entry
+from .buckets import GradParam
 from .feedback import folds, mirrors
-from .lossy import LossyParcel, like
+from .lossy import LossyGradGroup, like
 from .momentum import Momentum
 from .residual import Lossy, flat_of
 from .slices import Slice
 from .sparse import SparseAverage
-from .topk_message import PickedSlice, picked
+from .topk_message import TopkSlice, topk_elements
 
 MOST_ELEMENTS = 2**31 - 1
 """Elements are numbered in int32."""
@@ -40,29 +40,29 @@ def ratio_at(ratio: float, backwards: int, lossy: Lossy) -> float:
     return float(lossy.first_ratio * (ratio / lossy.first_ratio) ** (stage / lossy.stages))
 
 
-class Picking:
+class TopkState:
     """What the parcels of top-k share: how far the warm-up is, and the optimizer's momentum."""
 
     name = "topk"
 
-    def __init__(self, parcels: Sequence[TopkParcel], lossy: Lossy) -> None:
+    def __init__(self, grad_groups: Sequence[TopkGradGroup], lossy: Lossy) -> None:
         self._lossy = lossy
         self._backwards = 0
         self.momentum: Momentum | None = None
-        self.parameters = [e.parameter for p in parcels for e in p.feedback]
-        self.mirrored = [e.parameter for p in parcels for e in p.feedback if mirrors(e)]
-        for parcel in parcels:
-            parcel.picking = self
+        self.parameters = [e.parameter for p in grad_groups for e in p.feedback]
+        self.mirrored = [e.parameter for p in grad_groups for e in p.feedback if mirrors(e)]
+        for grad_group in grad_groups:
+            grad_group.picking = self
 
-    def count(self, entry: Entry) -> int:
+    def count(self, entry: GradParam) -> int:
         """How many elements of an entry each rank sends in this backward."""
-        return picked(entry.parameter.numel(), self.share(entry))
+        return topk_elements(entry.parameter.numel(), self.share(entry))
 
-    def share(self, entry: Entry) -> float:
+    def share(self, entry: GradParam) -> float:
         """The share of them."""
         return ratio_at(entry.ratio, self._backwards, self._lossy)
 
-    def rate(self, entry: Entry) -> float:
+    def rate(self, entry: GradParam) -> float:
         """The learning rate that is in force for a mirror."""
         assert self.momentum is not None, "checked when the plan was applied"
         return self.momentum.rate(entry.parameter, entry.name)
@@ -104,16 +104,16 @@ def largest(flat: Tensor, count: int) -> Tensor:
     return sizes.topk(count, sorted=False).indices
 
 
-class TopkParcel(LossyParcel):
+class TopkGradGroup(LossyGradGroup):
     """Gradients of which the largest elements are sent; the others are held."""
 
-    picking: Picking
+    picking: TopkState
 
-    def __init__(self, unit: int, entries: Sequence[Entry], limit_bytes: int) -> None:
+    def __init__(self, unit: int, entries: Sequence[GradParam], limit_bytes: int) -> None:
         super().__init__(unit, entries, limit_bytes)
-        self.velocities: dict[Entry, Tensor] = {}
-        self._picks: dict[Entry, tuple[Tensor, Tensor]] = {}
-        self._absorbed: set[Entry] = set()
+        self.velocities: dict[GradParam, Tensor] = {}
+        self._picks: dict[GradParam, tuple[Tensor, Tensor]] = {}
+        self._absorbed: set[GradParam] = set()
         """The entries that backwards before this one have added to without an exchange."""
 
     def _cut(self, limit_bytes: int) -> list[Slice]:
@@ -122,26 +122,26 @@ class TopkParcel(LossyParcel):
         slices = [Slice([whole[i] for i in c.parameters], c) for c in packs]
         for entry in self.entries:
             if not entry.whole:
-                slices.append(one := PickedSlice(entry))
+                slices.append(one := TopkSlice(entry))
                 one.expect(entry.ratio)
         return slices
 
     @property
     def swells(self) -> bool:
         """What has come is copied out of its messages, and put together for most updates."""
-        return any(isinstance(one, PickedSlice) for one in self.slices)
+        return any(isinstance(one, TopkSlice) for one in self.slices)
 
     def following(self, number: int) -> Slice:
         """Its next slice, with as many elements as this backward sends."""
         one = self.slices[number]
-        if isinstance(one, PickedSlice):
+        if isinstance(one, TopkSlice):
             one.expect(self.picking.share(one.entries[0]))
         return one
 
     def send(self, number: int) -> None:
         """Sends its next slice."""
         one = self.slices[number]
-        if not isinstance(one, PickedSlice):
+        if not isinstance(one, TopkSlice):
             super().send(number)
             return
         assert number == self.sent, "slices of a parcel leave in their order"
@@ -150,7 +150,7 @@ class TopkParcel(LossyParcel):
         picks = self._picks.pop(entry, None)
         one.send_picked(*(picks or self._pick(entry, self.gradients[entry].clone(), 1.0)))
 
-    def absorb(self, entry: Entry, gradient: Tensor) -> bool:
+    def absorb(self, entry: GradParam, gradient: Tensor) -> bool:
         """Takes in the gradient of a backward after which nothing is sent, where that is the same
         as to take it in with the last. False where it stays."""
         momentum, feedback = self.picking.momentum, self.feedback.get(entry)
@@ -170,11 +170,11 @@ class TopkParcel(LossyParcel):
         feedback.take(torch.empty(0, dtype=torch.int64, device=gradient.device))  # none is sent
         return True
 
-    def holds(self, entry: Entry) -> bool:
+    def holds(self, entry: GradParam) -> bool:
         """Whether something of the entry waits to be sent."""
         return entry in self._absorbed or super().holds(entry)
 
-    def fold(self, entry: Entry, gradient: Tensor) -> SparseAverage | None:
+    def fold(self, entry: GradParam, gradient: Tensor) -> SparseAverage | None:
         """Takes a gradient in as soon as it is computed, where its memory is not needed for the
         average: the choice is made, and what will come of it is returned."""
         if not folds(entry):
@@ -185,7 +185,7 @@ class TopkParcel(LossyParcel):
         self._picks[entry] = self._pick(entry, gradient, rate)
         return average
 
-    def _pick(self, entry: Entry, gradient: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    def _pick(self, entry: GradParam, gradient: Tensor, rate: float) -> tuple[Tensor, Tensor]:
         """The values and the numbers of what is sent of an entry. Takes ``gradient`` over."""
         new, velocity = self._new(entry, gradient)
         held = self.feedback[entry].add(new, rate)
@@ -196,7 +196,7 @@ class TopkParcel(LossyParcel):
             flat_of(velocity).index_fill_(0, index[delayed], 0)
         return values, index
 
-    def _new(self, entry: Entry, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _new(self, entry: GradParam, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         """(what is to be applied of this backward, in the gradient's memory; the velocity behind it
         if there is one)."""
         momentum = self.picking.momentum
@@ -212,7 +212,7 @@ class TopkParcel(LossyParcel):
             self.velocities[entry] = velocity
         return new, velocity
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: GradParam) -> None:
         """No rank has anything of the entry: what was sent of it does not count."""
         if entry in self.feedback:
             self.feedback[entry].restore(None)

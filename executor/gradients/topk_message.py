@@ -8,20 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.simulate.slicing import Cut
-from ..comm.buffers import handed
-from ..comm.watchdog import Watch
-from .buckets import Entry
+from ...planner.simulate.slicing import SliceSpec
+from ..comm.buffers import alias_for_comm
+from ..comm.watchdog import Watchdog
+from .buckets import GradParam
 from .residual import flat_of
 from .slices import Slice
 from .sparse import SparseGradient
 
 
-class PickedSlice(Slice):
+class TopkSlice(Slice):
     """One collective: some elements of one parameter, with their numbers."""
 
-    def __init__(self, entry: Entry) -> None:
-        super().__init__([entry], Cut((0,)))
+    def __init__(self, entry: GradParam) -> None:
+        super().__init__([entry], SliceSpec((0,)))
         self._parts: list[Tensor] = []
         self._share, self._message_bytes = 0.0, 0
 
@@ -47,7 +47,7 @@ class PickedSlice(Slice):
         """Says which share of the elements it will carry."""
         parameter = self.entries[0].parameter
         size = parameter.element_size() + torch.int32.itemsize
-        self._share, self._message_bytes = share, picked(parameter.numel(), share) * size
+        self._share, self._message_bytes = share, topk_elements(parameter.numel(), share) * size
 
     def send_picked(self, values: Tensor, index: Tensor) -> None:
         """Starts to show these elements to all peers. Collective, in the order of all slices."""
@@ -58,10 +58,10 @@ class PickedSlice(Slice):
         wire = message.new_empty(group.size * message.numel())
         self._wire, self._parts = message, list(wire.chunk(group.size)) if len(values) else []
         if len(values):
-            *parts, mine = self._carried = [handed(t) for t in (*self._parts, message)]
+            *parts, mine = self._carried = [alias_for_comm(t) for t in (*self._parts, message)]
             self.work = dist.all_gather(parts, mine, group=group.handle, async_op=True)
 
-    def settle(self, gradients: dict[Entry, Tensor], watch: Watch, doing: str) -> float:
+    def settle(self, gradients: dict[GradParam, Tensor], watch: Watchdog, doing: str) -> float:
         """Waits, and makes the dense average. Returns the seconds waited."""
         if self._settled:
             return 0.0
@@ -81,7 +81,7 @@ class PickedSlice(Slice):
         return waited
 
 
-def picked(numel: int, share: float) -> int:
+def topk_elements(numel: int, share: float) -> int:
     """How many of so many elements are a share of them: at least one."""
     return min(numel, ceil(share * numel))
 

@@ -1,10 +1,10 @@
 """When the parameters of fully sharded units are whole: from a use until the next unit's.
 
-A use is noticed by what it does: whoever touches a parameter whose memory is free (``Freed``), in
-forward as a rule, and whatever autograd has saved of it and takes out again in backward. So units
-that run twice, or by another way than their modules' forward, are right as well, for one more
-gather each time. While a unit works, the parameters of the one that followed it last time are on
-their way already.
+A use is noticed by what it does: whoever touches a parameter whose memory is free
+(``ResharedParam``), in forward as a rule, and whatever autograd has saved of it and takes out again
+in backward. So units that run twice, or by another way than their modules' forward, are right as
+well, for one more gather each time. While a unit works, the parameters of the one that followed it
+last time are on their way already.
 
 In forward a unit's parameters are freed when the next one is touched; in backward when its
 gradients are complete, or when that backward is over. All ranks must use the units in one order, as
@@ -27,71 +27,71 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ..comm.groups import Group
-from ..comm.watchdog import Watch
-from ..comm.worker_threads import as_here, start_aside
-from .fully_sharded import FullyShardedParcel
+from ..comm.watchdog import Watchdog
+from ..comm.worker_threads import as_here, spawn
+from .fully_sharded import FullyShardedGradGroup
 from .pending import Pending, resume, suspend
-from .reshard import USE, Freed, Keeper
-from .slices import Parcel
+from .reshard import USE, Keeper, ResharedParam
+from .slices import GradGroup
 
-Saved = tuple[Tensor, int, FullyShardedParcel | None]
+Saved = tuple[Tensor, int, FullyShardedGradGroup | None]
 """What autograd saves of a tensor: itself, its version, and the parcel that holds its memory."""
 
 
-class Fetcher:
+class UnshardManager:
     """The uses of an exchange's fully sharded parcels, in forward order. ``settle(parcel)`` ends
     what a step has left to do for one, ``issued`` is told of each collective before it is issued.
     """
 
     def __init__(
         self,
-        parcels: Sequence[FullyShardedParcel],
-        watch: Watch,
+        grad_groups: Sequence[FullyShardedGradGroup],
+        watch: Watchdog,
         issued: Callable[[str, int, Group], None],
-        settle: Callable[[FullyShardedParcel], None],
+        settle: Callable[[FullyShardedGradGroup], None],
     ) -> None:
-        self.parcels = tuple(parcels)
+        self.grad_groups = tuple(grad_groups)
         self.waited_s = 0.0
         self._watch, self._announce, self._settle = watch, issued, settle
         self._issuer = Issuer()
         self._inside = self._graded = False
         self._task = -1
         """The backward that is going on, as autograd numbers them."""
-        self._complete: dict[FullyShardedParcel, int] = {}
-        self._current: FullyShardedParcel | None = None
+        self._complete: dict[FullyShardedGradGroup, int] = {}
+        self._current: FullyShardedGradGroup | None = None
         self._trail = 0
-        self._ungraded: set[FullyShardedParcel] = set()
-        self._followed_by: dict[tuple[bool, FullyShardedParcel], FullyShardedParcel] = {}
-        self._homes: dict[int, FullyShardedParcel] = {}
+        self._ungraded: set[FullyShardedGradGroup] = set()
+        self._followed_by: dict[tuple[bool, FullyShardedGradGroup], FullyShardedGradGroup] = {}
+        self._homes: dict[int, FullyShardedGradGroup] = {}
         self._hooks: list[Any] = []
-        for before, after in zip(self.parcels, self.parcels[1:], strict=False):
+        for before, after in zip(self.grad_groups, self.grad_groups[1:], strict=False):
             self._followed_by[False, before] = after
             self._followed_by[True, after] = before
         with _out_of_graph():
-            for parcel in self.parcels:
-                self._free(parcel)
-        self._hooks = [hook for parcel in self.parcels for hook in self._attach(parcel)]
+            for grad_group in self.grad_groups:
+                self._free(grad_group)
+        self._hooks = [hook for grad_group in self.grad_groups for hook in self._attach(grad_group)]
 
-    def _attach(self, parcel: FullyShardedParcel) -> Iterator[Any]:
+    def _attach(self, grad_group: FullyShardedGradGroup) -> Iterator[Any]:
         # Weak references, as Python's garbage collector does not see through a parameter's hooks.
-        myself, mine = weakref.ref(self), weakref.ref(parcel)
+        myself, mine = weakref.ref(self), weakref.ref(grad_group)
 
         def ready(_: nn.Parameter) -> None:
-            fetcher, parcel = myself(), mine()
-            if fetcher is not None and parcel is not None:
-                fetcher._completed(parcel)
+            fetcher, grad_group = myself(), mine()
+            if fetcher is not None and grad_group is not None:
+                fetcher._completed(grad_group)
 
-        for entry in parcel.entries:
+        for entry in grad_group.entries:
             parameter: Any = entry.parameter
             yield parameter.register_post_accumulate_grad_hook(ready)
 
     def end(self) -> None:
         """All parameters are whole, as any other, from now on. Collective."""
         with _out_of_graph():
-            for parcel in self.parcels:
-                self._want(parcel)
-                self._open(parcel)
-                for entry in parcel.entries:
+            for grad_group in self.grad_groups:
+                self._want(grad_group)
+                self._open(grad_group)
+                for entry in grad_group.entries:
                     del entry.parameter.__dict__[USE]
         for hook in self._hooks:
             hook.remove()
@@ -127,53 +127,53 @@ class Fetcher:
             self._rest_all()
 
     def _rest_all(self) -> None:
-        for parcel in self.parcels:
-            if parcel.resident:
-                self._rest(parcel)
+        for grad_group in self.grad_groups:
+            if grad_group.resident:
+                self._rest(grad_group)
 
-    def touch(self, parcels: Iterable[FullyShardedParcel], beside: Iterable[Tensor]) -> None:
-        """Something uses the parameters of ``parcels``, and perhaps those ``beside``."""
+    def touch(self, grad_groups: Iterable[FullyShardedGradGroup], beside: Iterable[Tensor]) -> None:
+        """Something uses the parameters of ``grad_groups``, and perhaps those ``beside``."""
         if self._inside and self._graded and not torch.is_grad_enabled():
-            self._ungraded.update(parcels)
+            self._ungraded.update(grad_groups)
         with _out_of_graph():
-            wanted = set(parcels)
+            wanted = set(grad_groups)
             kept = {self._home(tensor) for tensor in beside} | wanted
             if _task() < 0:
                 self._evict(kept | self._next(wanted))
-            for parcel in self.parcels:  # in one order on all ranks
-                if parcel in wanted:
-                    self._use(parcel)
-                    self._open(parcel)
+            for grad_group in self.grad_groups:  # in one order on all ranks
+                if grad_group in wanted:
+                    self._use(grad_group)
+                    self._open(grad_group)
 
-    def _use(self, parcel: FullyShardedParcel) -> None:
+    def _use(self, grad_group: FullyShardedGradGroup) -> None:
         """Makes a parcel whole, and sees to the next one."""
         self._begin_task()
-        self._request(parcel)
+        self._request(grad_group)
         backward = self._task >= 0
         if self._inside or backward:
-            if self._current is not None and self._current is not parcel:
-                self._followed_by[backward, self._current] = parcel
-            self._current = parcel
-            for following in self._next({parcel}):
+            if self._current is not None and self._current is not grad_group:
+                self._followed_by[backward, self._current] = grad_group
+            self._current = grad_group
+            for following in self._next({grad_group}):
                 self._request(following)
-        self._want(parcel)
+        self._want(grad_group)
 
-    def hidden(self, parcel: FullyShardedParcel) -> bool:
+    def hidden(self, grad_group: FullyShardedGradGroup) -> bool:
         """Whether the last forward has used a parcel where autograd did not see it, so that a
         backward inside backward may compute gradients (reentrant checkpointing)."""
-        return parcel in self._ungraded
+        return grad_group in self._ungraded
 
     def trail(self) -> int:
         """Stands for the parcels put together since it was last asked, in their order."""
         found, self._trail = self._trail, 0
         return found
 
-    def _next(self, used: set[FullyShardedParcel]) -> set[FullyShardedParcel]:
+    def _next(self, used: set[FullyShardedGradGroup]) -> set[FullyShardedGradGroup]:
         """Those that are used next, as far as can be known."""
         backward = _task() >= 0
         if not (self._inside or backward):
             return set()
-        found = {self._followed_by.get((backward, parcel)) for parcel in used}
+        found = {self._followed_by.get((backward, grad_group)) for grad_group in used}
         return {p for p in found if p is not None and not (backward and self._done(p))}
 
     # -- backward ------------------------------------------------------------------------------
@@ -192,16 +192,16 @@ class Fetcher:
             self._evict(set())
         self._task, self._current = -1, None
 
-    def _completed(self, parcel: FullyShardedParcel) -> None:
+    def _completed(self, grad_group: FullyShardedGradGroup) -> None:
         """One more gradient of a parcel is complete."""
         self._begin_task()
-        self._complete[parcel] = self._complete.get(parcel, 0) + 1
-        if self._done(parcel):
+        self._complete[grad_group] = self._complete.get(grad_group, 0) + 1
+        if self._done(grad_group):
             with _out_of_graph():
-                self._release(parcel)
+                self._release(grad_group)
 
-    def _done(self, parcel: FullyShardedParcel) -> bool:
-        return self._complete.get(parcel, 0) >= len(parcel.entries)
+    def _done(self, grad_group: FullyShardedGradGroup) -> bool:
+        return self._complete.get(grad_group, 0) >= len(grad_group.entries)
 
     # -- what autograd saves -------------------------------------------------------------------
 
@@ -209,104 +209,104 @@ class Fetcher:
         return tensor, tensor._version, self._home(tensor)
 
     def _unpack(self, saved: Saved) -> Tensor:
-        tensor, version, parcel = saved
+        tensor, version, grad_group = saved
         if tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: a tensor of shape {list(tensor.shape)} is at version "
                 f"{tensor._version}, expected version {version}"
             )
-        known = parcel is self._current and self._task == _task()
-        if parcel is not None and not (known and parcel.resident):
+        known = grad_group is self._current and self._task == _task()
+        if grad_group is not None and not (known and grad_group.resident):
             with _out_of_graph():
-                self._use(parcel)
+                self._use(grad_group)
         return tensor
 
-    def _home(self, tensor: Tensor) -> FullyShardedParcel | None:
+    def _home(self, tensor: Tensor) -> FullyShardedGradGroup | None:
         return self._homes.get(storage_of(tensor))
 
     # -- states of a parcel --------------------------------------------------------------------
 
-    def _request(self, parcel: FullyShardedParcel) -> None:
+    def _request(self, grad_group: FullyShardedGradGroup) -> None:
         """Sees to it that a parcel becomes whole. Collective, in the order of uses."""
-        if parcel.resident or parcel.coming:
+        if grad_group.resident or grad_group.coming:
             return
-        self._trail = crc32(parcel.unit.to_bytes(4, "little"), self._trail)
-        for number, one in enumerate(parcel.fetches):
+        self._trail = crc32(grad_group.unit.to_bytes(4, "little"), self._trail)
+        for number, one in enumerate(grad_group.fetches):
             text = f"gathering {number} of {one.entries[0].name!r} for a use"
             self._announce(text, one.sent_bytes, one.gathers)
-        parcel.announce()
-        aside = not parcel.updated and not any(e.group.on_stream for e in parcel.entries)
-        self._issuer.submit(parcel.issue, aside=aside)
+        grad_group.announce()
+        aside = not grad_group.updated and not any(e.group.on_stream for e in grad_group.entries)
+        self._issuer.submit(grad_group.issue, aside=aside)
 
-    def _want(self, parcel: FullyShardedParcel) -> None:
+    def _want(self, grad_group: FullyShardedGradGroup) -> None:
         """Waits until a parcel is whole."""
-        self._request(parcel)
-        if parcel.coming:
-            self.waited_s += parcel.land(self._watch)
-            self._settle_step(parcel)
-            for entry in parcel.entries:
-                self._homes[storage_of(entry.parameter)] = parcel
+        self._request(grad_group)
+        if grad_group.coming:
+            self.waited_s += grad_group.land(self._watch)
+            self._settle_step(grad_group)
+            for entry in grad_group.entries:
+                self._homes[storage_of(entry.parameter)] = grad_group
 
-    def _settle_step(self, parcel: FullyShardedParcel) -> None:
-        if parcel.trip is not None:
-            self._settle(parcel)
+    def _settle_step(self, grad_group: FullyShardedGradGroup) -> None:
+        if grad_group.trip is not None:
+            self._settle(grad_group)
 
-    def _open(self, parcel: FullyShardedParcel) -> None:
+    def _open(self, grad_group: FullyShardedGradGroup) -> None:
         """Its parameters are as any other, until they rest or are freed."""
-        parcel.opened = True
-        parcel.exposed |= not (self._inside or _task() >= 0)
-        for entry in parcel.entries:
+        grad_group.opened = True
+        grad_group.exposed |= not (self._inside or _task() >= 0)
+        for entry in grad_group.entries:
             resume(entry.parameter)
 
-    def _rest(self, parcel: FullyShardedParcel) -> None:
+    def _rest(self, grad_group: FullyShardedGradGroup) -> None:
         """Whoever touches its parameters is noticed."""
-        for entry in parcel.entries:
+        for entry in grad_group.entries:
             if not isinstance(entry.parameter, Pending):
-                keeper = Keeper(self, parcel, entry)
-                suspend(entry.parameter, keeper, Freed)
+                keeper = Keeper(self, grad_group, entry)
+                suspend(entry.parameter, keeper, ResharedParam)
                 entry.parameter.__dict__[USE] = keeper
 
     def _evict(self, kept: set[Any]) -> None:
         """Frees all but those."""
-        for parcel in self.parcels:
-            if parcel not in kept:
-                self._release(parcel)
+        for grad_group in self.grad_groups:
+            if grad_group not in kept:
+                self._release(grad_group)
 
-    def _release(self, parcel: FullyShardedParcel) -> None:
-        if parcel.coming:
-            self._want(parcel)
-        if parcel.resident:
-            self._free(parcel)
+    def _release(self, grad_group: FullyShardedGradGroup) -> None:
+        if grad_group.coming:
+            self._want(grad_group)
+        if grad_group.resident:
+            self._free(grad_group)
 
-    def _free(self, parcel: FullyShardedParcel) -> None:
-        for entry in parcel.entries:
+    def _free(self, grad_group: FullyShardedGradGroup) -> None:
+        for entry in grad_group.entries:
             self._homes.pop(storage_of(entry.parameter), None)
-        parcel.free()
-        self._rest(parcel)
+        grad_group.free()
+        self._rest(grad_group)
 
     # -- chunks --------------------------------------------------------------------------------
 
-    def peek(self, parcel: FullyShardedParcel, entry: Any) -> Tensor:
+    def peek(self, grad_group: FullyShardedGradGroup, entry: Any) -> Tensor:
         """This rank's elements of a parameter as they are now. Waits for a step; communicates
         nothing, and leaves everything where it is: other ranks need not do the same."""
         with _out_of_graph():
-            self._settle_step(parcel)
-            parcel.keep_chunks()
-        return parcel.chunks[entry]
+            self._settle_step(grad_group)
+            grad_group.keep_chunks()
+        return grad_group.chunks[entry]
 
-    def chunk(self, parcel: FullyShardedParcel, entry: Any) -> Tensor:
+    def chunk(self, grad_group: FullyShardedGradGroup, entry: Any) -> Tensor:
         """The same, to be changed: the whole is free from then on. On all ranks alike."""
         with _out_of_graph():
-            self._settle_step(parcel)
-            if parcel.resident or parcel.coming:
-                self._release(parcel)
-        return parcel.chunks[entry]
+            self._settle_step(grad_group)
+            if grad_group.resident or grad_group.coming:
+                self._release(grad_group)
+        return grad_group.chunks[entry]
 
-    def depart(self, parcel: FullyShardedParcel) -> None:
+    def depart(self, grad_group: FullyShardedGradGroup) -> None:
         """A step is about to update the chunks: the whole is out of date."""
         with _out_of_graph():
-            self._release(parcel)
+            self._release(grad_group)
 
 
 class Issuer:
@@ -326,7 +326,7 @@ class Issuer:
                 self._waiting.append(as_here(work))
                 self._running = True
         if start and aside:
-            start_aside("meshwright uses", self._run)
+            spawn("meshwright uses", self._run)
         elif start:
             work()
 
@@ -362,11 +362,13 @@ def storage_of(tensor: Tensor) -> int:
         return 0
 
 
-def make_room(parcel: Parcel, parcels: Sequence[FullyShardedParcel], watch: Watch) -> float:
+def make_room(
+    grad_group: GradGroup, grad_groups: Sequence[FullyShardedGradGroup], watch: Watchdog
+) -> float:
     """Before a parcel's gradients leave: waits until those of the parcel before it in backward are
     the only ones on their way, so that a backward takes no more memory where the network is slow.
     Returns the seconds waited."""
-    if not isinstance(parcel, FullyShardedParcel):
+    if not isinstance(grad_group, FullyShardedGradGroup):
         return 0.0
-    away = [p for p in reversed(parcels) if p is not parcel and p.outstanding]
+    away = [p for p in reversed(grad_groups) if p is not grad_group and p.outstanding]
     return sum(p.release(watch) for i, p in enumerate(away) if i < len(away) - 1 or p.arrived)

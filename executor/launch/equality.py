@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...planner.schema.record import Count, Noun
+from ...planner.schema.record import Count, Record
 
 DtypeName = Literal["float64", "float32"]
 
@@ -44,7 +44,7 @@ LOSS: dict[DtypeName, Yardstick] = {
 """For the loss of a step."""
 
 
-class Deviation(Noun, frozen=True, kw_only=True):
+class Deviation(Record, frozen=True, kw_only=True):
     """How far a class of tensors is from the single process: the largest |Δ|, and the largest
     |Δ| in parts of what the yardstick allows that element (``of_allowed`` ≤ 1 is equal) with the
     name of the tensor that has it."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from ...planner.schema.cache import find
+from ...planner.schema import cache
 from ...planner.schema.cluster import Cluster
 from ...planner.schema.errors import InputError, MemoryRunError
 from ...planner.schema.plan import Plan
@@ -120,7 +120,7 @@ def differences(plan: Plan, ranks: int) -> list[str]:
             "turns, and a step takes longer than predicted; spread them over hosts with --nnodes, "
             "or plan for what is here"
         )
-    made_for = find(Cluster, plan.provenance.cluster)
+    made_for = cache.get(Cluster, plan.provenance.cluster)
     here = device_name(torch.device("cpu") if on_cpu else torch.device("cuda", 0))
     names = sorted({device.name for device in made_for.devices}) if made_for else [here]
     if names != [here]:

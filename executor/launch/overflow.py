@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ...planner.schema.cache import find
+from ...planner.schema import cache
 from ...planner.schema.cluster import Cluster
 from ...planner.schema.errors import MemoryRunError
 from ...planner.schema.plan import Plan
@@ -27,8 +27,8 @@ def with_a_plan_that_fits(error: MemoryRunError, plan: Plan) -> MemoryRunError:
 
 
 def _remedy(plan: Plan, limit_bytes: int) -> str:
-    profile = find(ModelProfile, plan.provenance.profile)
-    cluster = find(Cluster, plan.provenance.cluster)
+    profile = cache.get(ModelProfile, plan.provenance.profile)
+    cluster = cache.get(Cluster, plan.provenance.cluster)
     most = plan.goal.batch // plan.world_size
     counts = tuple(n for n in MICRO_BATCHES if n <= max(most, 1))
     if profile is None or cluster is None:

@@ -21,7 +21,17 @@ from torch import nn
 
 from ...planner.schema.goal import BACKGROUND_LIMIT
 from ...planner.schema.plan import Plan, Prediction
-from ...planner.schema.record import Bytes, Count, Index, Noun, Seconds, Share, Slowdown, load, save
+from ...planner.schema.record import (
+    Bytes,
+    Count,
+    Index,
+    Record,
+    Seconds,
+    Share,
+    Slowdown,
+    load,
+    save,
+)
 from ..background.settings import State
 from ..comm.steps import after_each_step
 from ..parallel import run_of
@@ -35,7 +45,7 @@ WARM_UP = 3
 """Steps at the beginning that are not counted: memory is first allocated, caches are cold."""
 
 
-class Figures(Noun, frozen=True, kw_only=True):
+class Figures(Record, frozen=True, kw_only=True):
     """What a step takes on the busiest rank. None: not measured (``peak_bytes`` of a script on a
     CPU, where nothing counts what is alive). ``exposed_s`` is gradient exchange that nothing hid,
     ``blocking_s`` redistribution and the collectives inside units."""
@@ -46,14 +56,14 @@ class Figures(Noun, frozen=True, kw_only=True):
     peak_bytes: Bytes | None = None
 
 
-class RankFigures(Noun, frozen=True, kw_only=True):
+class RankFigures(Record, frozen=True, kw_only=True):
     """One rank's figures over the ``steps`` that were counted."""
 
     steps: Count
     figures: Figures
 
 
-class BackgroundFigures(Noun, frozen=True, kw_only=True):
+class BackgroundFigures(Record, frozen=True, kw_only=True):
     """What a background job on this host has had when the foreground ended, and cost it.
 
     It was let run for ``open_share`` of the time and used ``cpu_s`` of processors. While the
@@ -79,7 +89,7 @@ class BackgroundFigures(Noun, frozen=True, kw_only=True):
     ended: str = ""
 
 
-class RunReport(Noun, frozen=True, kw_only=True):
+class RunReport(Record, frozen=True, kw_only=True):
     """A run's end: predicted, measured, and what data parallelism was predicted to take.
 
     ``loss`` of the last step and ``accuracy`` on test data (0 to 1) where the plan's own workload

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ...planner.schema.plan import Plan
-from ...planner.schema.record import Noun, load, save
+from ...planner.schema.record import Record, load, save
 from .progress import Step, progress
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ WORK: dict[TaskName, str] = {
 TASK, PLAN, ANSWER = "task.json", "plan.json", "answer.json"
 LEARNING_RATE = 1e-3
 """Of a training without a script: what Adam's authors recommend (Kingma & Ba, 2015)."""
-NounT = TypeVar("NounT", bound=Noun)
+RecordT = TypeVar("RecordT", bound=Record)
 
 
-class Task(Noun, frozen=True, kw_only=True):
+class Task(Record, frozen=True, kw_only=True):
     """What the ranks are to do, and those options that apply to it."""
 
     name: TaskName
@@ -54,8 +54,8 @@ class Task(Noun, frozen=True, kw_only=True):
 
 
 def run_task(
-    task: Task, ranks: Ranks, answer: type[NounT], plan: Plan | None = None
-) -> NounT | None:
+    task: Task, ranks: Ranks, answer: type[RecordT], plan: Plan | None = None
+) -> RecordT | None:
     """Starts ranks for a task and returns rank 0's answer; None on a host that has no rank 0.
 
     Raises the first failing rank's error.

@@ -14,10 +14,10 @@ from ...models.units.storages import tensors_in
 from ...models.workload import Batch, Workload
 from ...planner.schema.goal import Goal
 from ...planner.schema.plan import Plan
-from ...planner.schema.record import Bytes, Count, Noun, Seconds
+from ...planner.schema.record import Bytes, Count, Record, Seconds
 from ..apply import apply
-from ..gradients.dropping import DroppedParcel
-from ..gradients.slices import Parcel
+from ..gradients.dropping import DroppedGradGroup
+from ..gradients.slices import GradGroup
 from ..memory.peak import peak_bytes
 from ..micro import micro_batches
 from ..optimizer.chunks import held_parameters
@@ -28,7 +28,7 @@ WARM_UP = 2
 """Steps that are not measured: the first allocate, open connections and fill caches."""
 
 
-class Measured(Noun, frozen=True, kw_only=True):
+class Measured(Record, frozen=True, kw_only=True):
     """What steps under a plan took, as the slowest rank saw it.
 
     Seconds are medians over the measured steps: ``blocking_s`` is the wait inside redistribution
@@ -108,12 +108,12 @@ def _unlike(run: Run) -> int:
     """How many steps it takes to see what a step may take: two, as the second's forward runs while
     the first's gradients live; where pieces wait in turn, until each of them has been sent once,
     and the forward that updates the last."""
-    dropped = [p for p in _parcels(run) if isinstance(p, DroppedParcel) and p.feedback]
+    dropped = [p for p in _parcels(run) if isinstance(p, DroppedGradGroup) and p.feedback]
     return run.lossy.patience + 2 if dropped else 2
 
 
-def _parcels(run: Run) -> Sequence[Parcel]:
-    return run.priority.parcels if run.priority is not None else ()
+def _parcels(run: Run) -> Sequence[GradGroup]:
+    return run.priority.grad_groups if run.priority is not None else ()
 
 
 def train_step(
@@ -194,8 +194,8 @@ def _standing(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[
     yield from workload.model.buffers()
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
-    for parcel in _parcels(run_of(workload.model)):
-        yield from parcel.held_back() if isinstance(parcel, DroppedParcel) else ()
+    for grad_group in _parcels(run_of(workload.model)):
+        yield from grad_group.held_back() if isinstance(grad_group, DroppedGradGroup) else ()
 
 
 def _device(workload: Workload) -> torch.device:

@@ -23,7 +23,7 @@ from ...models.workload import Batch, Workload
 from ...planner.explain.compare import policy_words
 from ...planner.schema.errors import InputError
 from ...planner.schema.plan import Plan, UnitPlan
-from ...planner.schema.record import Count, Noun
+from ...planner.schema.record import Count, Record
 from ..apply import apply
 from ..comm.agreement import rank_zero_decides, together
 from ..parallel import full_state_dict
@@ -39,7 +39,7 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32}
 Progress = Callable[[int, int, str], None]
 
 
-class Verification(Noun, frozen=True, kw_only=True):
+class Verification(Record, frozen=True, kw_only=True):
     """What was compared over which batches, what was changed for it, and how it came out."""
 
     target: str

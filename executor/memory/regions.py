@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..redistribution.lazy import bring_home
+from ..redistribution.lazy import materialize
 
 
 class Saver(Protocol):
@@ -68,7 +68,7 @@ class Regions:
         backward. Its hooks come after those at its entry and before those at its exit."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            args, kwargs = bring_home((args, kwargs))
+            args, kwargs = materialize((args, kwargs))
             if torch.is_grad_enabled():
                 self._enter(body, start(body, args, kwargs))
             return args, kwargs

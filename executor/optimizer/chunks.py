@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...planner.schema.errors import InputError
-from ..gradients.flat_shard import Sharing
+from ..gradients.flat_shard import FlatShardSpec
 from ..gradients.pending import bare
 from ..gradients.reshard import SAVING, use_of
 from ..redistribution.shards import LocalPart
@@ -27,7 +27,7 @@ class LocalChunk(LocalPart):
     held_shape: tuple[int, ...]
 
     @staticmethod
-    def of(chunk: Tensor, sharing: Sharing) -> LocalChunk:
+    def of(chunk: Tensor, sharing: FlatShardSpec) -> LocalChunk:
         """A rank's chunk, described."""
         marked = chunk.as_subclass(LocalChunk)
         marked.peers, marked.slot = sharing.peers, sharing.slot
@@ -39,7 +39,7 @@ class LocalChunk(LocalPart):
         copied.__dict__.update(self.__dict__)
         return copied
 
-    def fits(self, sharing: Sharing) -> bool:
+    def fits(self, sharing: FlatShardSpec) -> bool:
         """Whether it is the same chunk of the same whole."""
         place = self.peers, self.slot, self.held_shape
         return place == (sharing.peers, sharing.slot, tuple(sharing.shape))
@@ -48,7 +48,7 @@ class LocalChunk(LocalPart):
 torch.serialization.add_safe_globals([LocalChunk])  # so that torch.load reads it back by default
 
 
-def install_chunks(model: nn.Module, sharings: Mapping[nn.Parameter, Sharing]) -> None:
+def install_chunks(model: nn.Module, sharings: Mapping[nn.Parameter, FlatShardSpec]) -> None:
     """Makes the modules whose parameters are fully sharded save and load this rank's chunks."""
     for module in model.modules():
         if any(p in sharings for p in module._parameters.values() if p is not None):
@@ -66,8 +66,8 @@ def _chunks(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
 
 def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     for _, parameter, used in () if keep_vars else _chunks(module):
-        chunk = used.fetcher.peek(used.parcel, used.entry)
-        described = LocalChunk.of(chunk, used.parcel.sharings[used.entry])
+        chunk = used.fetcher.peek(used.grad_group, used.entry)
+        described = LocalChunk.of(chunk, used.grad_group.sharings[used.entry])
         parameter.__dict__[SAVING] = described
 
 
@@ -80,9 +80,9 @@ def _after_saving(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 
 def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for leaf, parameter, used in _chunks(module):
-        value, sharing = state.get(prefix + leaf), used.parcel.sharings[used.entry]
+        value, sharing = state.get(prefix + leaf), used.grad_group.sharings[used.entry]
         if not isinstance(value, LocalChunk):
-            used.fetcher.chunk(used.parcel, used.entry)  # what is copied goes to the chunk
+            used.fetcher.chunk(used.grad_group, used.entry)  # what is copied goes to the chunk
             continue
         if not value.fits(sharing):
             raise InputError(
@@ -90,7 +90,7 @@ def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
                 f"{list(value.held_shape)}, this rank has chunk {sharing.slot} of {sharing.peers} "
                 f"of shape {list(sharing.shape)}: load a full_state_dict"
             )
-        used.fetcher.chunk(used.parcel, used.entry).copy_(value.as_subclass(Tensor))
+        used.fetcher.chunk(used.grad_group, used.entry).copy_(value.as_subclass(Tensor))
         torch.autograd.graph.increment_version(parameter)  # as a copy into the whole would
         state[prefix + leaf] = parameter
 
@@ -102,12 +102,12 @@ def held_parameters(model: nn.Module) -> list[Tensor]:
         used = use_of(parameter)
         held.append(bare(parameter))
         if used is not None:
-            held.append(used.fetcher.peek(used.parcel, used.entry))
+            held.append(used.fetcher.peek(used.grad_group, used.entry))
     return held
 
 
 def whole_chunks(
-    model: nn.Module, sharings: Mapping[nn.Parameter, Sharing]
+    model: nn.Module, sharings: Mapping[nn.Parameter, FlatShardSpec]
 ) -> Iterator[tuple[str, Any]]:
     """A model's state entry by entry, chunks put together. Collective over their peers."""
     named = dict(model.named_parameters(remove_duplicate=False))

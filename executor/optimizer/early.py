@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...planner.schema.errors import InputError
-from ..gradients.buckets import Entry
+from ..gradients.buckets import GradParam
 from ..gradients.release import ReleasedGradient
 
 Settings = list[dict[str, Any]]
@@ -39,7 +39,7 @@ class EarlyUpdates:
                 "exchanges (no_sync and micro_batches add up), or plan with --forbid early-release"
             )
 
-    def update(self, entries: Sequence[Entry]) -> None:
+    def update(self, entries: Sequence[GradParam]) -> None:
         """Applies and frees the gradients of those entries that are the optimizer's."""
         held = {p for group in self._optimizer.param_groups for p in group["params"]}
         mine = [entry for entry in entries if entry.parameter in held]

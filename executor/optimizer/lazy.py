@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...planner.schema.errors import InputError
-from ..gradients.buckets import Entry
+from ..gradients.buckets import GradParam
 from ..gradients.momentum import Momentum
 from ..gradients.pending import resume, suspend
-from ..gradients.priority import PriorityExchange, waiting_parcels
-from ..gradients.sharded import ShardedParcel
-from ..gradients.slices import Parcel
+from ..gradients.priority import PriorityExchange, waiting_grad_groups
+from ..gradients.sharded import ShardedGradGroup
+from ..gradients.slices import GradGroup
 from ..gradients.sparse import SparseGradient, completed, moved
 from ..gradients.waiting import WaitingGradient
 from .early import EarlyUpdates
-from .sharded_steps import Sharings, StepOn, cut_state, step_parcels
+from .sharded_steps import Sharings, StepOn, cut_state, step_grad_groups
 from .state import ELEMENTWISE
 
 Groups = list[dict[str, Any]]
@@ -72,12 +72,12 @@ class LazySteps:
 
     def _step(self, closure: Any) -> Any:
         exchange = self._exchange()
-        if any(parcel.released for parcel in exchange.parcels):
+        if any(grad_group.released for grad_group in exchange.grad_groups):
             self.early.end(closure=closure is not None, scaled=_scaled(self._optimizer))
-        for parcel in exchange.parcels:
-            if parcel.update is not None:  # of a step before, which no forward has needed
-                exchange.finish(parcel)
-        sharded = [p for p in exchange.parcels if isinstance(p, ShardedParcel)]
+        for grad_group in exchange.grad_groups:
+            if grad_group.update is not None:  # of a step before, which no forward has needed
+                exchange.finish(grad_group)
+        sharded = [p for p in exchange.grad_groups if isinstance(p, ShardedGradGroup)]
         if sharded:
             return self._step_sharded(exchange, sharded, closure)
         if closure is not None or _scaled(self._optimizer) or not self._able():
@@ -100,16 +100,16 @@ class LazySteps:
     ) -> None:
         """Applies what is there, and postpones the rest but for ``sharded`` parameters."""
         parameters = [p for group in settled for p in group["params"] if p not in sharded]
-        later = waiting_parcels(exchange, parameters)
+        later = waiting_grad_groups(exchange, parameters)
         taken = {entry.parameter for entries in later.values() for entry in entries}
         for parameter in set(parameters) - taken:
             completed(parameter)
         self._apply(_only(settled, [p for p in parameters if p not in taken]))
-        for parcel, entries in later.items():
-            self._postpone(exchange, parcel, entries, settled)
+        for grad_group, entries in later.items():
+            self._postpone(exchange, grad_group, entries, settled)
 
     def _step_sharded(
-        self, exchange: PriorityExchange, parcels: list[ShardedParcel], closure: Any
+        self, exchange: PriorityExchange, grad_groups: list[ShardedGradGroup], closure: Any
     ) -> Any:
         """A step of which some parameters are updated in chunks. The optimizers that can be had
         here call a closure once, before anything else."""
@@ -124,16 +124,16 @@ class LazySteps:
             with torch.enable_grad():
                 loss = closure()
         settled = _snapshot(self._groups())
-        mine = {entry.parameter for parcel in parcels for entry in parcel.entries}
+        mine = {entry.parameter for grad_group in grad_groups for entry in grad_group.entries}
         self._take_over(exchange, settled, mine)
         scaled = _scaled(self._optimizer)
         if scaled:
             exchange.finish_all()  # the scaler takes these away after the step
-        on_stream = any(e.group.on_stream for parcel in parcels for e in parcel.entries)
+        on_stream = any(e.group.on_stream for grad_group in grad_groups for e in grad_group.entries)
         state, step_on = self._optimizer.state, self._stepper()
         with torch.no_grad():
             aside = not (scaled or on_stream)
-            step_parcels(exchange, parcels, settled, state, step_on, aside=aside)
+            step_grad_groups(exchange, grad_groups, settled, state, step_on, aside=aside)
         return loss
 
     def _groups(self) -> Groups:
@@ -165,10 +165,14 @@ class LazySteps:
         return loss
 
     def _postpone(
-        self, exchange: PriorityExchange, parcel: Parcel, entries: list[Entry], settled: Groups
+        self,
+        exchange: PriorityExchange,
+        grad_group: GradGroup,
+        entries: list[GradParam],
+        settled: Groups,
     ) -> None:
         parameters = [entry.parameter for entry in entries]
-        gradients = parcel.gradients
+        gradients = grad_group.gradients
 
         def update() -> None:
             for parameter in parameters:
@@ -179,12 +183,12 @@ class LazySteps:
                 lambda: self._apply(_only(settled, [e.parameter for e in rest])),
             )
 
-        parcel.update = update
+        grad_group.update = update
         for parameter in parameters:
             gradient = parameter.grad
             assert isinstance(gradient, WaitingGradient)
             gradient.taken = True
-            suspend(parameter, lambda: exchange.finish(parcel))
+            suspend(parameter, lambda: exchange.finish(grad_group))
 
     def _apply(self, groups: Groups) -> None:
         """The optimizer's own step on some parameters."""
@@ -244,7 +248,7 @@ def _scaled(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
 
 
-def _shown(entry: Entry, gradient: Tensor) -> Tensor:
+def _shown(entry: GradParam, gradient: Tensor) -> Tensor:
     """A gradient as an optimizer wants it; one that came in parts for as long as the step needs."""
     if isinstance(gradient, SparseGradient):
         return gradient.average.dense()

@@ -18,17 +18,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...planner.schema.errors import InputError
-from ..gradients.flat_shard import Sharing
-from ..gradients.fully_sharded import FullyShardedParcel
+from ..gradients.flat_shard import FlatShardSpec
+from ..gradients.fully_sharded import FullyShardedGradGroup
 from ..gradients.pending import resume, suspend
 from ..gradients.priority import PriorityExchange
-from ..gradients.sharded import ShardedParcel
+from ..gradients.sharded import ShardedGradGroup
 from ..gradients.sharded_gradient import ShardedGradient
-from ..gradients.step_pipeline import Trip
+from ..gradients.step_pipeline import ShardedStepPipeline
 from .state import ELEMENTWISE
 
 Groups = list[dict[str, Any]]
-Sharings = Mapping[nn.Parameter, Sharing]
+Sharings = Mapping[nn.Parameter, FlatShardSpec]
 StepOn = Callable[[Groups, dict[Any, Any]], None]
 """The optimizer's own step on groups of parameters and their state."""
 
@@ -44,9 +44,9 @@ def check(optimizer: Optimizer) -> None:
         )
 
 
-def step_parcels(
+def step_grad_groups(
     exchange: PriorityExchange,
-    parcels: Sequence[ShardedParcel],
+    grad_groups: Sequence[ShardedGradGroup],
     groups: Groups,
     state: dict[Any, Any],
     step_on: StepOn,
@@ -56,25 +56,25 @@ def step_parcels(
     """Updates this rank's chunks as gradients arrive, and gathers the parameters in forward order;
     ``aside`` while the caller goes on. ``groups`` and ``state`` are the optimizer's. Collective."""
     concerned = [
-        p for p in parcels if p.changed or any(e.parameter.grad is not None for e in p.entries)
+        p for p in grad_groups if p.changed or any(e.parameter.grad is not None for e in p.entries)
     ]
     trip = exchange.trip({p: _updating(p, groups, state, step_on) for p in concerned})
-    for parcel in concerned:
-        _postpone(exchange, parcel, trip)
+    for grad_group in concerned:
+        _postpone(exchange, grad_group, trip)
     trip.start() if aside else trip.run()
 
 
 def _updating(
-    parcel: ShardedParcel, groups: Groups, state: dict[Any, Any], step_on: StepOn
+    grad_group: ShardedGradGroup, groups: Groups, state: dict[Any, Any], step_on: StepOn
 ) -> Callable[[], None]:
     """The optimizer's step on this rank's chunks of a parcel's parameters, to be done later with
     the gradients that there are now."""
     chunks: dict[nn.Parameter, nn.Parameter] = {}
-    for entry, sharing in parcel.sharings.items():
+    for entry, sharing in grad_group.sharings.items():
         parameter, gradient = entry.parameter, entry.parameter.grad
         if gradient is None:
             continue
-        chunks[parameter] = chunk = nn.Parameter(parcel.own(entry))
+        chunks[parameter] = chunk = nn.Parameter(grad_group.own(entry))
         if isinstance(gradient, ShardedGradient):
             chunk.grad = gradient.taken_over()
         else:
@@ -90,33 +90,37 @@ def _updating(
     return update
 
 
-def _postpone(exchange: PriorityExchange, parcel: ShardedParcel, trip: Trip) -> None:
+def _postpone(
+    exchange: PriorityExchange, grad_group: ShardedGradGroup, trip: ShardedStepPipeline
+) -> None:
     """Makes parameters wait, when touched, for their update and the chunks of the others."""
-    parameters = [entry.parameter for entry in parcel.entries]
+    parameters = [entry.parameter for entry in grad_group.entries]
 
     def land() -> None:
         for parameter in parameters:
             resume(parameter)
             torch.autograd.graph.increment_version(parameter)
 
-    if isinstance(parcel, FullyShardedParcel):
-        _postpone_alone(exchange, parcel, trip)
+    if isinstance(grad_group, FullyShardedGradGroup):
+        _postpone_alone(exchange, grad_group, trip)
         return
-    parcel.depart(trip)
-    parcel.update = land
+    grad_group.depart(trip)
+    grad_group.update = land
     for parameter in parameters:
         # What autograd has saved of it is not what it saved any more, from now on.
         torch.autograd.graph.increment_version(parameter)
-        suspend(parameter, lambda: exchange.finish(parcel))
+        suspend(parameter, lambda: exchange.finish(grad_group))
 
 
-def _postpone_alone(exchange: PriorityExchange, parcel: FullyShardedParcel, trip: Trip) -> None:
+def _postpone_alone(
+    exchange: PriorityExchange, grad_group: FullyShardedGradGroup, trip: ShardedStepPipeline
+) -> None:
     """The same where parameters wait for their next use anyway."""
     assert exchange.uses is not None
-    exchange.uses.depart(parcel)
-    parcel.depart(trip)
-    parcel.update = _nothing
-    for entry in parcel.entries:
+    exchange.uses.depart(grad_group)
+    grad_group.depart(trip)
+    grad_group.update = _nothing
+    for entry in grad_group.entries:
         torch.autograd.graph.increment_version(entry.parameter)
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ...planner.schema.errors import InputError
-from ..comm.watchdog import Watch
-from ..gradients.flat_shard import Sharing, whole_state
+from ..comm.watchdog import Watchdog
+from ..gradients.flat_shard import FlatShardSpec, whole_state
 from ..redistribution.shards import Shard
 
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
@@ -76,8 +76,8 @@ def slice_state(optimizer: torch.optim.Optimizer, shards: dict[nn.Parameter, Sha
 def gather_optimizer_state(
     optimizer: torch.optim.Optimizer,
     shards: dict[nn.Parameter, Shard],
-    sharings: dict[nn.Parameter, Sharing],
-    watch: Watch,
+    sharings: dict[nn.Parameter, FlatShardSpec],
+    watch: Watchdog,
 ) -> dict[str, Any]:
     """``optimizer.state_dict()`` with the state of divided parameters, and of those that ranks
     update in chunks, whole. Collective."""

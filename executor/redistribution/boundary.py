@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...models.spec import SplitSpec
-from ...planner.cost.ownership import Form, Held
+from ...planner.cost.ownership import Form, TensorPlacement
 from ...planner.schema.plan import UnitPlan
 from .bursts import Bursts, want
-from .cache import Brought, Taking
-from .lazy import HeldTensor
+from .cache import RedistributionCache, SharedRedistribution
+from .lazy import LazyRedistributed
 from .redistribute import Mover, route
 
 
@@ -39,7 +39,7 @@ class Boundary:
         *,
         keeps: bool,
         bursts: Bursts | None = None,
-        brought: Brought | None = None,
+        brought: RedistributionCache | None = None,
     ) -> None:
         self.bursts = bursts
         self.brought = brought
@@ -87,12 +87,14 @@ class Boundary:
             return self._fetch(tensor, form, doing)
         sliced = form == "features"
         features, dim = (self.spec.features, self.spec.feature_dim) if sliced else (1, None)
-        taking = Taking(self.unit.name, index, Held(self.unit.layout, form), features, dim)
+        taking = SharedRedistribution(
+            self.unit.name, index, TensorPlacement(self.unit.layout, form), features, dim
+        )
         return self.brought.get(tensor, taking, lambda: self._fetch(tensor, form, doing))
 
     def _fetch(self, tensor: Tensor, form: Form, doing: str) -> Tensor:
         """The tensor in that form, moved among the members."""
-        if isinstance(tensor, HeldTensor):
+        if isinstance(tensor, LazyRedistributed):
             direct = self._take(tensor, form, doing)
             if direct is not None:
                 return direct
@@ -102,7 +104,7 @@ class Boundary:
         way = route(self._counts(), "samples", form, features, self.mover.group.member)
         return self.mover.move(tensor, way, self.spec.feature_dim if sliced else None, doing)
 
-    def _take(self, held: HeldTensor, form: Form, doing: str) -> Tensor | None:
+    def _take(self, held: LazyRedistributed, form: Form, doing: str) -> Tensor | None:
         """The held tensor without the way home, where the same members hold it."""
         if held.owner is not self.mover.group or held.changes:
             return None
@@ -132,8 +134,8 @@ class Boundary:
             return bring()
         shape = list(local.shape)
         shape[0], shape[dim] = counts[group.member], features
-        source = Held(self.unit.layout, "features")
-        return HeldTensor.of(local, torch.Size(shape), dim, group, bring, source)
+        source = TensorPlacement(self.unit.layout, "features")
+        return LazyRedistributed.of(local, torch.Size(shape), dim, group, bring, source)
 
     def reduce(self, partial: Tensor) -> Tensor:
         """A member's partial sums over its group's samples to the sum for its own samples."""

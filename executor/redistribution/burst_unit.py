@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...models.spec import SplitSpec
-from ...planner.cost.ownership import Form, box, entry, exit_, sample_bounds
+from ...planner.cost.ownership import Form, box, input_placement, output_placement, sample_bounds
 from ...planner.schema.errors import RunError
 from ...planner.schema.plan import UnitPlan
 from .bursts import Bursts, Want, want
-from .lazy import HeldTensor
+from .lazy import LazyRedistributed
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class BurstUnit:
         self.unit, self.spec, self.bursts = unit, spec, bursts
         self.position = bursts.world.position
         self.idle = unit.layout.place(self.position) is None
-        self.needs = entry(unit.layout, unit.style)
-        self.leaves = exit_(unit.layout, unit.style)
+        self.needs = input_placement(unit.layout, unit.style)
+        self.leaves = output_placement(unit.layout, unit.style)
         self._parameters: list[nn.Parameter] = []
         self._in_place = False
         self._moved: list[Tensor] = []
@@ -137,7 +137,7 @@ class BurstUnit:
                 leaves[place] = tensor
         return pytree.tree_unflatten(leaves, structure)
 
-    def _hold(self, local: Tensor) -> HeldTensor:
+    def _hold(self, local: Tensor) -> LazyRedistributed:
         """A tensor that stays where it was made until it is needed elsewhere."""
         bursts, source, length = self.bursts, self.leaves, self._length
         start, stop = sample_bounds(bursts.counts(), bursts.home.layout, self.position)
@@ -151,7 +151,7 @@ class BurstUnit:
         def bring() -> Tensor:
             return bursts.travel(local, source, length, dim, goal)
 
-        return HeldTensor.of(local, torch.Size(shape), dim, None, bring, source)
+        return LazyRedistributed.of(local, torch.Size(shape), dim, None, bring, source)
 
 
 def _skip(*args: Any, **kwargs: Any) -> Any:

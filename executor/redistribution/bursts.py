@@ -29,13 +29,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...models.spec import SplitSpec
-from ...planner.cost.ownership import Box, Form, Held, box, home, transfers
+from ...planner.cost.ownership import Box, Form, TensorPlacement, box, home, transfers
 from ...planner.schema.layout import Layout
 from ...planner.schema.plan import UnitPlan
 from ..comm.groups import Group, World
-from ..comm.watchdog import Watch
+from ..comm.watchdog import Watchdog
 from .cache import version_of
-from .lazy import HeldTensor
+from .lazy import LazyRedistributed
 from .redistribute import Meter, Mover, Piece, Route
 
 
@@ -45,20 +45,20 @@ class Want(NamedTuple):
 
     unit: str
     number: int
-    target: Held
+    target: TensorPlacement
     features: int
     dim: int | None
     doing: str
 
     @property
-    def form(self) -> tuple[Held, int, int | None]:
+    def form(self) -> tuple[TensorPlacement, int, int | None]:
         """What two takers of one tensor can share."""
         return self.target, self.features, self.dim
 
 
 def want(unit: UnitPlan, spec: SplitSpec | None, form: Form, doing: str, index: int = 0) -> Want:
     """What ``unit`` needs of its input ``index`` in that form."""
-    target = Held(unit.layout, form)
+    target = TensorPlacement(unit.layout, form)
     if form == "features":
         assert spec is not None, "what is divided has a specification"
         return Want(unit.name, index, target, spec.features, spec.feature_dim, doing)
@@ -68,8 +68,8 @@ def want(unit: UnitPlan, spec: SplitSpec | None, form: Form, doing: str, index: 
 @lru_cache(maxsize=4096)
 def crossing(
     counts: tuple[int, ...],
-    source: Held,
-    target: Held,
+    source: TensorPlacement,
+    target: TensorPlacement,
     features: int,
     position: int,
     start: int,
@@ -88,7 +88,7 @@ def crossing(
     )
 
 
-def _box(counts: tuple[int, ...], held: Held, features: int, position: int) -> Box:
+def _box(counts: tuple[int, ...], held: TensorPlacement, features: int, position: int) -> Box:
     """What a position holds; where it is idle, no samples of the whole length."""
     if held.layout.place(position) is None:
         return Box(0, 0, 0, features)
@@ -114,7 +114,7 @@ class _Taken:
     version: int
     first: First
     wants: list[Want] = field(default_factory=list)
-    moved: dict[tuple[Held, int, int | None], Tensor] = field(default_factory=dict)
+    moved: dict[tuple[TensorPlacement, int, int | None], Tensor] = field(default_factory=dict)
 
 
 class Bursts:
@@ -123,7 +123,7 @@ class Bursts:
     def __init__(
         self,
         world: World,
-        watch: Watch,
+        watch: Watchdog,
         meter: Meter,
         issued: Callable[[str, int, Group], None],
         counts: Callable[[], tuple[int, ...]],
@@ -185,7 +185,7 @@ class Bursts:
         return taken.moved[wanted.form]
 
     def _move(self, tensor: Tensor, wanted: Want) -> Tensor:
-        if not isinstance(tensor, HeldTensor):
+        if not isinstance(tensor, LazyRedistributed):
             return self.travel(tensor, self.home, wanted.features, wanted.dim, wanted)
         if tensor.changes or not _fits(tensor, wanted):
             return self._move(tensor.home(), wanted)
@@ -195,7 +195,7 @@ class Bursts:
         return self.travel(tensor.local, source, features, dim, wanted)
 
     def travel(
-        self, local: Tensor, source: Held, features: int, dim: int | None, wanted: Want
+        self, local: Tensor, source: TensorPlacement, features: int, dim: int | None, wanted: Want
     ) -> Tensor:
         """What this rank holds of a tensor as ``source`` says, brought where it is wanted;
         ``features`` along ``dim`` are sliced at one end. Collective."""
@@ -242,7 +242,7 @@ class Bursts:
             tensor.copy_(tensor_there)
 
 
-def _fits(held: HeldTensor, wanted: Want) -> bool:
+def _fits(held: LazyRedistributed, wanted: Want) -> bool:
     """Whether what is held can go to where it is wanted without being put together before."""
     if wanted.dim is None or held.dim_held is None:
         return True

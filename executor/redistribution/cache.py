@@ -16,22 +16,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...planner.cost.ownership import Held
-from .lazy import HeldTensor
+from ...planner.cost.ownership import TensorPlacement
+from .lazy import LazyRedistributed
 
 
-class Taking(NamedTuple):
+class SharedRedistribution(NamedTuple):
     """Which input of which unit takes a tensor, and how it is needed; ``features`` along ``dim``
     are sliced (1 and None: none are)."""
 
     unit: str
     number: int
-    wanted: Held
+    wanted: TensorPlacement
     features: int
     dim: int | None
 
     @property
-    def form(self) -> tuple[Held, int, int | None]:
+    def form(self) -> tuple[TensorPlacement, int, int | None]:
         """What two takers of one tensor can share."""
         return self.wanted, self.features, self.dim
 
@@ -54,11 +54,11 @@ class _Tensor:
     tensor: Tensor
     version: int
     first: First
-    got: dict[tuple[Held, int, int | None], _Got] = field(default_factory=dict)
+    got: dict[tuple[TensorPlacement, int, int | None], _Got] = field(default_factory=dict)
     takers: int = 0
 
 
-class Brought:
+class RedistributionCache:
     """The tensors of one forward after the other."""
 
     def __init__(self) -> None:
@@ -80,7 +80,9 @@ class Brought:
                 self._several.add(one.first)
         self._taken, self._open = {}, False
 
-    def get(self, tensor: Tensor, taking: Taking, bring: Callable[[], Tensor]) -> Tensor:
+    def get(
+        self, tensor: Tensor, taking: SharedRedistribution, bring: Callable[[], Tensor]
+    ) -> Tensor:
         """The tensor as ``taking`` needs it: what another got, or what ``bring`` fetches."""
         if not (self._open and torch.is_grad_enabled()):
             return bring()  # in backward, what runs again holds nothing beyond its own unit
@@ -97,7 +99,7 @@ class Brought:
             there = one.got[taking.form] = _Got(arrived, version_of(arrived))
         return there.tensor
 
-    def _first(self, taking: Taking) -> First:
+    def _first(self, taking: SharedRedistribution) -> First:
         key = taking.unit, taking.number
         self._calls[key] = self._calls.get(key, 0) + 1
         return *key, self._calls[key]
@@ -105,6 +107,6 @@ class Brought:
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor has been changed in place."""
-    if isinstance(tensor, HeldTensor):
+    if isinstance(tensor, LazyRedistributed):
         return tensor.changes
     return 0 if tensor.is_inference() else tensor._version

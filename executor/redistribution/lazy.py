@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ...planner.cost.ownership import Held
+from ...planner.cost.ownership import TensorPlacement
 
 
-class HeldTensor(Tensor):
+class LazyRedistributed(Tensor):
     """All samples of the group and this member's features (``local``), shown in the shape that the
     tensor has at home. Any torch function first brings it there, once (``home``), and then runs.
 
@@ -25,7 +25,7 @@ class HeldTensor(Tensor):
     local: Tensor
     dim_held: int | None
     owner: object
-    source: Held
+    source: TensorPlacement
     _bring: Callable[[], Tensor] | None
     _home: Tensor | None
     _fresh: int
@@ -38,11 +38,11 @@ class HeldTensor(Tensor):
         dim: int | None,
         owner: object,
         bring: Callable[[], Tensor],
-        source: Held,
-    ) -> HeldTensor:
+        source: TensorPlacement,
+    ) -> LazyRedistributed:
         """A stand-in for the tensor of ``shape`` that ``bring()`` would fetch."""
         held = Tensor._make_wrapper_subclass(
-            HeldTensor, shape, dtype=local.dtype, device=local.device, requires_grad=False
+            LazyRedistributed, shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
         held.local, held.dim_held, held.owner, held.source = local, dim, owner, source
         held._bring, held._home, held._fresh = bring, None, 0
@@ -73,7 +73,9 @@ class HeldTensor(Tensor):
         if func in _SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        args, kwargs = pytree.tree_map_only(HeldTensor, HeldTensor.home, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(
+            LazyRedistributed, LazyRedistributed.home, (args, kwargs)
+        )
         return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -101,9 +103,9 @@ _SHAPE = {
 """What can be answered without the values."""
 
 
-def bring_home(tree: Any) -> Any:
+def materialize(tree: Any) -> Any:
     """The tree with every held tensor brought home."""
-    return pytree.tree_map_only(HeldTensor, HeldTensor.home, tree)
+    return pytree.tree_map_only(LazyRedistributed, LazyRedistributed.home, tree)
 
 
 def show_to_backward_hooks(model: nn.Module, units: Iterable[str]) -> None:
@@ -113,10 +115,10 @@ def show_to_backward_hooks(model: nn.Module, units: Iterable[str]) -> None:
     inside = tuple(f"{path}." for path in units)
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return bring_home((args, kwargs)) if _watched(module) else None
+        return materialize((args, kwargs)) if _watched(module) else None
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        return bring_home(output) if _watched(module) else None
+        return materialize(output) if _watched(module) else None
 
     for name, module in model.named_modules():
         if not name.startswith(inside):

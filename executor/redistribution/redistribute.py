@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.cost.ownership import Box, Form, Held, box, transfers
+from ...planner.cost.ownership import Box, Form, TensorPlacement, box, transfers
 from ...planner.schema.errors import RunError
 from ...planner.schema.layout import Layout, data_parallel
-from ..comm.buffers import handed, let_go
+from ..comm.buffers import alias_for_comm, release_comm_buffers
 from ..comm.groups import Group
-from ..comm.watchdog import Watch
+from ..comm.watchdog import Watchdog
 
 
 class Piece(NamedTuple):
@@ -63,10 +63,10 @@ def route(counts: tuple[int, ...], source: Form, target: Form, features: int, me
     )
 
 
-def _held(form: Form, degree: int) -> Held:
+def _held(form: Form, degree: int) -> TensorPlacement:
     """A form within one group, which is a world of its own: samples are at home there."""
     layout = data_parallel(degree) if form == "samples" else Layout(groups=1, degree=degree)
-    return Held(layout, form)
+    return TensorPlacement(layout, form)
 
 
 def _inside(piece: Box, outer: Box) -> Box:
@@ -93,7 +93,7 @@ class Mover:
     def __init__(
         self,
         group: Group,
-        watch: Watch,
+        watch: Watchdog,
         meter: Meter,
         issued: Callable[[str, int, Group], None],
         *,
@@ -177,7 +177,7 @@ class Mover:
         arriving = tensor.new_empty(sum(expects.values()))
         self._issued(doing, 0, self.group)
         # Bytes travel, so that every type does.
-        carried = [handed(tensor.view(torch.uint8)) for tensor in (arriving, buffer)]
+        carried = [alias_for_comm(tensor.view(torch.uint8)) for tensor in (arriving, buffer)]
         work = dist.all_to_all_single(
             carried[0],
             carried[1],
@@ -189,7 +189,7 @@ class Mover:
         self.meter.moves += 1
         if waits:
             self.meter.seconds += self.watch.wait(work, self.group, doing)
-            let_go(carried)
+            release_comm_buffers(carried)
         else:  # who only gives need not wait until others take
             self.watch.follow(work, doing)
         self.meter.sent_bytes += buffer.numel() * width

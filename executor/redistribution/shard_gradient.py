@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.groups import Group
-from ..comm.watchdog import Watch
+from ..comm.watchdog import Watchdog
 
 
 class Members:
     """Those who hold the other shards of a parameter, and how to combine figures with them. Of
     several in the ``group`` that hold the same shard one is ``counted``."""
 
-    def __init__(self, group: Group, watch: Watch, *, counted: bool = True) -> None:
+    def __init__(self, group: Group, watch: Watchdog, *, counted: bool = True) -> None:
         self.group = group
         self.watch = watch
         self.counted = counted

@@ -17,7 +17,7 @@ from ...models.spec import ParameterCut
 from ...models.splits import join_parameter, slice_parameter
 from ...planner.schema.errors import InputError
 from ..comm.groups import Group
-from ..comm.watchdog import Watch
+from ..comm.watchdog import Watchdog
 
 
 class LocalShard(Tensor):
@@ -114,7 +114,7 @@ class Shard:
             return value.as_subclass(Tensor)
         return self.take(value)
 
-    def gather(self, local: Tensor, watch: Watch) -> Tensor:
+    def gather(self, local: Tensor, watch: Watchdog) -> Tensor:
         """The whole, on every member. Collective over the group."""
         shapes = [self._shape(member) for member in range(self.degree)]
         longest = max(shape.numel() for shape in shapes)

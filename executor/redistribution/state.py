@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..comm.watchdog import Watch
+from ..comm.watchdog import Watchdog
 from .shards import LocalPart, LocalShard, Shard
 
 
@@ -48,7 +48,7 @@ def _install_on(module: nn.Module, entries: dict[str, Shard]) -> None:
 def gather_state(
     state: Iterable[tuple[str, Any]],
     shards: dict[str, Shard],
-    watch: Watch,
+    watch: Watchdog,
     *,
     rank: int,
     only: int | None,

@@ -16,14 +16,14 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..comm.groups import Group
-from ..comm.watchdog import Watch
+from ..comm.watchdog import Watchdog
 from .redistribute import Meter
 
 
 class Statistics:
     """All-reduces statistics among the ranks that hold other samples of the same channels."""
 
-    def __init__(self, group: Group, watch: Watch, meter: Meter) -> None:
+    def __init__(self, group: Group, watch: Watchdog, meter: Meter) -> None:
         self.group = group
         self.watch = watch
         self.meter = meter

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ...planner.schema.errors import InputError
 from ...planner.schema.layout import Layout
 from ..comm.groups import World
-from ..comm.watchdog import Watch
+from ..comm.watchdog import Watchdog
 from .shards import LocalShard, Shard
 
 NOWHERE = -1
@@ -26,7 +26,7 @@ NOWHERE = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Residence(Shard):
+class SubsetShard(Shard):
     """Who has a tensor. ``group`` are all ranks, in the order of positions; ``slice_`` is this
     rank's slice of it where ``members`` of each group divide it."""
 
@@ -77,7 +77,7 @@ class Residence(Shard):
             return torch.empty(0, dtype=plain.dtype, device=plain.device)
         return self.take(value) if self.slice_ is None else self.slice_.accept(value)
 
-    def gather(self, local: Tensor, watch: Watch) -> Tensor:
+    def gather(self, local: Tensor, watch: Watchdog) -> Tensor:
         """The whole, on every rank. Collective over all."""
         if not self.here:
             full = local.new_empty(self.full_shape)

@@ -29,7 +29,7 @@ from .exchange import Exchanges
 from .feedback import LINEAR, MIRRORS, copied_bytes
 from .flows import moved_by_areas
 from .movement import Moved, moved, moved_s
-from .ownership import Held, entry, exit_
+from .ownership import TensorPlacement, input_placement, output_placement
 from .prefetch_overlap import Beside, besides
 from .segment_memory import run_again_first
 from .step_time import LINKS, Chain, empty_chain
@@ -70,7 +70,7 @@ class CostModel(Exchanges):
         self.counts = batch_counts(goal.batch, self.world_size, micro_batches)
         self._units: dict[tuple[int, Option], UnitCost] = {}
         self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
-        self._moved: dict[tuple[Held, Held, int], Moved] = {}
+        self._moved: dict[tuple[TensorPlacement, TensorPlacement, int], Moved] = {}
 
     @cached_property
     def baseline(self) -> Decisions:
@@ -203,7 +203,10 @@ class CostModel(Exchanges):
         """What edge ``e`` costs between its ends' options, taken by itself."""
         key = (e, source, target)
         if key not in self._edges:
-            held = exit_(source.layout, source.style), entry(target.layout, target.style)
+            held = (
+                output_placement(source.layout, source.style),
+                input_placement(target.layout, target.style),
+            )
             self._edges[key] = self._edge(self.profile.edges[e], *held)
         return self._edges[key]
 
@@ -215,7 +218,9 @@ class CostModel(Exchanges):
         moves = cost.received_bytes or cost.backward.sent_bytes
         return NO_MOVE if moves and self.brought_before(e, decisions) else cost
 
-    def _edge(self, edge: EdgeProfile, source: Held, target: Held) -> EdgeCost:
+    def _edge(
+        self, edge: EdgeProfile, source: TensorPlacement, target: TensorPlacement
+    ) -> EdgeCost:
         sliced = "features" in (source.form, target.form)
         features = edge.features if sliced else 1
         move = self.moved(source, target, features)
@@ -233,7 +238,7 @@ class CostModel(Exchanges):
         seconds = moved_s(self.fabric, move, element_bytes)
         return seconds + self.cluster.overhead.move_s if seconds else 0.0
 
-    def moved(self, source: Held, target: Held, features: int) -> Moved:
+    def moved(self, source: TensorPlacement, target: TensorPlacement, features: int) -> Moved:
         """What going from ``source`` to ``target`` moves, remembered."""
         key = (source, target, features)
         if key not in self._moved:

@@ -35,7 +35,7 @@ LINEAR = ("sgd", "momentum")
 """Optimizers whose update is linear in the gradient."""
 
 
-class Held(NamedTuple):
+class FeedbackBytes(NamedTuple):
     """Bytes of a unit on a device: ``always``; ``gradients`` that live from its backward to the end
     of the step; of others as they are ``computed``, and for a ``moment`` as they are taken in."""
 
@@ -51,18 +51,18 @@ def held_bytes(
     trained_bytes: float,
     largest_bytes: float,
     chosen_bytes: float,
-) -> Held:
+) -> FeedbackBytes:
     """What gradients and feedback of a unit take under an exchange whose choice takes
     ``chosen_bytes``. Those of micro-batches add up in what is held, or in the velocity."""
     if exchange == "dropped":
-        return Held(trained_bytes, 0.0, trained_bytes, trained_bytes)
+        return FeedbackBytes(trained_bytes, 0.0, trained_bytes, trained_bytes)
     if exchange != "topk":
-        return Held(0.0, trained_bytes, 0.0, 0.0)
+        return FeedbackBytes(0.0, trained_bytes, 0.0, 0.0)
     if feedback == "residual":
-        return Held(trained_bytes, trained_bytes, 0.0, chosen_bytes)
+        return FeedbackBytes(trained_bytes, trained_bytes, 0.0, chosen_bytes)
     if feedback == "host_mirror":
-        return Held(0.0, 0.0, largest_bytes, trained_bytes + chosen_bytes)
-    return Held(trained_bytes, 0.0, largest_bytes, chosen_bytes)
+        return FeedbackBytes(0.0, 0.0, largest_bytes, trained_bytes + chosen_bytes)
+    return FeedbackBytes(trained_bytes, 0.0, largest_bytes, chosen_bytes)
 
 
 def averaged_bytes(

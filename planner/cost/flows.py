@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..schema.cluster import Level
 from .collectives import Fabric, Positions, all_to_all_s
 from .movement import NOTHING, Moved, boxes, moved
-from .ownership import Held
+from .ownership import TensorPlacement
 from .step_time import LINKS
 
 Reals = npt.NDArray[np.float64]
@@ -65,8 +65,8 @@ class _Runs(NamedTuple):
 def flows(
     fabric: Fabric,
     counts: Sequence[int],
-    sources: Sequence[Held],
-    targets: Sequence[Held],
+    sources: Sequence[TensorPlacement],
+    targets: Sequence[TensorPlacement],
     features: int,
 ) -> Flows:
     """What ``moved`` says of each pair of a source and a target."""
@@ -83,7 +83,11 @@ def flows(
 
 
 def moved_by_areas(
-    fabric: Fabric, counts: Sequence[int], source: Held, target: Held, features: int
+    fabric: Fabric,
+    counts: Sequence[int],
+    source: TensorPlacement,
+    target: TensorPlacement,
+    features: int,
 ) -> Moved:
     """What ``moved`` says of one pair, in a time that grows with the positions, not their pairs."""
     pair = flows(fabric, counts, (source,), (target,), features)
@@ -114,8 +118,8 @@ def _runs(fabric: Fabric) -> _Runs | None:
 def _one_by_one(
     fabric: Fabric,
     counts: Sequence[int],
-    sources: Sequence[Held],
-    targets: Sequence[Held],
+    sources: Sequence[TensorPlacement],
+    targets: Sequence[TensorPlacement],
     features: int,
 ) -> Flows:
     rows = [[moved(fabric, counts, s, t, features) for t in targets] for s in sources]
@@ -134,7 +138,9 @@ def _one_by_one(
     )
 
 
-def _side(counts: Sequence[int], helds: Sequence[Held], features: int, runs: _Runs) -> _Side:
+def _side(
+    counts: Sequence[int], helds: Sequence[TensorPlacement], features: int, runs: _Runs
+) -> _Side:
     tables = [boxes(counts, held, features) for held in helds]
     pieces = [
         _united(held, table, runs, features) for held, table in zip(helds, tables, strict=True)
@@ -149,7 +155,7 @@ def _side(counts: Sequence[int], helds: Sequence[Held], features: int, runs: _Ru
 
 
 def _united(
-    held: Held, table: Positions, runs: _Runs, features: int
+    held: TensorPlacement, table: Positions, runs: _Runs, features: int
 ) -> tuple[Positions, Positions]:
     """The boxes of each node together, and how often each of them is held."""
     nodes, layout, degree = len(runs.start), held.layout, held.layout.degree

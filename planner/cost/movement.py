@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ..schema.cluster import LevelName
 from ..schema.layout import Layout
 from .collectives import Fabric, Positions, all_to_all_s
-from .ownership import Held, feature_bounds, group_bounds
+from .ownership import TensorPlacement, feature_bounds, group_bounds
 
 Counts = Sequence[int]
 Reals = npt.NDArray[np.float64]
@@ -48,7 +48,7 @@ class Moved(NamedTuple):
 NOTHING = Moved("intra", 0.0, 0.0, 0.0, 0.0, 0.0, 0)
 
 
-def boxes(counts: Counts, held: Held, features: int) -> Positions:
+def boxes(counts: Counts, held: TensorPlacement, features: int) -> Positions:
     """Rows lo, hi, left, right for each position: ``ownership.box`` for all of them."""
     layout = held.layout
     table = np.zeros((4, len(counts)), dtype=np.int64)
@@ -76,7 +76,9 @@ def _sample_bounds(
     return low + size * member // layout.degree, low + size * (member + 1) // layout.degree
 
 
-def overlaps(counts: Counts, source: Held, target: Held, features: int) -> tuple[Positions, int]:
+def overlaps(
+    counts: Counts, source: TensorPlacement, target: TensorPlacement, features: int
+) -> tuple[Positions, int]:
     """(elements moved [block, target, source], block size): positions are cut into blocks that
     exchange nothing with each other.
 
@@ -98,7 +100,9 @@ def overlaps(counts: Counts, source: Held, target: Held, features: int) -> tuple
     return moved, size
 
 
-def moved(fabric: Fabric, counts: Counts, source: Held, target: Held, features: int) -> Moved:
+def moved(
+    fabric: Fabric, counts: Counts, source: TensorPlacement, target: TensorPlacement, features: int
+) -> Moved:
     """What ``transfers(counts, source, target, features)`` moves, as loads of links."""
     pieces, size = overlaps(counts, source, target, features)
     if not pieces.any():

@@ -27,7 +27,7 @@ Form = Literal["samples", "features", "whole"]
 """
 
 
-class Held(NamedTuple):
+class TensorPlacement(NamedTuple):
     """A layout together with the form in which its positions hold a tensor."""
 
     layout: Layout
@@ -69,20 +69,20 @@ class Transfer(NamedTuple):
     box: Box
 
 
-def home(world_size: int) -> Held:
+def home(world_size: int) -> TensorPlacement:
     """How the model's input and output are held: every position its own samples."""
-    return Held(data_parallel(world_size), "samples")
+    return TensorPlacement(data_parallel(world_size), "samples")
 
 
-def entry(layout: Layout, style: Style) -> Held:
+def input_placement(layout: Layout, style: Style) -> TensorPlacement:
     """What a unit needs of its input."""
     form: Form = {"none": "samples", "column": "whole", "pair": "whole", "row": "features"}[style]  # type: ignore[assignment]
-    return Held(layout, form)
+    return TensorPlacement(layout, form)
 
 
-def exit_(layout: Layout, style: Style) -> Held:
+def output_placement(layout: Layout, style: Style) -> TensorPlacement:
     """How a unit leaves its output (after its own reduction, for ``row`` and ``pair``)."""
-    return Held(layout, "features" if style == "column" else "samples")
+    return TensorPlacement(layout, "features" if style == "column" else "samples")
 
 
 def feature_bounds(features: int, degree: int, member: int) -> tuple[int, int]:
@@ -119,7 +119,7 @@ def sample_bounds(counts: Sequence[int], layout: Layout, position: int) -> tuple
     return lo + size * member // layout.degree, lo + size * (member + 1) // layout.degree
 
 
-def box(counts: Sequence[int], held: Held, features: int, position: int) -> Box:
+def box(counts: Sequence[int], held: TensorPlacement, features: int, position: int) -> Box:
     """What a position holds of a tensor with ``features`` features."""
     place = held.layout.place(position)
     if place is None:
@@ -135,7 +135,12 @@ def box(counts: Sequence[int], held: Held, features: int, position: int) -> Box:
 
 
 def transfers(
-    counts: Sequence[int], source: Held, target: Held, features: int, *, local: bool = False
+    counts: Sequence[int],
+    source: TensorPlacement,
+    target: TensorPlacement,
+    features: int,
+    *,
+    local: bool = False,
 ) -> list[Transfer]:
     """The pieces that each position needs under ``target`` and does not own under ``source``.
 
@@ -162,7 +167,7 @@ def transfers(
     return found
 
 
-def _begin(starts: list[int], lo: int, source: Held) -> int:
+def _begin(starts: list[int], lo: int, source: TensorPlacement) -> int:
     """The first owner that can hold sample ``lo``: the owners of one group start alike."""
     index = bisect_right(starts, lo) - 1
     while index > 0 and starts[index - 1] >= starts[index]:

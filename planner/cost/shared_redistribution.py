@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ..schema.options import Option
-from .ownership import Held, entry, exit_
+from .ownership import TensorPlacement, input_placement, output_placement
 
 
 class Edge(Protocol):
@@ -49,22 +49,26 @@ def load_of(edge: Edge) -> Load:
     return Load(edge.source, edge.tensors, *sizes)
 
 
-class Taking(NamedTuple):
+class SharedRedistribution(NamedTuple):
     """A load and the form in which it is needed: what has one of these travels once. ``features``
     is the length of the dimension that is sliced at an end (1: none is)."""
 
     load: Load
-    wanted: Held
+    wanted: TensorPlacement
     features: int
 
 
-def taking(edge: Edge, held: Held, wanted: Held) -> Taking:
+def shared_redistribution(
+    edge: Edge, held: TensorPlacement, wanted: TensorPlacement
+) -> SharedRedistribution:
     """What ``edge`` brings from where its source leaves it to where its target needs it."""
     sliced = "features" in (held.form, wanted.form)
-    return Taking(load_of(edge), wanted, edge.features if sliced else 1)
+    return SharedRedistribution(load_of(edge), wanted, edge.features if sliced else 1)
 
 
-def takings(edges: Sequence[Edge], ends: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+def shared_redistributions(
+    edges: Sequence[Edge], ends: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, ...], ...]:
     """For each edge those with the same load to units before its own (or to the same, listed
     before). ``ends`` are (source, target) of each as numbers in forward order."""
     same: dict[Load, list[int]] = {}
@@ -84,13 +88,16 @@ def brought_before(
     e: int,
     decisions: Sequence[Option],
 ) -> bool:
-    """Whether one of the edges ``earlier`` (``takings``) has brought what edge ``e`` does."""
+    """Whether one of the edges ``earlier`` (``shared_redistributions``) has brought what edge
+    ``e`` does."""
     if not earlier:
         return False
-    held = exit_(*decisions[ends[e][0]][:2])
+    held = output_placement(*decisions[ends[e][0]][:2])
 
-    def of(edge: int) -> Taking:
-        return taking(edges[edge], held, entry(*decisions[ends[edge][1]][:2]))
+    def of(edge: int) -> SharedRedistribution:
+        return shared_redistribution(
+            edges[edge], held, input_placement(*decisions[ends[edge][1]][:2])
+        )
 
     mine = of(e)
     return any(of(other) == mine for other in earlier)

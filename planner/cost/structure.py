@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ..schema.options import Option, tied_units
 from ..schema.profile import ModelProfile, ParameterProfile
-from .shared_redistribution import brought_before, takings
+from .shared_redistribution import brought_before, shared_redistributions
 
 
 class Structure:
@@ -42,7 +42,7 @@ class Structure:
     @cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
         """For each edge those that carry the same tensors to units before its own."""
-        return takings(self.profile.edges, self.ends)
+        return shared_redistributions(self.profile.edges, self.ends)
 
     def brought_before(self, e: int, decisions: Sequence[Option]) -> bool:
         """Whether what edge ``e`` brings is there already, as an earlier unit needed it alike."""

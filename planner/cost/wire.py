@@ -1,7 +1,7 @@
 """What each position sends in a step, in bytes: what the executor counts can be held against it.
 
 The pieces are those of ``ownership.transfers``. A tensor that several units need in one form
-travels once (``taking``).
+travels once (``shared_redistribution``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from ..schema.layout import Layout
 from ..schema.plan import Plan, UnitPlan
-from .ownership import entry, exit_, feature_bounds, sample_bounds, transfers
-from .shared_redistribution import Edge, Taking, taking
+from .ownership import feature_bounds, input_placement, output_placement, sample_bounds, transfers
+from .shared_redistribution import Edge, SharedRedistribution, shared_redistribution
 
 SUMMED = ("row", "pair")
 """The styles of units that end in partial sums."""
@@ -25,14 +25,17 @@ def moved_bytes(plan: Plan, edges: Iterable[Edge], counts: Sequence[int]) -> lis
     sent = [0.0] * plan.world_size
     units = {unit.name: unit for unit in plan.units}
     leaving: dict[str, tuple[float, float]] = {}
-    seen: set[Taking] = set()
+    seen: set[SharedRedistribution] = set()
     for edge in edges:
         source, target = units[edge.source], units[edge.target]
         before = leaving.get(edge.source, (0.0, 0.0))
         mine = edge.bytes_per_sample, edge.gradient_bytes_per_sample
         leaving[edge.source] = max(before[0], mine[0]), max(before[1], mine[1])
-        held, wanted = exit_(source.layout, source.style), entry(target.layout, target.style)
-        taken = taking(edge, held, wanted)
+        held, wanted = (
+            output_placement(source.layout, source.style),
+            input_placement(target.layout, target.style),
+        )
+        taken = shared_redistribution(edge, held, wanted)
         if taken not in seen:
             seen.add(taken)
             for move in transfers(counts, held, wanted, taken.features):

@@ -15,7 +15,7 @@ from ..cost.cost import CostModel
 from ..cost.step_time import LINKS, binding_term
 from ..schema.options import Option
 from ..schema.plan import ScheduleName
-from ..schema.record import Noun
+from ..schema.record import Record
 from ..solve.evaluate import Evaluation, excess
 
 ROUNDING = 1 + 1e-9
@@ -29,7 +29,7 @@ MEMORY, GPU_SECONDS, UNIT, STEP, FIDELITY, PINS = (
 )
 
 
-class LimitUse(Noun, frozen=True, kw_only=True):
+class LimitUse(Record, frozen=True, kw_only=True):
     """One limit (the goal's field, memory's also where it is the device's own): how much of it a
     plan uses, both in the limit's unit (bytes, device-seconds, seconds, times one device's time,
     share of the gradient's energy that is not sent)."""
@@ -44,7 +44,7 @@ class LimitUse(Noun, frozen=True, kw_only=True):
         return self.used <= self.available * ROUNDING + 1e-12
 
 
-class BindingTerm(Noun, frozen=True, kw_only=True):
+class BindingTerm(Record, frozen=True, kw_only=True):
     """The term that the step's formula is equal to: the gradients of all units up to ``unit`` on
     ``link``, sent while backward comes down to it (by priority: before forward comes up to it).
     Both are None where it is what the rank itself computes and waits for."""

@@ -14,7 +14,7 @@ from ..schema.plan import (
     Prediction,
     UnitPlan,
 )
-from ..schema.record import Noun
+from ..schema.record import Record
 
 _FIGURES = (
     "step_s",
@@ -29,7 +29,7 @@ _FIGURES = (
 )
 
 
-class Figure(Noun, frozen=True, kw_only=True):
+class Figure(Record, frozen=True, kw_only=True):
     """One predicted figure in both plans; ``name`` carries the unit."""
 
     name: str
@@ -37,7 +37,7 @@ class Figure(Noun, frozen=True, kw_only=True):
     second: float
 
 
-class UnitDifference(Noun, frozen=True, kw_only=True):
+class UnitDifference(Record, frozen=True, kw_only=True):
     """A unit that the plans decide differently: how (layout, style and policies, None where a plan
     lacks the unit), and its predicted seconds (compute, blocking and exchange) in each."""
 
@@ -48,7 +48,7 @@ class UnitDifference(Noun, frozen=True, kw_only=True):
     second_s: float
 
 
-class Comparison(Noun, frozen=True, kw_only=True):
+class Comparison(Record, frozen=True, kw_only=True):
     """What differs between two plans. ``settings`` are (field, first, second) of what is
     outside units, as texts, empty where nothing was set."""
 

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from ..cost.budget import single_device_s, unit_s
 from ..cost.cost import CostModel
 from ..schema.options import Option
-from ..schema.record import Noun, Seconds
+from ..schema.record import Record, Seconds
 from ..solve.evaluate import Evaluation
 
 
-class DeviceTime(Noun, frozen=True, kw_only=True):
+class DeviceTime(Record, frozen=True, kw_only=True):
     """Device-seconds of a step. ``used_s`` is their sum; ``alone_s`` is one device's time for the
     whole batch, and the others come on top, or are saved where they are negative:
 

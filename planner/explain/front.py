@@ -16,7 +16,7 @@ import msgspec
 from ..cost.budget import single_device_s
 from ..cost.cost import CostModel
 from ..schema.goal import Goal
-from ..schema.record import Count, Noun, Seconds
+from ..schema.record import Count, Record, Seconds
 from ..solve.heuristic.splits import placed
 from ..solve.objective import value
 from ..solve.problem import Problem, Result
@@ -38,7 +38,7 @@ class Point(NamedTuple):
         return better and self.step_s <= other.step_s and self.gpu_seconds <= other.gpu_seconds
 
 
-class FrontPoint(Noun, frozen=True, kw_only=True):
+class FrontPoint(Record, frozen=True, kw_only=True):
     """One plan of the front as it is predicted: ``amplification`` is its device-seconds over those
     of one device for the whole batch, ``gap`` what its solver proved of the objective that was
     asked (device-seconds at the economical end, else the step within a limit)."""
@@ -54,7 +54,7 @@ class FrontPoint(Noun, frozen=True, kw_only=True):
     gap: float | None = None
 
 
-class Front(Noun, frozen=True, kw_only=True):
+class Front(Record, frozen=True, kw_only=True):
     """Plans that no other found beats in both step time and device-seconds, fastest first, and what
     one device alone would take."""
 

@@ -9,12 +9,12 @@ from ..schema.cluster import Cluster
 from ..schema.peak import Moment
 from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
-from ..schema.record import Bytes, Count, Index, Noun
+from ..schema.record import Bytes, Count, Index, Record
 from ..solve.evaluate import decisions_of, limits_bytes, rank_memory
 from .why import check_belongs
 
 
-class RankTimeline(Noun, frozen=True, kw_only=True):
+class RankTimeline(Record, frozen=True, kw_only=True):
     """The timeline of ``ranks`` that hold the same, and the limit of each of them."""
 
     ranks: tuple[Index, ...]
@@ -27,7 +27,7 @@ class RankTimeline(Noun, frozen=True, kw_only=True):
         return max(self.moments, key=lambda m: m.total)
 
 
-class MemoryTimeline(Noun, frozen=True, kw_only=True):
+class MemoryTimeline(Record, frozen=True, kw_only=True):
     """What every rank holds at each point of a step of ``target`` under a plan; ranks that are
     fuller first."""
 

@@ -15,7 +15,7 @@ from ..schema.cluster import Cluster, CollectiveCurve, Level, LevelName
 from ..schema.curve import Curve
 from ..schema.errors import InputError
 from ..schema.plan import Plan
-from ..schema.record import Count, Noun, Seconds
+from ..schema.record import Count, Record, Seconds
 from ..solve.heuristic.resize import NoLinksError, how_resized, resized, resized_problem
 from ..solve.problem import Problem, Result
 from ..solve.solver import settled, solve, solvers
@@ -27,7 +27,7 @@ GIB = 2**30
 __all__ = ["Gain", "Size", "Sizes", "gains", "gains_of", "resized", "resized_problem", "sizes"]
 
 
-class Gain(Noun, frozen=True, kw_only=True):
+class Gain(Record, frozen=True, kw_only=True):
     """What one change would buy: the step (or the objective asked for) before and with it, and how
     that is known. ``after_s`` is None where no plan was found with the change, and where none
     could be looked for, for the ``reason`` given."""
@@ -44,7 +44,7 @@ class Gain(Noun, frozen=True, kw_only=True):
         return self.before_s - (self.before_s if self.after_s is None else self.after_s)
 
 
-class Size(Noun, frozen=True, kw_only=True):
+class Size(Record, frozen=True, kw_only=True):
     """A plan for one cluster size: what it predicts, and plain data parallelism on as many ranks.
     Where none fits (``why`` says what is missing) its figures are None. ``gap`` and
     ``objective_s`` are the solver's; ``baseline_fits`` is of data parallelism's memory."""
@@ -66,7 +66,7 @@ class Size(Noun, frozen=True, kw_only=True):
     why: str = ""
 
 
-class Sizes(Noun, frozen=True, kw_only=True):
+class Sizes(Record, frozen=True, kw_only=True):
     """Plans for several cluster sizes, the global batch the same; and how they were made."""
 
     target: str

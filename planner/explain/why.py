@@ -21,7 +21,7 @@ from ..schema.layout import Layout, Style
 from ..schema.options import Decisions, Option
 from ..schema.plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan
 from ..schema.profile import ModelProfile
-from ..schema.record import Bytes, Index, Noun, Seconds
+from ..schema.record import Bytes, Index, Record, Seconds
 from ..simulate.schedule import ScheduleName
 from ..solve.evaluate import Evaluation, decisions_of, evaluation, excess
 from ..solve.heuristic.space import Point, Space
@@ -31,7 +31,7 @@ from .exposure import Exposure, Part, exposures, largest_part
 from .what_if import Gain
 
 
-class Alternative(Noun, frozen=True, kw_only=True):
+class Alternative(Record, frozen=True, kw_only=True):
     """Another option for a unit: the step that it would give, its device-seconds, the fullest
     rank's bytes, and the limits of the goal (pins among them) that it would break."""
 
@@ -53,7 +53,7 @@ class Alternative(Noun, frozen=True, kw_only=True):
         return MEMORY not in self.breaks
 
 
-class UnitExplanation(Noun, frozen=True, kw_only=True):
+class UnitExplanation(Record, frozen=True, kw_only=True):
     """One unit's cost, part by part, for one micro-batch (exchange: for one step), and its best
     alternatives, the quickest first. ``with_it`` are the units tied to it."""
 
@@ -75,7 +75,7 @@ class UnitExplanation(Noun, frozen=True, kw_only=True):
     alternatives: tuple[Alternative, ...]
 
 
-class Explanation(Noun, frozen=True, kw_only=True):
+class Explanation(Record, frozen=True, kw_only=True):
     """The largest part of the step (``bound_by``), the term of the formula that it is equal to, the
     limits and what is used of them, those that keep a quicker alternative of one unit out
     (``binding``; of fewer device-seconds where that is the objective), where memory is tightest,

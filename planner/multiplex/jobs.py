@@ -17,14 +17,14 @@ from ..schema.goal import Goal
 from ..schema.options import Decisions
 from ..schema.plan import Plan, ScheduleName
 from ..schema.profile import ModelProfile
-from ..schema.record import Noun, Positive, Seconds, Share
+from ..schema.record import Positive, Record, Seconds, Share
 from ..solve.evaluate import evaluate
 from .timeline import StepTimelines, timelines
 
 Slowdown = Annotated[float, msgspec.Meta(ge=1)]
 
 
-class Assumptions(Noun, frozen=True, kw_only=True):
+class Assumptions(Record, frozen=True, kw_only=True):
     """What sharing a device is taken to cost; none of it was measured here.
 
     ``slowdown`` is how much longer everything that a foreground computes takes on devices that are

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..cost.step_time import Vector
-from ..schema.record import Count, Index, Noun, Seconds, Share
+from ..schema.record import Count, Index, Record, Seconds, Share
 from .gaps import Interval
 from .jobs import Assumptions
 from .simulation import ClusterRun, DeviceClass, Run
@@ -19,7 +19,7 @@ from .simulation import ClusterRun, DeviceClass, Run
 BINS = 200
 
 
-class ForegroundFigures(Noun, frozen=True, kw_only=True):
+class ForegroundFigures(Record, frozen=True, kw_only=True):
     """One foreground: its step beside backgrounds and alone, samples per second while it runs, and
     those of data parallelism (0 where not known). ``waited`` says that it never got devices."""
 
@@ -40,7 +40,7 @@ class ForegroundFigures(Noun, frozen=True, kw_only=True):
         return self.step_s / self.alone_step_s
 
 
-class BackgroundFigures(Noun, frozen=True, kw_only=True):
+class BackgroundFigures(Record, frozen=True, kw_only=True):
     """One background on ``devices`` of the cluster: what one device reaches alone at this batch,
     what all of them reach here, and the mean share of their speed alone."""
 
@@ -52,7 +52,7 @@ class BackgroundFigures(Noun, frozen=True, kw_only=True):
     share: float
 
 
-class ClassFigures(Noun, frozen=True, kw_only=True):
+class ClassFigures(Record, frozen=True, kw_only=True):
     """Devices that see the same: seconds of one of them, which add up to the horizon.
     ``foreground`` and ``background`` name their jobs."""
 
@@ -64,7 +64,7 @@ class ClassFigures(Noun, frozen=True, kw_only=True):
     idle_s: Seconds
 
 
-class Moment(Noun, frozen=True, kw_only=True):
+class Moment(Record, frozen=True, kw_only=True):
     """Shares of all devices' time from ``start_s`` on, up to the next."""
 
     start_s: Seconds
@@ -72,7 +72,7 @@ class Moment(Noun, frozen=True, kw_only=True):
     background: Share
 
 
-class ClusterReport(Noun, frozen=True, kw_only=True):
+class ClusterReport(Record, frozen=True, kw_only=True):
     """A simulated cluster in figures."""
 
     devices: Count

@@ -26,7 +26,7 @@ def _path(mark: str) -> Path:
     return cache_folder() / "documents" / f"{mark}.json"
 
 
-def find(cls: type[DocumentT], mark: str) -> DocumentT | None:
+def get(cls: type[DocumentT], mark: str) -> DocumentT | None:
     """The document kept under that mark, if there is one that can be read."""
     path = _path(mark)
     try:
@@ -35,24 +35,9 @@ def find(cls: type[DocumentT], mark: str) -> DocumentT | None:
         return None
 
 
-def remember(document: Document) -> None:
-    """Keeps a document under its fingerprint; one that cannot be kept (no room, no permission) is
-    just not found later."""
-    keep(document, fingerprint(document))
-
-
-def keep(document: Document, mark: str) -> None:
-    """``remember`` under another mark than the document's own."""
-    path = _path(mark)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save(document, path)
-    except (OSError, InputError):
-        return
-
-
-def recall(cls: type[DocumentT], mark: str, option: str) -> DocumentT:
-    """The document with that fingerprint; ``InputError`` names ``option`` where there is none."""
+def get_named(cls: type[DocumentT], mark: str, option: str) -> DocumentT:
+    """``get`` of what a plan was made from; where it is not here, ``InputError`` names the
+    ``option`` that takes its file."""
     path = _path(mark)
     if not path.exists():
         raise InputError(
@@ -60,3 +45,14 @@ def recall(cls: type[DocumentT], mark: str, option: str) -> DocumentT:
             f"its file with {option}"
         )
     return load(cls, path)
+
+
+def put(document: Document, mark: str | None = None) -> None:
+    """Keeps a document under a mark, by default its fingerprint; one that cannot be kept (no room,
+    no permission) is just not found later."""
+    path = _path(mark or fingerprint(document))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(document, path)
+    except (OSError, InputError):
+        return

@@ -5,10 +5,10 @@ from __future__ import annotations
 from .layout import Layout, Style
 from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, UnitPlan
 from .profile import UnitProfile
-from .record import Noun
+from .record import Record
 
 
-class Capability(Noun, frozen=True, kw_only=True):
+class Capability(Record, frozen=True, kw_only=True):
     """The executor's statement. ``idle_positions`` allows layouts smaller than the world,
     ``branches`` such layouts at other positions than the first, so that branches run side by side,
     ``priority`` gradients that travel in slices in the order in which forward needs them.

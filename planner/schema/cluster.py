@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 from .curve import Curve
-from .record import Bytes, Count, Document, Noun, Positive, Seconds
+from .record import Bytes, Count, Document, Positive, Record, Seconds
 
 Collective = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 LevelName = Literal["intra", "inter"]
 
 
-class Device(Noun, frozen=True, kw_only=True):
+class Device(Record, frozen=True, kw_only=True):
     """A device: its name, memory, and for catalogued ones the datasheet's peak rates.
 
     ``host_bytes_per_s`` is one direction of its link to the host's memory, measured or declared;
@@ -26,7 +26,7 @@ class Device(Noun, frozen=True, kw_only=True):
     source: str = ""
 
 
-class Node(Noun, frozen=True, kw_only=True):
+class Node(Record, frozen=True, kw_only=True):
     """A host and its devices; ranks are numbered through the nodes in order."""
 
     name: str
@@ -38,7 +38,7 @@ class Node(Noun, frozen=True, kw_only=True):
             raise ValueError(f"node {self.name!r} has no devices")
 
 
-class CollectiveCurve(Noun, frozen=True, kw_only=True):
+class CollectiveCurve(Record, frozen=True, kw_only=True):
     """Measured seconds of a collective among ``ranks`` ranks by size in bytes.
 
     The size is the full tensor's for ``all_reduce``, ``all_gather`` (gathered) and
@@ -54,7 +54,7 @@ class CollectiveCurve(Noun, frozen=True, kw_only=True):
     bytes_per_s: Positive
 
 
-class Level(Noun, frozen=True, kw_only=True):
+class Level(Record, frozen=True, kw_only=True):
     """The links of one level: among the devices of a node (``intra``) or between nodes (``inter``).
 
     ``bytes_per_s`` is one direction of one device's link (``intra``) or of one node's network
@@ -67,14 +67,14 @@ class Level(Noun, frozen=True, kw_only=True):
     curves: tuple[CollectiveCurve, ...] = ()
 
 
-class Interference(Noun, frozen=True, kw_only=True):
+class Interference(Record, frozen=True, kw_only=True):
     """How much slower each runs while the other does: 1.0 is not at all, 2.0 half as fast."""
 
     compute_slowdown: Positive = 1.0
     communication_slowdown: Positive = 1.0
 
 
-class StepOverhead(Noun, frozen=True, kw_only=True):
+class StepOverhead(Record, frozen=True, kw_only=True):
     """Seconds that the executor's own work adds to a step, whatever the plan: ``step_s`` once, and
     in each parameter's backward ``parameter_s``, and ``byte_s`` for each byte of a gradient that is
     exchanged (it is copied into its bucket or slice and averaged). Each redistribution takes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from .record import Noun
+from .record import Record
 
 
-class Curve(Noun, frozen=True, kw_only=True):
+class Curve(Record, frozen=True, kw_only=True):
     """A quantity ``y`` (seconds or bytes) at sizes ``x`` (samples or bytes), piecewise linear.
 
     Below the first size the line from the first two points is followed, never under zero; beyond

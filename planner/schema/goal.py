@@ -6,7 +6,7 @@ from typing import Literal
 
 from .errors import InputError
 from .layout import Layout, Style
-from .record import Bytes, Count, Noun, Positive, Share, Slowdown
+from .record import Bytes, Count, Positive, Record, Share, Slowdown
 
 STATE_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """Optimizer state as multiples of the parameters' bytes."""
@@ -17,7 +17,7 @@ BACKGROUND_LIMIT = 1.1
 BatchStatistics = Literal["local", "global"]
 
 
-class Pin(Noun, frozen=True, kw_only=True):
+class Pin(Record, frozen=True, kw_only=True):
     """What the user decides of a unit: ``only`` these layouts and ``styles`` (any if empty),
     ``never`` those and ``never_styles``."""
 
@@ -46,7 +46,7 @@ class Pin(Noun, frozen=True, kw_only=True):
         return " ".join(part for part in parts if part)
 
 
-class Goal(Noun, frozen=True, kw_only=True):
+class Goal(Record, frozen=True, kw_only=True):
     """What a plan must reach.
 
     ``batch`` is the global batch size in samples. ``memory_limit_bytes`` is the limit of each

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from .record import Count, Index, Noun
+from .record import Count, Index, Record
 
 Style = Literal["none", "column", "row", "pair"]
 """How a unit's parameters are divided over the members of a group.
@@ -20,7 +20,7 @@ Style = Literal["none", "column", "row", "pair"]
 """
 
 
-class Layout(Noun, frozen=True, kw_only=True, order=True):
+class Layout(Record, frozen=True, kw_only=True, order=True):
     """The batch divided over ``groups``, the parameters over the ``degree`` members of each.
 
     Positions ``first`` to ``first + groups·degree - 1`` take part; group ``g`` is made of the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .record import Bytes, Noun
+from .record import Bytes, Record
 
 Phase = Literal["forward", "backward", "update"]
 
@@ -21,7 +21,7 @@ CLASS_NAMES = {
 """The classes of memory, and what people call them."""
 
 
-class Moment(Noun, frozen=True, kw_only=True):
+class Moment(Record, frozen=True, kw_only=True):
     """Bytes alive at one point of a step, by class, while ``unit`` is at work."""
 
     unit: str

@@ -8,7 +8,7 @@ from .goal import Goal
 from .layout import Layout, Style
 from .peak import Moment
 from .profile import UnitKind
-from .record import Bytes, Count, Document, Index, Noun, Seconds
+from .record import Bytes, Count, Document, Index, Record, Seconds
 
 MemoryPolicy = Literal["keep", "recompute", "offload"]
 ExchangePolicy = Literal["dense", "sharded", "fully_sharded", "dropped", "topk"]
@@ -24,7 +24,7 @@ ScheduleName = Literal["barrier", "priority"]
 those first that forward needs first (``priority``). See ``simulate.schedule``."""
 
 
-class UnitPlan(Noun, frozen=True, kw_only=True):
+class UnitPlan(Record, frozen=True, kw_only=True):
     """The decision for one unit, and what it is predicted to cost on its busiest rank.
 
     Seconds are of one micro-batch; ``exchange_s`` is of one step. ``blocking_s`` is what the unit
@@ -53,7 +53,7 @@ class UnitPlan(Noun, frozen=True, kw_only=True):
     exchange_s: Seconds = 0.0
 
 
-class Prediction(Noun, frozen=True, kw_only=True):
+class Prediction(Record, frozen=True, kw_only=True):
     """What a step is predicted to take and to hold, on the busiest rank.
 
     ``step_s`` = ``compute_s`` (forward, backward and update, with the slowing by communication) +
@@ -75,7 +75,7 @@ class Prediction(Noun, frozen=True, kw_only=True):
     fullest: Moment | None = None
 
 
-class Provenance(Noun, frozen=True, kw_only=True):
+class Provenance(Record, frozen=True, kw_only=True):
     """Where a plan came from: the solver, what it proved, and from which measurements."""
 
     solver: str

@@ -8,7 +8,7 @@ import networkx as nx
 
 from .curve import ZERO, Curve
 from .layout import Style
-from .record import Bytes, BytesReal, Count, Document, Index, Noun, Seconds, Share
+from .record import Bytes, BytesReal, Count, Document, Index, Record, Seconds, Share
 
 UnitKind = Literal[
     "input",
@@ -27,7 +27,7 @@ FIXED_KINDS = frozenset({"input", "output", "glue"})
 """Kinds that always have the layout (W, 1): the model's ends and its own code between units."""
 
 
-class ParameterProfile(Noun, frozen=True, kw_only=True):
+class ParameterProfile(Record, frozen=True, kw_only=True):
     """One parameter. ``shared`` is its canonical name: equal for all names of a tied parameter."""
 
     name: str
@@ -37,7 +37,7 @@ class ParameterProfile(Noun, frozen=True, kw_only=True):
     trainable: bool = True
 
 
-class ShareProfile(Noun, frozen=True, kw_only=True):
+class ShareProfile(Record, frozen=True, kw_only=True):
     """What one member of a group of ``degree`` costs under ``style``, by samples of its group.
 
     ``forward`` and ``backward`` in seconds; ``saved`` bytes of feature maps kept for backward;
@@ -60,7 +60,7 @@ class ShareProfile(Noun, frozen=True, kw_only=True):
     spared: Curve = ZERO
 
 
-class SplitProfile(Noun, frozen=True, kw_only=True):
+class SplitProfile(Record, frozen=True, kw_only=True):
     """A way in which a unit's parameters can be divided.
 
     ``parts`` is how many pieces cannot be cut further (output features, attention heads);
@@ -77,7 +77,7 @@ class SplitProfile(Noun, frozen=True, kw_only=True):
     sharded: tuple[tuple[str, Index], ...]
 
 
-class FidelityProfile(Noun, frozen=True, kw_only=True):
+class FidelityProfile(Record, frozen=True, kw_only=True):
     """What a lossy exchange of a unit's gradient keeps.
 
     ``ratios`` are the shares of the elements that were sent when it was measured, rising, and
@@ -100,7 +100,7 @@ class FidelityProfile(Noun, frozen=True, kw_only=True):
             raise ValueError(f"ratios must be positive and rising, got {self.ratios}")
 
 
-class UnitProfile(Noun, frozen=True, kw_only=True):
+class UnitProfile(Record, frozen=True, kw_only=True):
     """The smallest piece of a model that gets its own decision.
 
     ``modules`` are the fully qualified names of its submodules in order of execution; empty for
@@ -160,7 +160,7 @@ class UnitProfile(Noun, frozen=True, kw_only=True):
         return None
 
 
-class EdgeProfile(Noun, frozen=True, kw_only=True):
+class EdgeProfile(Record, frozen=True, kw_only=True):
     """The tensors that flow from one unit to another.
 
     ``bytes_per_sample`` of those that have a batch dimension; ``gradient_bytes_per_sample`` the
@@ -178,7 +178,7 @@ class EdgeProfile(Noun, frozen=True, kw_only=True):
     tensors: Index = 0
 
 
-class PieceProfile(Noun, frozen=True, kw_only=True):
+class PieceProfile(Record, frozen=True, kw_only=True):
     """Modules of the model called one after another in one stretch of its forward, which a segment
     can be made of: a unit's, or one that contains units.
 
@@ -195,14 +195,14 @@ class PieceProfile(Noun, frozen=True, kw_only=True):
     opens: bool = True
 
 
-class UpdateRate(Noun, frozen=True, kw_only=True):
+class UpdateRate(Record, frozen=True, kw_only=True):
     """Seconds that an optimizer takes for each byte of parameters."""
 
     optimizer: str
     seconds_per_byte: Seconds
 
 
-class CompressionRate(Noun, frozen=True, kw_only=True):
+class CompressionRate(Record, frozen=True, kw_only=True):
     """Seconds that a lossy exchange takes to choose what it sends, for each byte of gradients."""
 
     exchange: Literal["dropped", "topk"]

@@ -28,7 +28,7 @@ Slowdown = Annotated[float, msgspec.Meta(gt=1)]
 """How many times as long something may take."""
 
 
-class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An immutable record. Subclasses check in ``__post_init__`` what types cannot say."""
 
     def __post_init__(self) -> None:
@@ -37,13 +37,13 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise ValueError(f"{path} is {value}, expected a finite number")
 
 
-class Document(Noun, frozen=True, kw_only=True, tag_field="document"):
+class Document(Record, frozen=True, kw_only=True, tag_field="document"):
     """A noun that is a file of its own: it carries its type's name and a schema version."""
 
     schema_version: int = SCHEMA_VERSION
 
 
-NounT = TypeVar("NounT", bound=Noun)
+RecordT = TypeVar("RecordT", bound=Record)
 DocumentT = TypeVar("DocumentT", bound=Document)
 
 
@@ -68,12 +68,12 @@ MADE_BY = {
 """How a user makes each kind of document."""
 
 
-def encode(noun: Noun) -> bytes:
+def encode(noun: Record) -> bytes:
     """JSON, indented, ending in a newline; equal nouns give equal bytes."""
     return msgspec.json.format(msgspec.json.encode(noun), indent=1) + b"\n"
 
 
-def decode(cls: type[NounT], data: bytes, origin: str = "JSON") -> NounT:
+def decode(cls: type[RecordT], data: bytes, origin: str = "JSON") -> RecordT:
     """The noun in ``data``; ``origin`` names the source in the message of an ``InputError``."""
     if issubclass(cls, Document):
         _check_head(cls, data, origin)
@@ -105,7 +105,7 @@ def _check_head(cls: type[Document], data: bytes, origin: str) -> None:
         )
 
 
-def _damaged(cls: type[Noun], origin: str, error: Exception) -> str:
+def _damaged(cls: type[Record], origin: str, error: Exception) -> str:
     detail = printable(str(error) or type(error).__name__)
     if "truncated" in detail:
         return f"{origin} ends in the middle of a {cls.__name__}: write it anew"
@@ -117,7 +117,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
-def load(cls: type[NounT], path: str | Path, given: str = "") -> NounT:
+def load(cls: type[RecordT], path: str | Path, given: str = "") -> RecordT:
     """Reads a noun from a file; ``InputError`` names the file and the path of a bad field, and
     ``given``, the option that the file was given to."""
     try:
@@ -128,7 +128,7 @@ def load(cls: type[NounT], path: str | Path, given: str = "") -> NounT:
     return decode(cls, data, f"{given} {path}".lstrip())
 
 
-def save(noun: Noun, path: str | Path) -> None:
+def save(noun: Record, path: str | Path) -> None:
     """Writes a noun whole or not at all (a temporary file beside it, then a rename)."""
     write_whole(path, encode(noun))
 
@@ -153,11 +153,11 @@ def write_whole(path: str | Path, data: bytes) -> None:
         raise
 
 
-def fingerprint(noun: Noun) -> str:
+def fingerprint(noun: Record) -> str:
     """Sixteen hexadecimal digits that stand for the noun's content."""
     return hashlib.sha256(msgspec.json.encode(noun)).hexdigest()[:16]
 
 
-def schema(cls: type[Noun]) -> dict[str, Any]:
+def schema(cls: type[Record]) -> dict[str, Any]:
     """The JSON Schema of a noun."""
     return msgspec.json.schema(cls)

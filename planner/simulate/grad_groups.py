@@ -23,7 +23,7 @@ from ..schema.options import Option
 from ..schema.plan import ScheduleName
 from ..schema.profile import ParameterProfile, UnitProfile
 from .schedule import Message, Step, bucket_messages, work_of
-from .slicing import Cut, cut, grouped
+from .slicing import SliceSpec, cut, grouped
 
 MOST_PICKED = 2**31 - 1
 """Parameters with more elements are sent whole: picked ones are numbered in int32."""
@@ -42,11 +42,11 @@ class Gradient(NamedTuple):
     whole: bool
 
 
-class Parcel(NamedTuple):
+class GradGroup(NamedTuple):
     """Gradients in the order of backward, and how they are cut."""
 
     gradients: tuple[Gradient, ...]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[SliceSpec, ...]
 
     @property
     def kind(self) -> Option:
@@ -59,14 +59,14 @@ class Parcel(NamedTuple):
         return tuple(sorted({g.unit for g in self.gradients}))
 
 
-def parcels(model: CostModel, decisions: Sequence[Option]) -> list[Parcel]:
+def grad_groups(model: CostModel, decisions: Sequence[Option]) -> list[GradGroup]:
     """The parcels of a step, those that get ready first in front."""
     travelling = [
         g for k in reversed(range(len(decisions))) for g in _gradients(model, k, decisions)
     ]
     groups = grouped([(g.kind, g.unit, g.shared_bytes) for g in travelling])
     found = [tuple(travelling[i] for i in group) for group in groups]
-    made = [Parcel(mine, _cuts(mine, model.bucket_bytes)) for mine in found]
+    made = [GradGroup(mine, _cuts(mine, model.bucket_bytes)) for mine in found]
     return sorted(made, key=lambda p: p.units[0], reverse=True)
 
 
@@ -96,7 +96,7 @@ def _peers(unit: UnitProfile, option: Option, parameter: ParameterProfile) -> La
     return Layout(groups=layout.size, degree=1, first=layout.first)
 
 
-def _cuts(gradients: Sequence[Gradient], limit_bytes: int) -> tuple[Cut, ...]:
+def _cuts(gradients: Sequence[Gradient], limit_bytes: int) -> tuple[SliceSpec, ...]:
     """What a lossy exchange sends in part shares no message; top-k sends one for each parameter."""
     kind = gradients[0].kind
     if not kind.lossy:
@@ -107,26 +107,26 @@ def _cuts(gradients: Sequence[Gradient], limit_bytes: int) -> tuple[Cut, ...]:
     for group in groups:
         sizes = [gradients[i].shared_bytes for i in group]
         picked = kind.exchange == "topk" and group is not whole
-        cuts = (Cut((0,)),) if picked else cut(sizes, limit_bytes)
+        cuts = (SliceSpec((0,)),) if picked else cut(sizes, limit_bytes)
         found += [c._replace(parameters=tuple(group[i] for i in c.parameters)) for c in cuts]
     return tuple(found)
 
 
-def parcel_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
+def grad_group_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
     """The slices of all parcels as messages, each one collective (two where the exchange is
     sharded); none of those that are waited for in backward."""
     messages = []
-    for parcel in parcels(model, decisions):
-        if parcel.kind.early_release:
+    for grad_group in grad_groups(model, decisions):
+        if grad_group.kind.early_release:
             continue
-        for one in parcel.cuts:
-            mine = [parcel.gradients[i] for i in one.parameters]
-            kind = parcel.kind
+        for one in grad_group.cuts:
+            mine = [grad_group.gradients[i] for i in one.parameters]
+            kind = grad_group.kind
             if mine[0].whole and kind.lossy:
                 kind = Option(kind.layout)
             size = sum(g.shared_bytes for g in mine) / one.parts
             on = model.exchange(kind, model.payload_bytes(kind, ceil(size)) if kind.lossy else size)
-            units, urgency = parcel.units, parcel.units[0]
+            units, urgency = grad_group.units, grad_group.units[0]
             messages.append(Message(units, LINKS[on.link], on.seconds, urgency, on.sent_bytes))
     return tuple(messages)
 
@@ -140,5 +140,5 @@ def step_of(
     """The step that the executor runs under those decisions; the model's ``bucket_bytes`` is the
     size of a slice under priority."""
     by_barrier = schedule == "barrier"
-    messages = (bucket_messages if by_barrier else parcel_messages)(model, decisions)
+    messages = (bucket_messages if by_barrier else grad_group_messages)(model, decisions)
     return Step(work_of(chain, model.micro_batches, schedule), messages, schedule)

@@ -196,7 +196,7 @@ def bucketed_s(model: CostModel, decisions: Sequence[Option]) -> LinkMatrix:
 def slice_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
     """Each unit's gradients in equal slices of at most ``bucket_bytes``, each one collective (two
     where the exchange is sharded), as the step formulas have them (the executor packs small ones
-    together: ``parcels``); none of those that are waited for in backward."""
+    together: ``grad_groups``); none of those that are waited for in backward."""
     found = []
     for k in reversed(range(len(decisions))):
         size = model.unit(k, decisions[k]).gradient_bytes

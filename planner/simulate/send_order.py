@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 
-class Load(NamedTuple):
+class ReadyGroup(NamedTuple):
     """Gradients that get ready together, ``ready_s`` after backward began. The lowest ``urgency``
     goes first. ``slices`` are the seconds that each takes on its ``link``."""
 
@@ -24,17 +24,19 @@ class Load(NamedTuple):
     link: int = 0
 
 
-class Turn(NamedTuple):
+class SendSlot(NamedTuple):
     """Which slice of which load is sent."""
 
     load: int
     number: int
 
 
-def send_order(loads: Sequence[Load], *, sliced: bool = True, urgent: bool = True) -> list[Turn]:
+def send_order(
+    loads: Sequence[ReadyGroup], *, sliced: bool = True, urgent: bool = True
+) -> list[SendSlot]:
     """The turns in the order of their starts. Without ``urgent`` first come, first served; without
     ``sliced`` what has begun is sent to its end."""
-    begun: list[tuple[float, int, Turn]] = []
+    begun: list[tuple[float, int, SendSlot]] = []
     for link in sorted({load.link for load in loads}):
         mine = [i for i, load in enumerate(loads) if load.link == link and load.slices]
         begun += _on_link(loads, mine, sliced, urgent)
@@ -42,12 +44,12 @@ def send_order(loads: Sequence[Load], *, sliced: bool = True, urgent: bool = Tru
 
 
 def _on_link(
-    loads: Sequence[Load], mine: Sequence[int], sliced: bool, urgent: bool
-) -> list[tuple[float, int, Turn]]:
+    loads: Sequence[ReadyGroup], mine: Sequence[int], sliced: bool, urgent: bool
+) -> list[tuple[float, int, SendSlot]]:
     """(start, place among the link's, turn) of each slice."""
     coming = sorted(mine, key=lambda i: (loads[i].ready_s, -loads[i].urgency), reverse=True)
     ready: list[tuple[int, int, int]] = []  # urgency or place in the queue, load, next slice
-    found: list[tuple[float, int, Turn]] = []
+    found: list[tuple[float, int, SendSlot]] = []
     now, arrived = 0.0, 0
     while coming or ready:
         if not ready:
@@ -59,7 +61,7 @@ def _on_link(
         key, i, number = heappop(ready)
         last = number + 1 if sliced else len(loads[i].slices)
         for n in range(number, last):
-            found.append((now, len(found), Turn(i, n)))
+            found.append((now, len(found), SendSlot(i, n)))
             now += loads[i].slices[n]
         if last < len(loads[i].slices):
             heappush(ready, (key, i, last))

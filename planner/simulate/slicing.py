@@ -15,7 +15,7 @@ PACKED_BYTES = 128 * 1024
 a message of its own some 200 µs (gloo, two cores, torch 2.13)."""
 
 
-class Cut(NamedTuple):
+class SliceSpec(NamedTuple):
     """One slice: part ``part`` of ``parts`` equal ones of a parameter, or several small parameters
     whole. ``parameters`` are indices."""
 
@@ -24,25 +24,25 @@ class Cut(NamedTuple):
     parts: int = 1
 
 
-def cut(sizes_bytes: Sequence[int], limit_bytes: int) -> tuple[Cut, ...]:
+def cut(sizes_bytes: Sequence[int], limit_bytes: int) -> tuple[SliceSpec, ...]:
     """The slices of a unit whose parameters have those sizes, none above ``limit_bytes``; packs
     first. Sizes of zero are left out."""
     packs: list[list[int]] = []
     room = 0
-    whole: list[Cut] = []
+    whole: list[SliceSpec] = []
     for i, size in enumerate(sizes_bytes):
         if size <= 0:
             continue
         if not packed(size, limit_bytes):
             parts = ceil(size / limit_bytes)
-            whole += [Cut((i,), part, parts) for part in range(parts)]
+            whole += [SliceSpec((i,), part, parts) for part in range(parts)]
             continue
         if not packs or size > room:
             packs.append([])
             room = limit_bytes
         packs[-1].append(i)
         room -= size
-    return (*(Cut(tuple(pack)) for pack in packs), *whole)
+    return (*(SliceSpec(tuple(pack)) for pack in packs), *whole)
 
 
 def packed(size_bytes: int, limit_bytes: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from ..schema.cache import recall
+from ..schema import cache
 from ..schema.capability import EVERYTHING, Capability
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
@@ -116,8 +116,8 @@ def made_from(
 ) -> tuple[ModelProfile, Cluster]:
     """What a plan was made from, by fingerprint where it is not given; raises ``InputError``."""
     return (
-        profile or recall(ModelProfile, plan.provenance.profile, "--profile"),
-        cluster or recall(Cluster, plan.provenance.cluster, "--cluster"),
+        profile or cache.get_named(ModelProfile, plan.provenance.profile, "--profile"),
+        cluster or cache.get_named(Cluster, plan.provenance.cluster, "--cluster"),
     )
 
 

@@ -15,7 +15,7 @@ from meshwright.executor.apply import apply
 from meshwright.executor.background.job import beside
 from meshwright.executor.background.messages import VARIABLE, Kind, unpacked
 from meshwright.executor.background.settings import Settings
-from meshwright.executor.launch.processes.background import Background, idle_share, outlook
+from meshwright.executor.launch.background import Background, idle_share, outlook
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import UnitPlan

@@ -173,7 +173,7 @@ def swap_turns(model: nn.Module) -> None:
     everybody = [
         i
         for i, turn in enumerate(turns)
-        if exchange.parcels[turn.load].entries[0].group.label == "exchange"
+        if exchange.grad_groups[turn.load].entries[0].group.label == "exchange"
     ]
     one, other = next((i, j) for i, j in pairwise(everybody) if turns[i].load != turns[j].load)
     turns[one], turns[other] = turns[other], turns[one]

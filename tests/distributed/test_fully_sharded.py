@@ -13,7 +13,7 @@ import pytest
 import test_sharded
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.gradients.fully_sharded import FullyShardedParcel
+from meshwright.executor.gradients.fully_sharded import FullyShardedGradGroup
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.optimizer.chunks import LocalChunk
 from meshwright.executor.parallel import full_state_dict, run_of
@@ -220,8 +220,10 @@ def holds_little(rank: int, world: int) -> None:
     training.check()
     assert len(seen) == 3 * 2 * 6
     assert max(seen) == 2 * LAYER_BYTES  # the one at work, and the next
-    parcels = [p for p in run_of(model).priority.parcels if isinstance(p, FullyShardedParcel)]
-    chunks = [c for parcel in parcels for c in parcel.chunks.values()]
+    grad_groups = [
+        p for p in run_of(model).priority.grad_groups if isinstance(p, FullyShardedGradGroup)
+    ]
+    chunks = [c for grad_group in grad_groups for c in grad_group.chunks.values()]
     assert sum(c.untyped_storage().nbytes() for c in chunks) == 6 * LAYER_BYTES // world
     training.optimizer.state_dict()
     state = [s["momentum_buffer"] for s in training.optimizer.state.values()]
@@ -242,8 +244,8 @@ def peak_of(rank: int, world: int, policy: Any) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         standing = [p.data for p in training.model.parameters()]
     standing += [s["momentum_buffer"] for s in training.optimizer.state.values()]
-    for parcel in run_of(training.model).priority.parcels:
-        standing += getattr(parcel, "chunks", {}).values()
+    for grad_group in run_of(training.model).priority.grad_groups:
+        standing += getattr(grad_group, "chunks", {}).values()
     peak = peak_bytes(lambda: training.together(3), standing, torch.device("cpu"))
     training.optimizer.state_dict()
     return peak

@@ -187,7 +187,7 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along(plan_file):
 
 
 def test_the_callers_environment_and_signals_are_put_back(tmp_path):
-    from meshwright.executor.launch.processes.processes import Ranks, run_ranks
+    from meshwright.executor.launch.processes import Ranks, run_ranks
 
     script = tmp_path / "script.py"
     script.write_text("import os; assert os.environ['MINE'] == 'yes'\n")

@@ -13,7 +13,7 @@ from meshwright.executor.apply import apply
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.headroom import account, overflowed
-from meshwright.executor.launch.processes.train import optimizer_for, run_steps, train_step
+from meshwright.executor.launch.train import optimizer_for, run_steps, train_step
 from meshwright.executor.memory.peak import budget
 from meshwright.executor.parallel import is_parallel
 from meshwright.models import zoo as models

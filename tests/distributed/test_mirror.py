@@ -232,9 +232,9 @@ def peaks(rank: int, number: int, width: int) -> dict[str, float]:
             model.state_dict()  # applies what is pending
 
         steps(3)
-        parcels = run_of(model).priority.parcels
-        held = [f.held for parcel in parcels for f in parcel.feedback.values()]
-        velocities = [v for parcel in parcels for v in parcel.velocities.values()]
+        grad_groups = run_of(model).priority.grad_groups
+        held = [f.held for grad_group in grad_groups for f in grad_group.feedback.values()]
+        velocities = [v for grad_group in grad_groups for v in grad_group.velocities.values()]
         standing = [*model.parameters(), *held, *velocities]
         own = sum(p.numel() * p.element_size() for p in model.parameters())
         peak = peak_bytes(lambda steps=steps: steps(2), standing, torch.device("cpu"))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.gradients.topk_message import PickedSlice
+from meshwright.executor.gradients.topk_message import TopkSlice
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
 from meshwright.planner.cost.cost import CostModel
@@ -18,7 +18,7 @@ from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.options import Decisions, Option
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
-from meshwright.planner.simulate.grad_groups import parcel_messages, parcels
+from meshwright.planner.simulate.grad_groups import grad_group_messages, grad_groups
 from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.describe import describe_cluster
 from meshwright.profiler.estimate import estimate
@@ -70,27 +70,27 @@ def sent(rank: int, name: str, plan: Plan) -> tuple[Sent, list[int]]:
     priority = run_of(model).priority
     assert priority is not None
     found, sizes = [], []
-    for parcel in priority.parcels:
-        if parcel.entries[0].group.handle is None:
+    for grad_group in priority.grad_groups:
+        if grad_group.entries[0].group.handle is None:
             continue
         slices = []
-        for one in parcel.slices:
+        for one in grad_group.slices:
             names = tuple(e.name for e in one.entries)
             slices.append((names, one.cut.part, one.cut.parts))
-            assert isinstance(one, PickedSlice) == (
-                parcel.entries[0].exchange == "topk" and not one.entries[0].whole
+            assert isinstance(one, TopkSlice) == (
+                grad_group.entries[0].exchange == "topk" and not one.entries[0].whole
             )
             sizes.append(one.bytes)
-        found.append(([e.name for e in parcel.entries], slices))
+        found.append(([e.name for e in grad_group.entries], slices))
     return found, sizes
 
 
 def simulated(model: CostModel, decisions: Decisions) -> Sent:
     """The same of the planner's simulation; parcels in forward order, as the executor lists."""
     found: Sent = []
-    for parcel in parcels(model, decisions):
-        names = [g.name for g in parcel.gradients]
-        slices = [(tuple(names[i] for i in c.parameters), c.part, c.parts) for c in parcel.cuts]
+    for grad_group in grad_groups(model, decisions):
+        names = [g.name for g in grad_group.gradients]
+        slices = [(tuple(names[i] for i in c.parameters), c.part, c.parts) for c in grad_group.cuts]
         found.append((names, slices))
     return found
 
@@ -115,7 +115,7 @@ def test_the_planner_simulates_the_messages_that_are_sent(ranks, name, world, de
     assert sorted(ours) == sorted(theirs)
     if how:
         return
-    messages = parcel_messages(model, decisions)
+    messages = grad_group_messages(model, decisions)
     assert len(messages) == len(sizes)
     assert len({m.units for m in messages}) < len(messages)
     assert sum(len(m.units) > 1 for m in messages) > 0, "no small units that share a message"

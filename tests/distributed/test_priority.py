@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.pending import Pending
 from meshwright.executor.gradients.waiting import WaitingGradient
-from meshwright.executor.launch.processes.device import memory_bytes
+from meshwright.executor.launch.device import memory_bytes
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
@@ -41,7 +41,7 @@ class Barrier:
     them and steps parameters of its own, which each forward must have met."""
 
     def __init__(self, model: nn.Module, optimizer: str, limit: int) -> None:
-        self.parcels, self.limit = run_of(model)._priority_exchange().parcels, limit
+        self.grad_groups, self.limit = run_of(model)._priority_exchange().grad_groups, limit
         self.twins = {p: nn.Parameter(p.detach().clone()) for p in model.parameters()}
         self.optimizer = gently(optimizer_of(optimizer, self.twins.values()))
         self.waits = 0
@@ -62,9 +62,9 @@ class Barrier:
 
     def step(self) -> None:
         self.waits += sum(isinstance(p, Pending) for p in self.twins)
-        for parcel in self.parcels:
-            for piece in cut([e.shared_bytes for e in parcel.entries], self.limit):
-                mine = [self.twins[parcel.entries[i].parameter] for i in piece.parameters]
+        for grad_group in self.grad_groups:
+            for piece in cut([e.shared_bytes for e in grad_group.entries], self.limit):
+                mine = [self.twins[grad_group.entries[i].parameter] for i in piece.parameters]
                 self.reduce([t.grad.view(-1) for t in mine], piece.part, piece.parts)
         self.optimizer.step()
         for twin in self.twins.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.launch.processes.report import WARM_UP, _Recorder
+from meshwright.executor.launch.report import WARM_UP, _Recorder
 from plans import plan as plan_by_hand
 from plans import scheduled
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
-from meshwright.executor.gradients.sharded import ShardedParcel
+from meshwright.executor.gradients.sharded import ShardedGradGroup
 from meshwright.executor.gradients.sharded_gradient import ShardedGradient
 from meshwright.executor.parallel import (
     full_optimizer_state_dict,
@@ -543,19 +543,19 @@ def test_gradients_read_in_another_order_are_not_mixed_up(ranks):
 SLOW_S = 1.0
 
 
-def slow_averages(parcel: ShardedParcel) -> None:
+def slow_averages(grad_group: ShardedGradGroup) -> None:
     """Its gradients stay away for a while."""
-    soon = parcel.reduce
+    soon = grad_group.reduce
 
     def reduce(watch: Any) -> float:
         time.sleep(SLOW_S)
         return soon(watch)
 
-    parcel.reduce = reduce  # type: ignore[method-assign]
+    grad_group.reduce = reduce  # type: ignore[method-assign]
 
 
-def first_parcel(model: nn.Module) -> ShardedParcel:
-    return next(p for p in run_of(model).priority.parcels if isinstance(p, ShardedParcel))
+def first_parcel(model: nn.Module) -> ShardedGradGroup:
+    return next(p for p in run_of(model).priority.grad_groups if isinstance(p, ShardedGradGroup))
 
 
 def steps_without_waiting(rank: int) -> None:
@@ -665,12 +665,12 @@ def test_a_step_on_one_rank_ends_in_a_sentence(ranks):
 
 def fails_in_its_step(rank: int) -> None:
     pair = Pair(rank, shards(2))
-    parcel = first_parcel(pair.model)
+    grad_group = first_parcel(pair.model)
 
     def reduce(watch: Any) -> float:
         raise ValueError("this one is lost")
 
-    parcel.reduce = reduce  # type: ignore[method-assign]
+    grad_group.reduce = reduce  # type: ignore[method-assign]
     pair.backward()
     pair.optimizer.step()
     pair.model.last.weight.sum()

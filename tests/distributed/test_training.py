@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.launch.processes.train import run_steps, train_step
+from meshwright.executor.launch.train import run_steps, train_step
 from meshwright.executor.parallel import full_state_dict
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover

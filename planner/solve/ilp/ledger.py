@@ -14,8 +14,8 @@ import numpy as np
 
 from ...cost.budget import idle_s
 from ...cost.cost import CostModel
-from ...cost.ownership import entry, exit_
-from ...cost.shared_redistribution import taking
+from ...cost.ownership import input_placement, output_placement
+from ...cost.shared_redistribution import shared_redistribution
 from ...cost.step_time import LINKS, Vector
 from ...memory.rows import AT, ENTRY, FIGURES, OWN_BYTES, RECEIVED, Matrix
 from ...memory.unit_memory import MemoryModel
@@ -113,10 +113,16 @@ class Ledger:
         """The states of edge ``other``'s target in which it gets what edge ``e`` of the same load
         brings from one state to another."""
         ends, edges = self.model.ends, self.model.profile.edges
-        held = exit_(*self.units[ends[e][0]].states[source])
-        mine = taking(edges[e], held, entry(*self.units[ends[e][1]].states[target]))
+        held = output_placement(*self.units[ends[e][0]].states[source])
+        mine = shared_redistribution(
+            edges[e], held, input_placement(*self.units[ends[e][1]].states[target])
+        )
         states = self.units[ends[other][1]].states
-        return [i for i, s in enumerate(states) if taking(edges[other], held, entry(*s)) == mine]
+        return [
+            i
+            for i, s in enumerate(states)
+            if shared_redistribution(edges[other], held, input_placement(*s)) == mine
+        ]
 
     def choose(self, numbers: Sequence[int]) -> Decisions:
         """The decisions of one option's number for each unit."""

@@ -10,7 +10,7 @@ import numpy as np
 from ...cost.collectives import Fabric
 from ...cost.cost import CostModel
 from ...cost.flows import Flows, Reals, flow_seconds, flows
-from ...cost.ownership import Held, entry, exit_
+from ...cost.ownership import TensorPlacement, input_placement, output_placement
 from ...cost.step_time import LINKS
 from ...memory.rows import ENTRY
 from ...schema.layout import Layout, Style
@@ -40,8 +40,8 @@ class _Nodes:
 def _flows(
     nodes: _Nodes,
     counts: tuple[int, ...],
-    sources: tuple[Held, ...],
-    targets: tuple[Held, ...],
+    sources: tuple[TensorPlacement, ...],
+    targets: tuple[TensorPlacement, ...],
     features: int,
 ) -> Flows:
     """Remembered: a cluster is asked several questions, and on a thousand ranks the flows of an
@@ -68,7 +68,10 @@ class EdgeFigures:
         return self._edges[key]
 
     def _between(self, sizes: Sizes, sources: Sequence[State], targets: Sequence[State]) -> Reals:
-        made, taken = [exit_(*s) for s in sources], [entry(*t) for t in targets]
+        made, taken = (
+            [output_placement(*s) for s in sources],
+            [input_placement(*t) for t in targets],
+        )
         out, into = list(dict.fromkeys(made)), list(dict.fromkeys(taken))
         every = range(len(ENTRY) + 1)
         figures = np.zeros((len(every), len(out), len(into)))
@@ -84,7 +87,9 @@ class EdgeFigures:
         where = [out.index(h) for h in made], [into.index(h) for h in taken]
         return figures[np.ix_(every, *where)]
 
-    def _flow(self, sources: Sequence[Held], targets: Sequence[Held], features: int) -> Flows:
+    def _flow(
+        self, sources: Sequence[TensorPlacement], targets: Sequence[TensorPlacement], features: int
+    ) -> Flows:
         return _flows(self._nodes, self.model.counts, tuple(sources), tuple(targets), features)
 
     def _seconds(self, flow: Flows, element: float, back: float) -> Reals:

@@ -46,7 +46,7 @@ ROUNDING = 1e-6
 HEURISTIC_S = 60.0
 
 
-class Lean(NamedTuple):
+class LeastUse(NamedTuple):
     """What was found without the limit ``what``: the choice that needs least of it; the bound on
     the objective, and what it proves that any plan needs of the limit; a limit that is enough; the
     decisions to begin with by micro-batches and slice size; and whether the bound shows that no
@@ -80,7 +80,7 @@ def key_of(model: CostModel) -> tuple[int, int]:
     return model.micro_batches, model.bucket_bytes
 
 
-def lean(problem: Problem, what: str, deadline: float, part: Part) -> Lean:
+def lean(problem: Problem, what: str, deadline: float, part: Part) -> LeastUse:
     """The plans that need the least of ``what``; ends with the first that keeps it. Each search
     begins with the best plan so far; where all of them passed the limit and none has proved that
     it must be, they begin once more with the quickest plan."""
@@ -106,7 +106,7 @@ def _pass(
     deadline: float,
     part: Part,
     start: Decisions | None,
-) -> Lean:
+) -> LeastUse:
     best: Choice | None = None
     bound, hopeless = float("inf"), True
     starts: dict[tuple[int, int], Decisions] = {}
@@ -124,7 +124,7 @@ def _pass(
     if best is not None and best.objective_s:  # they are in proportion
         least = needed(what, best.value, best.model) * bound / best.objective_s
     enough = float("inf") if best is None else needed(what, best.value, best.model)
-    return Lean(what, best, bound, least, enough, starts, hopeless)
+    return LeastUse(what, best, bound, least, enough, starts, hopeless)
 
 
 def _within(model: CostModel, problem: Problem, decisions: Decisions | None) -> Decisions | None:
@@ -135,7 +135,9 @@ def _within(model: CostModel, problem: Problem, decisions: Decisions | None) -> 
     return decisions
 
 
-def tightened(problem: Problem, known: Lean, end: float, solves: Callable[[Problem], bool]) -> Lean:
+def tightened(
+    problem: Problem, known: LeastUse, end: float, solves: Callable[[Problem], bool]
+) -> LeastUse:
     """What is known, with a lower limit under which ``solves`` finds a plan: halfway between what
     is asked or proved and what is known to do, until a share of ``STEP`` is left, or ``end``."""
     if known.choice is None:
@@ -159,7 +161,7 @@ def _target(problem: Problem, what: str, model: CostModel) -> float:
 
 
 def why_nothing(
-    problem: Problem, known: Lean | None, deadline: float, solve: Callable[[Problem], bool]
+    problem: Problem, known: LeastUse | None, deadline: float, solve: Callable[[Problem], bool]
 ) -> Infeasibility:
     """What is missing where no plan was found; ``known`` is what was found without one limit."""
     if known is not None and known.choice is not None:

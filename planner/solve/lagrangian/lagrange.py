@@ -27,7 +27,7 @@ from .finish import Finish
 from .limits import Limits
 from .master import Master, Mixture, Weights
 from .moves import Charges
-from .option_table import Sheet
+from .option_table import OptionTable
 from .rounding import Rounding, Standing
 from .tables import Block, Numbers, Reals, UnitTable
 
@@ -66,7 +66,7 @@ class Outcome(NamedTuple):
 class Lagrangian:
     """The units' and edges' tables as prices."""
 
-    def __init__(self, sheet: Sheet, rows: Rows, limits: Limits) -> None:
+    def __init__(self, sheet: OptionTable, rows: Rows, limits: Limits) -> None:
         self.sheet, self.rows, self.limits = sheet, rows, limits
         sizes = [len(u.states) for u in sheet.units]
         ends = [(e.source, e.target) for e in sheet.edges]

@@ -1,4 +1,5 @@
-"""Edges whose tensors an earlier unit may have got alike (``taking``), between states of units.
+"""Edges whose tensors an earlier unit may have got alike (``shared_redistribution``), between
+states of units.
 
 A plan is charged for the first of them only. That depends on more than the states at an edge's two
 ends, so the bound by prices, which looks at these, divides: where n units of a load could need it
@@ -15,8 +16,8 @@ from functools import cached_property
 import numpy as np
 
 from ...cost.cost import CostModel
-from ...cost.ownership import Held, entry, exit_
-from ...cost.shared_redistribution import Taking, load_of, taking
+from ...cost.ownership import TensorPlacement, input_placement, output_placement
+from ...cost.shared_redistribution import SharedRedistribution, load_of, shared_redistribution
 from .tables import EdgeTable, Reals, State
 
 
@@ -26,11 +27,14 @@ class Moves:
     def __init__(self, model: CostModel, states: Sequence[Sequence[State]]) -> None:
         self.model, self.states = model, states
 
-    def taking(self, e: int, source: int, target: int) -> Taking:
+    def shared_redistribution(self, e: int, source: int, target: int) -> SharedRedistribution:
         """What edge ``e`` brings where its ends are in those states."""
         a, b = self.model.ends[e]
-        held, wanted = exit_(*self.states[a][source]), entry(*self.states[b][target])
-        return taking(self.model.profile.edges[e], held, wanted)
+        held, wanted = (
+            output_placement(*self.states[a][source]),
+            input_placement(*self.states[b][target]),
+        )
+        return shared_redistribution(self.model.profile.edges[e], held, wanted)
 
     def brought(self, e: int, state: Callable[[int], int]) -> bool:
         """Whether an earlier unit has got what edge ``e`` brings; units are in ``state(unit)``."""
@@ -38,9 +42,9 @@ class Moves:
         if not earlier:
             return False
 
-        def of(edge: int) -> Taking:
+        def of(edge: int) -> SharedRedistribution:
             a, b = self.model.ends[edge]
-            return self.taking(edge, state(a), state(b))
+            return self.shared_redistribution(edge, state(a), state(b))
 
         mine = of(e)
         return any(of(other) == mine for other in earlier)
@@ -59,7 +63,10 @@ class Moves:
         if len(self.together[e]) < 2:
             return None
         edges, wanted = self.model.profile.edges, self._wanted(e)
-        left = [exit_(*state).form == "features" for state in self.states[self.model.ends[e][0]]]
+        left = [
+            output_placement(*state).form == "features"
+            for state in self.states[self.model.ends[e][0]]
+        ]
         sliced = np.array(left)[:, None] | np.array([h.form == "features" for h in wanted])
         count = np.ones(sliced.shape)
         for other in self.together[e]:
@@ -69,9 +76,9 @@ class Moves:
                 count += alike & (~sliced | (edges[e].features == edges[other].features))
         return count if count.max() > 1 else None
 
-    def _wanted(self, e: int) -> list[Held]:
+    def _wanted(self, e: int) -> list[TensorPlacement]:
         """What the target of edge ``e`` needs in each of its states."""
-        return [entry(*state) for state in self.states[self.model.ends[e][1]]]
+        return [input_placement(*state) for state in self.states[self.model.ends[e][1]]]
 
 
 class Charges:

@@ -27,7 +27,7 @@ from .policies import exchange_block, memory_block
 from .tables import Block, EdgeTable, Numbers, Reals, TieTable, UnitTable, nothing
 
 
-class Sheet(Figures):
+class OptionTable(Figures):
     """The tables of a space, for the position that is judged (by default the first)."""
 
     def __init__(self, space: Space, memory: MemoryModel, position: int = 0) -> None:

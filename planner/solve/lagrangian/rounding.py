@@ -30,7 +30,7 @@ from ...memory.rows import (
     write_beside,
 )
 from .limits import Limits, Score, score
-from .option_table import Sheet
+from .option_table import OptionTable
 from .tables import Numbers
 
 IDLE = AT["idle"]
@@ -57,7 +57,7 @@ class Standing(NamedTuple):
 class Rounding:
     """Judges and improves plans."""
 
-    def __init__(self, sheet: Sheet, rows: Rows, limits: Limits) -> None:
+    def __init__(self, sheet: OptionTable, rows: Rows, limits: Limits) -> None:
         self.sheet, self.rows, self.limits = sheet, rows, limits
         count = len(sheet.units)
         self.into: list[list[int]] = [[] for _ in range(count)]

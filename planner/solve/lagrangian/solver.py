@@ -26,10 +26,10 @@ from ..heuristic.splits import search as heuristic_search
 from ..ilp.solve import Integer
 from ..models import models
 from ..problem import INTEGER_PAIRS, Problem, Result, state_pairs
-from .infeasible import TIGHTEN_S, Lean, key_of, lean, limit_of, tightened, why_nothing
+from .infeasible import TIGHTEN_S, LeastUse, key_of, lean, limit_of, tightened, why_nothing
 from .lagrange import Lagrangian, Search
 from .limits import INFINITE, Limits
-from .option_table import Sheet
+from .option_table import OptionTable
 
 GAP = 0.0075
 """The search ends when plan and bound are this close."""
@@ -66,7 +66,7 @@ class Multipliers:
         start = time.perf_counter()
         deadline = start + (TIME_LIMIT_S if time_limit_s is None else time_limit_s)
         problem = placed(problem)
-        known: Lean | None = None
+        known: LeastUse | None = None
         best: Choice | None = None
         bound = INFINITE
         if limit_of(problem) is None or _begins(problem):
@@ -84,7 +84,7 @@ class Multipliers:
 
     def _lean(
         self, problem: Problem, what: str | None, start: float, deadline: float
-    ) -> Lean | None:
+    ) -> LeastUse | None:
         """The plans that need least of a limit on device-seconds or time; None without one."""
         if what is None:
             return None
@@ -115,7 +115,7 @@ class Multipliers:
         return Part(best, bound)
 
     def _nothing(
-        self, problem: Problem, start: float, deadline: float, known: Lean | None
+        self, problem: Problem, start: float, deadline: float, known: LeastUse | None
     ) -> Result:
         """No plan that keeps the limits was found. That proves nothing: where the integer program
         is quick it has the last word, else the closest plan says what is missing."""
@@ -162,7 +162,7 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
     memory sees them; None where a unit has no option."""
     limits = limits_bytes(model.cluster, model.goal, model.placement)
     position = min(range(len(limits)), key=lambda p: (limits[p], p))
-    sheet = Sheet(Space(model, problem.capability), MemoryModel(model), position)
+    sheet = OptionTable(Space(model, problem.capability), MemoryModel(model), position)
     if not all(unit.states for unit in sheet.units):
         return None
     at = AT["exchanged"]
@@ -185,7 +185,7 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
     return Lagrangian(sheet, _rows(sheet, problem, share), bounds)
 
 
-def _rows(sheet: Sheet, problem: Problem, bucket: float) -> Rows:
+def _rows(sheet: OptionTable, problem: Problem, bucket: float) -> Rows:
     together = sheet.memory.updates_together
     return rows(sheet.model.micro_batches, problem.schedule, bucket, together=together)
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.executor.comm.groups import Group
-from meshwright.executor.gradients.buckets import Entry
+from meshwright.executor.gradients.buckets import GradParam
 from meshwright.executor.gradients.dropping import Piece, choose
 from meshwright.executor.gradients.feedback import HostMirror
 from meshwright.executor.gradients.momentum import Momentum
 from meshwright.executor.gradients.residual import Lossy, Residual, flat_of
-from meshwright.executor.gradients.topk import Picking, TopkParcel
+from meshwright.executor.gradients.topk import TopkGradGroup, TopkState
 from torch import Tensor, nn
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
@@ -119,17 +119,17 @@ class Handle:
 PAIR = Group((0, 1), 0, Handle(), "exchange")
 
 
-def parcel_of(feedback: str, shape: tuple[int, ...], ratio: float, rate: float) -> TopkParcel:
+def parcel_of(feedback: str, shape: tuple[int, ...], ratio: float, rate: float) -> TopkGradGroup:
     parameter = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
-    entry = Entry(
+    entry = GradParam(
         "w", parameter, PAIR, 1, parameter.numel(), None, 0, "topk", ratio, feedback=feedback
     )
-    parcel = TopkParcel(0, [entry], 1000)
-    picking = Picking([parcel], Lossy(stages=0))
+    grad_group = TopkGradGroup(0, [entry], 1000)
+    picking = TopkState([grad_group], Lossy(stages=0))
     optimizer = torch.optim.SGD([parameter], lr=rate)
     picking.momentum = Momentum(optimizer, picking.parameters, picking.mirrored)
     picking.begin()
-    return parcel
+    return grad_group
 
 
 @given(
@@ -144,29 +144,29 @@ def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, s
     checkpoint between them loses nothing."""
     rate = 0.125
     unit = rate if feedback == "mirror" else 1.0
-    parcel = parcel_of(feedback, shape, ratio, rate)
+    grad_group = parcel_of(feedback, shape, ratio, rate)
     sent = torch.zeros(shape, dtype=torch.float64)
     computed, waiting = sent.clone(), None
     for sends, new in zip(
         exchanged, gradients(seed, shape, len(exchanged), whole=True), strict=True
     ):
-        (entry,) = parcel.entries
+        (entry,) = grad_group.entries
         new = new.contiguous()
         computed += new
         gradient = new.clone() if waiting is None else waiting + new
         if not sends:
-            waiting = None if parcel.absorb(entry, gradient) else gradient
+            waiting = None if grad_group.absorb(entry, gradient) else gradient
             continue
         waiting = None
-        if parcel.fold(entry, gradient) is not None:
-            values, index = parcel._picks.pop(entry)
+        if grad_group.fold(entry, gradient) is not None:
+            values, index = grad_group._picks.pop(entry)
         else:
-            values, index = parcel._pick(entry, gradient.clone(), 1.0)
+            values, index = grad_group._pick(entry, gradient.clone(), 1.0)
         flat_of(sent)[index] += values / unit
         other = parcel_of(feedback, shape, ratio, rate)
-        other.load(parcel.state())
-        parcel = other
-        held = parcel.feedback[parcel.entries[0]].held
+        other.load(grad_group.state())
+        grad_group = other
+        held = grad_group.feedback[grad_group.entries[0]].held
         assert torch.equal(sent + held / unit, computed)
 
 

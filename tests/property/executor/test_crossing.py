@@ -6,19 +6,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.executor.redistribution.bursts import crossing
-from meshwright.planner.cost.ownership import Held, box, home, traffic, transfers
+from meshwright.planner.cost.ownership import TensorPlacement, box, home, traffic, transfers
 from meshwright.planner.schema.layout import Layout
 
 FEATURES = 5
 
 
 @st.composite
-def held(draw, world: int, forms: tuple[str, ...]) -> Held:
+def held(draw, world: int, forms: tuple[str, ...]) -> TensorPlacement:
     degree = draw(st.integers(1, world))
     groups = draw(st.integers(1, world // degree))
     first = draw(st.integers(0, world - groups * degree))
     layout = Layout(groups=groups, degree=degree, first=first)
-    return Held(layout, draw(st.sampled_from(forms)))
+    return TensorPlacement(layout, draw(st.sampled_from(forms)))
 
 
 @st.composite

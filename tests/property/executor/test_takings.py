@@ -6,8 +6,8 @@ import msgspec
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.executor.redistribution.cache import Brought, Taking
-from meshwright.planner.cost.ownership import entry
+from meshwright.executor.redistribution.cache import RedistributionCache, SharedRedistribution
+from meshwright.planner.cost.ownership import input_placement
 
 from tests.strategies import decided
 
@@ -35,7 +35,7 @@ def forked(draw):
 def test_the_executor_brings_what_the_planner_charges(case, forwards):
     model, chosen = case
     charged = {e for e in range(len(model.ends)) if not model.brought_before(e, chosen)}
-    brought = Brought()
+    brought = RedistributionCache()
     for _ in range(forwards):  # the first tells which tensors have several takers
         assert brought_by(brought, model, chosen) == charged
 
@@ -48,11 +48,13 @@ def brought_by(brought, model, chosen):
     for e in sorted(range(len(model.ends)), key=lambda e: (model.ends[e][1], e)):
         edge, (_, target) = model.profile.edges[e], model.ends[e]
         tensor = tensors.setdefault((edge.source, edge.tensors), torch.empty(0))
-        wanted = entry(*chosen[target][:2])
+        wanted = input_placement(*chosen[target][:2])
         sliced = wanted.form == "features"
         features, dim = (edge.features, 1) if sliced else (1, None)
         number = e - min(model.edges_into[target])
-        taking = Taking(model.profile.units[target].name, number, wanted, features, dim)
+        taking = SharedRedistribution(
+            model.profile.units[target].name, number, wanted, features, dim
+        )
 
         def fetch(e=e):
             found.add(e)

@@ -13,7 +13,7 @@ from meshwright.planner.cost.collectives import (
     rings,
 )
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.cost.ownership import entry, exit_, traffic, transfers
+from meshwright.planner.cost.ownership import input_placement, output_placement, traffic, transfers
 from meshwright.planner.cost.positions import position_classes
 from meshwright.planner.memory.timeline import peak_bytes, timeline
 from meshwright.planner.memory.unit_memory import MemoryModel
@@ -67,7 +67,10 @@ def test_an_edge_costs_the_bytes_that_ownership_moves(case):
     model, chosen = case
     for e, (a, b) in enumerate(model.ends):
         edge = model.profile.edges[e]
-        held = exit_(chosen[a].layout, chosen[a].style), entry(chosen[b].layout, chosen[b].style)
+        held = (
+            output_placement(chosen[a].layout, chosen[a].style),
+            input_placement(chosen[b].layout, chosen[b].style),
+        )
         features = edge.features if "features" in (held[0].form, held[1].form) else 1
         sent, received = traffic(transfers(model.counts, *held, features), model.world_size)
         cost, element = model.edge(e, chosen[a], chosen[b]), edge.bytes_per_sample / features

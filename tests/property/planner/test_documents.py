@@ -12,7 +12,7 @@ from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.json_schemas import schema_files
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
-from meshwright.planner.schema.record import Noun, decode, encode
+from meshwright.planner.schema.record import Record, decode, encode
 
 from tests.strategies import clusters, plans, profiles
 
@@ -55,7 +55,7 @@ def test_valid_documents_satisfy_the_schema(cls, data):
     jsonschema.Draft202012Validator(schema).validate(document)
 
 
-def attempt(cls: type[Noun], damaged: bytes) -> None:
+def attempt(cls: type[Record], damaged: bytes) -> None:
     """Reads what may be damaged: a valid noun or an ``InputError`` of one line, nothing else."""
     try:
         noun = decode(cls, damaged, "plan.json")

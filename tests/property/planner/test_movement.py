@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.planner.cost.collectives import Fabric
 from meshwright.planner.cost.movement import boxes, moved, overlaps
-from meshwright.planner.cost.ownership import Held, box, traffic, transfers
+from meshwright.planner.cost.ownership import TensorPlacement, box, traffic, transfers
 from meshwright.planner.schema.layout import Layout, lattice
 
 from tests.strategies import cluster
@@ -21,8 +21,8 @@ def movements(draw):
     first, second = draw(st.sampled_from(layouts)), draw(st.sampled_from(layouts))
     shift = draw(st.integers(0, world - second.size))
     second = Layout(groups=second.groups, degree=second.degree, first=shift)
-    source = Held(first, draw(st.sampled_from(FORMS[:2])))
-    target = Held(second, draw(st.sampled_from(FORMS)))
+    source = TensorPlacement(first, draw(st.sampled_from(FORMS[:2])))
+    target = TensorPlacement(second, draw(st.sampled_from(FORMS)))
     if draw(st.booleans()) and target.form != "whole":
         source, target = target, source
     return counts, source, target, draw(st.integers(1, 20))

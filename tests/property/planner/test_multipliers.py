@@ -8,7 +8,7 @@ from meshwright.planner.cost.collectives import Fabric
 from meshwright.planner.cost.compute import batch_counts
 from meshwright.planner.cost.flows import flow_seconds, flows
 from meshwright.planner.cost.movement import moved, moved_s
-from meshwright.planner.cost.ownership import Held
+from meshwright.planner.cost.ownership import TensorPlacement
 from meshwright.planner.memory.rows import ENTRY, RECEIVED, slice_waits, values
 from meshwright.planner.schema.layout import Layout, lattice
 from meshwright.planner.solve.answer import choice
@@ -144,8 +144,10 @@ def test_flows_of_all_pairs_are_those_of_each_pair(seed):
     fabric = Fabric(links, tuple(int(r) for r in order))
     counts = batch_counts(int(rng.integers(1, 3 * world + 2)), world)
     layouts = [*lattice(world, complete=seed % 4 == 0), Layout(groups=1, first=world - 1)]
-    sources = [Held(y, form) for y in layouts for form in ("samples", "features")]
-    targets = [Held(y, form) for y in layouts for form in ("samples", "features", "whole")]
+    sources = [TensorPlacement(y, form) for y in layouts for form in ("samples", "features")]
+    targets = [
+        TensorPlacement(y, form) for y in layouts for form in ("samples", "features", "whole")
+    ]
     sources = [sources[i] for i in rng.permutation(len(sources))[:6]]
     targets = [targets[i] for i in rng.permutation(len(targets))[:6]]
     features = int(rng.choice([1, 3, 7, 16]))

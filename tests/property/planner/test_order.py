@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.simulate.send_order import Load, Turn, send_order
+from meshwright.planner.simulate.send_order import ReadyGroup, SendSlot, send_order
 from meshwright.planner.simulate.slicing import PACKED_BYTES, cut
 
 whole = st.integers(0, 8).map(float)
@@ -13,7 +13,7 @@ def many_loads(draw):
     count = draw(st.integers(1, 6))
     links = draw(st.integers(1, 2))
     return [
-        Load(
+        ReadyGroup(
             draw(whole),
             k,
             tuple(draw(st.lists(whole, max_size=4))),
@@ -36,17 +36,17 @@ def starts(loads, turns):
 
 
 def test_an_urgent_unit_goes_between_the_slices_of_a_less_urgent_one():
-    late = Load(0.0, 1, (2.0, 2.0, 2.0))
-    early = Load(3.0, 0, (1.0, 1.0))
-    first = [Turn(0, 0), Turn(0, 1), Turn(1, 0), Turn(1, 1), Turn(0, 2)]
+    late = ReadyGroup(0.0, 1, (2.0, 2.0, 2.0))
+    early = ReadyGroup(3.0, 0, (1.0, 1.0))
+    first = [SendSlot(0, 0), SendSlot(0, 1), SendSlot(1, 0), SendSlot(1, 1), SendSlot(0, 2)]
     assert send_order([late, early]) == first
     assert send_order([late, early], urgent=False) == sorted(first)
     assert send_order([late, early], sliced=False) == sorted(first)
 
 
 def test_links_do_not_wait_for_each_other():
-    loads = [Load(0.0, 1, (9.0, 9.0), link=0), Load(1.0, 0, (1.0,), link=1)]
-    assert send_order(loads) == [Turn(0, 0), Turn(1, 0), Turn(0, 1)]
+    loads = [ReadyGroup(0.0, 1, (9.0, 9.0), link=0), ReadyGroup(1.0, 0, (1.0,), link=1)]
+    assert send_order(loads) == [SendSlot(0, 0), SendSlot(1, 0), SendSlot(0, 1)]
 
 
 @settings(max_examples=300, deadline=None)
@@ -54,7 +54,9 @@ def test_links_do_not_wait_for_each_other():
 def test_no_slice_waits_for_a_less_urgent_one(loads):
     turns = send_order(loads)
     at = starts(loads, turns)
-    assert sorted(turns) == [Turn(i, n) for i, m in enumerate(loads) for n in range(len(m.slices))]
+    assert sorted(turns) == [
+        SendSlot(i, n) for i, m in enumerate(loads) for n in range(len(m.slices))
+    ]
     for i, (turn, start) in enumerate(zip(turns, at, strict=True)):
         mine = loads[turn.load]
         for other in turns[i + 1 :]:

@@ -4,8 +4,8 @@ import msgspec
 from meshwright.cli.render.comparisons import figures_rows
 from meshwright.cli.render.documents import prediction_table
 from meshwright.executor.background.law import LIMIT
-from meshwright.executor.launch.processes.background import over_step_limit
-from meshwright.executor.launch.processes.report import BackgroundFigures, Figures, RunReport
+from meshwright.executor.launch.background import over_step_limit
+from meshwright.executor.launch.report import BackgroundFigures, Figures, RunReport
 from meshwright.planner.schema.goal import BACKGROUND_LIMIT, Goal
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve

@@ -331,7 +331,7 @@ def test_every_verb_has_help_and_json(meshwright, verb):
 
 def test_planning_from_files_never_loads_torch(profile_file, cluster_file, tmp_path):
     code = (
-        "import sys; from meshwright.cli import run; code = run(sys.argv[1:]); "
+        "import sys; from meshwright.cli.app import run; code = run(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     arguments = ["plan", str(profile_file), "-c", str(cluster_file), "--batch", "256"]

@@ -17,7 +17,7 @@ from meshwright.executor.background.law import (
     is_held,
     is_measured,
 )
-from meshwright.executor.background.messages import SIZE, Kind, Record, unpacked
+from meshwright.executor.background.messages import SIZE, Kind, PacerMessage, unpacked
 
 ALONE_S = 0.2
 
@@ -171,9 +171,9 @@ def test_the_background_is_out_before_a_gap_is_expected_to_end():
 
 def test_records_survive_the_pipe():
     sent = [
-        Record(Kind.BEGAN, 3, 1),
-        Record(Kind.STEPPED, 3, 1, 70000, 0.125),
-        Record(Kind.WAITS, 3, 1, seconds=0.01),
+        PacerMessage(Kind.BEGAN, 3, 1),
+        PacerMessage(Kind.STEPPED, 3, 1, 70000, 0.125),
+        PacerMessage(Kind.WAITS, 3, 1, seconds=0.01),
     ]
     data = b"".join(record.packed() for record in sent)
     assert len(data) == 3 * SIZE

@@ -10,10 +10,10 @@ import pytest
 import torch
 from meshwright.executor.background import signals as told_from
 from meshwright.executor.background.law import FIRST_HELD, REMEMBERED
-from meshwright.executor.background.messages import VARIABLE, Kind, Record, unpacked
+from meshwright.executor.background.messages import VARIABLE, Kind, PacerMessage, unpacked
 from meshwright.executor.background.pacer import Foreground
 from meshwright.executor.background.signals import GAP_S, Signals, tell_pacer
-from meshwright.executor.comm.watchdog import Watch
+from meshwright.executor.comm.watchdog import Watchdog
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def pipe() -> Iterator[tuple[int, int]]:
     os.close(read)
 
 
-def heard(read: int) -> list[Record]:
+def heard(read: int) -> list[PacerMessage]:
     try:
         return list(unpacked(os.read(read, 2**16)))
     except BlockingIOError:
@@ -108,7 +108,7 @@ def test_a_step_is_told_once_however_it_is_applied(tmp_path, monkeypatch, given)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    watch = Watch(0, 1, 10.0)
+    watch = Watchdog(0, 1, 10.0)
     tell_pacer(watch, model.parameters(), optimizer if given else None, 5)
     assert watch.on_wait is not None
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
@@ -123,9 +123,9 @@ def test_a_step_is_told_once_however_it_is_applied(tmp_path, monkeypatch, given)
 
 
 def stepped(foreground: Foreground, count: int, now_s: float = 0.0) -> None:
-    foreground.heard(Record(Kind.BEGAN, 0, 0), now_s)
+    foreground.heard(PacerMessage(Kind.BEGAN, 0, 0), now_s)
     for number in range(1, count + 1):
-        foreground.heard(Record(Kind.STEPPED, 0, 0, number, 0.1), now_s)
+        foreground.heard(PacerMessage(Kind.STEPPED, 0, 0, number, 0.1), now_s)
 
 
 def test_the_background_runs_freely_before_and_after_the_foreground():
@@ -140,13 +140,13 @@ def test_the_background_runs_freely_before_and_after_the_foreground():
 def test_it_runs_in_gaps_and_never_past_the_limit():
     foreground = Foreground(1.1)
     stepped(foreground, FIRST_HELD)
-    foreground.heard(Record(Kind.WAITS, 0, 1, seconds=0.05), 0.01)
+    foreground.heard(PacerMessage(Kind.WAITS, 0, 1, seconds=0.05), 0.01)
     opened = foreground.opening(0.01)
     assert opened.runs
     assert opened.until_s == pytest.approx(0.059)
-    foreground.heard(Record(Kind.WORKS, 0, 1), 0.05)
+    foreground.heard(PacerMessage(Kind.WORKS, 0, 1), 0.05)
     assert not foreground.opening(0.05).runs
-    foreground.heard(Record(Kind.WAITS, 0, 1, seconds=10.0), 0.06)
+    foreground.heard(PacerMessage(Kind.WAITS, 0, 1, seconds=10.0), 0.06)
     assert foreground.opening(0.06).until_s == pytest.approx(0.11)  # of 0.1 s undisturbed
     assert not foreground.opening(0.111).runs
 
@@ -155,7 +155,7 @@ def test_a_foreground_that_begins_anew_is_measured_anew():
     foreground = Foreground(1.1)
     stepped(foreground, FIRST_HELD)
     foreground.left()
-    foreground.heard(Record(Kind.BEGAN, 0, 0), 1.0)
+    foreground.heard(PacerMessage(Kind.BEGAN, 0, 0), 1.0)
     assert foreground.current.undisturbed_s is None
     assert not foreground.opening(1.0).runs
 
@@ -171,7 +171,7 @@ def test_steps_held_by_the_launcher_count_as_undisturbed_and_those_held_in_part_
         nonlocal number, now_s
         for _ in range(count):
             number, now_s = number + 1, now_s + seconds
-            foreground.heard(Record(Kind.STEPPED, 0, 0, number, seconds), now_s)
+            foreground.heard(PacerMessage(Kind.STEPPED, 0, 0, number, seconds), now_s)
 
     foreground.hold(True, now_s + 0.05)
     steps(1.9, 1)  # held in part: neither a debt nor an undisturbed time

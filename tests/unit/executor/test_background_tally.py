@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from meshwright.executor.background.gate import FOREVER, Hold, Opening, opening
 from meshwright.executor.background.law import FIRST_HELD, PAUSE
-from meshwright.executor.background.messages import Kind, Record
+from meshwright.executor.background.messages import Kind, PacerMessage
 from meshwright.executor.background.pacer import Foreground
 from meshwright.executor.background.settings import Beside, State
 from meshwright.executor.background.tally import Tally
-from meshwright.executor.launch.processes.outcomes import hardly_ran, sentence
-from meshwright.executor.launch.processes.report import background_figures
+from meshwright.executor.launch.outcomes import hardly_ran, sentence
+from meshwright.executor.launch.report import background_figures
 
 OPEN = Opening(True, FOREVER)
 
@@ -45,12 +45,12 @@ def test_what_is_used_beside_a_foreground_that_is_still_there():
 
 def stepped(foreground: Foreground, *seconds: float) -> None:
     for number, taken in enumerate(seconds, start=1):
-        foreground.heard(Record(Kind.STEPPED, 0, 0, number, taken), 0.0)
+        foreground.heard(PacerMessage(Kind.STEPPED, 0, 0, number, taken), 0.0)
 
 
 def test_why_it_is_held():
     foreground = Foreground(1.1)
-    foreground.heard(Record(Kind.BEGAN, 0, 0), 0.0)
+    foreground.heard(PacerMessage(Kind.BEGAN, 0, 0), 0.0)
     assert foreground.opening(0.0) == held(Hold.LEARN)
     first = [0.1] * FIRST_HELD
     stepped(foreground, *first)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from meshwright.executor.comm.control import Control
 from meshwright.executor.comm.groups import Group, World
-from meshwright.executor.comm.watchdog import Watch
-from meshwright.executor.gradients.buckets import Entry
-from meshwright.executor.gradients.dropping import Budget, DroppedParcel, Dropping, Piece, choose
+from meshwright.executor.comm.watchdog import Watchdog
+from meshwright.executor.gradients.buckets import GradParam
+from meshwright.executor.gradients.dropping import Budget, DroppedGradGroup, Dropping, Piece, choose
 from meshwright.executor.gradients.lossy import cut_apart
-from meshwright.executor.gradients.slices import Parcel, make_parcels
+from meshwright.executor.gradients.slices import GradGroup, make_grad_groups
 from torch import nn
 
 ALONE = Group((0,), 0, None, "exchange")
@@ -23,17 +23,19 @@ class Handle:
 TWO = Group((0, 1), 0, Handle(), "exchange")
 
 
-def entry(name: str, *shape: int, ratio: float = 0.5, group: Group = TWO, unit: int = 0) -> Entry:
+def entry(
+    name: str, *shape: int, ratio: float = 0.5, group: Group = TWO, unit: int = 0
+) -> GradParam:
     parameter = nn.Parameter(torch.zeros(shape))
     whole = len(shape) <= 1
     numel = parameter.numel()
     degree = 3 - group.size
-    return Entry(name, parameter, group, degree, numel, None, unit, "dropped", ratio, whole)
+    return GradParam(name, parameter, group, degree, numel, None, unit, "dropped", ratio, whole)
 
 
 def control() -> Control:
     world = World(0, 1, 0, (0,), ALONE, {}, {1: ALONE}, {1: ALONE})
-    return Control(world, Watch(0, 1, 10.0))
+    return Control(world, Watchdog(0, 1, 10.0))
 
 
 def test_the_largest_means_go_first_until_the_credit_is_used_up():
@@ -104,49 +106,49 @@ def test_pieces_travel_alone_and_what_is_sent_whole_together():
 
 
 def test_a_parcel_is_made_for_its_policy_where_something_travels():
-    kinds = {"dense": Parcel, "dropped": DroppedParcel}
-    made = make_parcels([entry("b", 9, 9, unit=1, group=ALONE), entry("a", 9, 9)], 100, kinds)
-    assert [type(p) for p in made] == [DroppedParcel, Parcel]
+    kinds = {"dense": GradGroup, "dropped": DroppedGradGroup}
+    made = make_grad_groups([entry("b", 9, 9, unit=1, group=ALONE), entry("a", 9, 9)], 100, kinds)
+    assert [type(p) for p in made] == [DroppedGradGroup, GradGroup]
 
 
-def drop(first: Entry, second: Entry) -> tuple[DroppedParcel, Dropping]:
-    parcel = DroppedParcel(0, [first, second], 10**6)
-    return parcel, Dropping([parcel], control(), patience=10)
+def drop(first: GradParam, second: GradParam) -> tuple[DroppedGradGroup, Dropping]:
+    grad_group = DroppedGradGroup(0, [first, second], 10**6)
+    return grad_group, Dropping([grad_group], control(), patience=10)
 
 
 def test_what_is_not_sent_is_held_and_goes_with_the_next():
     weight, other = entry("w", 2, 2), entry("v", 2, 2)
-    parcel, agreement = drop(weight, other)
+    grad_group, agreement = drop(weight, other)
     agreement._due = {other}
     for step, value in enumerate((1.0, -3.0)):
-        parcel.gradients = {weight: torch.full((2, 2), value), other: torch.ones(2, 2)}
-        assert not parcel.sends(weight)
-        parcel.hold(weight)
-        assert parcel.holds(weight)
-        assert parcel.feedback[weight].held is not None
-        assert parcel.feedback[weight].held.sum() == (4.0, -8.0)[step]
+        grad_group.gradients = {weight: torch.full((2, 2), value), other: torch.ones(2, 2)}
+        assert not grad_group.sends(weight)
+        grad_group.hold(weight)
+        assert grad_group.holds(weight)
+        assert grad_group.feedback[weight].held is not None
+        assert grad_group.feedback[weight].held.sum() == (4.0, -8.0)[step]
     agreement._due = {weight}
-    parcel.gradients = {weight: torch.full((2, 2), 10.0), other: torch.ones(2, 2)}
-    parcel._release()
-    assert torch.equal(parcel.gradients[weight], torch.full((2, 2), 8.0))
-    assert not parcel.holds(weight)
+    grad_group.gradients = {weight: torch.full((2, 2), 10.0), other: torch.ones(2, 2)}
+    grad_group._release()
+    assert torch.equal(grad_group.gradients[weight], torch.full((2, 2), 8.0))
+    assert not grad_group.holds(weight)
 
 
 def test_the_first_backward_sends_all_and_the_next_what_is_largest():
     weight, other = entry("w", 2, 2), entry("v", 2, 2)
-    parcel, agreement = drop(weight, other)
+    grad_group, agreement = drop(weight, other)
     assert agreement.sends(weight)
     assert agreement.sends(other)
-    parcel.gradients = {weight: torch.full((2, 2), 1.0), other: torch.full((2, 2), -5.0)}
-    parcel._release()
+    grad_group.gradients = {weight: torch.full((2, 2), 1.0), other: torch.full((2, 2), -5.0)}
+    grad_group._release()
     agreement.end()
     agreement.begin()
     assert not agreement.sends(weight)
     assert agreement.sends(other)
     # What is held counts with what will be added: 1 + 1 + 1 is not yet more than 5.
-    parcel.gradients = {weight: torch.full((2, 2), 3.0), other: torch.full((2, 2), 5.0)}
-    parcel._release()
-    parcel.hold(weight)
+    grad_group.gradients = {weight: torch.full((2, 2), 3.0), other: torch.full((2, 2), 5.0)}
+    grad_group._release()
+    grad_group.hold(weight)
     agreement.end()
     agreement.begin()
     assert agreement.sends(weight)  # 3 held and 3 to come are more than 5
@@ -155,15 +157,15 @@ def test_the_first_backward_sends_all_and_the_next_what_is_largest():
 
 def test_the_agreement_goes_on_from_its_state():
     one, two = (drop(entry("w", 2, 2), entry("v", 2, 2)) for _ in range(2))
-    for parcel, agreement in (one, two):
-        weight, other = parcel.entries
+    for grad_group, agreement in (one, two):
+        weight, other = grad_group.entries
         for _ in range(3):
-            parcel.gradients = {weight: torch.ones(2, 2), other: torch.full((2, 2), 1.5)}
+            grad_group.gradients = {weight: torch.ones(2, 2), other: torch.full((2, 2), 1.5)}
             agreement.begin()
-            parcel._release()
-            for e in parcel.entries:
-                if not parcel.sends(e):
-                    parcel.hold(e)
+            grad_group._release()
+            for e in grad_group.entries:
+                if not grad_group.sends(e):
+                    grad_group.hold(e)
             agreement.end()
     state = one[1].state()
     fresh = drop(*one[0].entries)[1]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from meshwright.executor.comm.groups import Group
-from meshwright.executor.gradients.buckets import Bucket, Entry, make_buckets
+from meshwright.executor.gradients.buckets import Bucket, GradParam, make_buckets
 from torch import nn
 
 ALONE = Group((0,), 0, None, "exchange")
 
 
-def entry(name: str, numel: int, degree: int = 1, dtype=torch.float32, full: int = 0) -> Entry:
+def entry(name: str, numel: int, degree: int = 1, dtype=torch.float32, full: int = 0) -> GradParam:
     parameter = nn.Parameter(torch.zeros(numel, dtype=dtype))
-    return Entry(name, parameter, ALONE, degree, full or numel)
+    return GradParam(name, parameter, ALONE, degree, full or numel)
 
 
 def names(buckets: list[Bucket]) -> list[list[str]]:
@@ -53,7 +53,7 @@ def test_gradients_are_views_in_the_parameters_format(layout):
         nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=layout)),
         nn.Parameter(torch.randn(5)),
     ]
-    bucket = Bucket([Entry(str(i), w, group, 1, w.numel()) for i, w in enumerate(weights)])
+    bucket = Bucket([GradParam(str(i), w, group, 1, w.numel()) for i, w in enumerate(weights)])
     for e, w in zip(bucket.entries, weights, strict=True):
         w.grad = torch.randn_like(w)
         expected = w.grad.clone()
@@ -70,6 +70,6 @@ def test_a_gradient_that_is_not_there_is_sent_as_zeros():
         """Stands for a process group; nothing is sent in this test."""
 
     weight = nn.Parameter(torch.randn(3))
-    bucket = Bucket([Entry("a", weight, Group((0, 1), 0, Handle(), "exchange"), 1, 3)])
+    bucket = Bucket([GradParam("a", weight, Group((0, 1), 0, Handle(), "exchange"), 1, 3)])
     bucket.fill(bucket.entries[0])
     assert torch.equal(bucket.result(bucket.entries[0]), torch.zeros(3))

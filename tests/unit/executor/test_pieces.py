@@ -12,11 +12,11 @@ from meshwright.executor.comm.watchdog import DEFAULT_TIMEOUT_S, time_limit
 from meshwright.executor.forward import Forward, Weight, samples_of
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.micro import _emptied
-from meshwright.executor.redistribution.lazy import HeldTensor, bring_home
+from meshwright.executor.redistribution.lazy import LazyRedistributed, materialize
 from meshwright.executor.redistribution.shard_gradient import ShardGradient
 from meshwright.executor.scaling import scale_output
 from meshwright.models.workload import Batch
-from meshwright.planner.cost.ownership import Held
+from meshwright.planner.cost.ownership import TensorPlacement
 from meshwright.planner.schema.errors import InputError, RunError
 from meshwright.planner.schema.layout import Layout
 
@@ -112,8 +112,8 @@ def test_a_held_tensor_goes_home_once_when_it_is_touched():
         trips.append(torch.is_grad_enabled())
         return local.sum(1, keepdim=True).expand(4, 5) * 1
 
-    source = Held(Layout(groups=1, degree=2), "features")
-    held = HeldTensor.of(local, torch.Size([4, 5]), 1, None, bring, source)
+    source = TensorPlacement(Layout(groups=1, degree=2), "features")
+    held = LazyRedistributed.of(local, torch.Size([4, 5]), 1, None, bring, source)
     assert not held.changes
     assert (held.shape, held.size(1), held.ndim, held.dtype) == ((4, 5), 5, 2, torch.float32)
     assert not trips
@@ -122,7 +122,7 @@ def test_a_held_tensor_goes_home_once_when_it_is_touched():
     (torch.relu(held).sum() + held.detach().sum() + (held[0] * 2).sum()).backward()
     assert trips == [True]
     assert torch.equal(local.grad, torch.tensor([[15.0], [5.0], [5.0], [5.0]]).expand(4, 2))
-    assert bring_home({"a": [held]})["a"][0] is held.home()
+    assert materialize({"a": [held]})["a"][0] is held.home()
     assert not held.changes
     with torch.no_grad():
         held.zero_()

@@ -6,15 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.executor.redistribution.redistribute import _part, route
-from meshwright.planner.cost.ownership import Box, Held, box
+from meshwright.planner.cost.ownership import Box, TensorPlacement, box
 from meshwright.planner.schema.layout import Layout, data_parallel
 
 counts_of_groups = st.lists(st.integers(0, 4), min_size=2, max_size=5).map(tuple)
 FORMS = ("samples", "features", "whole")
 
 
-def held(form: str, degree: int) -> Held:
-    return Held(
+def held(form: str, degree: int) -> TensorPlacement:
+    return TensorPlacement(
         data_parallel(degree) if form == "samples" else Layout(groups=1, degree=degree), form
     )
 

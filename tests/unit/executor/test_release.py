@@ -7,46 +7,60 @@ import torch
 from meshwright.executor.gradients.release import Release, ReleasedGradient, placed
 from meshwright.executor.optimizer.early import EarlyUpdates
 from meshwright.planner.schema.errors import InputError
-from meshwright.planner.simulate.send_order import Turn
+from meshwright.planner.simulate.send_order import SendSlot
 from torch import nn
 
 
 @dataclass(eq=False)
-class Parcel:
+class GradGroup:
     unit: int
     slices: tuple
     released: bool = False
     sent: int = 0
 
 
-def parcels(*released, units=4, slices=2):
-    return [Parcel(k, tuple(range(slices)), k in released) for k in range(units)]
+def grad_groups(*released, units=4, slices=2):
+    return [GradGroup(k, tuple(range(slices)), k in released) for k in range(units)]
 
 
 def test_without_release_the_order_stays():
-    turns = [Turn(3, 0), Turn(2, 0), Turn(3, 1), Turn(2, 1), Turn(1, 0), Turn(0, 0)]
-    assert placed(turns, parcels()) == turns
+    turns = [
+        SendSlot(3, 0),
+        SendSlot(2, 0),
+        SendSlot(3, 1),
+        SendSlot(2, 1),
+        SendSlot(1, 0),
+        SendSlot(0, 0),
+    ]
+    assert placed(turns, grad_groups()) == turns
 
 
 def test_a_released_unit_leaves_before_what_is_ready_later():
     """Unit 2's slices: after those of unit 3 that leave early, before those of 1 and 0."""
-    turns = [Turn(3, 0), Turn(1, 0), Turn(0, 0), Turn(0, 1), Turn(1, 1), Turn(3, 1)]
-    found = placed(turns, parcels(2))
-    assert found == [Turn(3, 0), Turn(2, 0), Turn(2, 1), *turns[1:]]
+    turns = [
+        SendSlot(3, 0),
+        SendSlot(1, 0),
+        SendSlot(0, 0),
+        SendSlot(0, 1),
+        SendSlot(1, 1),
+        SendSlot(3, 1),
+    ]
+    found = placed(turns, grad_groups(2))
+    assert found == [SendSlot(3, 0), SendSlot(2, 0), SendSlot(2, 1), *turns[1:]]
 
 
 def test_all_released_leave_as_backward_comes_to_them():
-    found = placed([], parcels(0, 1, 2, 3, slices=1))
-    assert found == [Turn(3, 0), Turn(2, 0), Turn(1, 0), Turn(0, 0)]
+    found = placed([], grad_groups(0, 1, 2, 3, slices=1))
+    assert found == [SendSlot(3, 0), SendSlot(2, 0), SendSlot(1, 0), SendSlot(0, 0)]
 
 
 @pytest.mark.parametrize("released", [(0,), (1,), (3,), (0, 2), (1, 2, 3), (0, 1, 3)])
 def test_nothing_before_a_released_unit_is_ready_later(released):
     """Else the ranks that wait for it would wait for what they have yet to compute."""
-    mine = parcels(*released)
-    urgent = [Turn(k, n) for n in range(2) for k in (1, 3, 0, 2) if k not in released]
+    mine = grad_groups(*released)
+    urgent = [SendSlot(k, n) for n in range(2) for k in (1, 3, 0, 2) if k not in released]
     found = placed(urgent, mine)
-    assert sorted(found) == sorted(Turn(k, n) for k in range(4) for n in range(2))
+    assert sorted(found) == sorted(SendSlot(k, n) for k in range(4) for n in range(2))
     assert [t for t in found if t.load not in released] == urgent
     for i, turn in enumerate(found):
         if turn.load in released:
@@ -54,7 +68,7 @@ def test_nothing_before_a_released_unit_is_ready_later(released):
 
 
 def test_each_parcel_is_due_once_in_a_backward():
-    mine = parcels(1, 2)
+    mine = grad_groups(1, 2)
     release = Release(mine)
     for _ in range(2):
         release.begin()

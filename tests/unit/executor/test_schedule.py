@@ -9,12 +9,12 @@ import pytest
 import torch
 from meshwright.executor.comm.control import Control
 from meshwright.executor.comm.groups import Group, World
-from meshwright.executor.comm.watchdog import Watch
+from meshwright.executor.comm.watchdog import Watchdog
 from meshwright.executor.gradients import order as schedule
-from meshwright.executor.gradients.absent import AbsentParcel
-from meshwright.executor.gradients.buckets import Entry
+from meshwright.executor.gradients.absent import AbsentGradGroup
+from meshwright.executor.gradients.buckets import GradParam
 from meshwright.executor.gradients.order import Order, Orders
-from meshwright.executor.gradients.slices import Parcel, make_parcels
+from meshwright.executor.gradients.slices import GradGroup, make_grad_groups
 from meshwright.planner.schema.layout import Layout
 from torch import nn
 
@@ -22,23 +22,23 @@ ALONE = Group((0,), 0, None, "exchange")
 LARGE = 200_000  # elements: no two units share a parcel
 
 
-def order_of(backward_s: float, exchange_s: float) -> tuple[Order, list[Parcel]]:
+def order_of(backward_s: float, exchange_s: float) -> tuple[Order, list[GradGroup]]:
     """That of three units of two slices each whose times the plan says."""
     unit = SimpleNamespace(backward_s=backward_s, exchange_s=exchange_s)
     plan: Any = SimpleNamespace(units=[unit] * 3)
     entries = [
-        Entry(name, nn.Parameter(torch.zeros(LARGE)), ALONE, 1, LARGE, None, at)
+        GradParam(name, nn.Parameter(torch.zeros(LARGE)), ALONE, 1, LARGE, None, at)
         for at, name in reversed(list(enumerate("abc")))
     ]
-    parcels = make_parcels(entries, 2 * LARGE)
+    grad_groups = make_grad_groups(entries, 2 * LARGE)
     world = World(0, 1, 0, (0,), ALONE, {}, {1: ALONE}, {1: ALONE})
-    return Orders(plan).start(parcels, Control(world, Watch(0, 1, 10.0))), parcels
+    return Orders(plan).start(grad_groups, Control(world, Watchdog(0, 1, 10.0))), grad_groups
 
 
 def names_in_order(backward_s: float, exchange_s: float) -> list[str]:
     """Whose slices leave."""
-    order, parcels = order_of(backward_s, exchange_s)
-    return [parcels[turn.load].entries[0].name for turn in order.turns]
+    order, grad_groups = order_of(backward_s, exchange_s)
+    return [grad_groups[turn.load].entries[0].name for turn in order.turns]
 
 
 def test_without_times_slices_leave_in_the_order_of_backward() -> None:
@@ -59,16 +59,16 @@ class Underway:
 def test_the_rate_of_a_step_is_that_of_the_wait_with_most_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    order, parcels = order_of(1.0, 3.0)
-    for parcel in parcels:
-        for one in parcel.slices:
+    order, grad_groups = order_of(1.0, 3.0)
+    for grad_group in grad_groups:
+        for one in grad_group.slices:
             one.work = Underway()  # type: ignore[assignment]
     # c, b, a, a, b, c: behind both of a's lie four slices, behind b's last five, behind c's six.
-    a, b, c = parcels
+    a, b, c = grad_groups
     for _ in range(2):
         clock = iter([10.0, 14.0, 16.0])
         monkeypatch.setattr(schedule.time, "perf_counter", lambda clock=clock: next(clock))
-        order.end(parcels)
+        order.end(grad_groups)
         order.arrived(a, 1.0)
         order.arrived(c, 1.0)  # after 6 s
         order.arrived(b, 1.0)  # nothing new: fewer bytes were before it
@@ -78,13 +78,13 @@ def test_the_rate_of_a_step_is_that_of_the_wait_with_most_before_it(
 
 
 def test_a_rate_is_not_read_off_a_few_slices() -> None:
-    order, parcels = order_of(1.0, 3.0)
-    for one in parcels[0].slices:
+    order, grad_groups = order_of(1.0, 3.0)
+    for one in grad_groups[0].slices:
         one.work = Underway()  # type: ignore[assignment]
-    order.end(parcels)
-    for parcel in parcels:
-        order.arrived(parcel, 1.0)
-    order.end(parcels)
+    order.end(grad_groups)
+    for grad_group in grad_groups:
+        order.arrived(grad_group, 1.0)
+    order.end(grad_groups)
     assert order._rates == []
 
 
@@ -95,19 +95,19 @@ def names_where(divided: int, *, idle: bool = False) -> list[str]:
     mine = nn.Parameter(torch.zeros(divided * part))
     layout = Layout(groups=1, degree=2) if idle else None
     entries = [
-        Entry("c", nn.Parameter(torch.zeros(LARGE)), ALONE, 1, LARGE, None, 2),
-        Entry("b", mine, ALONE, 2, 7 * part, None, 1, layout=layout, idle=idle),
-        Entry("a", nn.Parameter(torch.zeros(LARGE)), ALONE, 1, LARGE, None, 0),
+        GradParam("c", nn.Parameter(torch.zeros(LARGE)), ALONE, 1, LARGE, None, 2),
+        GradParam("b", mine, ALONE, 2, 7 * part, None, 1, layout=layout, idle=idle),
+        GradParam("a", nn.Parameter(torch.zeros(LARGE)), ALONE, 1, LARGE, None, 0),
     ]
-    parcels = make_parcels(entries, 2 * LARGE, absent=AbsentParcel)
+    grad_groups = make_grad_groups(entries, 2 * LARGE, absent=AbsentGradGroup)
     plan: Any = SimpleNamespace(units=[SimpleNamespace(backward_s=1.0, exchange_s=1.0)] * 3)
     world = World(0, 1, 0, (0,), ALONE, {}, {1: ALONE}, {1: ALONE})
-    order = Orders(plan).start(parcels, Control(world, Watch(0, 1, 10.0)))
+    order = Orders(plan).start(grad_groups, Control(world, Watchdog(0, 1, 10.0)))
     # The first unit gets ready between the ends of three and of four parts of the second.
     ready_s = 13 * part / schedule.LATE
     order._coming = SimpleNamespace(rows=lambda: [[1.0, ready_s, 0.0, 0.0]])  # type: ignore[assignment]
     order.begin()
-    return [parcels[turn.load].entries[0].name for turn in order.turns]
+    return [grad_groups[turn.load].entries[0].name for turn in order.turns]
 
 
 def test_all_ranks_find_one_order_however_much_they_have_of_a_parameter() -> None:

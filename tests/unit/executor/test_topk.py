@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from meshwright.executor.comm.groups import Group
-from meshwright.executor.gradients.buckets import Entry
+from meshwright.executor.gradients.buckets import GradParam
 from meshwright.executor.gradients.momentum import Momentum, check_momentum
 from meshwright.executor.gradients.priority import PriorityExchange
 from meshwright.executor.gradients.residual import Lossy, Residual
-from meshwright.executor.gradients.topk import Picking, TopkParcel, largest, ratio_at
+from meshwright.executor.gradients.topk import TopkGradGroup, TopkState, largest, ratio_at
 from meshwright.executor.gradients.topk_message import _unpacked
 from meshwright.planner.memory.comm_buffers import FIRST_RATIO
 from meshwright.planner.schema.errors import InputError, RunError
@@ -30,38 +30,38 @@ class Unfinished:
 TWO = Group((0, 1), 0, Handle(), "exchange")
 
 
-def parcel_of(*shapes: tuple[int, ...], ratio: float = 0.25) -> tuple[TopkParcel, Picking]:
+def parcel_of(*shapes: tuple[int, ...], ratio: float = 0.25) -> tuple[TopkGradGroup, TopkState]:
     entries = []
     for i, shape in enumerate(shapes):
         parameter = nn.Parameter(torch.zeros(shape))
         whole = len(shape) <= 1
         entries.append(
-            Entry(str(i), parameter, TWO, 1, parameter.numel(), None, 0, "topk", ratio, whole)
+            GradParam(str(i), parameter, TWO, 1, parameter.numel(), None, 0, "topk", ratio, whole)
         )
-    parcel = TopkParcel(0, entries, 1000)
-    return parcel, Picking([parcel], Lossy(stages=0))
+    grad_group = TopkGradGroup(0, entries, 1000)
+    return grad_group, TopkState([grad_group], Lossy(stages=0))
 
 
-def picked(parcel: TopkParcel, gradient: list[list[float]]) -> dict[int, float]:
-    entry = parcel.entries[0]
-    values, index = parcel._pick(entry, torch.tensor(gradient), 1.0)
+def picked(grad_group: TopkGradGroup, gradient: list[list[float]]) -> dict[int, float]:
+    entry = grad_group.entries[0]
+    values, index = grad_group._pick(entry, torch.tensor(gradient), 1.0)
     return dict(zip(index.tolist(), values.tolist(), strict=True))
 
 
 def test_the_largest_by_magnitude_are_sent_and_the_others_held():
-    parcel, _ = parcel_of((2, 4), ratio=0.25)
-    sent = picked(parcel, [[1.0, -5.0, 2.0, 0.0], [4.0, -3.0, 0.5, 0.0]])
+    grad_group, _ = parcel_of((2, 4), ratio=0.25)
+    sent = picked(grad_group, [[1.0, -5.0, 2.0, 0.0], [4.0, -3.0, 0.5, 0.0]])
     assert sent == {1: -5.0, 4: 4.0}
-    sent = picked(parcel, [[1.5, 1.0, 0.5, 0.0], [0.0, -1.0, 0.0, 0.0]])
+    sent = picked(grad_group, [[1.5, 1.0, 0.5, 0.0], [0.0, -1.0, 0.0, 0.0]])
     assert sent == {5: -4.0, 0: 2.5} or sent == {5: -4.0, 2: 2.5}  # both are 2.5
-    held = parcel.feedback[parcel.entries[0]].held
+    held = grad_group.feedback[grad_group.entries[0]].held
     assert held is not None
     assert held.sum() == pytest.approx(1.0 + 2.5 + 0.5)
 
 
 def test_at_least_one_element_is_sent():
-    parcel, picking = parcel_of((3, 3), ratio=0.001)
-    assert picking.count(parcel.entries[0]) == 1
+    grad_group, picking = parcel_of((3, 3), ratio=0.001)
+    assert picking.count(grad_group.entries[0]) == 1
 
 
 @pytest.mark.parametrize("count", [1, 20, 700, 2000, 9000])
@@ -97,9 +97,9 @@ def test_the_share_falls_exponentially_to_the_plans():
 
 
 def test_small_parameters_share_a_dense_message_and_others_have_their_own():
-    parcel, _ = parcel_of((10, 10), (10,), (5, 5), (7,))
-    assert [[e.name for e in s.entries] for s in parcel.slices] == [["1", "3"], ["0"], ["2"]]
-    dense, first, second = parcel.slices
+    grad_group, _ = parcel_of((10, 10), (10,), (5, 5), (7,))
+    assert [[e.name for e in s.entries] for s in grad_group.slices] == [["1", "3"], ["0"], ["2"]]
+    dense, first, second = grad_group.slices
     assert dense.sent_bytes == 17 * 4
     assert first.sent_bytes == 25 * 8
     assert second.sent_bytes == 7 * 8
@@ -158,29 +158,29 @@ def test_what_was_gathered_without_correction_goes_on():
     assert velocity.tolist() == [2.0, 3.0]
 
 
-def corrected() -> tuple[TopkParcel, Momentum]:
-    parcel, picking = parcel_of((1, 4), ratio=0.25)
-    parameter = parcel.entries[0].parameter
+def corrected() -> tuple[TopkGradGroup, Momentum]:
+    grad_group, picking = parcel_of((1, 4), ratio=0.25)
+    parameter = grad_group.entries[0].parameter
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.5)
     picking.momentum = Momentum(optimizer, picking.parameters)
     picking.momentum.begin()
-    return parcel, picking.momentum
+    return grad_group, picking.momentum
 
 
 def test_held_elements_gather_momentum_and_lose_it_when_they_are_sent():
-    parcel, _ = corrected()
-    entry = parcel.entries[0]
-    assert picked(parcel, [[1.0, 3.0, 0.0, 0.0]]) == {1: 3.0}
+    grad_group, _ = corrected()
+    entry = grad_group.entries[0]
+    assert picked(grad_group, [[1.0, 3.0, 0.0, 0.0]]) == {1: 3.0}
     # Sent at once, its velocity stays; held back, it counts twice: 1 + (0.5 · 1 + 1).
-    assert picked(parcel, [[1.0, 0.0, 0.0, 0.0]]) == {0: 2.5}
-    assert parcel.velocities[entry].tolist() == [[0.0, 1.5, 0.0, 0.0]]
+    assert picked(grad_group, [[1.0, 0.0, 0.0, 0.0]]) == {0: 2.5}
+    assert grad_group.velocities[entry].tolist() == [[0.0, 1.5, 0.0, 0.0]]
 
 
 def test_one_step_for_each_exchange():
-    parcel, momentum = corrected()
+    grad_group, momentum = corrected()
     momentum.end()
     momentum.begin()  # gradients were set to None: the step was skipped
-    parcel.entries[0].parameter.grad = torch.ones(1, 4)
+    grad_group.entries[0].parameter.grad = torch.ones(1, 4)
     momentum.end()
     with pytest.raises(RunError, match="exchanged twice before one step"):
         momentum.begin()
@@ -206,15 +206,15 @@ def test_what_is_copied_out_of_its_message_waits_for_those_before_it(feedback):
     mine = []
     for i, whole in enumerate((False, True, False)):
         weight = nn.Parameter(torch.zeros(4, 4))
-        entry = Entry(str(i), weight, TWO, 1, 16, None, 0, "topk", 0.25, whole, feedback)
-        parcel = TopkParcel(i, [entry], 1000)
-        Picking([parcel], Lossy(stages=0))
-        parcel.sent, parcel.update = 1, lambda: None
-        mine.append(parcel)
+        entry = GradParam(str(i), weight, TWO, 1, 16, None, 0, "topk", 0.25, whole, feedback)
+        grad_group = TopkGradGroup(i, [entry], 1000)
+        TopkState([grad_group], Lossy(stages=0))
+        grad_group.sent, grad_group.update = 1, lambda: None
+        mine.append(grad_group)
     mine[0].slices[0].work = Unfinished()
-    arrived: list[TopkParcel] = []
+    arrived: list[TopkGradGroup] = []
     exchange = object.__new__(PriorityExchange)
-    exchange.parcels = mine
+    exchange.grad_groups = mine
     exchange._arrive = arrived.append
     exchange._work_while_waiting(mine[0])
     assert arrived == [mine[1]]

@@ -1,7 +1,7 @@
 """What ``verify`` calls the classes of parameters that it compares."""
 
 import msgspec
-from meshwright.executor.launch.processes.verify import _kinds
+from meshwright.executor.launch.verify import _kinds
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.solve.evaluate import make_plan

@@ -9,7 +9,7 @@ from meshwright.planner.cost.collectives import Fabric
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.flows import moved_by_areas
 from meshwright.planner.cost.movement import moved
-from meshwright.planner.cost.ownership import entry, exit_
+from meshwright.planner.cost.ownership import input_placement, output_placement
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.multiplex.choose import best_data_parallel, burst_beside, candidates
 from meshwright.planner.multiplex.gaps import fill, share_beside
@@ -285,7 +285,9 @@ def test_redistributions_among_many_are_counted_as_among_few(per_node):
     fabric = Fabric(links, tuple(range(128)))
     counts = (2,) * 60 + (1,) * 68
     layouts = [Layout(groups=g, degree=d) for g, d in ((128, 1), (16, 1), (4, 8), (1, 128), (3, 1))]
-    helds = [exit_(y, "column" if y.degree > 1 else "none") for y in layouts]
-    for source, target in product(helds, [entry(y, "none") for y in layouts if y.degree == 1]):
+    helds = [output_placement(y, "column" if y.degree > 1 else "none") for y in layouts]
+    for source, target in product(
+        helds, [input_placement(y, "none") for y in layouts if y.degree == 1]
+    ):
         few = moved(fabric, counts, source, target, 256)
         assert moved_by_areas(fabric, counts, source, target, 256) == few

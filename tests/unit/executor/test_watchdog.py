@@ -12,7 +12,7 @@ from meshwright.executor.comm.collective_log import _ordinal
 from meshwright.executor.comm.groups import Group
 from meshwright.executor.comm.heartbeat import Heard, within
 from meshwright.executor.comm.stacks import where_all_are
-from meshwright.executor.comm.watchdog import Watch
+from meshwright.executor.comm.watchdog import Watchdog
 
 
 class Hosts:
@@ -109,7 +109,7 @@ def waits_for(work: Collective, monkeypatch: pytest.MonkeyPatch) -> None:
     def give_up(doing: str, waited_s: float, failure: str = "", *, also: str = "") -> NoReturn:
         raise GaveUpError(failure)
 
-    made = Watch(0, 1, 5.0)
+    made = Watchdog(0, 1, 5.0)
     made.pulse = Hosts(2)  # type: ignore[assignment]
     monkeypatch.setattr(made, "_give_up", give_up)
     group = Group(ranks=(0, 1), member=0, handle=None, label="world")

@@ -13,7 +13,7 @@ def ended(code: str) -> tuple[subprocess.CompletedProcess, float]:
     start_s = time.monotonic()
     code = f"""
 import sys, threading, time
-from meshwright.executor.comm import aside
+from meshwright.executor.comm import worker_threads
 {code}
 print("over", flush=True)
 """
@@ -24,7 +24,7 @@ print("over", flush=True)
 def test_a_thread_that_works_is_waited_for():
     done, _ = ended(
         "def work():\n    time.sleep(0.5)\n    print('done', flush=True)\n"
-        "aside.start_aside('slow', work)"
+        "worker_threads.spawn('slow', work)"
     )
     assert done.stdout.split() == ["over", "done"]
     assert done.returncode == 0, done.stderr
@@ -34,14 +34,16 @@ def test_a_thread_that_never_ends_by_itself_is_told():
     done, _ = ended(
         "stop = threading.Event()\n"
         "def work():\n    stop.wait()\n    print('told', flush=True)\n"
-        "aside.start_aside('beats', work, stop)"
+        "worker_threads.spawn('beats', work, stop)"
     )
     assert done.stdout.split() == ["over", "told"]
     assert done.returncode == 0, done.stderr
 
 
 def test_a_thread_that_is_stuck_is_left():
-    done, seconds = ended("aside.LEAVE_S = 0.2\naside.start_aside('stuck', lambda: time.sleep(50))")
+    done, seconds = ended(
+        "worker_threads.LEAVE_S = 0.2\nworker_threads.spawn('stuck', lambda: time.sleep(50))"
+    )
     assert done.stdout.split() == ["over"]
     assert done.returncode == 0, done.stderr
     assert seconds < 40
@@ -55,7 +57,7 @@ def test_a_collective_whose_model_is_gone_is_waited_for():
         "        self.asked += 1\n"
         "        if self.asked == 20:\n            print('completed', flush=True)\n"
         "        return self.asked >= 20\n"
-        "aside.leave_behind(Work())"
+        "worker_threads.abandon(Work())"
     )
     assert done.stdout.split() == ["over", "completed"]
     assert done.returncode == 0, done.stderr
@@ -65,9 +67,9 @@ def test_what_ends_by_itself_is_finished_before_another_run_and_nothing_else_is(
     done, _ = ended(
         "stop = threading.Event()\n"
         "def work():\n    time.sleep(0.5)\n    print('done', flush=True)\n"
-        "aside.start_aside('beats', stop.wait, stop)\n"
-        "aside.start_aside('slow', work)\n"
-        "aside.finish_aside(20)\n"
+        "worker_threads.spawn('beats', stop.wait, stop)\n"
+        "worker_threads.spawn('slow', work)\n"
+        "worker_threads.finish_all(20)\n"
         "print('next', threading.active_count(), flush=True)"
     )
     assert done.stdout.split() == ["done", "next", "2", "over"]

@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from meshwright.executor.comm.buffers import handed, let_go
+from meshwright.executor.comm.buffers import alias_for_comm, release_comm_buffers
 
 
 def storage_of(tensor: torch.Tensor) -> weakref.ref:
@@ -13,7 +13,7 @@ def storage_of(tensor: torch.Tensor) -> weakref.ref:
 
 def test_the_library_writes_to_the_same_memory():
     whole = torch.zeros(8)
-    handed(whole[2:6]).add_(1)
+    alias_for_comm(whole[2:6]).add_(1)
     assert whole.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
 
 
@@ -21,8 +21,11 @@ def test_the_library_writes_to_the_same_memory():
 def test_its_tensors_hold_nothing_when_it_has_carried_them(inference):
     with torch.inference_mode(inference):
         whole = torch.ones(8)
-        memory, library = storage_of(whole), [handed(whole[2:6]), handed(whole.view(torch.uint8))]
-        let_go(library)
+        memory, library = (
+            storage_of(whole),
+            [alias_for_comm(whole[2:6]), alias_for_comm(whole.view(torch.uint8))],
+        )
+        release_comm_buffers(library)
         assert whole.tolist() == [1.0] * 8
         del whole
     assert memory() is None
@@ -32,6 +35,6 @@ def test_its_tensors_hold_nothing_when_it_has_carried_them(inference):
 def test_what_autograd_follows_stays():
     weight = torch.ones(4, requires_grad=True)
     loss = (weight * weight).sum()
-    let_go([handed(weight[:2]), handed(weight.detach().view(2, 2))])
+    release_comm_buffers([alias_for_comm(weight[:2]), alias_for_comm(weight.detach().view(2, 2))])
     loss.backward()
     assert weight.grad.tolist() == [2.0] * 4
