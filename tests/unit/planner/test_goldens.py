@@ -17,7 +17,7 @@ from pathlib import Path
 import meshwright as mw
 import msgspec
 import pytest
-from meshwright.planner.solver import solve
+from meshwright.planner.solve.solver import solve
 from meshwright.profiler.tables import load_table
 
 from tests.problems import problem
