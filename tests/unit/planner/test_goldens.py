@@ -270,7 +270,7 @@ def sent_in_part(solver):
     return lossy(solver, chain(4, width=512), optimizer="momentum")
 
 
-@golden(*SOLVERS)
+@golden("heuristic", "integer")  # multipliers: as above
 def sent_in_part_for_adam(solver):
     return lossy(solver, chain(4, width=512), optimizer="adam")
 
