@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.parallel import run_of
-from meshwright.planner.nouns.layout import Layout
-from meshwright.planner.nouns.plan import Plan, UnitPlan
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.plan import Plan, UnitPlan
 from plans import plan, scheduled, unit
 from torch import Tensor, nn
 
@@ -103,6 +103,10 @@ PLANS: dict[str, Callable[[], Plan]] = {
 }
 
 
+DESCRIPTION = 256
+"""What a description of a tensor takes at most, pickled."""
+
+
 # -- counting ------------------------------------------------------------------------------------
 
 
@@ -133,6 +137,8 @@ def described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     tensors: list[Tensor] = [given] if isinstance(given, Tensor) else list(given)
     elements = "+".join(str(t.numel()) for t in tensors)
     dtype = str(tensors[0].dtype).removeprefix("torch.")
+    if name == "broadcast" and dtype == "uint8" and tensors[0].numel() < DESCRIPTION:
+        elements = "some"  # pickled: as long as the names of the modules in it
     return f"{name} of {elements} {dtype} among {dist.get_world_size(kwargs.get('group'))}"
 
 
