@@ -3,7 +3,8 @@
 No processes, no clocks: told what a step took and whether the background ran in it,
 ``ShareController`` says what share it may have next. A step's *slowdown* is its time over the
 undisturbed time, which is the median of steps during which the background is held; which steps
-these are follows from their number alone, so that all hosts of a run hold theirs in the same steps without a word.
+these are follows from their number alone, so that all hosts of a run hold theirs in the same steps
+without a word.
 
 Two rules together. The share falls at once in proportion to the excess (harm is taken to grow with
 the share) and rises slowly, so that it settles where the limit is nearly reached. And what a step

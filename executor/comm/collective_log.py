@@ -156,9 +156,9 @@ def _compare(heartbeat: Heartbeat, group: Group, place: int, names: dict[int, st
     odd = next((rank for rank in others if names[rank] != names[first]), None)
     if odd is not None:
         sentence = (
-            f"{heartbeat.name(first)} issues {names[first]} as its {_ordinal(place + 1)} collective "
-            f"in group {group.label!r} while {heartbeat.name(odd)} issues {names[odd]}: the model or "
-            "the loop takes another path on one of them"
+            f"{heartbeat.name(first)} issues {names[first]} as its {_ordinal(place + 1)} "
+            f"collective in group {group.label!r} while {heartbeat.name(odd)} issues "
+            f"{names[odd]}: the model or the loop takes another path on one of them"
         )
         heartbeat.give_up(sentence)
         heartbeat.part(group.ranks)
