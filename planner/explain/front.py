@@ -17,7 +17,6 @@ from ..cost.budget import single_device_s
 from ..cost.cost import CostModel
 from ..schema.goal import Goal
 from ..schema.record import Count, Record, Seconds
-from ..solve.heuristic.splits import placed
 from ..solve.objective import value
 from ..solve.problem import Problem, Result
 from ..solve.solver import solve
@@ -106,7 +105,7 @@ def front(
 ) -> tuple[Point, ...]:
     """At most ``points`` points, fastest first; none where no plan fits. ``time_limit_s`` is for
     each of them."""
-    problem = placed(problem)
+    problem = problem.placed()
     ends = [
         _asked(problem, goal, solver, time_limit_s)
         for goal in (with_goal(problem, objective="time"), _economical(problem))

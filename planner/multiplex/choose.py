@@ -35,7 +35,6 @@ from ..simulate.schedule import bucketed_s
 from ..solve.evaluate import evaluation
 from ..solve.heuristic.bursts import LIMITS, greedy
 from ..solve.heuristic.space import Point, Space
-from ..solve.heuristic.splits import placed
 from ..solve.objective import over_bytes
 from ..solve.problem import Problem, Result
 from ..solve.solver import solve
@@ -178,7 +177,7 @@ def candidates(
     """Plans to choose from, and how each was found. The search knows that computing takes longer on
     shared devices; each takes ``time_limit_s`` at most. The goal has one number of micro-batches.
     """
-    searched = placed(replace(problem, profile=slowed(problem.profile, given.slowdown)))
+    searched = replace(problem, profile=slowed(problem.profile, given.slowdown)).placed()
     model = _model(searched)
     found = {model.baseline: "data parallel"}
     for i in range(model.world_size.bit_length()):
@@ -239,7 +238,7 @@ def burst_beside(
     beside it takes no longer than ``limit_s`` and which fit in memory; and its cost model on
     devices of its own. The background is on all devices, or on those only that never compute. Where
     none keeps the limit, the fastest, without a background."""
-    problem = placed(problem)
+    problem = problem.placed()
     model = _model(problem)
     beside = model_beside(model, given.slowdown)
     fitting = {d: how for d, how in tried.items() if over_bytes(model, d) <= 0}

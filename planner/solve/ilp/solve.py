@@ -19,8 +19,7 @@ from ..answer import Choice, DisagreementError, answer, choice
 from ..choices import all_may_have
 from ..evaluate import evaluation
 from ..heuristic.segmented import fitting_in_segments, less_in_segments
-from ..heuristic.splits import placed, search
-from ..models import models
+from ..heuristic.splits import search
 from ..problem import Problem, Result
 from .backend import Interruption, Solved, run
 from .cases import Case, case
@@ -44,7 +43,7 @@ class Integer:
 
     def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
         """See ``solver.Solver``."""
-        return Search(placed(problem), time_limit_s).result()
+        return Search(problem.placed(), time_limit_s).result()
 
 
 class Search:
@@ -68,7 +67,7 @@ class Search:
     def result(self) -> Result:
         """The best plan, or why there is none."""
         with self.interruption.listening():
-            every = list(models(self.problem))
+            every = list(self.problem.cost_models())
             self._begin(every)
             for i, model in enumerate(every):
                 self._case(model, i / len(every), 1 / len(every))
@@ -93,9 +92,7 @@ class Search:
         why = less_in_segments(self.problem, explain_proved(self.problem, every))
         seconds = time.perf_counter() - self.start
         reason = "" if self.proved else "the time limit came before a plan or a proof"
-        return Result(
-            Integer.name, "infeasible", None, None, None, None, None, seconds, why, reason
-        )
+        return Result.without_plan(Integer.name, why, seconds, reason)
 
     def _begin(self, every: list[CostModel]) -> None:
         """What the heuristic finds, and plain data parallelism, under every model."""
