@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..planner.cost.exchange import sent_whole
 from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout
 from ..planner.schema.plan import SHARDING, Plan
@@ -27,7 +28,6 @@ from .gradients.feedback import check_feedback, settle_feedback
 from .gradients.momentum import check_momentum
 from .gradients.residual import Lossy
 from .gradients.sharded import shard
-from .gradients.topk import MOST_ELEMENTS
 from .headroom import check_headroom, watch_memory
 from .memory.install import check_memory, install_memory
 from .mismatch import check_state
@@ -278,7 +278,7 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[GradParam
         policy = (unit.exchange, unit.exchange_ratio) if unit else ("dense", 1.0)
         feedback = unit.feedback if unit else "residual"
         known = _members(run, shard)
-        whole = parameter.ndim <= 1 or parameter in kept or size > MOST_ELEMENTS
+        whole = sent_whole(parameter.ndim, size, of_norm=parameter in kept)
         released = unit is not None and unit.early_release
         of = GradParam(name, parameter, group, degree, size, known, at, *policy, whole, feedback)
         groups = layout.groups if layout else run.world.size // degree

@@ -187,7 +187,7 @@ class PriorityExchange:
         turns = self._orders.turns
         while self._next < len(turns):
             turn = turns[self._next]
-            grad_group = self.grad_groups[turn.load]
+            grad_group = self.grad_groups[turn.group]
             if not grad_group.full or grad_group is self._fresh:
                 return
             following = grad_group.following(turn.number)

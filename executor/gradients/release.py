@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...planner.schema.errors import InputError
-from ...planner.simulate.send_order import SendSlot
+from ...planner.simulate.slicing import SendSlot
 from .buckets import GradParam
 from .slices import GradGroup
 from .waiting import VALUELESS, stand_in
@@ -62,7 +62,7 @@ def placed(turns: Sequence[SendSlot], grad_groups: Sequence[GradGroup]) -> list[
     for number in reversed(range(len(grad_groups))):
         grad_group = grad_groups[number]
         if grad_group.released:
-            later = (i for i, t in enumerate(found) if grad_groups[t.load].unit < grad_group.unit)
+            later = (i for i, t in enumerate(found) if grad_groups[t.group].unit < grad_group.unit)
             at = next(later, len(found))
             found[at:at] = [SendSlot(number, one) for one in range(len(grad_group.slices))]
     return found

@@ -16,9 +16,8 @@ from ..cost.positions import PositionClass, position_classes
 from ..schema.options import Decisions, Option
 from ..schema.plan import ScheduleName
 from ..simulate.events import Span, simulate
-from ..simulate.grad_groups import step_of
 from ..simulate.rank_classes import simulate_lanes
-from ..simulate.schedule import COMPUTE
+from ..simulate.schedule import COMPUTE, step_of
 from ..solve.evaluate import rank_memory
 
 STEADY = 5

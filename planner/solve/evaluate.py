@@ -30,9 +30,8 @@ from ..schema.plan import Plan, Prediction, Provenance, UnitPlan
 from ..schema.profile import ModelProfile
 from ..schema.record import fingerprint
 from ..simulate.events import Simulation, simulate
-from ..simulate.grad_groups import step_of
 from ..simulate.rank_classes import simulate_lanes
-from ..simulate.schedule import ScheduleName, Step
+from ..simulate.schedule import ScheduleName, Step, step_of
 
 
 class RankMemory(NamedTuple):

@@ -10,8 +10,8 @@ from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.profile import EdgeProfile
 from meshwright.planner.simulate.events import simulate
-from meshwright.planner.simulate.grad_groups import step_of
 from meshwright.planner.simulate.rank_classes import lanes_of, simulate_lanes
+from meshwright.planner.simulate.schedule import step_of
 
 from tests.strategies import chain_profile, cluster, decided, linear
 
