@@ -26,14 +26,13 @@ from .division import check_ties, divide, divided, split_of, tensor_named
 from .gradients.buckets import GradParam
 from .gradients.feedback import check_feedback, settle_feedback
 from .gradients.momentum import check_momentum
+from .gradients.reshard import install_chunks
 from .gradients.residual import Lossy
 from .gradients.sharded import shard
 from .headroom import check_headroom, watch_memory
 from .memory.install import check_memory, install_memory
 from .mismatch import check_state
-from .optimizer import sharded_steps
 from .optimizer import state as optimizers
-from .optimizer.chunks import install_chunks
 from .optimizer.lazy import releases_not
 from .parallel import ModelT, adopt, is_parallel
 from .redistribution.boundary import crosses
@@ -86,7 +85,7 @@ def apply(
     entries = settle_feedback(entries_of(model, run, division), optimizer)
     entries = shard(entries, optimizer, run.world, run.watch)
     run.start(entries, _buffers(model, plan, division))
-    install_chunks(model, run.sharings)
+    install_chunks(model, run.flat_shards)
     adopt(model, run)
     watch_memory(run, model, optimizer)
     if optimizer is not None:
@@ -165,9 +164,9 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     if optimizer is not None:
         cuts = [c.name for u, _ in divided(plan) for c in split_of(model, u).cuts]
         tensors = [tensor_named(model, name) for name in (*cuts, *lives_at(model, plan))]
-        optimizers.check(optimizer, {t for t in tensors if isinstance(t, nn.Parameter)})
-        if any(unit.exchange in SHARDING for unit in plan.units):
-            sharded_steps.check(optimizer)
+        sharded = any(unit.exchange in SHARDING for unit in plan.units)
+        parameters = {t for t in tensors if isinstance(t, nn.Parameter)}
+        optimizers.check(optimizer, parameters, sharded=sharded)
 
 
 def _check_release(optimizer: Optimizer | None, plan: Plan) -> None:

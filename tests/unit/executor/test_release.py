@@ -4,8 +4,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from meshwright.executor.gradients.release import Release, ReleasedGradient, placed
-from meshwright.executor.optimizer.early import EarlyUpdates
+from meshwright.executor.gradients.release import (
+    EarlyUpdates,
+    Release,
+    ReleasedGradient,
+    placed,
+)
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.simulate.slicing import SendSlot
 from torch import nn
