@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..planner.cost.exchange import sent_whole
 from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout
 from ..planner.schema.plan import SHARDING, Plan
@@ -25,15 +26,13 @@ from .division import check_ties, divide, divided, split_of, tensor_named
 from .gradients.buckets import GradParam
 from .gradients.feedback import check_feedback, settle_feedback
 from .gradients.momentum import check_momentum
+from .gradients.reshard import install_chunks
 from .gradients.residual import Lossy
 from .gradients.sharded import shard
-from .gradients.topk import MOST_ELEMENTS
 from .headroom import check_headroom, watch_memory
 from .memory.install import check_memory, install_memory
 from .mismatch import check_state
-from .optimizer import sharded_steps
 from .optimizer import state as optimizers
-from .optimizer.chunks import install_chunks
 from .optimizer.lazy import releases_not
 from .parallel import ModelT, adopt, is_parallel
 from .redistribution.boundary import crosses
@@ -86,7 +85,7 @@ def apply(
     entries = settle_feedback(entries_of(model, run, division), optimizer)
     entries = shard(entries, optimizer, run.world, run.watch)
     run.start(entries, _buffers(model, plan, division))
-    install_chunks(model, run.sharings)
+    install_chunks(model, run.flat_shards)
     adopt(model, run)
     watch_memory(run, model, optimizer)
     if optimizer is not None:
@@ -165,9 +164,9 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     if optimizer is not None:
         cuts = [c.name for u, _ in divided(plan) for c in split_of(model, u).cuts]
         tensors = [tensor_named(model, name) for name in (*cuts, *lives_at(model, plan))]
-        optimizers.check(optimizer, {t for t in tensors if isinstance(t, nn.Parameter)})
-        if any(unit.exchange in SHARDING for unit in plan.units):
-            sharded_steps.check(optimizer)
+        sharded = any(unit.exchange in SHARDING for unit in plan.units)
+        parameters = {t for t in tensors if isinstance(t, nn.Parameter)}
+        optimizers.check(optimizer, parameters, sharded=sharded)
 
 
 def _check_release(optimizer: Optimizer | None, plan: Plan) -> None:
@@ -278,7 +277,7 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[GradParam
         policy = (unit.exchange, unit.exchange_ratio) if unit else ("dense", 1.0)
         feedback = unit.feedback if unit else "residual"
         known = _members(run, shard)
-        whole = parameter.ndim <= 1 or parameter in kept or size > MOST_ELEMENTS
+        whole = sent_whole(parameter.ndim, size, of_norm=parameter in kept)
         released = unit is not None and unit.early_release
         of = GradParam(name, parameter, group, degree, size, known, at, *policy, whole, feedback)
         groups = layout.groups if layout else run.world.size // degree

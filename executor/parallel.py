@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..planner.schema.errors import InputError
-from .optimizer.chunks import whole_chunks
+from .gradients.reshard import whole_chunks
 from .optimizer.state import gather_optimizer_state, scatter_optimizer_state
 from .redistribution.state import gather_state
 from .redistribution.statistics import norms_of
@@ -126,7 +126,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     """
     run = run_of(model)
     return gather_state(
-        whole_chunks(model, run.sharings),
+        whole_chunks(model, run.flat_shards),
         run.shards,
         run.watch,
         rank=run.world.rank,
@@ -139,7 +139,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[st
     would save it. Collective: call it on every rank.
     """
     run = run_of(model)
-    return gather_optimizer_state(optimizer, run.divided_parameters, run.sharings, run.watch)
+    return gather_optimizer_state(optimizer, run.divided_parameters, run.flat_shards, run.watch)
 
 
 def load_full_optimizer_state_dict(

@@ -71,7 +71,7 @@ class Run:
         self.brought = RedistributionCache()
         self.shards: dict[str, Shard] = {}
         self.divided_parameters: dict[nn.Parameter, Shard] = {}
-        self.sharings: dict[nn.Parameter, FlatShardSpec] = {}
+        self.flat_shards: dict[nn.Parameter, FlatShardSpec] = {}
         self.regions = Regions()
         self.weigh_next: Callable[[Forward], Weight] | None = None
         self._pieces = Pieces(plan)
@@ -89,7 +89,7 @@ class Run:
         """
         self._all_entries = list(entries)
         sharded = [e for e in entries if e.exchange in SHARDING and not e.idle]
-        self.sharings = {e.parameter: flat_shard_spec(e) for e in sharded}
+        self.flat_shards = {e.parameter: flat_shard_spec(e) for e in sharded}
         self._buffers = buffers
         self._watch_gradients()
 
@@ -169,7 +169,7 @@ class Run:
             if picking is not None and has_momentum(optimizer):
                 picking.momentum = Momentum(optimizer, picking.parameters, picking.mirrored)
             momentum = picking.momentum if picking is not None else None
-            self._lazy = LazySteps(optimizer, self._priority_exchange, self.sharings, momentum)
+            self._lazy = LazySteps(optimizer, self._priority_exchange, self.flat_shards, momentum)
             self._priority.release.updater = self._lazy.early
 
     def _priority_exchange(self) -> PriorityExchange:

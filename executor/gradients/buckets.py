@@ -7,7 +7,7 @@ library demands. Each is a flat tensor; gradients are views of it, so nothing is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from ...planner.schema.layout import Layout
 from ...planner.schema.plan import ExchangePolicy, FeedbackPolicy
+from ...planner.simulate import slicing
+from ...planner.simulate.slicing import Travelling
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import Members, ShardGradient
@@ -168,26 +170,14 @@ def _shaped(flat: Tensor, start: int, parameter: Tensor) -> Tensor:
     return piece.view(parameter.shape)
 
 
-def make_buckets(entries: Iterable[GradParam], limit_bytes: int) -> list[Bucket]:
-    """Buckets of at most ``limit_bytes`` (of undivided size; more only for a single parameter),
-    in the order of their last entry.
-    """
-    open_: dict[object, list[GradParam]] = {}
-    bytes_: dict[object, int] = {}
-    buckets = []
-    order: dict[GradParam, int] = {}
-    for entry in entries:
-        order[entry] = len(order)
-        size = entry.full_numel * entry.parameter.element_size()
-        kind = entry.kind
-        if open_.get(kind) and bytes_[kind] + size > limit_bytes:
-            buckets.append(Bucket(open_.pop(kind)))
-        if kind not in open_:
-            open_[kind], bytes_[kind] = [], 0
-        open_[kind].append(entry)
-        bytes_[kind] += size
-    buckets += [Bucket(rest) for rest in open_.values()]
-    return sorted(buckets, key=lambda bucket: order[bucket.entries[-1]])
+def make_buckets(entries: Sequence[GradParam], limit_bytes: int) -> list[Bucket]:
+    """The buckets of parameters in the order of backward, as the planner packs them."""
+    # Undivided sizes, so that members with less of a parameter, or nothing, make the same buckets.
+    packed = slicing.pack_buckets(
+        (Travelling(e.kind, e.unit, e.full_numel * e.parameter.element_size()) for e in entries),
+        limit_bytes,
+    )
+    return [Bucket([entries[i] for i in numbers]) for numbers in packed]
 
 
 class Exchange(Protocol):

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ...planner.schema.errors import InputError
-from ...planner.simulate.slicing import cut
+from ...planner.simulate import slicing
+from ...planner.simulate.slicing import SliceSpec
 from .buckets import GradParam
 from .feedback import feedback_of, mirrors
 from .residual import Feedback
@@ -25,7 +26,12 @@ class LossyGradGroup(GradGroup):
         }
 
     def _cut(self, limit_bytes: int) -> list[Slice]:
-        return cut_apart(self.entries, limit_bytes)
+        sizes, whole = [e.shared_bytes for e in self.entries], [e.whole for e in self.entries]
+        cuts = slicing.cut_lossy(self.entries[0].exchange, sizes, whole, limit_bytes)
+        return [self._slice([self.entries[i] for i in c.parameters], c) for c in cuts]
+
+    def _slice(self, entries: Sequence[GradParam], cut: SliceSpec) -> Slice:
+        return Slice(entries, cut)
 
     def holds(self, entry: GradParam) -> bool:
         """Whether something of the entry waits to be sent."""
@@ -57,16 +63,6 @@ class LossyGradGroup(GradGroup):
 def _held_as(entry: GradParam) -> str:
     """Gradients are saved alike wherever they were held; updates are something else."""
     return "mirror" if mirrors(entry) else "residual"
-
-
-def cut_apart(entries: Sequence[GradParam], limit_bytes: int) -> list[Slice]:
-    """Slices in which no lossy entry shares a message with others; what is sent whole may."""
-    groups = [[e for e in entries if e.whole], *([e] for e in entries if not e.whole)]
-    return [
-        Slice([group[i] for i in found.parameters], found)
-        for group in groups
-        for found in cut([entry.shared_bytes for entry in group], limit_bytes)
-    ]
 
 
 def like(entry: GradParam, value: Any) -> Tensor:

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from ...planner.schema.plan import Plan
-from ...planner.simulate.send_order import ReadyGroup, SendSlot, send_order
+from ...planner.simulate.slicing import ReadyGroup, SendSlot, send_order
 from ..comm.control import Control, Gathered
 from .release import placed
 from .slices import GradGroup
@@ -102,7 +102,7 @@ class Order:
         self._end_s, self._left, self._most = time.perf_counter(), {}, (0, 0.0)
         ahead, number = 0, 0
         for turn in self.turns:
-            grad_group = self._parcels[turn.load]
+            grad_group = self._parcels[turn.group]
             one = grad_group.slices[turn.number]
             if not one.there:
                 ahead, number = ahead + one.bytes, number + 1

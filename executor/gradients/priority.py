@@ -23,20 +23,19 @@ from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 from .absent import AbsentGradGroup
 from .buckets import GradParam, Votes
+from .flat_shard import ShardedGradient
 from .foresight import left_out
 from .fully_sharded import FullyShardedGradGroup
 from .lossy import hand_over
 from .order import Orders
+from .pending import WaitingGradient, vacating
 from .policies import PARCELS, picking_of, start_policies
 from .release import Release
 from .residual import Lossy
-from .sharded import ShardedGradGroup
-from .sharded_gradient import ShardedGradient
+from .sharded import ShardedGradGroup, ShardedStepPipeline
 from .slices import GradGroup, as_sent, make_grad_groups
 from .sparse import SparseGradient, completed, stand_for
-from .step_pipeline import ShardedStepPipeline, StepStage
 from .unshard import UnshardManager, make_room
-from .waiting import WaitingGradient, vacating
 
 
 class PriorityExchange:
@@ -87,7 +86,9 @@ class PriorityExchange:
     def busy(self) -> bool:
         """Whether slices are on their way, or a step's are still to be sent."""
         away = (
-            p for p in self.grad_groups if isinstance(p, ShardedGradGroup) and p.trip is not None
+            p
+            for p in self.grad_groups
+            if isinstance(p, ShardedGradGroup) and p.pipeline is not None
         )
         slices = (one for grad_group in self.grad_groups for one in grad_group.slices)
         return any(not p.there for p in away) or any(not one.there for one in slices)
@@ -146,7 +147,7 @@ class PriorityExchange:
                 self._waited_s += make_room(grad_group, self.uses.grad_groups, self._watch)
             if isinstance(grad_group, ShardedGradGroup):
                 self._show_all(grad_group)
-                grad_group.take()
+                grad_group.pack()
                 self._fresh = grad_group
             self._advance()
             self._release()
@@ -159,7 +160,7 @@ class PriorityExchange:
         absent = left_out([entry.parameter for entry in self.home])
         with torch.no_grad():
             for grad_group in self.uses.grad_groups:
-                for entry in () if self.uses.hidden(grad_group) else grad_group.entries:
+                for entry in () if self.uses.used_without_grad(grad_group) else grad_group.entries:
                     if entry.parameter in absent:
                         self._unused.add(entry)
                         self._take_unused(entry)
@@ -168,7 +169,7 @@ class PriorityExchange:
 
     def trail(self) -> int:
         """Of the uses of fully sharded parameters."""
-        return self.uses.trail() if self.uses is not None else 0
+        return self.uses.take_order_digest() if self.uses is not None else 0
 
     def absorb(self, entry: GradParam) -> None:
         """The gradient of a backward after which nothing is exchanged: its memory is free where it
@@ -187,7 +188,7 @@ class PriorityExchange:
         turns = self._orders.turns
         while self._next < len(turns):
             turn = turns[self._next]
-            grad_group = self.grad_groups[turn.load]
+            grad_group = self.grad_groups[turn.group]
             if not grad_group.full or grad_group is self._fresh:
                 return
             following = grad_group.following(turn.number)
@@ -256,7 +257,7 @@ class PriorityExchange:
         # Weak references, as Python's garbage collector does not see through a parameter's grad.
         grad_group, parameter = self.home[entry], entry.parameter
         if isinstance(grad_group, ShardedGradGroup):
-            self._show_part(grad_group, entry)
+            self._show_chunk(grad_group, entry)
             return
         if not grad_group.sends(entry):
             grad_group.hold(entry)
@@ -285,17 +286,18 @@ class PriorityExchange:
 
         return finish
 
-    def _show_part(self, grad_group: ShardedGradGroup, entry: GradParam) -> None:
-        part, sharing, grad_group.changed = grad_group.part(entry), grad_group.sharings[entry], True
+    def _show_chunk(self, grad_group: ShardedGradGroup, entry: GradParam) -> None:
+        average, grad_group.changed = grad_group.average_of(entry), True
         myself, mine = weakref.ref(self), weakref.ref(grad_group)
 
-        def settle() -> None:
+        def wait() -> None:
             exchange, grad_group = myself(), mine()
-            if exchange is not None and grad_group is not None and grad_group.awaits(part):
+            if exchange is not None and grad_group is not None and grad_group.awaits(average):
                 exchange.finish(grad_group)
 
-        vacate = vacating(entry.parameter, lambda: sharing.zeros(part))
-        entry.parameter.grad = ShardedGradient.standing(sharing, part, settle, vacate)
+        entry.parameter.grad = ShardedGradient.stand_for(
+            entry.parameter, grad_group.specs[entry], average, wait
+        )
 
     def complete(self) -> None:
         """Puts gradients together that ranks still have in chunks or in parts, as more will be
@@ -306,17 +308,19 @@ class PriorityExchange:
             if isinstance(grad_group, ShardedGradGroup) and isinstance(gradient, ShardedGradient):
                 entry.parameter.grad = gradient.complete()
 
-    def trip(self, updates: Mapping[ShardedGradGroup, Callable[[], None]]) -> ShardedStepPipeline:
-        """The way of a step's sharded parcels in forward order, with what updates their chunks.
-        Their gathers count as issued now: the debug mode compares what ranks have issued at points
-        of the thread that trains."""
+    def step_pipeline(
+        self, updates: Mapping[ShardedGradGroup, Callable[[], None]]
+    ) -> ShardedStepPipeline:
+        """The step of sharded groups, in forward order, with what updates their chunks. Their
+        gathers count as issued now: the debug mode compares what ranks have issued at points of the
+        thread that trains."""
         self._check_votes()
         for grad_group in updates:
-            for number, one in enumerate(grad_group.sharded):
+            for number, one in enumerate(grad_group.gathered_slices):
                 text = f"gathering {number} of {one.entries[0].name!r}"
-                self._issued(text, one.sent_bytes, one.gathers)
-        stages = [StepStage(grad_group, apply) for grad_group, apply in updates.items()]
-        return ShardedStepPipeline(stages, copy.copy(self._watch), self._orders.arrived)
+                self._issued(text, one.sent_bytes, one.gather_group)
+        # A copy: its thread's waits are not those of the thread that trains.
+        return ShardedStepPipeline(updates, copy.copy(self._watch), self._orders.arrived)
 
     def finish(self, grad_group: GradGroup) -> None:
         """Waits for a parcel, applies the step that took it over, and shows plain gradients."""

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.schema.plan import SHARDING, ExchangePolicy
-from ...planner.simulate.slicing import SliceSpec, cut, grouped
+from ...planner.simulate import slicing
+from ...planner.simulate.slicing import SliceSpec, Travelling
 from ..comm.buffers import alias_for_comm, release_comm_buffers
 from ..comm.watchdog import Watchdog
 from ..comm.worker_threads import abandon
@@ -120,7 +121,7 @@ class GradGroup:
 
     def _cut(self, limit_bytes: int) -> list[Slice]:
         # Cut by shares of the undivided size, so that all members have as many slices.
-        cuts = cut([e.shared_bytes for e in self.entries], limit_bytes)
+        cuts = slicing.cut([e.shared_bytes for e in self.entries], limit_bytes)
         return [self.made_of([self.entries[i] for i in c.parameters], c) for c in cuts]
 
     @property
@@ -224,7 +225,7 @@ def make_grad_groups(
     as each message has its latency.
     """
     every = list(entries)  # the last unit comes first
-    groups = grouped((entry.kind, entry.unit, entry.shared_bytes) for entry in every)
+    groups = slicing.pack_units(Travelling(e.kind, e.unit, e.shared_bytes) for e in every)
     found = [[every[i] for i in group] for group in groups]
     grad_groups = [
         _kind(mine[0], kinds, absent)(mine[-1].unit, mine, limit_bytes) for mine in found

@@ -16,8 +16,8 @@ from ...planner.schema.errors import RunError
 from ..redistribution.shard_gradient import ShardGradient
 from .buckets import GradParam
 from .feedback import mirrors
+from .pending import WaitingGradient, vacating
 from .residual import flat_of
-from .waiting import WaitingGradient, vacating
 
 Groups = list[dict[str, Any]]
 Part = tuple[Tensor, Tensor]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...planner.simulate.slicing import cut
+from ...planner.simulate.slicing import SliceSpec
 from .buckets import GradParam
 from .feedback import folds, mirrors
 from .lossy import LossyGradGroup, like
@@ -24,8 +24,6 @@ from .slices import Slice
 from .sparse import SparseAverage
 from .topk_message import TopkSlice, topk_elements
 
-MOST_ELEMENTS = 2**31 - 1
-"""Elements are numbered in int32."""
 STRIDE, SPARSE, SAMPLED_FROM = 61, 8, 10_000
 """Of parameters from ``SAMPLED_FROM`` elements on one in ``STRIDE`` is looked at for the threshold,
 where at most one in ``SPARSE`` is sent: of a million elements, choosing one in twenty takes 3.4 ms
@@ -116,15 +114,12 @@ class TopkGradGroup(LossyGradGroup):
         self._absorbed: set[GradParam] = set()
         """The entries that backwards before this one have added to without an exchange."""
 
-    def _cut(self, limit_bytes: int) -> list[Slice]:
-        whole = [e for e in self.entries if e.whole]
-        packs = cut([e.shared_bytes for e in whole], limit_bytes)
-        slices = [Slice([whole[i] for i in c.parameters], c) for c in packs]
-        for entry in self.entries:
-            if not entry.whole:
-                slices.append(one := TopkSlice(entry))
-                one.expect(entry.ratio)
-        return slices
+    def _slice(self, entries: Sequence[GradParam], cut: SliceSpec) -> Slice:
+        if entries[0].whole:
+            return Slice(entries, cut)
+        one = TopkSlice(entries[0])
+        one.expect(entries[0].ratio)
+        return one
 
     @property
     def swells(self) -> bool:

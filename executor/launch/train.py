@@ -19,10 +19,10 @@ from ...planner.schema.plan import Plan
 from ...planner.schema.record import Bytes, Count, Record, Seconds
 from ..apply import apply
 from ..gradients.dropping import DroppedGradGroup
+from ..gradients.reshard import held_parameters
 from ..gradients.slices import GradGroup
 from ..memory.peak import peak_bytes
 from ..micro import micro_batches
-from ..optimizer.chunks import held_parameters
 from ..parallel import is_parallel, run_of
 from ..run import Run
 

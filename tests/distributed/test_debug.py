@@ -173,9 +173,9 @@ def swap_turns(model: nn.Module) -> None:
     everybody = [
         i
         for i, turn in enumerate(turns)
-        if exchange.grad_groups[turn.load].entries[0].group.label == "exchange"
+        if exchange.grad_groups[turn.group].entries[0].group.label == "exchange"
     ]
-    one, other = next((i, j) for i, j in pairwise(everybody) if turns[i].load != turns[j].load)
+    one, other = next((i, j) for i, j in pairwise(everybody) if turns[i].group != turns[j].group)
     turns[one], turns[other] = turns[other], turns[one]
 
 

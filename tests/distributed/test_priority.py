@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
-from meshwright.executor.gradients.pending import Pending
-from meshwright.executor.gradients.waiting import WaitingGradient
+from meshwright.executor.gradients.pending import PendingParam, WaitingGradient
 from meshwright.executor.launch.start import memory_bytes
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
@@ -57,11 +56,11 @@ class Barrier:
 
     def check(self, module: nn.Module, *_: object) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            assert not isinstance(parameter, Pending), f"{name} was used before its update"
+            assert not isinstance(parameter, PendingParam), f"{name} was used before its update"
             assert torch.equal(parameter.detach(), self.twins[parameter].detach()), name
 
     def step(self) -> None:
-        self.waits += sum(isinstance(p, Pending) for p in self.twins)
+        self.waits += sum(isinstance(p, PendingParam) for p in self.twins)
         for grad_group in self.grad_groups:
             for piece in cut([e.shared_bytes for e in grad_group.entries], self.limit):
                 mine = [self.twins[grad_group.entries[i].parameter] for i in piece.parameters]
@@ -226,14 +225,14 @@ def reads_wait(rank: int) -> None:
         model, alone, ours, theirs = prepared()
         step_both(rank, model, alone, ours, theirs)
         parameter = model[0].weight
-        assert isinstance(parameter, Pending)
+        assert isinstance(parameter, PendingParam)
         assert isinstance(parameter, nn.Parameter)
         assert parameter.shape == (6, 4)
         assert parameter.grad is None
         assert parameter in set(model.parameters())
-        assert isinstance(parameter, Pending), "metadata must not wait"
+        assert isinstance(parameter, PendingParam), "metadata must not wait"
         torch.testing.assert_close(touch(parameter), alone[0].weight.detach())
-        assert not isinstance(parameter, Pending)
+        assert not isinstance(parameter, PendingParam)
         equal(model, alone)
 
 
@@ -255,7 +254,7 @@ def takes_over_what_was_said(rank: int) -> None:
     for change in changes:
         model, alone, ours, theirs = prepared(momentum=0.9)
         step_both(rank, model, alone, ours, theirs, clear=False)
-        assert any(isinstance(p, Pending) for p in model.parameters())
+        assert any(isinstance(p, PendingParam) for p in model.parameters())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             change(ours)
@@ -304,7 +303,7 @@ def other_optimizers(rank: int) -> None:
         model, alone, ours, theirs = prepared(getattr(torch.optim, name), lr=0.01)
         for seed in range(3):
             step_both(rank, model, alone, ours, theirs, seed)
-        assert any(isinstance(p, Pending) for p in model.parameters()), name
+        assert any(isinstance(p, PendingParam) for p in model.parameters()), name
         equal(model, alone)
     model, alone, ours, theirs = prepared(torch.optim.AdamW, fused=True)
     step_both(rank, model, alone, ours, theirs)
@@ -326,12 +325,12 @@ def waits_for_unknown_optimizers(rank: int) -> None:
     model, alone, ours, theirs = prepared(Whole)
     with pytest.warns(UserWarning, match="Whole is not known to update each parameter by itself"):
         step_both(rank, model, alone, ours, theirs)
-    assert not any(isinstance(p, Pending) for p in model.parameters())
+    assert not any(isinstance(p, PendingParam) for p in model.parameters())
     equal(model, alone)
     closing, _, ours, _ = prepared()
     loss_of(closing, rank).backward()
     ours.step(lambda: None)
-    assert not any(isinstance(p, Pending) for p in closing.parameters())
+    assert not any(isinstance(p, PendingParam) for p in closing.parameters())
 
 
 def clips(rank: int) -> None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
+from meshwright.executor.gradients.flat_shard import ShardedGradient
 from meshwright.executor.gradients.sharded import ShardedGradGroup
-from meshwright.executor.gradients.sharded_gradient import ShardedGradient
 from meshwright.executor.parallel import (
     full_optimizer_state_dict,
     full_state_dict,
@@ -472,7 +472,7 @@ def scaler_skips_everywhere(rank: int, world: int) -> None:
                 gradient = pair.model.first.weight.grad
                 assert isinstance(gradient, ShardedGradient)
                 if rank == world - 1:
-                    gradient.part()[-1] = math.inf
+                    gradient.as_chunk()[-1] = math.inf
                 pair.alone.first.weight.grad[0, 0] = math.inf
             for scaler, step in zip(scalers, (pair.optimizer, pair.other), strict=True):
                 scaler.step(step)
@@ -545,13 +545,13 @@ SLOW_S = 1.0
 
 def slow_averages(grad_group: ShardedGradGroup) -> None:
     """Its gradients stay away for a while."""
-    soon = grad_group.reduce
+    soon = grad_group.wait_for_averages
 
-    def reduce(watch: Any) -> float:
+    def wait(watch: Any) -> float:
         time.sleep(SLOW_S)
         return soon(watch)
 
-    grad_group.reduce = reduce  # type: ignore[method-assign]
+    grad_group.wait_for_averages = wait  # type: ignore[method-assign]
 
 
 def first_parcel(model: nn.Module) -> ShardedGradGroup:
@@ -667,10 +667,10 @@ def fails_in_its_step(rank: int) -> None:
     pair = Pair(rank, shards(2))
     grad_group = first_parcel(pair.model)
 
-    def reduce(watch: Any) -> float:
+    def wait(watch: Any) -> float:
         raise ValueError("this one is lost")
 
-    grad_group.reduce = reduce  # type: ignore[method-assign]
+    grad_group.wait_for_averages = wait  # type: ignore[method-assign]
     pair.backward()
     pair.optimizer.step()
     pair.model.last.weight.sum()

@@ -9,7 +9,7 @@ from meshwright.executor.comm.groups import Group, World
 from meshwright.executor.comm.watchdog import Watchdog
 from meshwright.executor.gradients.buckets import GradParam
 from meshwright.executor.gradients.dropping import Budget, DroppedGradGroup, Dropping, Piece, choose
-from meshwright.executor.gradients.lossy import cut_apart
+from meshwright.executor.gradients.lossy import LossyGradGroup
 from meshwright.executor.gradients.slices import GradGroup, make_grad_groups
 from torch import nn
 
@@ -101,7 +101,7 @@ def test_pieces_travel_alone_and_what_is_sent_whole_together():
         entry("v", 10, 10),
         entry("c", 10),
     ]
-    slices = cut_apart(entries, 30_000)
+    slices = LossyGradGroup(0, entries, 30_000).slices
     assert [[e.name for e in s.entries] for s in slices] == [["b", "c"], ["w"], ["w"], ["v"]]
 
 

@@ -38,7 +38,7 @@ def order_of(backward_s: float, exchange_s: float) -> tuple[Order, list[GradGrou
 def names_in_order(backward_s: float, exchange_s: float) -> list[str]:
     """Whose slices leave."""
     order, grad_groups = order_of(backward_s, exchange_s)
-    return [grad_groups[turn.load].entries[0].name for turn in order.turns]
+    return [grad_groups[turn.group].entries[0].name for turn in order.turns]
 
 
 def test_without_times_slices_leave_in_the_order_of_backward() -> None:
@@ -107,7 +107,7 @@ def names_where(divided: int, *, idle: bool = False) -> list[str]:
     ready_s = 13 * part / schedule.LATE
     order._coming = SimpleNamespace(rows=lambda: [[1.0, ready_s, 0.0, 0.0]])  # type: ignore[assignment]
     order.begin()
-    return [grad_groups[turn.load].entries[0].name for turn in order.turns]
+    return [grad_groups[turn.group].entries[0].name for turn in order.turns]
 
 
 def test_all_ranks_find_one_order_however_much_they_have_of_a_parameter() -> None:
