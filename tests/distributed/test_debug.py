@@ -168,7 +168,7 @@ def trained(divided: bool, world: int, schedule: str, disturb: Callable[[nn.Modu
 
 def swap_turns(model: nn.Module) -> None:
     """Two turns of different units, which all ranks exchange, change places."""
-    exchange = model._meshwright_run._priority
+    exchange = model._meshwright_run.priority
     turns = exchange._orders.turns
     everybody = [
         i

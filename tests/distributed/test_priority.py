@@ -40,7 +40,7 @@ class Barrier:
     them and steps parameters of its own, which each forward must have met."""
 
     def __init__(self, model: nn.Module, optimizer: str, limit: int) -> None:
-        self.grad_groups, self.limit = run_of(model)._priority_exchange().grad_groups, limit
+        self.grad_groups, self.limit = run_of(model).priority.grad_groups, limit
         self.twins = {p: nn.Parameter(p.detach().clone()) for p in model.parameters()}
         self.optimizer = gently(optimizer_of(optimizer, self.twins.values()))
         self.waits = 0
@@ -406,7 +406,7 @@ def averages_of_weights(rank: int) -> None:
 def agrees_on_a_new_order(rank: int) -> None:
     """After some steps all ranks change to one measured order, at the same step."""
     model, alone, ours, theirs = prepared()
-    order = run_of(model)._priority_exchange()._orders
+    order = run_of(model).priority._orders
     before = list(order.turns)
     order._parcels[0].ready_s = 0.0
     seen = []
