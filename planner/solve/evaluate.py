@@ -15,7 +15,7 @@ import msgspec
 
 from ..cost.budget import gpu_seconds, idle_s, unit_s
 from ..cost.cost import BUCKET_BYTES, CostModel
-from ..cost.positions import position_classes
+from ..cost.ownership import position_classes
 from ..cost.step_time import Chain
 from ..memory.timeline import Holding, MemoryPoint, moment_of, peak_bytes, timeline
 from ..memory.unit_memory import MemoryModel

@@ -5,7 +5,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import BUCKET_BYTES, CostModel
-from meshwright.planner.cost.positions import group_samples, position_classes
+from meshwright.planner.cost.ownership import group_samples, position_classes
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option
