@@ -72,7 +72,7 @@ def explain(
             time_limit_s=time_limit,
             progress=step,
         )
-    deliver(found, None, json, *explanation_tables(found, made.goal.objective))
+    deliver(found, None, json, *explanation_tables(found, made.goal.objective, fold=not all_units))
 
 
 def _memory(
