@@ -142,7 +142,7 @@ def decision_table(plan: Plan, *, fold: bool = True) -> Table:
     shown = [u for u in plan.units if not fold or u.kind not in free or _communication(u) > 0]
     rows = folded(shown, _name, _decision) if fold else unfolded(shown, _name)
     blocks = any(row.is_block for row in rows)
-    table.caption = f"{COMMUNICATION}; {IN_BLOCKS}" if blocks else COMMUNICATION
+    table.caption = f"{COMMUNICATION}; {IN_BLOCKS}\n" if blocks else f"{COMMUNICATION}\n"
     table.caption_justify = "left"
     for row in rows:
         first = row.units[0]
