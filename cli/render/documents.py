@@ -8,6 +8,7 @@ from itertools import groupby
 from rich.table import Table
 
 from ...planner.explain.compare import policy_words, segment_words
+from ...planner.explain.why import Bottleneck
 from ...planner.schema.cluster import Cluster, Node
 from ...planner.schema.plan import Plan, Prediction, UnitPlan
 from ...planner.schema.profile import ModelProfile, UnitProfile
@@ -42,11 +43,39 @@ def verdict(plan: Plan) -> str:
     return f"{gain(plan)}; {_proof(plan)}."
 
 
-def alone_words(alone_s: float, ranks: int) -> str:
+def bound_sentence(found: Bottleneck) -> str:
+    """What bounds the step, and what its user could do about it."""
+    where = "" if found.link is None else LINK_NAMES[found.link]
+    saved_s = 0.0 if found.faster_s is None else found.step_s - found.faster_s
+    saves = seconds(saved_s) if saved_s > 0 else "nothing"
+    advice = [f"twice the bandwidth {where} saves {saves}"] if where else []
+    if found.part == "compute":
+        what = "computing"
+        if found.recompute_s > RECOMPUTED * found.step_s:
+            again = seconds(found.recompute_s)
+            advice.insert(0, f"{again} of it recomputes what memory has no room for")
+        advice.append("more or faster devices shorten it")
+    else:
+        blocking = found.part == "blocking"
+        what = f"{'blocking communication' if blocking else 'gradient exchange'} {where}"
+        advice = [f"twice the bandwidth saves {saves}"]
+        advice += (
+            [] if blocking else ["or try --allow-lossy" if found.may_drop else "or raise --batch"]
+        )
+    part = f"{seconds(found.part_s)} of {seconds(found.step_s)}"
+    return f"Bound by {what} ({part}): {', '.join(advice)}."
+
+
+LINK_NAMES = {"inter": "between nodes", "intra": "inside nodes"}
+RECOMPUTED = 0.02
+"""Recomputing that takes less of the step is not mentioned."""
+
+
+def single_device_sentence(single_device_s: float, ranks: int) -> str:
     """That one device is quicker than a plan for so many ranks."""
     return (
-        f"One device by itself would take {seconds(alone_s)} for the whole batch, less than this "
-        f"plan, and fits in its memory: --ranks 1,{ranks} compares sizes."
+        f"One device by itself would take {seconds(single_device_s)} for the whole batch, less "
+        f"than this plan, and fits in its memory: --ranks 1,{ranks} compares sizes."
     )
 
 
@@ -113,7 +142,7 @@ def decision_table(plan: Plan, *, fold: bool = True) -> Table:
     shown = [u for u in plan.units if not fold or u.kind not in free or _communication(u) > 0]
     rows = folded(shown, _name, _decision) if fold else unfolded(shown, _name)
     blocks = any(row.is_block for row in rows)
-    table.caption = f"{COMMUNICATION}; {IN_BLOCKS}" if blocks else COMMUNICATION
+    table.caption = f"{COMMUNICATION}; {IN_BLOCKS}\n" if blocks else f"{COMMUNICATION}\n"
     table.caption_justify = "left"
     for row in rows:
         first = row.units[0]

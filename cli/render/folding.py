@@ -181,7 +181,7 @@ class _Series(NamedTuple):
                 # A block in many pieces is hard to find a layer in: each piece counts as a row.
                 now = before.with_next(place)
                 rows += now.pieces - before.pieces
-                rows += now.count == 2  # its heading
+                rows += now.number == 2  # its heading
                 seen[content] = now
             if rows > MOST:
                 return
@@ -193,7 +193,7 @@ class _Places(NamedTuple):
     many ``runs`` without a gap they make."""
 
     last: int
-    count: int = 1
+    number: int = 1
     step: int = 0
     regular: bool = True
     runs: int = 1
@@ -201,13 +201,13 @@ class _Places(NamedTuple):
     @property
     def pieces(self) -> int:
         """How many pieces name them: ``1, 3 … 9``, or a piece for each run."""
-        return 1 if self.regular and self.count > 2 else self.runs
+        return 1 if self.regular and self.number > 2 else self.runs
 
     def with_next(self, place: int) -> _Places:
         """Those and one more."""
         step = place - self.last
-        regular = self.regular and (self.count == 1 or step == self.step)
-        return _Places(place, self.count + 1, step, regular, self.runs + (step > 1))
+        regular = self.regular and (self.number == 1 or step == self.step)
+        return _Places(place, self.number + 1, step, regular, self.runs + (step > 1))
 
 
 def _series(

@@ -18,7 +18,7 @@ def empty_table(title: str, headings: Iterable[str], left: int = 1) -> Table:
         box=box.SIMPLE_HEAD,
         # a narrower gap between columns, and none around them, leaves names more room
         padding=(0, 0, 0, 1),
-        show_edge=False,
+        pad_edge=False,
     )
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="left" if i < left else "right", overflow="fold")

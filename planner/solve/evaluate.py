@@ -315,6 +315,22 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
     )
 
 
+def plan_cost_model(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, goal: Goal | None = None
+) -> CostModel:
+    """The cost model under which ``plan`` was made from ``profile`` and ``cluster``, or the same
+    with another ``goal``."""
+    return CostModel(
+        profile,
+        cluster,
+        goal or plan.goal,
+        plan.micro_batches,
+        plan.placement,
+        plan.bucket_bytes,
+        plan.schedule == "priority",
+    )
+
+
 def decisions_of(plan: Plan) -> Decisions:
     """The options that a plan chose, as ``evaluate`` takes them."""
     return tuple(_option(unit) for unit in plan.units)
