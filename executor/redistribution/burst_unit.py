@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from .cache import UnitInput, unit_input
 from .lazy import LazyRedistributed
 
 
-class _Description(NamedTuple):
+# A named tuple would be a node of the output's pytree, and taken apart.
+@dataclass(frozen=True)
+class _Description:
     """A tensor without its samples."""
 
     shape: tuple[int, ...]

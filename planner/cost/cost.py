@@ -22,6 +22,7 @@ from ..schema.errors import InputError
 from ..schema.goal import Goal
 from ..schema.layout import data_parallel
 from ..schema.options import Decisions, Option
+from ..schema.plan import Plan
 from ..schema.profile import EdgeProfile, ModelProfile, UnitProfile
 from .collectives import Fabric, all_gather_s, all_reduce_s, reduce_scatter_s
 from .compute import backward_s, batch_counts, busiest_samples, forward_s, saved_bytes, shard_bytes
@@ -66,6 +67,18 @@ class CostModel(Exchanges):
         self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
         self._traffic: dict[tuple[TensorPlacement, TensorPlacement, int], Traffic] = {}
 
+    @classmethod
+    def of_plan(
+        cls, plan: Plan, profile: ModelProfile, cluster: Cluster, goal: Goal | None = None
+    ) -> CostModel:
+        """The costs by which ``plan`` was made from the profile and the cluster, or the same with
+        another ``goal``."""
+        return cls(
+            profile, cluster, goal or plan.goal, micro_batches=plan.micro_batches,
+            placement=plan.placement, bucket_bytes=plan.bucket_bytes,
+            sliced=plan.schedule == "priority",
+        )  # fmt: skip
+
     @cached_property
     def baseline(self) -> Decisions:
         """Plain data parallelism."""
@@ -75,8 +88,8 @@ class CostModel(Exchanges):
         """The costs of another profile of the same model, all else being equal. What moves between
         layouts does not depend on the profile, and is worked out for both together."""
         made = CostModel(
-            profile, self.cluster, self.goal, self.micro_batches, self.placement,
-            self.bucket_bytes, self.sliced,
+            profile, self.cluster, self.goal, micro_batches=self.micro_batches,
+            placement=self.placement, bucket_bytes=self.bucket_bytes, sliced=self.sliced,
         )  # fmt: skip
         made._traffic = self._traffic
         return made

@@ -16,7 +16,6 @@ import msgspec
 from ..cost.cost import CostModel
 from ..schema.goal import Goal
 from ..schema.record import Count, Record, Seconds
-from ..solve.evaluate import plan_cost_model
 from ..solve.heuristic.relaxations import alone_s
 from ..solve.objective import value
 from ..solve.problem import Problem, Result
@@ -169,6 +168,6 @@ def _asked(problem: Problem, goal: Goal, solver: str, time_limit_s: float | None
     if result.plan is None or result.decisions is None:
         return None
     plan = result.plan
-    model = plan_cost_model(plan, asked.profile, asked.cluster, goal)
+    model = CostModel.of_plan(plan, asked.profile, asked.cluster, goal)
     found = value(model, result.decisions, plan.schedule)
     return Point(found.step_s, found.gpu_seconds, result)

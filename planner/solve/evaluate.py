@@ -98,9 +98,11 @@ def evaluate(
     ``placement[p]`` is the rank at position p. ``bucket_bytes`` is the size of a bucket, or of a
     slice under the ``priority`` schedule.
     """
-    order = tuple(placement) if placement else None
-    sliced = schedule == "priority"
-    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes, sliced)
+    model = CostModel(
+        profile, cluster, goal, micro_batches=micro_batches,
+        placement=tuple(placement) if placement else None, bucket_bytes=bucket_bytes,
+        sliced=schedule == "priority",
+    )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
     return evaluation(model, chosen, schedule=schedule).prediction
 
@@ -226,9 +228,11 @@ def make_plan(
 
     What ``executor`` cannot run is listed in the plan as hypothetical.
     """
-    order = tuple(placement) if placement else None
-    sliced = schedule == "priority"
-    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes, sliced)
+    model = CostModel(
+        profile, cluster, goal, micro_batches=micro_batches,
+        placement=tuple(placement) if placement else None, bucket_bytes=bucket_bytes,
+        sliced=schedule == "priority",
+    )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
     ours = evaluation(model, chosen, schedule=schedule)
     plain = _baseline(profile, cluster, goal, micro_batches, schedule, bucket_bytes)
@@ -265,8 +269,10 @@ def _baseline(
         ways.append(("barrier", BUCKET_BYTES))
     found = []
     for name, size in ways:
-        sliced = name == "priority"
-        model = CostModel(profile, cluster, goal, micro_batches, bucket_bytes=size, sliced=sliced)
+        model = CostModel(
+            profile, cluster, goal, micro_batches=micro_batches, bucket_bytes=size,
+            sliced=name == "priority",
+        )  # fmt: skip
         found.append(evaluation(model, model.baseline, schedule=name))
     return min(found, key=lambda done: done.prediction.step_s)
 
@@ -312,22 +318,6 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
         backward_s=float(chain.backward_s[k]),
         blocking_s=float(blocking.sum()),
         exchange_s=float(chain.exchange_s[:, k].sum()),
-    )
-
-
-def plan_cost_model(
-    plan: Plan, profile: ModelProfile, cluster: Cluster, goal: Goal | None = None
-) -> CostModel:
-    """The cost model under which ``plan`` was made from ``profile`` and ``cluster``, or the same
-    with another ``goal``."""
-    return CostModel(
-        profile,
-        cluster,
-        goal or plan.goal,
-        plan.micro_batches,
-        plan.placement,
-        plan.bucket_bytes,
-        plan.schedule == "priority",
     )
 
 

@@ -41,7 +41,7 @@ def faster(cluster, level, factor):
 def test_predicted_time_never_rises_with_bandwidth(case, level, factor):
     model, chosen = case
     links = faster(model.cluster, level, factor)
-    quick = CostModel(model.profile, links, model.goal, model.micro_batches)
+    quick = CostModel(model.profile, links, model.goal, micro_batches=model.micro_batches)
     for schedule in ("barrier", "priority"):
         before = evaluation(model, chosen, schedule=schedule).prediction.step_s
         after = evaluation(quick, chosen, schedule=schedule).prediction.step_s
@@ -119,7 +119,11 @@ def test_the_search_scores_what_is_simulated(case, bucket_bytes):
     model, chosen = case
     quiet = msgspec.structs.replace(model.cluster, interference=Interference())
     model = CostModel(
-        model.profile, quiet, model.goal, model.micro_batches, bucket_bytes=bucket_bytes
+        model.profile,
+        quiet,
+        model.goal,
+        micro_batches=model.micro_batches,
+        bucket_bytes=bucket_bytes,
     )
     point = Point(Space(model, EVERYTHING), MemoryModel(model), "barrier")
     point.move_to(chosen)

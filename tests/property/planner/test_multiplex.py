@@ -26,8 +26,8 @@ def steps(draw):
     model, chosen = draw(decided())
     schedule = draw(st.sampled_from(["barrier", "priority"]))
     model = CostModel(
-        model.profile, model.cluster, model.goal, model.micro_batches, bucket_bytes=20_000,
-        sliced=schedule == "priority",
+        model.profile, model.cluster, model.goal, micro_batches=model.micro_batches,
+        bucket_bytes=20_000, sliced=schedule == "priority",
     )  # fmt: skip
     return model, chosen, schedule, timelines(model, chosen, schedule)
 
