@@ -298,8 +298,7 @@ def _postpone_sharded(
     suspended = parameters
     if isinstance(grad_group, FullyShardedGradGroup):
         suspended = []  # they wait to be unsharded anyway, which waits for the pipeline
-        assert exchange.uses is not None
-        exchange.uses.start_step(grad_group)
+        exchange.unshard_manager.start_step(grad_group)
     grad_group.start_step(pipeline)
 
     def update() -> None:
