@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -28,10 +30,23 @@ def schema_files() -> dict[str, bytes]:
     """File name and content of each document's schema."""
     files = {}
     for name, cls in DOCUMENTS.items():
-        content = {"$schema": DIALECT, "title": cls.__name__, **schema(cls)}
+        content = {"$schema": DIALECT, "title": cls.__name__, **_cleaned(schema(cls))}
         encoded = msgspec.json.encode(content, order="deterministic")
         files[f"{name}.json"] = msgspec.json.format(encoded, indent=1) + b"\n"
     return files
+
+
+def _cleaned(part: Any) -> Any:
+    """A schema with its descriptions as ``inspect.getdoc`` gives them."""
+    # From Python 3.13 on the compiler takes the indentation off docstrings, before it does not.
+    if isinstance(part, dict):
+        return {
+            key: inspect.cleandoc(value)
+            if key == "description" and isinstance(value, str)
+            else _cleaned(value)
+            for key, value in part.items()
+        }
+    return [_cleaned(value) for value in part] if isinstance(part, list | tuple) else part
 
 
 def main(arguments: list[str]) -> int:
