@@ -27,7 +27,7 @@ from .pending import WaitingGradient, bare, vacating
 
 @dataclass(frozen=True, eq=False)
 class Channels:
-    """The process groups of sharded parameters beside that of their gradients, among the same
+    """The process groups of sharded parameters besides that of their gradients, among the same
     peers: ``gathers`` for updated parameters, ``reads`` for what a user asks of a gradient,
     ``unshards`` for parameters that are put together for each unit that needs them.
 

@@ -143,7 +143,6 @@ class GradStandIn(Tensor):
         return made
 
     def complete(self) -> Tensor:
-        """The gradient that it stands for."""
         raise NotImplementedError
 
     def clear(self) -> None:

@@ -146,7 +146,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 class ReleasedGradient(GradStandIn):
     """Stands for a gradient that was applied in backward, until the step: whoever would clip,
-    unscale or read it is told, instead of finding nothing to do."""
+    unscale or read it gets an error, instead of finding nothing to do."""
 
     parameter_name: str
 
@@ -161,7 +161,6 @@ class ReleasedGradient(GradStandIn):
         return f"ReleasedGradient({self.parameter_name!r})"
 
     def complete(self) -> Tensor:
-        """Raises ``InputError``."""
         raise InputError(
             f"the gradient of {self.parameter_name!r} was applied and freed in backward, as the "
             "plan releases it early, so it cannot be clipped, unscaled, read or added to: leave "

@@ -283,13 +283,11 @@ class ShardedGradGroup(GradGroup):
         self.gradients, self._packed = averages, True
 
     def send(self, number: int) -> None:
-        """Sends its next slice."""
         if not self._packed:
             self.pack()
         super().send(number)
 
     def clear(self) -> None:
-        """Begins anew; gradients live on where others hold them."""
         super().clear()
         self._packed = False
 
@@ -349,7 +347,6 @@ class ShardedGradGroup(GradGroup):
         return waited
 
     def gather(self) -> None:
-        """Sends this rank's elements of all slices to all peers."""
         for one in self.gathered_slices:
             one.gather(self._wholes)
         self._wholes = {}
@@ -357,7 +354,7 @@ class ShardedGradGroup(GradGroup):
 
 # [Note: Sharded steps pipeline]
 # After ``step()`` three things are left to do for each group of gradients: wait for the averages of
-# this rank's chunk, update the chunk, and all-gather the parameters. ``step()`` only settles with
+# this rank's chunk, update the chunk, and all-gather the parameters. ``step()`` only notes with
 # which hyperparameters and gradients (optimizer/sharded_steps.py) and returns; a thread does the
 # rest, group by group in forward order, while the thread that trains goes on to the next forward.
 #
@@ -403,7 +400,6 @@ class ShardedStepPipeline:
         spawn("meshwright sharded step", as_here(self._run))
 
     def run(self) -> None:
-        """Runs it all at once."""
         self._run()
         self._check()
 

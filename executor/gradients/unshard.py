@@ -197,7 +197,6 @@ class UnshardManager:
         self._backward, self._current = -1, None
 
     def _gradient_complete(self, grad_group: FullyShardedGradGroup) -> None:
-        """One more gradient of a group is complete."""
         self._begin_backward()
         self._complete[grad_group] = self._complete.get(grad_group, 0) + 1
         if self._is_complete(grad_group):
