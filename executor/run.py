@@ -119,7 +119,6 @@ class Run:
 
     @property
     def gradients(self) -> GradientSynchroniser:
-        """The exchange of gradients."""
         assert self._gradients is not None
         return self._gradients
 
@@ -148,8 +147,7 @@ class Run:
         self.finish_steps()
         if self.priority is not None:
             self.priority.complete()
-            if self.priority.uses is not None:
-                self.priority.uses.end()
+            self.priority.unshard_manager.end()
         if self._gradients is not None:
             self._gradients.detach()
         self._trainable = [e.parameter.requires_grad for e in self._all_entries]
@@ -213,8 +211,10 @@ class Run:
         complete = False
         try:
             forward = self._begin(model, args, kwargs)
-            unshards = self.priority.uses if self.priority is not None else None
-            with unshards.around_forward() if unshards is not None else nullcontext():
+            unshards: AbstractContextManager[None] = nullcontext()
+            if self.priority is not None:
+                unshards = self.priority.unshard_manager.around_forward()
+            with unshards:
                 yield forward
             complete = True
         finally:

@@ -96,7 +96,6 @@ class GradientSynchroniser:
         return self._voting_s + self._exchange.waited_s
 
     def detach(self) -> None:
-        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 

@@ -97,7 +97,6 @@ class FullyShardedGradGroup(ShardedGradGroup):
         return waited
 
     def clear(self) -> None:
-        """Begins anew; gradients live on where others hold them."""
         super().clear()
         self._released = False
 

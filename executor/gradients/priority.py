@@ -35,7 +35,7 @@ from .residual import Lossy
 from .sharded import ShardedGradGroup, ShardedStepPipeline
 from .slices import GradGroup, as_sent, make_grad_groups
 from .sparse import SparseGradient, completed, stand_for
-from .unshard import UnshardManager, make_room
+from .unshard import UnshardManager
 
 
 class PriorityExchange:
@@ -75,12 +75,12 @@ class PriorityExchange:
         self._fresh: ShardedGradGroup | None = None
         """What has just been taken, in the midst of autograd's work on one of its gradients."""
         fully = [p for p in self.grad_groups if isinstance(p, FullyShardedGradGroup)]
-        self.uses = UnshardManager(fully, watch, issued, self.finish) if fully else None
+        self.unshard_manager = UnshardManager(fully, watch, issued, self.finish)
 
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has waited for gradients, and for parameters put together."""
-        return self._waited_s + (self.uses.waited_s if self.uses is not None else 0.0)
+        return self._waited_s + self.unshard_manager.waited_s
 
     @property
     def busy(self) -> bool:
@@ -143,8 +143,7 @@ class PriorityExchange:
         if grad_group.full:
             grad_group.ready_s = time.perf_counter() - self._start_s
         if self._eager and grad_group.full:
-            if self.uses is not None:
-                self._waited_s += make_room(grad_group, self.uses.grad_groups, self._watch)
+            self.unshard_manager.make_room(grad_group)
             if isinstance(grad_group, ShardedGradGroup):
                 self._show_all(grad_group)
                 grad_group.pack()
@@ -155,12 +154,14 @@ class PriorityExchange:
     def foresee(self) -> None:
         """Fully sharded parcels leave in backward as peers wait for them there, to hold no more
         gradients than planned: what this backward will not compute is sent as zeros at once."""
-        if self.uses is None:
+        if not self.unshard_manager.grad_groups:
             return
         absent = left_out([entry.parameter for entry in self.home])
         with torch.no_grad():
-            for grad_group in self.uses.grad_groups:
-                for entry in () if self.uses.used_without_grad(grad_group) else grad_group.entries:
+            for grad_group in self.unshard_manager.grad_groups:
+                if self.unshard_manager.used_without_grad(grad_group):
+                    continue
+                for entry in grad_group.entries:
                     if entry.parameter in absent:
                         self._unused.add(entry)
                         self._take_unused(entry)
@@ -169,7 +170,7 @@ class PriorityExchange:
 
     def trail(self) -> int:
         """Of the uses of fully sharded parameters."""
-        return self.uses.take_order_digest() if self.uses is not None else 0
+        return self.unshard_manager.take_order_digest()
 
     def absorb(self, entry: GradParam) -> None:
         """The gradient of a backward after which nothing is exchanged: its memory is free where it

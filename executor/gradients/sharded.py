@@ -96,21 +96,18 @@ def _dense(entry: GradParam) -> GradParam:
 
 
 class ShardSlice:
-    """What a slice takes of one parameter: elements ``start`` to ``stop`` of each peer's chunk."""
+    """What a slice takes of one parameter: elements ``start`` to ``stop`` of each peer's chunk.
 
-    def __init__(self, entry: GradParam, cut: SliceSpec) -> None:
+    ``columns`` is where they are in the rows that are sent, a row for each peer; ``own`` where this
+    rank's are in its chunk.
+    """
+
+    def __init__(self, entry: GradParam, cut: SliceSpec, column: int) -> None:
         self.entry, self.spec = entry, flat_shard_spec(entry)
-        chunk = self.spec.chunk_numel
+        chunk, owned = self.spec.chunk_numel, self.spec.own_numel
         self.start, self.stop = (chunk * (cut.part + i) // cut.parts for i in (0, 1))
-
-    @property
-    def width(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def own(self) -> slice:
-        """Where this rank's elements of the slice are in its chunk."""
-        return slice(min(self.start, self.spec.own_numel), min(self.stop, self.spec.own_numel))
+        self.own = slice(min(self.start, owned), min(self.stop, owned))
+        self.columns = slice(column, column + self.stop - self.start)
 
     def rows(self, whole: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the flat ``whole``: the elements of the peers whose chunk is full, a row for
@@ -140,7 +137,12 @@ class ShardedSlice(Slice):
     def __init__(self, entries: Sequence[GradParam], cut: SliceSpec) -> None:
         super().__init__(entries, cut)
         self.group = entries[0].group
-        self.shard_slices = [ShardSlice(entry, cut) for entry in entries]
+        self.shard_slices: list[ShardSlice] = []
+        self.width = 0
+        """The elements of a peer."""
+        for entry in entries:
+            self.shard_slices.append(ShardSlice(entry, cut, self.width))
+            self.width = self.shard_slices[-1].columns.stop
         channels = entries[0].channels
         assert channels is not None
         self.gather_group = channels.gathers
@@ -154,11 +156,6 @@ class ShardedSlice(Slice):
         """Whether peers' elements are rows of equal length in the parameter's own memory."""
 
     @property
-    def width(self) -> int:
-        """The elements of a peer."""
-        return sum(s.width for s in self.shard_slices)
-
-    @property
     def bytes(self) -> int:
         """Of an all-reduce that takes as long as the gradients' way, which is half of its way."""
         return self.width * self.group.size * self.entries[0].parameter.element_size() // 2
@@ -170,10 +167,8 @@ class ShardedSlice(Slice):
         writes this rank's own elements into its ``averages``."""
         wholes = [flat(gradients[s.entry]) for s in self.shard_slices]
         self._packed = wholes[0].new_zeros(self.group.size - 1, self.width)
-        at = 0
         for one, whole in zip(self.shard_slices, wholes, strict=True):
-            averages[one.entry][one.own] = one.pack(whole, self._packed[:, at : at + one.width])
-            at += one.width
+            averages[one.entry][one.own] = one.pack(whole, self._packed[:, one.columns])
 
     def send(self, gradients: dict[GradParam, Tensor]) -> None:
         """Sends each peer its elements. Collective, in the order of all slices."""
@@ -201,12 +196,10 @@ class ShardedSlice(Slice):
             return 0.0
         assert self._wire is not None
         waited = watch.wait(self.work, self.group, doing)
-        at = 0
         for one in self.shard_slices:
             own = averages[one.entry][one.own]
-            others = self._wire[:, at : at + own.numel()]
+            others = self._wire[:, one.columns][:, : own.numel()]
             own.add_(others[0] if len(others) == 1 else others.sum(dim=0)).div_(self.group.size)
-            at += one.width
         self._packed = None
         self._settle()
         return waited
@@ -228,13 +221,11 @@ class ShardedSlice(Slice):
         if self.in_place:
             return self.shard_slices[0].rows(wholes[0])[0]
         rows = wholes[0].new_zeros(self.group.size, self.width)
-        at = 0
         for one, whole in zip(self.shard_slices, wholes, strict=True):
             full, rest = one.rows(whole)
-            rows[: len(full), at : at + one.width] = full
+            rows[: len(full), one.columns] = full
             if rest.numel():
-                rows[len(full), at : at + rest.numel()] = rest
-            at += one.width
+                rows[len(full), one.columns][: rest.numel()] = rest
         return rows
 
     def wait_for_params(self, watch: Watchdog, doing: str) -> float:
@@ -243,15 +234,13 @@ class ShardedSlice(Slice):
             return 0.0
         assert self._wire is not None
         waited = watch.wait(self.work, self.gather_group, doing)
-        at = 0
         for one, whole in zip(self.shard_slices, self._gathered, strict=True):
             if self.in_place:
                 break
             full, rest = one.rows(whole)
-            full.copy_(self._wire[: len(full), at : at + one.width])
+            full.copy_(self._wire[: len(full), one.columns])
             if rest.numel():
-                rest.copy_(self._wire[len(full), at : at + rest.numel()])
-            at += one.width
+                rest.copy_(self._wire[len(full), one.columns][: rest.numel()])
         self._gathered = []
         self._settle()
         return waited
@@ -294,13 +283,11 @@ class ShardedGradGroup(GradGroup):
         self.gradients, self._packed = averages, True
 
     def send(self, number: int) -> None:
-        """Sends its next slice."""
         if not self._packed:
             self.pack()
         super().send(number)
 
     def clear(self) -> None:
-        """Begins anew; gradients live on where others hold them."""
         super().clear()
         self._packed = False
 
@@ -360,7 +347,6 @@ class ShardedGradGroup(GradGroup):
         return waited
 
     def gather(self) -> None:
-        """Sends this rank's elements of all slices to all peers."""
         for one in self.gathered_slices:
             one.gather(self._wholes)
         self._wholes = {}
@@ -368,7 +354,7 @@ class ShardedGradGroup(GradGroup):
 
 # [Note: Sharded steps pipeline]
 # After ``step()`` three things are left to do for each group of gradients: wait for the averages of
-# this rank's chunk, update the chunk, and all-gather the parameters. ``step()`` only settles with
+# this rank's chunk, update the chunk, and all-gather the parameters. ``step()`` only notes with
 # which hyperparameters and gradients (optimizer/sharded_steps.py) and returns; a thread does the
 # rest, group by group in forward order, while the thread that trains goes on to the next forward.
 #
@@ -414,7 +400,6 @@ class ShardedStepPipeline:
         spawn("meshwright sharded step", as_here(self._run))
 
     def run(self) -> None:
-        """Runs it all at once."""
         self._run()
         self._check()
 

@@ -40,7 +40,7 @@ Saved = tuple[Tensor, int, FullyShardedGradGroup | None]
 
 
 class UnshardManager:
-    """Unshards and reshards an exchange's fully sharded groups, which are in forward order.
+    """Unshards and reshards an exchange's fully sharded groups, in forward order; perhaps none.
     ``finish_step(group)`` ends what a step has left to do for one, ``issued`` is told of each
     collective before it is issued.
     """
@@ -104,6 +104,9 @@ class UnshardManager:
     @contextmanager
     def around_forward(self) -> Iterator[None]:
         """One forward of the whole model: what autograd saves in it knows where it comes from."""
+        if not self.grad_groups:
+            yield
+            return
         self._in_forward, self._current = True, None
         self._forward_has_grad = torch.is_grad_enabled()
         if self._forward_has_grad:
@@ -194,12 +197,22 @@ class UnshardManager:
         self._backward, self._current = -1, None
 
     def _gradient_complete(self, grad_group: FullyShardedGradGroup) -> None:
-        """One more gradient of a group is complete."""
         self._begin_backward()
         self._complete[grad_group] = self._complete.get(grad_group, 0) + 1
         if self._is_complete(grad_group):
             with _out_of_graph():
                 self._reshard(grad_group)
+
+    def make_room(self, grad_group: GradGroup) -> None:
+        """Before a group's gradients leave: waits until those of the group before it in backward
+        are the only ones on their way, so that a backward takes no more memory where the network is
+        slow."""
+        if not isinstance(grad_group, FullyShardedGradGroup):
+            return
+        away = [g for g in reversed(self.grad_groups) if g is not grad_group and g.outstanding]
+        for i, other in enumerate(away):
+            if i < len(away) - 1 or other.arrived:
+                self.waited_s += other.release(self._watch)
 
     def _is_complete(self, grad_group: FullyShardedGradGroup) -> bool:
         return self._complete.get(grad_group, 0) >= len(grad_group.entries)
@@ -370,15 +383,3 @@ def _storage_of(tensor: Tensor) -> int:
             return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return 0
-
-
-def make_room(
-    grad_group: GradGroup, grad_groups: Sequence[FullyShardedGradGroup], watch: Watchdog
-) -> float:
-    """Before a group's gradients leave: waits until those of the group before it in backward are
-    the only ones on their way, so that a backward takes no more memory where the network is slow.
-    Returns the seconds waited."""
-    if not isinstance(grad_group, FullyShardedGradGroup):
-        return 0.0
-    away = [g for g in reversed(grad_groups) if g is not grad_group and g.outstanding]
-    return sum(g.release(watch) for i, g in enumerate(away) if i < len(away) - 1 or g.arrived)
