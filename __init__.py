@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from .cli.demonstration import demo
     from .executor.exchange_state import exchange_state_dict, load_exchange_state_dict
-    from .executor.gradients.residual import Lossy
+    from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
     from .executor.micro import join, micro_batches
     from .executor.parallel import (
@@ -61,7 +61,7 @@ _HOMES = {
     ),
     ".executor.launch.background": ("Background",),
     ".cli.demonstration": ("demo",),
-    ".executor.gradients.residual": ("Lossy",),
+    ".executor.gradients.feedback": ("Lossy",),
     ".executor.exchange_state": ("exchange_state_dict", "load_exchange_state_dict"),
     ".executor.micro": ("join", "micro_batches"),
     ".executor.parallel": (

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..planner.schema.errors import InputError
-from .gradients.lossy import LossyGradGroup
+from .gradients.feedback import LossyGradGroup
 from .gradients.priority import PriorityExchange
 from .parallel import run_of
 

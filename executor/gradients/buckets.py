@@ -7,9 +7,9 @@ library demands. Each is a flat tensor; gradients are views of it, so nothing is
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -180,40 +180,49 @@ def make_buckets(entries: Sequence[GradParam], limit_bytes: int) -> list[Bucket]
     return [Bucket([entries[i] for i in numbers]) for numbers in packed]
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """A way to exchange gradients, driven by the synchroniser in each backward."""
 
     @property
+    @abstractmethod
     def waited_s(self) -> float:
         """Seconds that this rank has waited for gradients."""
 
+    @abstractmethod
     def reset(self) -> None:
         """Begins a backward."""
 
+    @abstractmethod
     def sent(self, entry: GradParam) -> bool:
-        """Whether the entry's gradient has left in this backward."""
+        """Whether the gradient has left in this backward."""
+
+    @abstractmethod
+    def ready(self, entry: GradParam) -> None:
+        """The gradient is complete."""
+
+    @abstractmethod
+    def end(self, votes: Votes) -> None:
+        """Backward is over: sends the rest."""
 
     def holds(self, entry: GradParam) -> bool:
-        """Whether this rank holds back some of what it has computed for the entry."""
+        """Whether this rank holds back some of what it has computed for the parameter."""
+        return False
 
-    def ready(self, entry: GradParam) -> None:
-        """The entry's gradient is complete."""
+    def absorb(self, entry: GradParam) -> None:  # noqa: B027
+        """The gradient is complete, in a backward after which nothing is exchanged. Where it stays
+        in ``grad``, later ones are added to it."""
 
-    def absorb(self, entry: GradParam) -> None:
-        """The entry's gradient is complete, in a backward after which nothing is exchanged."""
-
-    def foresee(self) -> None:
+    def foresee(self) -> None:  # noqa: B027
         """At the beginning of a backward after which gradients are exchanged: those that it will
         not compute on this rank need not be waited for."""
 
     def trail(self) -> int:
-        """Stands for what this rank has put together, and in which order, since the last vote."""
+        """Stands for what this rank has put together, and in which order, since the last vote; zero
+        where parameters are whole on every rank."""
+        return 0
 
-    def end(self, votes: Votes) -> None:
-        """Backward is over: sends the rest."""
 
-
-class BucketExchange:
+class BucketExchange(Exchange):
     """Sends buckets as they fill, in order, and waits for them at the end of backward.
 
     ``issued(text, sent, group)`` is told of each collective before it is issued, and the bytes that
@@ -231,12 +240,17 @@ class BucketExchange:
         issued: Callable[[str, int, Group], None],
     ) -> None:
         self.buckets = buckets
-        self.waited_s = 0.0
+        self._waited_s = 0.0
         self._watch = watch
         self.home = {entry: bucket for bucket in buckets for entry in bucket.entries}
         self._eager = eager
         self._issued = issued
         self._next = 0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for gradients."""
+        return self._waited_s
 
     def reset(self) -> None:
         """Begins a backward."""
@@ -252,23 +266,9 @@ class BucketExchange:
         if self._eager and not bucket.missing:
             self._advance(all_of_them=False)
 
-    def absorb(self, entry: GradParam) -> None:
-        """Nothing to do: gradients add up where they are."""
-
-    def foresee(self) -> None:
-        """Nothing to do: no rank waits for a bucket before backward ends."""
-
-    def trail(self) -> int:
-        """Parameters are whole on every rank."""
-        return 0
-
     def sent(self, entry: GradParam) -> bool:
         """Whether the entry's bucket has left."""
         return self.home[entry].launched
-
-    def holds(self, entry: GradParam) -> bool:
-        """Never: buckets send all there is."""
-        return False
 
     def end(self, votes: Votes) -> None:
         """Sends what is left, zeros (or what had accumulated before) for gradients not computed;
@@ -277,7 +277,7 @@ class BucketExchange:
         somewhere = votes()
         for number, bucket in enumerate(self.buckets):
             doing = f"the exchange of gradients in bucket {number}"
-            self.waited_s += self._watch.wait(bucket.work, bucket.group, doing)
+            self._waited_s += self._watch.wait(bucket.work, bucket.group, doing)
             bucket.settle()
             for entry in bucket.entries:
                 if entry in somewhere:

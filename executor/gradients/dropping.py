@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..comm.control import Control, Gathered
 from .buckets import GradParam
-from .lossy import LossyGradGroup
-from .residual import l1
+from .feedback import LossyGradGroup, l1
 from .slices import Slice
 
 

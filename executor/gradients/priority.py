@@ -12,33 +12,79 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...planner.schema.errors import RunError
+from ...planner.schema.plan import ExchangePolicy
 from ..comm.control import Control
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
-from .absent import AbsentGradGroup
-from .buckets import GradParam, Votes
+from .buckets import Exchange, GradParam, Votes
+from .dropping import DroppedGradGroup, Dropping
+from .feedback import Lossy, hand_over
 from .flat_shard import ShardedGradient
-from .foresight import left_out
 from .fully_sharded import FullyShardedGradGroup
-from .lossy import hand_over
 from .order import Orders
 from .pending import WaitingGradient, vacating
-from .policies import PARCELS, picking_of, start_policies
 from .release import Release
-from .residual import Lossy
 from .sharded import ShardedGradGroup, ShardedStepPipeline
 from .slices import GradGroup, as_sent, make_grad_groups
 from .sparse import SparseGradient, completed, stand_for
+from .topk import TopkGradGroup, TopkState
 from .unshard import UnshardManager, make_room
 
+GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {
+    "dense": GradGroup,
+    "sharded": ShardedGradGroup,
+    "fully_sharded": FullyShardedGradGroup,
+    "dropped": DroppedGradGroup,
+    "topk": TopkGradGroup,
+}
+"""Which class carries out an exchange policy: the place to add one."""
 
-class PriorityExchange:
+
+class Policy(Protocol):
+    """What the parcels of one policy share, told of every backward."""
+
+    name: str
+
+    def begin(self) -> None:
+        """Before a backward."""
+
+    def end(self) -> None:
+        """After a backward, when everything has left."""
+
+    def state(self) -> dict[str, Any]:
+        """What the next backwards depend on, but for what parcels hold."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on from a ``state``."""
+
+
+def start_policies(
+    grad_groups: Sequence[GradGroup], control: Control, lossy: Lossy
+) -> list[Policy]:
+    """Those that the parcels need, in one order on all ranks."""
+    dropped = [p for p in grad_groups if isinstance(p, DroppedGradGroup)]
+    topk = [p for p in grad_groups if isinstance(p, TopkGradGroup)]
+    policies: list[Policy] = []
+    if dropped:
+        policies.append(Dropping(dropped, control, lossy.patience))
+    if topk:
+        policies.append(TopkState(topk, lossy))
+    return policies
+
+
+def topk_state_of(policies: Sequence[Policy]) -> TopkState | None:
+    """What groups of top-k share, if there are any."""
+    return next((p for p in policies if isinstance(p, TopkState)), None)
+
+
+class PriorityExchange(Exchange):
     """Sends slices in the agreed order and shows gradients that wait when touched.
 
     ``issued(text, sent, group)`` is told of each collective before it is issued, and the bytes that
@@ -59,7 +105,7 @@ class PriorityExchange:
         eager: bool = True,
     ) -> None:
         self._eager = eager
-        self.grad_groups = make_grad_groups(entries, limit_bytes, PARCELS, AbsentGradGroup)
+        self.grad_groups = make_grad_groups(entries, limit_bytes, GROUP_CLASSES)
         self.policies = start_policies(self.grad_groups, control, lossy or Lossy())
         self.home = {
             entry: grad_group for grad_group in self.grad_groups for entry in grad_group.entries
@@ -97,7 +143,7 @@ class PriorityExchange:
         """Goes on with what another exchange, of other parameters of the same model, has held."""
         hand_over(before.grad_groups, self.grad_groups)
         self.release.updater = before.release.updater
-        old, new = picking_of(before.policies), picking_of(self.policies)
+        old, new = topk_state_of(before.policies), topk_state_of(self.policies)
         if old is not None and new is not None:
             new.load(old.state())
             new.momentum = old.momentum
@@ -179,9 +225,9 @@ class PriorityExchange:
 
     def _take(self, entry: GradParam, gradient: Tensor) -> None:
         grad_group = self.home[entry]
-        average = grad_group.fold(entry, gradient)
-        if average is not None:
-            gradient = stand_for(average, entry, gradient, self._finishing(grad_group))
+        folded = isinstance(grad_group, TopkGradGroup) and grad_group.fold(entry, gradient)
+        if folded:
+            gradient = stand_for(folded, entry, gradient, self._finishing(grad_group))
         grad_group.gradients[entry] = gradient
 
     def _advance(self) -> None:
@@ -379,3 +425,21 @@ def waiting_grad_groups(
         if waits and entry.parameter in wanted:
             found.setdefault(grad_group, []).append(entry)
     return found
+
+
+def left_out(parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:
+    """Those of the parameters that the backward which is going on will not add a gradient to. None
+    where it adds to none at all, as ``torch.autograd.grad`` does."""
+    try:
+        found = {parameter for parameter in parameters if not _will_come(parameter)}
+    except RuntimeError:  # one of them is what torch.autograd.grad was asked for
+        return set()
+    return set() if len(found) == len(parameters) else found
+
+
+def _will_come(parameter: nn.Parameter) -> bool:
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        made = parameter.view_as(parameter).grad_fn
+        assert made is not None
+        node: Any = made.next_functions[0][0]  # the same one for as long as any graph has it
+    return bool(torch._C._will_engine_execute_node(node))

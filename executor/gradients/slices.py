@@ -1,4 +1,4 @@
-"""Gradients of one unit on their way, in slices: what is sent, and what has come back."""
+"""Gradients on their way, in slices: what is sent, and what has come back."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..comm.buffers import alias_for_comm, release_comm_buffers
 from ..comm.watchdog import Watchdog
 from ..comm.worker_threads import abandon
 from .buckets import GradParam
+from .flat_shard import flat
 from .pending import bare
-from .sparse import SparseAverage
 
 
 class Slice:
@@ -67,7 +67,7 @@ class Slice:
             self.work = dist.all_reduce(self._carried[0], group=group.handle, async_op=True)
 
     def _load(self, gradients: dict[GradParam, Tensor]) -> Tensor:
-        flats = [_flat(gradients[entry]) for entry in self.entries]
+        flats = [flat(gradients[entry]) for entry in self.entries]
         if len(flats) > 1:
             return torch.cat(flats)
         start, stop = (flats[0].numel() * (self.cut.part + i) // self.cut.parts for i in (0, 1))
@@ -88,7 +88,7 @@ class Slice:
         if group.handle is not None:
             self._wire.div_(group.size)
         if len(self.entries) > 1:
-            flats = [_flat(gradients[entry]) for entry in self.entries]
+            flats = [flat(gradients[entry]) for entry in self.entries]
             torch._foreach_copy_(flats, torch.split(self._wire, [f.numel() for f in flats]))
         self._settle()
         return waited
@@ -172,11 +172,6 @@ class GradGroup:
         for later ones to be added to it."""
         return False
 
-    def fold(self, entry: GradParam, gradient: Tensor) -> SparseAverage | None:
-        """Takes a gradient in at once, where its memory is not needed any more, and returns what
-        will come of it; None where it travels as it is."""
-        return None
-
     def sends(self, entry: GradParam) -> bool:
         """Whether anything of the entry is sent in this backward; if not, it is held."""
         return True
@@ -209,6 +204,28 @@ class GradGroup:
         self.gradients, self.idle, self.sent, self.update = {}, set(), 0, None
 
 
+class AbsentSlice(Slice):
+    """A slice that other ranks exchange. Its turn passes without a message."""
+
+    @property
+    def bytes(self) -> int:
+        """About what a member has of it there."""
+        return self.shared_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Nothing."""
+        return 0
+
+
+class AbsentGradGroup(GradGroup):
+    """Gradients that other ranks exchange, while this one has nothing of their parameters: it
+    counts their slices, as all ranks order all slices alike."""
+
+    made_of = AbsentSlice
+    absent = True
+
+
 DENSE: Mapping[ExchangePolicy, type[GradGroup]] = {"dense": GradGroup}
 
 
@@ -216,32 +233,22 @@ def make_grad_groups(
     entries: Iterable[GradParam],
     limit_bytes: int,
     kinds: Mapping[ExchangePolicy, type[GradGroup]] = DENSE,
-    absent: type[GradGroup] | None = None,
 ) -> list[GradGroup]:
-    """The parcels in forward order, each with its parameters in the order of backward; ``kinds``
-    says which parcel carries out a policy, ``absent`` which one stands for what others exchange.
-
-    One for each unit and its peers; units that follow each other and are small together share one,
-    as each message has its latency.
-    """
+    """The groups in forward order, each with its parameters in the order of backward, as the
+    planner packs them; ``kinds`` says which class carries out a policy."""
     every = list(entries)  # the last unit comes first
-    groups = slicing.pack_units(Travelling(e.kind, e.unit, e.shared_bytes) for e in every)
-    found = [[every[i] for i in group] for group in groups]
-    grad_groups = [
-        _kind(mine[0], kinds, absent)(mine[-1].unit, mine, limit_bytes) for mine in found
-    ]
-    return sorted(grad_groups, key=lambda grad_group: grad_group.unit)
-
-
-def _kind(
-    entry: GradParam,
-    kinds: Mapping[ExchangePolicy, type[GradGroup]],
-    absent: type[GradGroup] | None,
-) -> type[GradGroup]:
-    """Where nothing travels, nothing is saved by leaving it behind."""
-    if entry.idle and absent is not None:
-        return absent
-    return GradGroup if entry.group.handle is None else kinds[entry.exchange]
+    packed = slicing.pack_units(Travelling(e.kind, e.unit, e.shared_bytes) for e in every)
+    found = []
+    for numbers in packed:
+        mine = [every[i] for i in numbers]
+        first = mine[0]
+        kind = kinds[first.exchange]
+        if first.idle:
+            kind = AbsentGradGroup
+        elif first.group.handle is None:
+            kind = GradGroup  # where nothing travels, nothing is saved by leaving it behind
+        found.append(kind(mine[-1].unit, mine, limit_bytes))
+    return sorted(found, key=lambda grad_group: grad_group.unit)
 
 
 def as_sent(entry: GradParam) -> Tensor:
@@ -267,8 +274,3 @@ def _stride(entry: GradParam) -> tuple[int, ...]:
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()
-
-
-def _flat(gradient: Tensor) -> Tensor:
-    """All elements in the order in which they lie in memory."""
-    return gradient.as_strided((gradient.numel(),), (1,))

@@ -16,8 +16,8 @@ from ...planner.schema.errors import RunError
 from ..redistribution.shard_gradient import ShardGradient
 from .buckets import GradParam
 from .feedback import mirrors
+from .flat_shard import flat
 from .pending import WaitingGradient, vacating
-from .residual import flat_of
 
 Groups = list[dict[str, Any]]
 Part = tuple[Tensor, Tensor]
@@ -53,12 +53,12 @@ class SparseAverage:
         """The gradient as the user sees it: the average before it was multiplied with the rate."""
         assert self._parts is not None
         gradient = self._empty().zero_()
-        flat = flat_of(gradient)
+        elements = flat(gradient)
         for values, index in self._parts:
-            flat.index_add_(0, index, values)
-        flat.div_(self._peers)
+            elements.index_add_(0, index, values)
+        elements.div_(self._peers)
         if self.rate:  # a rate of zero has sent zeros
-            flat.div_(self.rate)
+            elements.div_(self.rate)
         return self._shown(gradient)
 
     def _empty(self) -> Tensor:
@@ -72,10 +72,10 @@ class SparseAverage:
         """Subtracts updates from the parameter, as plain SGD would with that learning rate."""
         assert self._parts is not None
         assert self.updates
-        flat = flat_of(parameter.detach())
+        elements = flat(parameter.detach())
         scale = rate / self.rate if self.rate else 0.0
         for values, index in self._parts:
-            flat.index_add_(0, index, values, alpha=-scale / self._peers)
+            elements.index_add_(0, index, values, alpha=-scale / self._peers)
 
 
 class SparseGradient(WaitingGradient):

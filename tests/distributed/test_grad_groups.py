@@ -10,7 +10,7 @@ import pytest
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.buckets import BucketExchange
-from meshwright.executor.gradients.topk_message import TopkSlice
+from meshwright.executor.gradients.topk import TopkSlice
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
 from meshwright.planner.cost.cost import CostModel

@@ -12,8 +12,7 @@ from lossy import Training, assert_equal_on_all_ranks, lossy_plan, net, share
 from meshwright.executor.apply import apply
 from meshwright.executor.exchange_state import exchange_state_dict, load_exchange_state_dict
 from meshwright.executor.gradients import lossy as lossy_parcels
-from meshwright.executor.gradients.feedback import HostMirror
-from meshwright.executor.gradients.residual import Lossy
+from meshwright.executor.gradients.feedback import HostMirror, Lossy
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import run_of
 from meshwright.planner.schema.errors import InputError

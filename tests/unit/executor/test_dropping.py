@@ -9,7 +9,7 @@ from meshwright.executor.comm.groups import Group, World
 from meshwright.executor.comm.watchdog import Watchdog
 from meshwright.executor.gradients.buckets import GradParam
 from meshwright.executor.gradients.dropping import Budget, DroppedGradGroup, Dropping, Piece, choose
-from meshwright.executor.gradients.lossy import LossyGradGroup
+from meshwright.executor.gradients.feedback import LossyGradGroup
 from meshwright.executor.gradients.slices import GradGroup, make_grad_groups
 from torch import nn
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from meshwright.executor.comm.groups import Group
 from meshwright.executor.gradients.buckets import GradParam, make_buckets
-from meshwright.executor.gradients.lossy import LossyGradGroup
+from meshwright.executor.gradients.feedback import LossyGradGroup
 from meshwright.executor.gradients.slices import make_grad_groups
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.goal import Goal

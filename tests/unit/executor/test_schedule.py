@@ -11,7 +11,6 @@ from meshwright.executor.comm.control import Control
 from meshwright.executor.comm.groups import Group, World
 from meshwright.executor.comm.watchdog import Watchdog
 from meshwright.executor.gradients import order as schedule
-from meshwright.executor.gradients.absent import AbsentGradGroup
 from meshwright.executor.gradients.buckets import GradParam
 from meshwright.executor.gradients.order import Order, Orders
 from meshwright.executor.gradients.slices import GradGroup, make_grad_groups
@@ -99,7 +98,7 @@ def names_where(divided: int, *, idle: bool = False) -> list[str]:
         GradParam("b", mine, ALONE, 2, 7 * part, None, 1, layout=layout, idle=idle),
         GradParam("a", nn.Parameter(torch.zeros(LARGE)), ALONE, 1, LARGE, None, 0),
     ]
-    grad_groups = make_grad_groups(entries, 2 * LARGE, absent=AbsentGradGroup)
+    grad_groups = make_grad_groups(entries, 2 * LARGE)
     plan: Any = SimpleNamespace(units=[SimpleNamespace(backward_s=1.0, exchange_s=1.0)] * 3)
     world = World(0, 1, 0, (0,), ALONE, {}, {1: ALONE}, {1: ALONE})
     order = Orders(plan).start(grad_groups, Control(world, Watchdog(0, 1, 10.0)))

@@ -6,11 +6,16 @@ import pytest
 import torch
 from meshwright.executor.comm.groups import Group
 from meshwright.executor.gradients.buckets import GradParam
+from meshwright.executor.gradients.feedback import Lossy, Residual
 from meshwright.executor.gradients.momentum import Momentum, check_momentum
 from meshwright.executor.gradients.priority import PriorityExchange
-from meshwright.executor.gradients.residual import Lossy, Residual
-from meshwright.executor.gradients.topk import TopkGradGroup, TopkState, largest, ratio_at
-from meshwright.executor.gradients.topk_message import _unpacked
+from meshwright.executor.gradients.topk import (
+    TopkGradGroup,
+    TopkState,
+    _unpacked,
+    largest,
+    ratio_at,
+)
 from meshwright.planner.memory.comm_buffers import FIRST_RATIO
 from meshwright.planner.schema.errors import InputError, RunError
 from torch import nn
