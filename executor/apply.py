@@ -264,28 +264,38 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[GradParam
     """All parameters in the order in which backward finishes their gradients: units backwards, a
     tied one with its first user; those outside units beside what was registered before them.
     """
-    place, kept = _first_users(model, run.plan), _of_norms(model)
+    first_users, of_norms = _first_users(model, run.plan), _of_norms(model)
     entries = []
     for name, parameter in model.named_parameters():
         shard = division.parameters.get(parameter)
         degree = shard.degree if shard else 1
         size = shard.full_shape.numel() if shard else parameter.numel()
         layout = _peers(shard) if isinstance(shard, SubsetShard) else None
-        group, at = run.world.peers[layout or degree], place[parameter]
-        unit = run.plan.units[at] if run.plan.units else None
-        policy = (unit.exchange, unit.exchange_ratio) if unit else ("dense", 1.0)
-        feedback = unit.feedback if unit else "residual"
-        known = _members(run, shard)
-        whole = sent_whole(parameter.ndim, size, of_norm=parameter in kept)
-        released = unit is not None and unit.early_release
-        of = GradParam(name, parameter, group, degree, size, known, at, *policy, whole, feedback)
         groups = layout.groups if layout else run.world.size // degree
-        idle = layout is not None and layout.place(run.world.position) is None
-        divisor = run.world.size / groups
-        of = replace(of, released=released, layout=layout, idle=idle, divisor=divisor)
-        entries.append(of)
-    order = sorted(range(len(entries)), key=lambda i: (place[entries[i].parameter], i))
-    return [entries[i] for i in reversed(order)]
+        entry = GradParam(
+            name,
+            parameter,
+            run.world.peers[layout or degree],
+            degree,
+            size,
+            members=_members(run, shard),
+            unit=first_users[parameter],
+            whole=sent_whole(parameter.ndim, size, of_norm=parameter in of_norms),
+            layout=layout,
+            idle=layout is not None and layout.place(run.world.position) is None,
+            divisor=run.world.size / groups,
+        )
+        if run.plan.units:
+            unit = run.plan.units[entry.unit]
+            entry = replace(
+                entry,
+                exchange=unit.exchange,
+                ratio=unit.exchange_ratio,
+                feedback=unit.feedback,
+                released=unit.early_release,
+            )
+        entries.append(entry)
+    return sorted(entries, key=lambda entry: entry.unit)[::-1]
 
 
 def _peers(residence: SubsetShard) -> Layout:

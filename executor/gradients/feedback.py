@@ -170,21 +170,21 @@ def l1(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(flat(tensor), 1)) if tensor.numel() else 0.0
 
 
-def feedback_of(entry: GradParam) -> Feedback:
-    """Where an entry's feedback is kept. A host that is the device needs no copies."""
-    if entry.feedback == "host_mirror" and entry.parameter.device.type != "cpu":
+def feedback_of(param: GradParam) -> Feedback:
+    """Where a parameter's feedback is kept. A host that is the device needs no copies."""
+    if param.feedback == "host_mirror" and param.parameter.device.type != "cpu":
         return HostMirror()
     return Residual()
 
 
-def folds(entry: GradParam) -> bool:
-    """Whether an entry's gradient is taken in as soon as it is computed, and not kept."""
-    return not entry.whole and entry.exchange == "topk" and entry.feedback in AT_ONCE
+def folds(param: GradParam) -> bool:
+    """Whether a parameter's gradient is taken in as soon as it is computed, and not kept."""
+    return not param.whole and param.exchange == "topk" and param.feedback in AT_ONCE
 
 
-def mirrors(entry: GradParam) -> bool:
-    """Whether updates are held back of an entry, and not gradients."""
-    return folds(entry) and entry.feedback in MIRRORS
+def mirrors(param: GradParam) -> bool:
+    """Whether updates are held back of a parameter, and not gradients."""
+    return folds(param) and param.feedback in MIRRORS
 
 
 def check_feedback(optimizer: Optimizer | None, plan: Plan) -> None:
@@ -213,14 +213,14 @@ def check_feedback(optimizer: Optimizer | None, plan: Plan) -> None:
 
 
 def replace_impossible_mirrors(
-    entries: Sequence[GradParam], optimizer: Optimizer | None
+    params: Sequence[GradParam], optimizer: Optimizer | None
 ) -> list[GradParam]:
-    """The entries; those whose mirror could not be updated hold back gradients instead: what the
+    """The parameters; those whose mirror could not be updated hold back gradients instead: what the
     optimizer does not hold, and parameters that do not lie in one piece."""
     held = set[nn.Parameter]()
     if optimizer is not None:
         held = {p for group in optimizer.param_groups for p in group["params"]}
-    loose = [e for e in entries if mirrors(e) and e.parameter not in held]
+    loose = [p for p in params if mirrors(p) and p.parameter not in held]
     if loose:
         warnings.warn(
             f"the plan mirrors {loose[0].name!r}, which the optimizer that was passed along does "
@@ -228,10 +228,10 @@ def replace_impossible_mirrors(
             stacklevel=4,
         )
     return [
-        replace(e, feedback="in_place")
-        if mirrors(e) and (e in loose or not _in_one_piece(e.parameter))
-        else e
-        for e in entries
+        replace(p, feedback="in_place")
+        if mirrors(p) and (p in loose or not _in_one_piece(p.parameter))
+        else p
+        for p in params
     ]
 
 
@@ -240,68 +240,68 @@ def _in_one_piece(parameter: nn.Parameter) -> bool:
 
 
 class LossyGradGroup(GradGroup):
-    """A parcel whose entries have feedback, but for those that are sent whole."""
+    """A group whose parameters have feedback, but for those that are sent whole."""
 
-    def __init__(self, unit: int, entries: Sequence[GradParam], limit_bytes: int) -> None:
-        super().__init__(unit, entries, limit_bytes)
+    def __init__(self, unit: int, params: Sequence[GradParam], message_bytes: int) -> None:
+        super().__init__(unit, params, message_bytes)
         self.feedback: dict[GradParam, Feedback] = {
-            e: feedback_of(e) for e in entries if not e.whole
+            p: feedback_of(p) for p in params if not p.whole
         }
 
-    def _cut(self, limit_bytes: int) -> list[Slice]:
-        sizes, whole = [e.shared_bytes for e in self.entries], [e.whole for e in self.entries]
-        cuts = slicing.cut_lossy(self.entries[0].exchange, sizes, whole, limit_bytes)
-        return [self._slice([self.entries[i] for i in c.parameters], c) for c in cuts]
+    def _cut(self, message_bytes: int) -> list[Slice]:
+        sizes, whole = [p.shared_bytes for p in self.params], [p.whole for p in self.params]
+        cuts = slicing.cut_lossy(self.params[0].exchange, sizes, whole, message_bytes)
+        return [self._slice([self.params[i] for i in c.parameters], c) for c in cuts]
 
-    def _slice(self, entries: Sequence[GradParam], cut: SliceSpec) -> Slice:
-        return Slice(entries, cut)
+    def _slice(self, params: Sequence[GradParam], cut: SliceSpec) -> Slice:
+        return Slice(params, cut)
 
-    def holds(self, entry: GradParam) -> bool:
-        """Whether something of the entry waits to be sent."""
-        feedback = self.feedback.get(entry)
+    def holds(self, param: GradParam) -> bool:
+        """Whether something of the parameter waits to be sent."""
+        feedback = self.feedback.get(param)
         return feedback is not None and feedback.held is not None and bool(feedback.held.any())
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Copies of what is held, by parameter."""
         return {
-            entry.name: {_held_as(entry): held.clone()}
-            for entry, feedback in self.feedback.items()
+            param.name: {_held_as(param): held.clone()}
+            for param, feedback in self.feedback.items()
             if (held := feedback.held) is not None
         }
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Holds what a ``state`` of the same parameters says."""
-        for entry, feedback in self.feedback.items():
-            saved = state.get(entry.name, {})
-            strange = {"residual", "mirror"} & set(saved) - {_held_as(entry)}
+        for param, feedback in self.feedback.items():
+            saved = state.get(param.name, {})
+            strange = {"residual", "mirror"} & set(saved) - {_held_as(param)}
             if strange:
                 raise InputError(
-                    f"the exchange state has a {strange.pop()} of {entry.name!r} and the plan "
-                    f"keeps a {_held_as(entry)}: load it under the plan that saved it"
+                    f"the exchange state has a {strange.pop()} of {param.name!r} and the plan "
+                    f"keeps a {_held_as(param)}: load it under the plan that saved it"
                 )
-            held = saved.get(_held_as(entry))
-            feedback.restore(None if held is None else like(entry, held))
+            held = saved.get(_held_as(param))
+            feedback.restore(None if held is None else like(param, held))
 
 
-def _held_as(entry: GradParam) -> str:
+def _held_as(param: GradParam) -> str:
     """Gradients are saved alike wherever they were held; updates are something else."""
-    return "mirror" if mirrors(entry) else "residual"
+    return "mirror" if mirrors(param) else "residual"
 
 
-def like(entry: GradParam, value: Any) -> Tensor:
-    """A saved tensor in the memory format, type and place of the entry's gradient."""
-    parameter = entry.parameter.detach()
+def like(param: GradParam, value: Any) -> Tensor:
+    """A saved tensor in the memory format, type and place of the parameter's gradient."""
+    parameter = param.parameter.detach()
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         found = tuple(value.shape) if isinstance(value, Tensor) else value
         raise InputError(
-            f"the exchange state of {entry.name!r} has shape {found}, its parameter "
+            f"the exchange state of {param.name!r} has shape {found}, its parameter "
             f"{tuple(parameter.shape)}: load what this rank saved under the same plan"
         )
-    return empty_like(entry).copy_(value)
+    return empty_like(param).copy_(value)
 
 
 def hand_over(old: Iterable[GradGroup], new: Iterable[GradGroup]) -> None:
-    """What the old parcels hold goes on in the new ones."""
+    """What the old groups hold goes on in the new ones."""
     known: dict[str, dict[str, Tensor]] = {}
     for grad_group in old:
         if isinstance(grad_group, LossyGradGroup):

@@ -22,7 +22,7 @@ from ..comm.control import digest
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import Members, ShardGradient
-from .pending import WaitingGradient, stand_in, vacating
+from .pending import WaitingGradient, bare, vacating
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,14 +164,18 @@ class ShardedGradient(WaitingGradient):
         parameter: nn.Parameter, spec: FlatShardSpec, chunk: Tensor, wait: Callable[[], None]
     ) -> ShardedGradient:
         """A stand-in for the parameter's gradient, whose averages are in ``chunk`` after
-        ``wait()``."""
-        waiting = stand_in(ShardedGradient, spec.shape, spec.stride, chunk)
-        waiting.taken, waiting._gradient = False, None
-        waiting._vacate = vacating(
+        ``wait()``. To complete it is collective over the peers."""
+
+        def arrive() -> Tensor:
+            wait()
+            whole = spec.all_gather(chunk)
+            return whole if spec.divided is None else ShardGradient.of(whole, spec.divided)
+
+        zeros = vacating(
             parameter, lambda: chunk.new_empty_strided(spec.shape, spec.stride).zero_()
         )
+        waiting = ShardedGradient.of(bare(parameter), arrive, zeros)
         waiting._spec, waiting._chunk, waiting._wait = spec, chunk, wait
-        waiting._arrive = None
         return waiting
 
     def take_over(self) -> Tensor:
@@ -182,19 +186,10 @@ class ShardedGradient(WaitingGradient):
             return self._chunk
         return self._spec.chunk_of(self._gradient).clone()
 
-    def complete(self) -> Tensor:
-        """The whole gradient. Collective over the peers the first time."""
-        if self._gradient is None:
-            self._wait()
-            whole = self._spec.all_gather(self._chunk)
-            divided = self._spec.divided
-            self._gradient = whole if divided is None else ShardGradient.of(whole, divided)
-        return self._gradient
-
     def clear(self) -> None:
-        """Zeros from now on; nothing is waited for."""
+        """Zeros from now on; nothing is waited for, as a step that needs the chunk holds it."""
         if self._gradient is None:
-            self._gradient = self._vacate(self)
+            self._gradient, self._arrive = self._vacate(self), None
         else:
             self._gradient.zero_()
 

@@ -150,11 +150,6 @@ class WaitingGradient(Tensor):
         waiting._arrive, waiting._vacate = arrive, vacate
         return waiting
 
-    @property
-    def arrived(self) -> bool:
-        """Whether nothing has to be waited for."""
-        return self._gradient is not None
-
     def complete(self) -> Tensor:
         """The gradient; waits for it the first time."""
         if self._gradient is None:

@@ -96,21 +96,18 @@ def _dense(entry: GradParam) -> GradParam:
 
 
 class ShardSlice:
-    """What a slice takes of one parameter: elements ``start`` to ``stop`` of each peer's chunk."""
+    """What a slice takes of one parameter: elements ``start`` to ``stop`` of each peer's chunk.
 
-    def __init__(self, entry: GradParam, cut: SliceSpec) -> None:
+    ``columns`` is where they are in the rows that are sent, a row for each peer; ``own`` where this
+    rank's are in its chunk.
+    """
+
+    def __init__(self, entry: GradParam, cut: SliceSpec, column: int) -> None:
         self.entry, self.spec = entry, flat_shard_spec(entry)
-        chunk = self.spec.chunk_numel
+        chunk, owned = self.spec.chunk_numel, self.spec.own_numel
         self.start, self.stop = (chunk * (cut.part + i) // cut.parts for i in (0, 1))
-
-    @property
-    def width(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def own(self) -> slice:
-        """Where this rank's elements of the slice are in its chunk."""
-        return slice(min(self.start, self.spec.own_numel), min(self.stop, self.spec.own_numel))
+        self.own = slice(min(self.start, owned), min(self.stop, owned))
+        self.columns = slice(column, column + self.stop - self.start)
 
     def rows(self, whole: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the flat ``whole``: the elements of the peers whose chunk is full, a row for
@@ -140,7 +137,12 @@ class ShardedSlice(Slice):
     def __init__(self, entries: Sequence[GradParam], cut: SliceSpec) -> None:
         super().__init__(entries, cut)
         self.group = entries[0].group
-        self.shard_slices = [ShardSlice(entry, cut) for entry in entries]
+        self.shard_slices: list[ShardSlice] = []
+        self.width = 0
+        """The elements of a peer."""
+        for entry in entries:
+            self.shard_slices.append(ShardSlice(entry, cut, self.width))
+            self.width = self.shard_slices[-1].columns.stop
         channels = entries[0].channels
         assert channels is not None
         self.gather_group = channels.gathers
@@ -154,14 +156,9 @@ class ShardedSlice(Slice):
         """Whether peers' elements are rows of equal length in the parameter's own memory."""
 
     @property
-    def width(self) -> int:
-        """The elements of a peer."""
-        return sum(s.width for s in self.shard_slices)
-
-    @property
     def bytes(self) -> int:
         """Of an all-reduce that takes as long as the gradients' way, which is half of its way."""
-        return self.width * self.group.size * self.entries[0].parameter.element_size() // 2
+        return self.width * self.group.size * self.params[0].parameter.element_size() // 2
 
     def pack(
         self, gradients: Mapping[GradParam, Tensor], averages: Mapping[GradParam, Tensor]
@@ -170,22 +167,20 @@ class ShardedSlice(Slice):
         writes this rank's own elements into its ``averages``."""
         wholes = [flat(gradients[s.entry]) for s in self.shard_slices]
         self._packed = wholes[0].new_zeros(self.group.size - 1, self.width)
-        at = 0
         for one, whole in zip(self.shard_slices, wholes, strict=True):
-            averages[one.entry][one.own] = one.pack(whole, self._packed[:, at : at + one.width])
-            at += one.width
+            averages[one.entry][one.own] = one.pack(whole, self._packed[:, one.columns])
 
     def send(self, gradients: dict[GradParam, Tensor]) -> None:
         """Sends each peer its elements. Collective, in the order of all slices."""
         assert self._packed is not None, "a slice that has not been packed"
         self._wire = torch.empty_like(self._packed)
-        self._settled = False
+        self._arrived = False
         if self._wire.numel():
             # gloo's own reduce-scatter is an all-reduce inside (torch 2.13: it sends 16.8 MB of
             # 16.8 MB among two ranks). An all-to-all sends half of that, and the parts are added up
             # where they arrive. This rank's own elements stay: no buffer has a row for them.
             rows = [int(peer != self.slot) for peer in range(self.group.size)]
-            into, out = self._carried = [
+            into, out = self._comm_tensors = [
                 alias_for_comm(as_bytes(t)) for t in (self._wire, self._packed)
             ]
             self.work = dist.all_to_all_single(
@@ -197,18 +192,16 @@ class ShardedSlice(Slice):
     ) -> float:
         """Adds what the peers have sent to this rank's elements in ``averages``, and divides.
         Returns the seconds waited."""
-        if self._settled:
+        if self._arrived:
             return 0.0
         assert self._wire is not None
         waited = watch.wait(self.work, self.group, doing)
-        at = 0
         for one in self.shard_slices:
             own = averages[one.entry][one.own]
-            others = self._wire[:, at : at + own.numel()]
+            others = self._wire[:, one.columns][:, : own.numel()]
             own.add_(others[0] if len(others) == 1 else others.sum(dim=0)).div_(self.group.size)
-            at += one.width
         self._packed = None
-        self._settle()
+        self._finish()
         return waited
 
     def gather(self, wholes: Mapping[GradParam, Tensor], own: Tensor | None = None) -> None:
@@ -216,11 +209,13 @@ class ShardedSlice(Slice):
         peers: those in ``own``, or those that lie there. Collective, in the order of forward."""
         self._gathered = [wholes[s.entry] for s in self.shard_slices]
         self._wire = self._as_rows(self._gathered)
-        self._settled = False
+        self._arrived = False
         if self._wire.numel():
             # A copy of its own row, which is sent while the library may write the row.
             own = self._wire[self.slot].clone() if own is None else own
-            *rows, mine = self._carried = [alias_for_comm(as_bytes(t)) for t in (*self._wire, own)]
+            *rows, mine = self._comm_tensors = [
+                alias_for_comm(as_bytes(t)) for t in (*self._wire, own)
+            ]
             self.work = dist.all_gather(rows, mine, group=self.gather_group.handle, async_op=True)
 
     def _as_rows(self, wholes: Sequence[Tensor]) -> Tensor:
@@ -228,32 +223,28 @@ class ShardedSlice(Slice):
         if self.in_place:
             return self.shard_slices[0].rows(wholes[0])[0]
         rows = wholes[0].new_zeros(self.group.size, self.width)
-        at = 0
         for one, whole in zip(self.shard_slices, wholes, strict=True):
             full, rest = one.rows(whole)
-            rows[: len(full), at : at + one.width] = full
+            rows[: len(full), one.columns] = full
             if rest.numel():
-                rows[len(full), at : at + rest.numel()] = rest
-            at += one.width
+                rows[len(full), one.columns][: rest.numel()] = rest
         return rows
 
     def wait_for_params(self, watch: Watchdog, doing: str) -> float:
         """Waits for the parameters, and writes them where they belong. Returns the seconds."""
-        if self._settled:
+        if self._arrived:
             return 0.0
         assert self._wire is not None
         waited = watch.wait(self.work, self.gather_group, doing)
-        at = 0
         for one, whole in zip(self.shard_slices, self._gathered, strict=True):
             if self.in_place:
                 break
             full, rest = one.rows(whole)
-            full.copy_(self._wire[: len(full), at : at + one.width])
+            full.copy_(self._wire[: len(full), one.columns])
             if rest.numel():
-                rest.copy_(self._wire[len(full), at : at + rest.numel()])
-            at += one.width
+                rest.copy_(self._wire[len(full), one.columns][: rest.numel()])
         self._gathered = []
-        self._settle()
+        self._finish()
         return waited
 
 
@@ -276,9 +267,9 @@ class ShardedGradGroup(GradGroup):
         self._averaging = self._packed = False
 
     @property
-    def travelling(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether slices have taken what they send and not been waited for."""
-        return self._packed or super().travelling
+        return self._packed or super().in_flight
 
     @property
     def gathered_slices(self) -> tuple[ShardedSlice, ...]:
@@ -288,7 +279,7 @@ class ShardedGradGroup(GradGroup):
     def pack(self) -> None:
         """All slices take what they will send, so that nothing needs the whole gradients any more:
         the last slices may leave much later, behind those of units in front."""
-        averages = {entry: self.average_of(entry) for entry in self.entries}
+        averages = {entry: self.average_of(entry) for entry in self.params}
         for one in self.slices:
             one.pack(self.gradients, averages)
         self.gradients, self._packed = averages, True
@@ -331,17 +322,17 @@ class ShardedGradGroup(GradGroup):
     def start_step(self, pipeline: ShardedStepPipeline) -> None:
         """Hands it to the pipeline of a step. From then on nothing here may touch the parameters
         as such: they make whoever touches them wait for the pipeline."""
-        self._averaging = self.travelling
+        self._averaging = self.in_flight
         if self._averaging:
-            self._averages = {entry: self.average_of(entry) for entry in self.entries}
-        gathered = {entry for one in self.gathered_slices for entry in one.entries}
+            self._averages = {entry: self.average_of(entry) for entry in self.params}
+        gathered = {entry for one in self.gathered_slices for entry in one.params}
         self._wholes = {entry: flat(entry.parameter.detach()) for entry in gathered}
         self.changed, self.sent, self.pipeline = False, len(self.slices), pipeline
 
-    def settle(self, watch: Watchdog) -> float:
+    def wait_and_average(self, watch: Watchdog) -> float:
         """Waits for all slices, on either way. Returns the seconds waited."""
         if self.pipeline is None:
-            self._averages = {entry: self.average_of(entry) for entry in self.entries}
+            self._averages = {entry: self.average_of(entry) for entry in self.params}
             return self._wait_for_averages(watch)
         waited = self.pipeline.wait_for(self)
         doing = f"the gathering of the updated {self.listed}"

@@ -29,10 +29,11 @@ class SparseAverage:
     values were multiplied with: the learning rate of a mirror, else 1. ``like`` has the form of the
     dense gradient."""
 
-    def __init__(self, entry: GradParam, rate: float, like: Tensor) -> None:
-        self.name, self.rate, self.updates = entry.name, rate, mirrors(entry)
-        # The entry holds the parameter, whose grad will hold this: no collector sees through that.
-        self._peers, self._members = entry.group.size, entry.members
+    def __init__(self, param: GradParam, rate: float, like: Tensor) -> None:
+        self.name, self.rate, self.updates = param.name, rate, mirrors(param)
+        # Not the GradParam: it holds the parameter, whose grad will hold this, and Python's garbage
+        # collector does not see through a parameter's grad.
+        self._peers, self._members = param.group.size, param.members
         self._form = like.shape, like.stride(), like.dtype, like.device
         self._parts: list[Part] | None = None
 
@@ -85,9 +86,9 @@ class SparseGradient(WaitingGradient):
 
 
 def stand_for(
-    average: SparseAverage, entry: GradParam, like: Tensor, finish: Callable[[], None]
+    average: SparseAverage, param: GradParam, like: Tensor, finish: Callable[[], None]
 ) -> SparseGradient:
-    """What stands in an entry's ``grad``, in the form of ``like``; ``finish()`` waits until the
+    """What stands in a parameter's ``grad``, in the form of ``like``; ``finish()`` waits until the
     average has come."""
 
     def arrive() -> Tensor:
@@ -100,7 +101,7 @@ def stand_for(
             )
         return average.dense()
 
-    waiting = SparseGradient.of(like, arrive, vacating(entry.parameter, average.zeros))
+    waiting = SparseGradient.of(like, arrive, vacating(param.parameter, average.zeros))
     waiting.average = average
     return waiting
 

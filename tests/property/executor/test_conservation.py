@@ -140,7 +140,7 @@ def parcel_of(feedback: str, shape: tuple[int, ...], ratio: float, rate: float) 
     feedback=st.sampled_from(["residual", "in_place", "mirror"]),
 )
 def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, seed, feedback):
-    """A parcel's choices and what it holds are what was computed, micro-batches included, and a
+    """A group's choices and what it holds are what was computed, micro-batches included, and a
     checkpoint between them loses nothing."""
     rate = 0.125
     unit = rate if feedback == "mirror" else 1.0
@@ -150,7 +150,7 @@ def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, s
     for sends, new in zip(
         exchanged, gradients(seed, shape, len(exchanged), whole=True), strict=True
     ):
-        (entry,) = grad_group.entries
+        (entry,) = grad_group.params
         new = new.contiguous()
         computed += new
         gradient = new.clone() if waiting is None else waiting + new
@@ -159,14 +159,14 @@ def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, s
             continue
         waiting = None
         if grad_group.fold(entry, gradient) is not None:
-            values, index = grad_group._picks.pop(entry)
+            values, index = grad_group._chosen.pop(entry)
         else:
-            values, index = grad_group._pick(entry, gradient.clone(), 1.0)
+            values, index = grad_group._choose(entry, gradient.clone(), 1.0)
         flat(sent)[index] += values / unit
         other = parcel_of(feedback, shape, ratio, rate)
         other.load(grad_group.state())
         grad_group = other
-        held = grad_group.feedback[grad_group.entries[0]].held
+        held = grad_group.feedback[grad_group.params[0]].held
         assert torch.equal(sent + held / unit, computed)
 
 
