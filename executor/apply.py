@@ -24,10 +24,9 @@ from .comm.watchdog import Watchdog, time_limit
 from .comm.worker_threads import finish_all
 from .division import check_ties, divide, divided, split_of, tensor_named
 from .gradients.buckets import GradParam
-from .gradients.feedback import check_feedback, settle_feedback
+from .gradients.feedback import Lossy, check_feedback, replace_impossible_mirrors
 from .gradients.momentum import check_momentum
 from .gradients.reshard import install_chunks
-from .gradients.residual import Lossy
 from .gradients.sharded import shard
 from .headroom import check_headroom, watch_memory
 from .memory.install import check_memory, install_memory
@@ -80,7 +79,7 @@ def apply(
     _prepare_norms(model, run, shards)
     run.regions = install_memory(model, plan, _device(model), lambda: run.forward, run.as_now)
     install(model, shards.by_name)
-    entries = settle_feedback(entries_of(model, run, shards), optimizer)
+    entries = replace_impossible_mirrors(entries_of(model, run, shards), optimizer)
     entries = shard(entries, optimizer, run.world, run.watch)
     run.start(entries, _buffers(model, plan, shards))
     install_chunks(model, run.flat_shards)

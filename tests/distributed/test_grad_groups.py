@@ -10,7 +10,7 @@ import pytest
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.buckets import BucketExchange
-from meshwright.executor.gradients.topk_message import TopkSlice
+from meshwright.executor.gradients.topk import TopkSlice
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
 from meshwright.planner.cost.cost import CostModel
@@ -74,17 +74,17 @@ def sent(rank: int, name: str, plan: Plan) -> tuple[Sent, list[int]]:
     assert priority is not None
     found, sizes = [], []
     for grad_group in priority.grad_groups:
-        if grad_group.entries[0].group.handle is None:
+        if grad_group.params[0].group.handle is None:
             continue
         slices = []
         for one in grad_group.slices:
-            names = tuple(e.name for e in one.entries)
+            names = tuple(e.name for e in one.params)
             slices.append((names, one.cut.part, one.cut.parts))
             assert isinstance(one, TopkSlice) == (
-                grad_group.entries[0].exchange == "topk" and not one.entries[0].whole
+                grad_group.params[0].exchange == "topk" and not one.params[0].whole
             )
             sizes.append(one.bytes)
-        found.append(([e.name for e in grad_group.entries], slices))
+        found.append(([e.name for e in grad_group.params], slices))
     return found, sizes
 
 
@@ -105,7 +105,7 @@ def sent_in_buckets(rank: int, name: str, plan: Plan) -> list[tuple[list[str], i
     apply(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, timeout_s=30)
     exchange = run_of(model).gradients._exchange
     assert isinstance(exchange, BucketExchange)
-    return [([e.name for e in b.entries], b.sent_bytes) for b in exchange.buckets if not b.alone]
+    return [([e.name for e in b.params], b.sent_bytes) for b in exchange.buckets if not b.alone]
 
 
 @pytest.mark.parametrize(

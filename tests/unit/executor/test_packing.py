@@ -8,7 +8,7 @@ import pytest
 import torch
 from meshwright.executor.comm.groups import Group
 from meshwright.executor.gradients.buckets import GradParam, make_buckets
-from meshwright.executor.gradients.lossy import LossyGradGroup
+from meshwright.executor.gradients.feedback import LossyGradGroup
 from meshwright.executor.gradients.slices import make_grad_groups
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.goal import Goal
@@ -43,11 +43,11 @@ def sent(schedule: str, **how: object) -> list[tuple[list[int], tuple[SliceSpec,
         params.append(param)
     if schedule == "barrier":
         return [
-            ([e.unit for e in b.entries], (SliceSpec(tuple(range(len(b.entries)))),))
+            ([e.unit for e in b.params], (SliceSpec(tuple(range(len(b.params)))),))
             for b in make_buckets(params, 2_000)
         ]
     groups = [LossyGradGroup(0, params, 2_000)] if how else make_grad_groups(params, 2_000)
-    return [([e.unit for e in g.entries], tuple(s.cut for s in g.slices)) for g in groups[::-1]]
+    return [([e.unit for e in g.params], tuple(s.cut for s in g.slices)) for g in groups[::-1]]
 
 
 @pytest.mark.parametrize("schedule", ["barrier", "priority"])
