@@ -265,12 +265,12 @@ def lossy(solver, profile, forbidden=(), **goal):
     return planned(with_fidelity(profile), links, goal, solver, **how)
 
 
-@golden(*SOLVERS)
+@golden("heuristic", "integer")  # multipliers: now and then another of two near plans
 def sent_in_part(solver):
     return lossy(solver, chain(4, width=512), optimizer="momentum")
 
 
-@golden(*SOLVERS)
+@golden("heuristic", "integer")  # multipliers: as above
 def sent_in_part_for_adam(solver):
     return lossy(solver, chain(4, width=512), optimizer="adam")
 
