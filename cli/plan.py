@@ -11,8 +11,7 @@ import typer
 from ..executor.launch.progress import progress
 from ..planner.schema.cluster import Cluster
 from ..planner.schema.errors import InputError
-from ..planner.schema.goal import Goal
-from ..planner.schema.goal_values import make_goal, shares_note
+from ..planner.schema.goal import Goal, make_goal
 from ..planner.schema.pins import parse_wishes
 from ..planner.schema.plan import LOSSY, Plan
 from ..planner.schema.profile import ModelProfile
@@ -22,6 +21,7 @@ from . import plan_options as given
 from .output import Json, check_out, deliver, note, out
 from .render.documents import alone_words, decision_table, prediction_table, verdict
 from .render.trade_offs import front_table, sizes_table
+from .values import shares_note
 
 
 def add_to(app: typer.Typer) -> None:

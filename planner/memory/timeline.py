@@ -58,7 +58,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cost.step_time import Vector
-from ..schema.peak import CLASS_NAMES, Moment, Phase
+from ..schema.plan import CLASS_NAMES, Moment, Phase
 
 Table = npt.NDArray[np.float64]
 Fields = tuple[str, ...]
@@ -287,10 +287,11 @@ class Family(NamedTuple):
 
     def values(self, table: Table) -> Table:
         """[family, unit] for a ``table`` [field, unit]: two running sums."""
-        before, at, after = (part @ table for part in self)
-        ahead = before.cumsum(axis=1) - before
-        behind = after[:, ::-1].cumsum(axis=1)[:, ::-1] - after
-        found: Table = ahead + at + behind
+        before, found, after = (part @ table for part in self)
+        # Sums of the others, not of all less a unit's own: bytes are compared with limits, and a
+        # difference of large sums would round them up.
+        found[:, 1:] += before[:, :-1].cumsum(axis=1)
+        found[:, :-1] += after[:, :0:-1].cumsum(axis=1)[:, ::-1]
         return found
 
 
@@ -353,7 +354,9 @@ class PositionMemory(NamedTuple):
 
     def totals(self) -> Table:
         """[family of ``Points``, unit] of all bytes alive; none where no segment runs again."""
-        found = _coefficients(self.points).values(self.table)
+        # Shares such as a sixth are rounded in floating point. A plan that needs its limit to the
+        # byte must not seem to need 1e-11 more.
+        found = _coefficients(self.points).values(self.table).round(3)
         found[RERUN, self("segment_rerun") + self("output_gradients") <= 0] = 0.0
         return found
 

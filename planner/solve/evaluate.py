@@ -25,8 +25,7 @@ from ..schema.errors import InputError
 from ..schema.goal import Goal
 from ..schema.layout import data_parallel
 from ..schema.options import Decisions, Option
-from ..schema.peak import Moment
-from ..schema.plan import Plan, Prediction, Provenance, UnitPlan
+from ..schema.plan import Moment, Plan, Prediction, Provenance, UnitPlan
 from ..schema.profile import ModelProfile
 from ..schema.record import fingerprint
 from ..simulate.events import Simulation, simulate
