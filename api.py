@@ -25,8 +25,7 @@ from .planner.multiplex.report import ClusterReport
 from .planner.schema import cache
 from .planner.schema.cluster import Cluster
 from .planner.schema.errors import InputError
-from .planner.schema.goal import Goal
-from .planner.schema.goal_values import make_goal
+from .planner.schema.goal import Goal, make_goal
 from .planner.schema.pins import EARLY_RELEASE
 from .planner.schema.plan import Plan
 from .planner.schema.profile import ModelProfile

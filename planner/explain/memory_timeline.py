@@ -6,8 +6,7 @@ from __future__ import annotations
 from ..cost.cost import CostModel
 from ..memory.timeline import moment_of
 from ..schema.cluster import Cluster
-from ..schema.peak import Moment
-from ..schema.plan import Plan
+from ..schema.plan import Moment, Plan
 from ..schema.profile import ModelProfile
 from ..schema.record import Bytes, Count, Index, Record
 from ..solve.evaluate import decisions_of, limits_bytes, rank_memory
