@@ -178,7 +178,7 @@ class DroppedGradGroup(LossyGradGroup):
                 self.agreement.note(entry, l1(gradient))
                 feedback.take_all(gradient)
 
-    def held_back(self) -> list[Tensor]:
+    def limited_by_memory(self) -> list[Tensor]:
         """What waits to be sent."""
         found = (feedback.held for feedback in self.feedback.values())
         return [held for held in found if held is not None]

@@ -195,7 +195,9 @@ def _standing(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
     for grad_group in _parcels(run_of(workload.model)):
-        yield from grad_group.held_back() if isinstance(grad_group, DroppedGradGroup) else ()
+        yield from (
+            grad_group.limited_by_memory() if isinstance(grad_group, DroppedGradGroup) else ()
+        )
 
 
 def _device(workload: Workload) -> torch.device:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from ..schema.plan import Plan
-from ..solve.heuristic.fitting import held_back
+from ..solve.heuristic.fitting import limited_by_memory
 from ..solve.heuristic.schedules import WORTHWHILE
 from ..solve.problem import Problem, Relaxation
 from ..solve.solver import solve
@@ -32,7 +32,7 @@ def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
     ``problem`` is the one that ``plan`` answers. Every number is planned for.
     """
     allowed = problem.goal.micro_batches
-    if not (problem.capability.micro_batches and held_back(plan)):
+    if not (problem.capability.micro_batches and limited_by_memory(plan)):
         return None
     end, best = time.perf_counter() + EFFORT_S, None
     step_s = plan.prediction.step_s * (1 - WORTHWHILE)

@@ -18,7 +18,7 @@ from ..schema.plan import Plan
 from ..schema.record import Count, Record, Seconds
 from ..solve.heuristic.resize import NoLinksError, how_resized, resized, resized_problem
 from ..solve.problem import Problem, Result
-from ..solve.solver import settled, solve, solvers
+from ..solve.solver import expand_pins, solve, solvers
 
 GBIT_BYTES = 125_000_000
 GIB = 2**30
@@ -158,7 +158,7 @@ def sizes(
 def _asked(problem: Problem, ranks: int) -> Problem | Size:
     """The problem on so many ranks, or the row that says why there is none."""
     try:
-        return settled(resized_problem(problem, ranks))
+        return expand_pins(resized_problem(problem, ranks))
     except NoLinksError as error:
         nodes = ranks // len(problem.cluster.nodes[0].devices)
         return Size(ranks=ranks, nodes=nodes, fits=False, solver="none", why=str(error))

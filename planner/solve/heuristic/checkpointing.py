@@ -70,7 +70,7 @@ class Path(NamedTuple):
         return tuple(option for move in reversed(moves) for option in move.options)
 
 
-class Recomputing:
+class Checkpointing:
     """The moves of one cost model under given decisions, on the position that holds most."""
 
     def __init__(
