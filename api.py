@@ -41,7 +41,7 @@ from .planner.solve.request import (
     problem_of,
     shown,
 )
-from .planner.solve.solver import settled, solve
+from .planner.solve.solver import expand_pins, solve
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,7 @@ def plan(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
-    found = solve(settled(problem), solver, time_limit_s).checked()
+    found = solve(expand_pins(problem), solver, time_limit_s).checked()
     cache.put(problem.profile)
     cache.put(cluster)
     return found
@@ -250,7 +250,7 @@ def front(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
-    return described_front(settled(problem), points, solver, time_limit_s)
+    return described_front(expand_pins(problem), points, solver, time_limit_s)
 
 
 def explain(
