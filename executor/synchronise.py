@@ -1,4 +1,5 @@
-"""Drives the exchange of gradients through each backward.
+"""Drives the exchange of gradients through each backward (steps 1 to 4 of [Note: From backward to
+the next forward] in executor/run.py).
 
 What is averaged is all that has accumulated in ``grad``, as under DDP. An earlier average is equal
 on all ranks, so averaging it again leaves it as it is: several backwards before one step, gradients
