@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         verify,
     )
     from .cli.demonstration import demo
-    from .executor.gradients.residual import Lossy
+    from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
     from .executor.micro import join, micro_batches
     from .executor.parallel import (
@@ -62,7 +62,7 @@ _HOMES = {
     ),
     ".executor.launch.background": ("Background",),
     ".cli.demonstration": ("demo",),
-    ".executor.gradients.residual": ("Lossy",),
+    ".executor.gradients.feedback": ("Lossy",),
     ".executor.micro": ("join", "micro_batches"),
     ".executor.parallel": (
         "exchange_state_dict",

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from .executor.gradients.residual import Lossy
+    from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
     from .executor.launch.progress import Step
     from .executor.launch.report import RunReport
@@ -436,7 +436,7 @@ def auto_parallelize(
     from .executor.arguments import check_arguments
     from .executor.comm.agreement import together
     from .executor.comm.watchdog import time_limit
-    from .executor.gradients.residual import Lossy
+    from .executor.gradients.feedback import Lossy
     from .executor.launch.report import given_plan, record_run
     from .executor.launch.start import start_process_group
     from .executor.optimizer.lazy import releases_not

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..planner.cost.exchange import sent_whole
 from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout
 from ..planner.schema.plan import SHARDING, Plan
@@ -23,12 +24,10 @@ from .comm.watchdog import Watchdog, time_limit
 from .comm.worker_threads import finish_all
 from .division import check_ties, divide, divided, split_of, tensor_named
 from .gradients.buckets import GradParam
-from .gradients.feedback import check_feedback, settle_feedback
+from .gradients.feedback import Lossy, check_feedback, replace_impossible_mirrors
 from .gradients.momentum import check_momentum
 from .gradients.reshard import install_chunks
-from .gradients.residual import Lossy
 from .gradients.sharded import shard
-from .gradients.topk import MOST_ELEMENTS
 from .headroom import check_headroom, watch_memory
 from .memory.install import check_memory, install_memory
 from .mismatch import check_state
@@ -82,7 +81,7 @@ def apply(
     _prepare_norms(model, run, division)
     run.regions = install_memory(model, plan, _device(model), lambda: run.forward, run.as_now)
     install(model, division.by_name)
-    entries = settle_feedback(entries_of(model, run, division), optimizer)
+    entries = replace_impossible_mirrors(entries_of(model, run, division), optimizer)
     entries = shard(entries, optimizer, run.world, run.watch)
     run.start(entries, _buffers(model, plan, division))
     install_chunks(model, run.flat_shards)
@@ -281,7 +280,7 @@ def entries_of(model: nn.Module, run: Run, division: Division) -> list[GradParam
             size,
             members=_members(run, shard),
             unit=first_users[parameter],
-            whole=parameter.ndim <= 1 or parameter in of_norms or size > MOST_ELEMENTS,
+            whole=sent_whole(parameter.ndim, size, of_norm=parameter in of_norms),
             layout=layout,
             idle=layout is not None and layout.place(run.world.position) is None,
             divisor=run.world.size / groups,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..planner.schema.errors import InputError
 from .forward import Weight
-from .gradients.lossy import LossyGradGroup
+from .gradients.feedback import LossyGradGroup
 from .gradients.reshard import whole_chunks
 from .optimizer.state import gather_optimizer_state, scatter_optimizer_state
 from .redistribution.state import gather_state

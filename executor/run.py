@@ -44,12 +44,11 @@ from .comm.watchdog import Watchdog
 from .comm.worker_threads import LEAVE_S
 from .forward import Forward, Weight, samples_of, scale_output, shapes_of
 from .gradients.buckets import BucketExchange, Exchange, GradParam, make_buckets
+from .gradients.feedback import Lossy
 from .gradients.flat_shard import FlatShardSpec
 from .gradients.momentum import Momentum, has_momentum
 from .gradients.order import Orders
-from .gradients.policies import picking_of
-from .gradients.priority import PriorityExchange
-from .gradients.residual import Lossy
+from .gradients.priority import PriorityExchange, topk_state_of
 from .gradients.sharded import flat_shard_spec
 from .memory.regions import Regions
 from .mismatch import Pieces
@@ -179,7 +178,7 @@ class Run:
     def make_lazy(self, optimizer: Optimizer) -> None:
         """Lets the optimizer's steps be applied unit by unit, where the plan's schedule does so."""
         if self.priority is not None:
-            picking = picking_of(self.priority.policies)
+            picking = topk_state_of(self.priority.policies)
             if picking is not None and has_momentum(optimizer):
                 picking.momentum = Momentum(optimizer, picking.parameters, picking.mirrored)
             momentum = picking.momentum if picking is not None else None

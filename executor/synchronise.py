@@ -44,7 +44,7 @@ class GradientSynchroniser:
         anchor: Tensor | None = None,
         exchanged: Callable[[int], None] = lambda backwards: None,
     ) -> None:
-        self.entries = list(entries)
+        self.params = list(entries)
         self._voting_s = 0.0
         self._exchange = exchange
         self._control, self._watch = control, control.watch
@@ -57,7 +57,7 @@ class GradientSynchroniser:
         """Those that any backward has, since gradients were last exchanged."""
         self._number = 0
         self._exchanged, self._backwards = exchanged, 0
-        self._hooks = [h for entry in self.entries for h in self._attach(entry)]
+        self._hooks = [h for entry in self.params for h in self._attach(entry)]
         if anchor is not None:
             leaf: Any = anchor
             reach = weakly(self._reach_anchor)
@@ -144,7 +144,7 @@ class GradientSynchroniser:
         self._number += 1
         used = [
             (e in self._changed and e.parameter.grad is not None) or self._exchange.holds(e)
-            for e in self.entries
+            for e in self.params
         ]
         votes = self._vote(used)
         # Not counted here: a rank that has all gradients itself need not wait for the votes.
@@ -154,10 +154,10 @@ class GradientSynchroniser:
     def _vote(self, used: list[bool]) -> Gathered:
         latest = self._latest()
         forward = latest.announce().number if latest is not None else 0
-        trail = self._exchange.trail()
+        order_digest = self._exchange.order_digest()
         # Reduced to the largest of all ranks: the largest x is minus the largest −x only where all
         # ranks have the same x.
-        head = [self._number, -self._number, forward, -forward, trail, -trail]
+        head = [self._number, -self._number, forward, -forward, order_digest, -order_digest]
         vector = torch.tensor(head + [int(u) for u in used], dtype=torch.int64, device="cpu")
         return self._control.most(vector, f"the end of backward after forward {forward}")
 
@@ -179,7 +179,7 @@ class GradientSynchroniser:
                 "and none skipped by what a rank's data are; MESHWRIGHT_DEBUG=1 names the first "
                 "that differs, --forbid fully_sharded plans without"
             )
-        return {e for e, bit in zip(self.entries, vector[6:], strict=True) if bit}
+        return {e for e, bit in zip(self.params, vector[6:], strict=True) if bit}
 
     def _check_weighted(self) -> None:
         latest = self._latest()

@@ -30,7 +30,7 @@ class UnshardSlice(ShardedSlice):
         """Sends this rank's elements, from its ``chunks``, to all peers, into ``wholes``.
         Collective, in the order of unshards."""
         if self.in_place:
-            entry = self.entries[0]
+            entry = self.params[0]
             self.gather(wholes, chunks[entry][self.shard_slices[0].own])
             return
         for one in self.shard_slices:
@@ -48,9 +48,9 @@ class FullyShardedGradGroup(ShardedGradGroup):
 
     def __init__(self, unit: int, entries: Sequence[GradParam], limit_bytes: int) -> None:
         super().__init__(unit, entries, limit_bytes)
-        self.unshard_slices = tuple(UnshardSlice(s.entries, s.cut) for s in self.slices)
+        self.unshard_slices = tuple(UnshardSlice(s.params, s.cut) for s in self.slices)
         for one in self.unshard_slices:
-            channels = one.entries[0].channels
+            channels = one.params[0].channels
             assert channels is not None
             assert channels.unshards is not None, "made for the degrees of fully sharded units"
             one.gather_group = channels.unshards
@@ -90,7 +90,7 @@ class FullyShardedGradGroup(ShardedGradGroup):
     def release(self, watch: Watchdog) -> float:
         """Waits for the averages of this rank's elements and frees what has been sent, in the midst
         of backward. Returns the seconds waited."""
-        self._averages = averages = {entry: self.average_of(entry) for entry in self.entries}
+        self._averages = averages = {entry: self.average_of(entry) for entry in self.params}
         waited = self._wait_for_averages(watch)
         # Stay among the gradients: at the end of backward what has none is sent as zeros.
         self.gradients, self._released = averages, True
@@ -114,10 +114,10 @@ class FullyShardedGradGroup(ShardedGradGroup):
         try:
             if self.pipeline is not None:
                 self.pipeline.wait_for(self)
-            for entry in self.entries:
+            for entry in self.params:
                 data = bare(entry.parameter)
                 resize(data, data.numel())
-            wholes = {e: flat(bare(e.parameter)) for e in self.entries}
+            wholes = {e: flat(bare(e.parameter)) for e in self.params}
             for one in self.unshard_slices:
                 one.unshard(wholes, self.chunks)
         except BaseException as error:  # raised where somebody waits for its outcome
@@ -149,7 +149,7 @@ class FullyShardedGradGroup(ShardedGradGroup):
     def reshard(self) -> None:
         """Keeps this rank's chunks, and gives the rest of the memory back."""
         self.keep_chunks()
-        for entry in self.entries:
+        for entry in self.params:
             data = bare(entry.parameter)
             if not self.exposed:
                 # Emptied in place, as FSDP does: what autograd has saved, views too, has the

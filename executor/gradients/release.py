@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...planner.schema.errors import InputError
-from ...planner.simulate.send_order import SendSlot
+from ...planner.simulate.slicing import SendSlot
 from .buckets import GradParam
 from .pending import GradStandIn
 from .slices import GradGroup
@@ -56,7 +56,7 @@ def placed(turns: Sequence[SendSlot], grad_groups: Sequence[GradGroup]) -> list[
     for number in reversed(range(len(grad_groups))):
         grad_group = grad_groups[number]
         if grad_group.released:
-            later = (i for i, t in enumerate(found) if grad_groups[t.load].unit < grad_group.unit)
+            later = (i for i, t in enumerate(found) if grad_groups[t.group].unit < grad_group.unit)
             at = next(later, len(found))
             found[at:at] = [SendSlot(number, one) for one in range(len(grad_group.slices))]
     return found

@@ -158,7 +158,7 @@ class ShardedSlice(Slice):
     @property
     def bytes(self) -> int:
         """Of an all-reduce that takes as long as the gradients' way, which is half of its way."""
-        return self.width * self.group.size * self.entries[0].parameter.element_size() // 2
+        return self.width * self.group.size * self.params[0].parameter.element_size() // 2
 
     def pack(
         self, gradients: Mapping[GradParam, Tensor], averages: Mapping[GradParam, Tensor]
@@ -174,13 +174,13 @@ class ShardedSlice(Slice):
         """Sends each peer its elements. Collective, in the order of all slices."""
         assert self._packed is not None, "a slice that has not been packed"
         self._wire = torch.empty_like(self._packed)
-        self._settled = False
+        self._arrived = False
         if self._wire.numel():
             # gloo's own reduce-scatter is an all-reduce inside (torch 2.13: it sends 16.8 MB of
             # 16.8 MB among two ranks). An all-to-all sends half of that, and the parts are added up
             # where they arrive. This rank's own elements stay: no buffer has a row for them.
             rows = [int(peer != self.slot) for peer in range(self.group.size)]
-            into, out = self._carried = [
+            into, out = self._comm_tensors = [
                 alias_for_comm(as_bytes(t)) for t in (self._wire, self._packed)
             ]
             self.work = dist.all_to_all_single(
@@ -192,7 +192,7 @@ class ShardedSlice(Slice):
     ) -> float:
         """Adds what the peers have sent to this rank's elements in ``averages``, and divides.
         Returns the seconds waited."""
-        if self._settled:
+        if self._arrived:
             return 0.0
         assert self._wire is not None
         waited = watch.wait(self.work, self.group, doing)
@@ -201,7 +201,7 @@ class ShardedSlice(Slice):
             others = self._wire[:, one.columns][:, : own.numel()]
             own.add_(others[0] if len(others) == 1 else others.sum(dim=0)).div_(self.group.size)
         self._packed = None
-        self._settle()
+        self._finish()
         return waited
 
     def gather(self, wholes: Mapping[GradParam, Tensor], own: Tensor | None = None) -> None:
@@ -209,11 +209,13 @@ class ShardedSlice(Slice):
         peers: those in ``own``, or those that lie there. Collective, in the order of forward."""
         self._gathered = [wholes[s.entry] for s in self.shard_slices]
         self._wire = self._as_rows(self._gathered)
-        self._settled = False
+        self._arrived = False
         if self._wire.numel():
             # A copy of its own row, which is sent while the library may write the row.
             own = self._wire[self.slot].clone() if own is None else own
-            *rows, mine = self._carried = [alias_for_comm(as_bytes(t)) for t in (*self._wire, own)]
+            *rows, mine = self._comm_tensors = [
+                alias_for_comm(as_bytes(t)) for t in (*self._wire, own)
+            ]
             self.work = dist.all_gather(rows, mine, group=self.gather_group.handle, async_op=True)
 
     def _as_rows(self, wholes: Sequence[Tensor]) -> Tensor:
@@ -230,7 +232,7 @@ class ShardedSlice(Slice):
 
     def wait_for_params(self, watch: Watchdog, doing: str) -> float:
         """Waits for the parameters, and writes them where they belong. Returns the seconds."""
-        if self._settled:
+        if self._arrived:
             return 0.0
         assert self._wire is not None
         waited = watch.wait(self.work, self.gather_group, doing)
@@ -242,7 +244,7 @@ class ShardedSlice(Slice):
             if rest.numel():
                 rest.copy_(self._wire[len(full), one.columns][: rest.numel()])
         self._gathered = []
-        self._settle()
+        self._finish()
         return waited
 
 
@@ -265,9 +267,9 @@ class ShardedGradGroup(GradGroup):
         self._averaging = self._packed = False
 
     @property
-    def travelling(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether slices have taken what they send and not been waited for."""
-        return self._packed or super().travelling
+        return self._packed or super().in_flight
 
     @property
     def gathered_slices(self) -> tuple[ShardedSlice, ...]:
@@ -277,7 +279,7 @@ class ShardedGradGroup(GradGroup):
     def pack(self) -> None:
         """All slices take what they will send, so that nothing needs the whole gradients any more:
         the last slices may leave much later, behind those of units in front."""
-        averages = {entry: self.average_of(entry) for entry in self.entries}
+        averages = {entry: self.average_of(entry) for entry in self.params}
         for one in self.slices:
             one.pack(self.gradients, averages)
         self.gradients, self._packed = averages, True
@@ -318,17 +320,17 @@ class ShardedGradGroup(GradGroup):
     def start_step(self, pipeline: ShardedStepPipeline) -> None:
         """Hands it to the pipeline of a step (see [Note: Sharded steps pipeline]). From then on
         nothing here may touch the parameters as such: they make whoever touches them wait."""
-        self._averaging = self.travelling
+        self._averaging = self.in_flight
         if self._averaging:
-            self._averages = {entry: self.average_of(entry) for entry in self.entries}
-        gathered = {entry for one in self.gathered_slices for entry in one.entries}
+            self._averages = {entry: self.average_of(entry) for entry in self.params}
+        gathered = {entry for one in self.gathered_slices for entry in one.params}
         self._wholes = {entry: flat(entry.parameter.detach()) for entry in gathered}
         self.changed, self.sent, self.pipeline = False, len(self.slices), pipeline
 
-    def settle(self, watch: Watchdog) -> float:
+    def wait_and_average(self, watch: Watchdog) -> float:
         """Waits for all slices, on either way. Returns the seconds waited."""
         if self.pipeline is None:
-            self._averages = {entry: self.average_of(entry) for entry in self.entries}
+            self._averages = {entry: self.average_of(entry) for entry in self.params}
             return self._wait_for_averages(watch)
         waited = self.pipeline.wait_for(self)
         doing = f"the gathering of the updated {self.listed}"

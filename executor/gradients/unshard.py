@@ -75,7 +75,7 @@ class UnshardManager:
         self._hooks: list[Any] = []
         for grad_group in self.grad_groups:
             complete = weakly(self._gradient_complete, grad_group)
-            for entry in grad_group.entries:
+            for entry in grad_group.params:
                 parameter: Any = entry.parameter  # torch has not typed its hooks
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(complete))
 
@@ -85,7 +85,7 @@ class UnshardManager:
             for grad_group in self.grad_groups:
                 self._unshard(grad_group)
                 self._open(grad_group)
-                for entry in grad_group.entries:
+                for entry in grad_group.params:
                     del entry.parameter.__dict__[SHARDED]
         for hook in self._hooks:
             hook.remove()
@@ -206,7 +206,7 @@ class UnshardManager:
                 self.waited_s += other.release(self._watch)
 
     def _is_complete(self, grad_group: FullyShardedGradGroup) -> bool:
-        return self._complete.get(grad_group, 0) >= len(grad_group.entries)
+        return self._complete.get(grad_group, 0) >= len(grad_group.params)
 
     # -- what autograd saves -------------------------------------------------------------------
 
@@ -239,11 +239,11 @@ class UnshardManager:
             return
         self._order_digest = crc32(grad_group.unit.to_bytes(4, "little"), self._order_digest)
         for number, one in enumerate(grad_group.unshard_slices):
-            text = f"gathering {number} of {one.entries[0].name!r} for a use"
+            text = f"gathering {number} of {one.params[0].name!r} for a use"
             self._announce(text, one.sent_bytes, one.gather_group)
         grad_group.announce()
         # On a device's streams all is issued by the thread that trains, in one order on all ranks.
-        on_stream = any(entry.group.on_stream for entry in grad_group.entries)
+        on_stream = any(entry.group.on_stream for entry in grad_group.params)
         in_thread = not grad_group.updated and not on_stream
         self._issue_queue.submit(grad_group.issue, in_thread=in_thread)
 
@@ -254,19 +254,19 @@ class UnshardManager:
             self.waited_s += grad_group.wait_for_unshard(self._watch)
             if grad_group.pipeline is not None:
                 self._finish_step(grad_group)
-            for entry in grad_group.entries:
+            for entry in grad_group.params:
                 self._by_storage[_storage_of(entry.parameter)] = grad_group
 
     def _open(self, grad_group: FullyShardedGradGroup) -> None:
         """Its parameters are as any other, until they are watched again or resharded."""
         grad_group.opened = True
         grad_group.exposed |= not (self._in_forward or _current_backward() >= 0)
-        for entry in grad_group.entries:
+        for entry in grad_group.params:
             resume(entry.parameter)
 
     def _watch_group(self, grad_group: FullyShardedGradGroup) -> None:
         """Whoever touches its parameters is noticed."""
-        for entry in grad_group.entries:
+        for entry in grad_group.params:
             if not isinstance(entry.parameter, PendingParam):
                 reference = ShardedParamRef(self, grad_group, entry)
                 suspend(entry.parameter, reference, ResharedParam)
@@ -289,7 +289,7 @@ class UnshardManager:
                 self._reshard(grad_group)
 
     def _free(self, grad_group: FullyShardedGradGroup) -> None:
-        for entry in grad_group.entries:
+        for entry in grad_group.params:
             self._by_storage.pop(_storage_of(entry.parameter), None)
         grad_group.reshard()
         self._watch_group(grad_group)

@@ -108,11 +108,11 @@ def _unlike(run: Run) -> int:
     """How many steps it takes to see what a step may take: two, as the second's forward runs while
     the first's gradients live; where pieces wait in turn, until each of them has been sent once,
     and the forward that updates the last."""
-    dropped = [p for p in _parcels(run) if isinstance(p, DroppedGradGroup) and p.feedback]
+    dropped = [p for p in _grad_groups_of(run) if isinstance(p, DroppedGradGroup) and p.feedback]
     return run.lossy.patience + 2 if dropped else 2
 
 
-def _parcels(run: Run) -> Sequence[GradGroup]:
+def _grad_groups_of(run: Run) -> Sequence[GradGroup]:
     return run.priority.grad_groups if run.priority is not None else ()
 
 
@@ -194,7 +194,7 @@ def _standing(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[
     yield from workload.model.buffers()
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
-    for grad_group in _parcels(run_of(workload.model)):
+    for grad_group in _grad_groups_of(run_of(workload.model)):
         yield from grad_group.held_back() if isinstance(grad_group, DroppedGradGroup) else ()
 
 

@@ -166,12 +166,12 @@ class LazySteps:
             with torch.enable_grad():
                 loss = closure()
         groups = copied(self._groups())
-        sharded = {entry.parameter for grad_group in grad_groups for entry in grad_group.entries}
+        sharded = {entry.parameter for grad_group in grad_groups for entry in grad_group.params}
         self._take_over(exchange, groups, sharded)
         is_scaled = _is_scaled(self._optimizer)
         if is_scaled:
             exchange.finish_all()  # the scaler takes its scale away after the step
-        on_stream = any(e.group.on_stream for grad_group in grad_groups for e in grad_group.entries)
+        on_stream = any(e.group.on_stream for grad_group in grad_groups for e in grad_group.params)
         with torch.no_grad():
             pipeline = self._pipeline(exchange, grad_groups, groups)
             if is_scaled or on_stream:
@@ -188,7 +188,7 @@ class LazySteps:
         changed = [
             g
             for g in grad_groups
-            if g.changed or any(e.parameter.grad is not None for e in g.entries)
+            if g.changed or any(e.parameter.grad is not None for e in g.params)
         ]
         state, step_on = self._optimizer.state, self._own_step()
         pipeline = exchange.step_pipeline(
@@ -226,7 +226,7 @@ class LazySteps:
         return loss
 
     def _complete_all(self) -> None:
-        for entry in self._exchange().home:
+        for entry in self._exchange().group_of:
             completed(entry.parameter)
 
     def _apply(self, groups: Groups) -> None:
@@ -293,7 +293,7 @@ def _postpone_sharded(
     exchange: PriorityExchange, grad_group: ShardedGradGroup, pipeline: ShardedStepPipeline
 ) -> None:
     """Makes parameters wait, when touched, for their update and the chunks of the others."""
-    parameters = [entry.parameter for entry in grad_group.entries]
+    parameters = [entry.parameter for entry in grad_group.params]
     suspended = parameters
     if isinstance(grad_group, FullyShardedGradGroup):
         suspended = []  # they wait to be unsharded anyway, which waits for the pipeline

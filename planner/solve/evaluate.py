@@ -29,10 +29,9 @@ from ..schema.peak import Moment
 from ..schema.plan import Plan, Prediction, Provenance, UnitPlan
 from ..schema.profile import ModelProfile
 from ..schema.record import fingerprint
-from ..simulate.events import Simulation, simulate
-from ..simulate.grad_groups import step_of
-from ..simulate.rank_classes import simulate_lanes
-from ..simulate.schedule import ScheduleName, Step
+from ..simulate.events import Simulation
+from ..simulate.rank_classes import simulate_decisions
+from ..simulate.schedule import ScheduleName, Step, step_of
 
 
 class RankMemory(NamedTuple):
@@ -115,11 +114,7 @@ def evaluation(
         raise InputError(f"{len(decisions)} decisions for {len(units)} units: give one for each")
     chain = model.chain(decisions)
     step = step_of(model, decisions, chain, schedule)
-    noise = model.cluster.interference
-    if any(option.layout.first for option in decisions):  # branches on ranks of their own
-        result = simulate_lanes(model, decisions, step.messages, schedule, noise)
-    else:
-        result = simulate(step, noise)
+    result = simulate_decisions(model, decisions, step)
     memory = rank_memory(model, decisions)
     prediction = _prediction(model, decisions, step, result, memory)
     return Evaluation(model, decisions, chain, step, result, memory, prediction)
@@ -169,7 +164,7 @@ def _prediction(
 
 
 def _gpu_seconds(model: CostModel, decisions: Decisions, result: Simulation) -> float:
-    """Device-seconds; where branches run side by side, all devices for the time in which the lane
+    """Device-seconds; where branches run side by side, all devices for the time in which the class
     that works longest does not compute, and each unit's own for as long as it computes."""
     if not any(option.layout.first for option in decisions):
         return gpu_seconds(model, decisions, result.step_s)

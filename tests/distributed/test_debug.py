@@ -148,7 +148,7 @@ def test_without_it_nothing_is_kept(ranks: Any) -> None:
 
 
 def trained(divided: bool, world: int, schedule: str, disturb: Callable[[nn.Module], None]) -> None:
-    """Steps of a model whose first and last unit are too large to share a parcel (the planner's
+    """Steps of a model whose first and last unit are too large to share a group (the planner's
     ``PACKED_BYTES``), so that all ranks have two to mix up; ``disturb`` after one step."""
     torch.manual_seed(7)
     layers = nn.Linear(256, 96), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.Linear(96, 256)
@@ -169,13 +169,13 @@ def trained(divided: bool, world: int, schedule: str, disturb: Callable[[nn.Modu
 def swap_turns(model: nn.Module) -> None:
     """Two turns of different units, which all ranks exchange, change places."""
     exchange = model._meshwright_run.priority
-    turns = exchange._orders.turns
+    turns = exchange._orders.slots
     everybody = [
         i
         for i, turn in enumerate(turns)
-        if exchange.grad_groups[turn.load].entries[0].group.label == "exchange"
+        if exchange.grad_groups[turn.group].params[0].group.label == "exchange"
     ]
-    one, other = next((i, j) for i, j in pairwise(everybody) if turns[i].load != turns[j].load)
+    one, other = next((i, j) for i, j in pairwise(everybody) if turns[i].group != turns[j].group)
     turns[one], turns[other] = turns[other], turns[one]
 
 

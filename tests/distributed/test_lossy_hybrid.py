@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.gradients.residual import Lossy
+from meshwright.executor.gradients.feedback import Lossy
 from meshwright.executor.parallel import exchange_state_dict, full_state_dict
 from meshwright.planner.schema.plan import ExchangePolicy, FeedbackPolicy, Plan
 from plans import plan, scheduled, unit

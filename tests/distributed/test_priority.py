@@ -62,8 +62,8 @@ class Barrier:
     def step(self) -> None:
         self.waits += sum(isinstance(p, PendingParam) for p in self.twins)
         for grad_group in self.grad_groups:
-            for piece in cut([e.shared_bytes for e in grad_group.entries], self.limit):
-                mine = [self.twins[grad_group.entries[i].parameter] for i in piece.parameters]
+            for piece in cut([e.shared_bytes for e in grad_group.params], self.limit):
+                mine = [self.twins[grad_group.params[i].parameter] for i in piece.parameters]
                 self.reduce([t.grad.view(-1) for t in mine], piece.part, piece.parts)
         self.optimizer.step()
         for twin in self.twins.values():
@@ -407,17 +407,17 @@ def agrees_on_a_new_order(rank: int) -> None:
     """After some steps all ranks change to one measured order, at the same step."""
     model, alone, ours, theirs = prepared()
     order = run_of(model).priority._orders
-    before = list(order.turns)
-    order._parcels[0].ready_s = 0.0
+    before = list(order.slots)
+    order._grad_groups[0].ready_s = 0.0
     seen = []
     for seed in range(12):
         step_both(rank, model, alone, ours, theirs, seed)
-        seen.append([tuple(turn) for turn in order.turns])
+        seen.append([tuple(turn) for turn in order.slots])
     equal(model, alone)
     mine: list = [None, None]
     dist.all_gather_object(mine, seen)
     assert mine[0] == mine[1]
-    assert sorted(before) == sorted(order.turns)
+    assert sorted(before) == sorted(order.slots)
 
 
 def leaves_nothing_to_collect(rank: int) -> None:
