@@ -98,13 +98,13 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
     places = {unit.name: place_of(unit.layout, plan.world_size) for unit in plan.units}
     degrees = {place for place in places.values() if isinstance(place, int)}
     sharded = {places[unit.name] for unit in plan.units if unit.exchange in SHARDING}
-    fetched = {places[unit.name] for unit in plan.units if unit.exchange == "fully_sharded"}
+    fully_sharded = {places[unit.name] for unit in plan.units if unit.exchange == "fully_sharded"}
     # What a divided unit has whole (a bias behind partial sums) is shared by all of its ranks.
-    sharded, fetched = ({*some, *map(_undivided, some)} for some in (sharded, fetched))
+    sharded, fully_sharded = ({*some, *map(_undivided, some)} for some in (sharded, fully_sharded))
     parts = {unit.layout for unit in narrowed(plan)}
     crossing = any(crosses(unit, rest) for unit, rest in divided(plan))
     world = make_world(
-        plan.placement, degrees, device, limit, sharded, fetched, parts, crossing=crossing
+        plan.placement, degrees, device, limit, sharded, fully_sharded, parts, crossing=crossing
     )
     return Run(plan, world, Watchdog(world.rank, world.size, limit, run=next(_runs)), lossy)
 

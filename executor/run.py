@@ -116,7 +116,6 @@ class Run:
 
     @property
     def gradients(self) -> GradientSynchroniser:
-        """The exchange of gradients."""
         assert self._gradients is not None
         return self._gradients
 

@@ -27,7 +27,7 @@ from .pending import WaitingGradient, bare, vacating
 
 @dataclass(frozen=True, eq=False)
 class Channels:
-    """The process groups of sharded parameters beside that of their gradients, among the same
+    """The process groups of sharded parameters besides that of their gradients, among the same
     peers: ``gathers`` for updated parameters, ``reads`` for what a user asks of a gradient,
     ``unshards`` for parameters that are put together for each unit that needs them.
 
@@ -147,7 +147,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class ShardedGradient(WaitingGradient):
-    """Stands in ``grad``, in the parameter's shape, where this rank has the averages of its chunk.
+    """Stands in ``grad``, in the parameter's shape, where this rank has the averages of its chunk
+    (see [Note: Reading a parameter or a gradient that is on its way] in pending.py).
 
     Norms over all chunks take one small all-reduce, and scaling none, so that unmodified clipping
     by norm costs no more than elsewhere. Whatever else reads it puts the whole together. Both are

@@ -12,16 +12,17 @@
 #   ``ResharedParam`` (reshard.py) does the same for parameters whose memory is free.
 # - A gradient is *replaced* in ``grad`` by a ``WaitingGradient``, a wrapper without memory. Readers
 #   get the average, for which the first one waits. ``__torch_dispatch__`` is there as well because
-#   autograd accumulates into ``grad`` below the level of ``__torch_function__``.
+#   autograd accumulates into ``grad`` below the level of ``__torch_function__``. (After an early
+#   release a ``ReleasedGradient`` stands there, which raises instead.)
 #
 # What asks for the shape, type or place only does not wait (``METADATA``).
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ PARAM_METADATA = METADATA | {
     Tensor.register_post_accumulate_grad_hook,
 }
 """What neither reads nor changes the values of a parameter."""
-GRADIENT_METADATA = METADATA | {Tensor.requires_grad_}
+_GRAD_METADATA = METADATA | {Tensor.requires_grad_}
 """What neither reads nor changes the values of a gradient."""
 
 _FINISH = "_meshwright_finish"
@@ -125,51 +126,35 @@ def _pending_class(own: type, kind: type[PendingParam]) -> type:
     return type(own.__name__, (kind, own), {"__module__": own.__module__})
 
 
-Kind = TypeVar("Kind", bound=Tensor)
-
-
-class WaitingGradient(Tensor):
-    """Stands in ``grad`` for a gradient that ranks still exchange; after that, for the gradient.
-
-    ``taken`` says that a step has taken the gradient over: it is applied before anything changes
-    it, and zeros take its place without a wait.
-    """
-
-    taken: bool
-    _arrive: Callable[[], Tensor] | None
-    _vacate: Vacate
-    _gradient: Tensor | None
+class GradStandIn(Tensor):
+    """Stands in ``grad``, without memory. Whatever reads it gets what ``complete`` returns."""
 
     @classmethod
-    def of(cls, like: Tensor, arrive: Callable[[], Tensor], vacate: Vacate) -> Self:
-        """A stand-in with the shape of ``like``. ``arrive()`` waits for the gradient, ``vacate``
-        gives zeros that stand in its place. Neither may hold the stand-in: it would live, and the
-        gradient with it, until the garbage collector comes."""
-        waiting = stand_in(cls, like.shape, like.stride(), like)
-        waiting.taken, waiting._gradient = False, None
-        waiting._arrive, waiting._vacate = arrive, vacate
-        return waiting
+    def like(cls, tensor: Tensor) -> Self:
+        """A stand-in with the shape, the type and the device of a tensor."""
+        made: Self = Tensor._make_wrapper_subclass(
+            cls,
+            tensor.shape,
+            strides=tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=False,
+        )
+        return made
 
     def complete(self) -> Tensor:
-        """The gradient; waits for it the first time."""
-        if self._gradient is None:
-            assert self._arrive is not None
-            self._gradient, self._arrive = self._arrive(), None
-        return self._gradient
+        raise NotImplementedError
 
     def clear(self) -> None:
         """Zeros from now on."""
-        if self._gradient is None and self.taken:
-            self._gradient, self._arrive = self._vacate(self), None
-        else:
-            self.complete().zero_()
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in GRADIENT_METADATA:
+        if func in _GRAD_METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         # Both forms of ``zero_grad(set_to_none=False)``: zeros need no average to wait for.
@@ -190,24 +175,53 @@ class WaitingGradient(Tensor):
 
 
 def _completed(tree: Any) -> Any:
-    return pytree.tree_map_only(WaitingGradient, lambda gradient: gradient.complete(), tree)
+    return pytree.tree_map_only(GradStandIn, lambda gradient: gradient.complete(), tree)
 
 
 def _clear_all(self: list[Tensor]) -> None:
     for gradient in self:
-        if isinstance(gradient, WaitingGradient):
+        if isinstance(gradient, GradStandIn):
             gradient.clear()
-    rest = [t for t in self if not isinstance(t, WaitingGradient)]
+    rest = [t for t in self if not isinstance(t, GradStandIn)]
     if rest:
         torch._foreach_zero_(rest)
 
 
-def stand_in(kind: type[Kind], shape: Sequence[int], strides: Sequence[int], like: Tensor) -> Kind:
-    """A tensor of that kind without memory, with the type and the device of ``like``."""
-    made: Kind = Tensor._make_wrapper_subclass(
-        kind, shape, strides=strides, dtype=like.dtype, device=like.device, requires_grad=False
-    )
-    return made
+class WaitingGradient(GradStandIn):
+    """Stands for a gradient that ranks still exchange; after that, for the gradient.
+
+    ``taken`` says that a step has taken the gradient over: it is applied before anything changes
+    it, and zeros take its place without a wait.
+    """
+
+    taken: bool
+    _arrive: Callable[[], Tensor] | None
+    _vacate: Vacate
+    _gradient: Tensor | None
+
+    @classmethod
+    def of(cls, like: Tensor, arrive: Callable[[], Tensor], vacate: Vacate) -> Self:
+        """A stand-in with the shape of ``like``. ``arrive()`` waits for the gradient, ``vacate``
+        gives zeros that stand in its place. Neither may hold the stand-in: it would live, and the
+        gradient with it, until the garbage collector comes."""
+        waiting = cls.like(like)
+        waiting.taken, waiting._gradient = False, None
+        waiting._arrive, waiting._vacate = arrive, vacate
+        return waiting
+
+    def complete(self) -> Tensor:
+        """The gradient; waits for it the first time."""
+        if self._gradient is None:
+            assert self._arrive is not None
+            self._gradient, self._arrive = self._arrive(), None
+        return self._gradient
+
+    def clear(self) -> None:
+        """Zeros from now on."""
+        if self._gradient is None and self.taken:
+            self._gradient, self._arrive = self._vacate(self), None
+        else:
+            self.complete().zero_()
 
 
 Vacate = Callable[[WaitingGradient], Tensor]
@@ -226,3 +240,18 @@ def vacating(parameter: nn.Parameter, zeros: Callable[[], Tensor]) -> Vacate:
         return made
 
     return vacate
+
+
+def weakly(method: Callable[..., None], *args: object) -> Callable[..., None]:
+    """Calls a bound ``method`` with ``args``, whatever it is called with, while its object and
+    these are there."""
+    # Weak, as Python's garbage collector does not see through a parameter's hooks. Were they to
+    # hold what holds the parameter, nothing of a run would ever be freed.
+    method_ref, refs = weakref.WeakMethod(method), [weakref.ref(arg) for arg in args]
+
+    def call(*_: object) -> None:
+        bound, alive = method_ref(), [ref() for ref in refs]
+        if bound is not None and all(arg is not None for arg in alive):
+            bound(*alive)
+
+    return call

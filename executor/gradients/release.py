@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ...planner.schema.errors import InputError
 from ...planner.simulate.slicing import SendSlot
 from .buckets import GradParam
-from .pending import GRADIENT_METADATA, stand_in
+from .pending import GradStandIn
 from .slices import GradGroup
 
 Settings = list[dict[str, Any]]
@@ -144,49 +144,28 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-class ReleasedGradient(Tensor):
-    """Stands in ``grad``, without memory, for a gradient that was applied in backward, until the
-    step: whoever would clip, unscale or read it is told, instead of finding nothing to do."""
+class ReleasedGradient(GradStandIn):
+    """Stands for a gradient that was applied in backward, until the step: whoever would clip,
+    unscale or read it gets an error, instead of finding nothing to do."""
 
     parameter_name: str
 
     @staticmethod
-    def of(like: Tensor, name: str) -> ReleasedGradient:
-        """A stand-in for the gradient of the parameter ``like`` of that name."""
-        released = stand_in(ReleasedGradient, like.shape, like.stride(), like)
+    def of(parameter: Tensor, name: str) -> ReleasedGradient:
+        """A stand-in for the gradient of the parameter of that name."""
+        released = ReleasedGradient.like(parameter)
         released.parameter_name = name
         return released
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ReleasedGradient({self.parameter_name!r})"
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in GRADIENT_METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        # Both forms of ``zero_grad(set_to_none=False)``: there is nothing left to clear.
-        if func is Tensor.zero_:
-            return args[0]
-        if func is torch._foreach_zero_:
-            rest = [t for t in args[0] if not isinstance(t, ReleasedGradient)]
-            return torch._foreach_zero_(rest) if rest else None
-        raise _freed((args, kwargs))
+    def complete(self) -> Tensor:
+        raise InputError(
+            f"the gradient of {self.parameter_name!r} was applied and freed in backward, as the "
+            "plan releases it early, so it cannot be clipped, unscaled, read or added to: leave "
+            "that out, or plan with --forbid early-release"
+        )
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        raise _freed((args, kwargs))
-
-
-def _freed(tree: Any) -> InputError:
-    leaves = torch.utils._pytree.tree_leaves(tree)
-    one = next(leaf for leaf in leaves if isinstance(leaf, ReleasedGradient))
-    return InputError(
-        f"the gradient of {one.parameter_name!r} was applied and freed in backward, as the plan "
-        "releases it early, so it cannot be clipped, unscaled, read or added to: leave that out, "
-        "or plan with --forbid early-release"
-    )
+    def clear(self) -> None:
+        """Nothing is left to clear."""

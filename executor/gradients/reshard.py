@@ -52,7 +52,6 @@ class ShardedParam(NamedTuple):
 
     @property
     def spec(self) -> FlatShardSpec:
-        """How the peers share it."""
         return self.grad_group.specs[self.entry]
 
     def peek(self) -> Tensor:

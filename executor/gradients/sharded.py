@@ -285,13 +285,11 @@ class ShardedGradGroup(GradGroup):
         self.gradients, self._packed = averages, True
 
     def send(self, number: int) -> None:
-        """Sends its next slice."""
         if not self._packed:
             self.pack()
         super().send(number)
 
     def clear(self) -> None:
-        """Begins anew; gradients live on where others hold them."""
         super().clear()
         self._packed = False
 
@@ -320,8 +318,8 @@ class ShardedGradGroup(GradGroup):
         return all(s.there for s in self.slices)
 
     def start_step(self, pipeline: ShardedStepPipeline) -> None:
-        """Hands it to the pipeline of a step. From then on nothing here may touch the parameters
-        as such: they make whoever touches them wait for the pipeline."""
+        """Hands it to the pipeline of a step (see [Note: Sharded steps pipeline]). From then on
+        nothing here may touch the parameters as such: they make whoever touches them wait."""
         self._averaging = self.in_flight
         if self._averaging:
             self._averages = {entry: self.average_of(entry) for entry in self.params}
@@ -351,7 +349,6 @@ class ShardedGradGroup(GradGroup):
         return waited
 
     def gather(self) -> None:
-        """Sends this rank's elements of all slices to all peers."""
         for one in self.gathered_slices:
             one.gather(self._wholes)
         self._wholes = {}
@@ -359,7 +356,7 @@ class ShardedGradGroup(GradGroup):
 
 # [Note: Sharded steps pipeline]
 # After ``step()`` three things are left to do for each group of gradients: wait for the averages of
-# this rank's chunk, update the chunk, and all-gather the parameters. ``step()`` only settles with
+# this rank's chunk, update the chunk, and all-gather the parameters. ``step()`` only notes with
 # which hyperparameters and gradients (optimizer/sharded_steps.py) and returns; a thread does the
 # rest, group by group in forward order, while the thread that trains goes on to the next forward.
 #
@@ -405,7 +402,6 @@ class ShardedStepPipeline:
         spawn("meshwright sharded step", as_here(self._run))
 
     def run(self) -> None:
-        """Runs it all at once."""
         self._run()
         self._check()
 

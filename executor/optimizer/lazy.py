@@ -3,7 +3,7 @@ each unit's parameters are updated when they are needed."""
 
 # [Note: Lazy optimizer steps]
 # ``optimizer.step`` is replaced on the object by a function that returns before anything has come.
-# What a step does is settled in it: the hyperparameters of all groups are copied, and of each
+# What a step does is fixed in it: the hyperparameters of all groups are copied, and of each
 # gradient that is on its way it is noted that this step has taken it over. So schedulers and
 # ``zero_grad`` afterwards change nothing. Then, for each group of gradients that travel together:
 #
@@ -230,7 +230,6 @@ class LazySteps:
             completed(entry.parameter)
 
     def _apply(self, groups: Groups) -> None:
-        """The optimizer's own step on some parameters."""
         self._own_step()(groups, self._optimizer.state)
 
     def _own_step(self) -> StepOn:
