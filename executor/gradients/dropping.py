@@ -24,8 +24,8 @@ from .slices import Slice
 
 
 class Candidate(NamedTuple):
-    """A parameter that may be sent: its bytes, the mean absolute value that is expected of its accumulated gradient,
-    and for how many backwards it has not been sent."""
+    """A parameter that may be sent: its bytes, the mean absolute value that is expected of its
+    accumulated gradient, and for how many backwards it has not been sent."""
 
     bytes: int
     mean: float
