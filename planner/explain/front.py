@@ -171,8 +171,9 @@ def _asked(problem: Problem, goal: Goal, solver: str, time_limit_s: float | None
         return None
     plan = result.plan
     model = CostModel(
-        asked.profile, asked.cluster, goal, plan.micro_batches, plan.placement,
-        plan.bucket_bytes, plan.schedule == "priority",
+        asked.profile, asked.cluster, goal, micro_batches=plan.micro_batches,
+        placement=plan.placement, bucket_bytes=plan.bucket_bytes,
+        sliced=plan.schedule == "priority",
     )  # fmt: skip
     found = value(model, result.decisions, plan.schedule)
     return Point(found.step_s, found.gpu_seconds, result)

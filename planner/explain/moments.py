@@ -39,15 +39,7 @@ class MemoryTimeline(Record, frozen=True, kw_only=True):
 def memory_timeline(plan: Plan, profile: ModelProfile, cluster: Cluster) -> MemoryTimeline:
     """The timeline of ``plan``, made from ``profile`` and ``cluster``."""
     check_belongs(plan, profile, cluster)
-    model = CostModel(
-        profile,
-        cluster,
-        plan.goal,
-        plan.micro_batches,
-        plan.placement,
-        plan.bucket_bytes,
-        plan.schedule == "priority",
-    )
+    model = CostModel.of_plan(plan, profile, cluster)
     limits = limits_bytes(cluster, plan.goal, plan.placement)
     names = [unit.name for unit in profile.units]
     found = [

@@ -157,10 +157,10 @@ def _model(
         profile,
         cluster,
         goal,
-        plan.micro_batches,
-        plan.placement,
-        plan.bucket_bytes,
-        schedule == "priority",
+        micro_batches=plan.micro_batches,
+        placement=plan.placement,
+        bucket_bytes=plan.bucket_bytes,
+        sliced=schedule == "priority",
     )
 
 

@@ -112,8 +112,8 @@ def _plain_models(
     for times, size in product(goal.micro_batches, sizes):
         if times == 1 or goal.batch >= times * problem.cluster.world_size:
             yield CostModel(
-                problem.profile, problem.cluster, goal, times, problem.placement, size,
-                schedule == "priority",
+                problem.profile, problem.cluster, goal, micro_batches=times,
+                placement=problem.placement, bucket_bytes=size, sliced=schedule == "priority",
             )  # fmt: skip
 
 
@@ -221,8 +221,9 @@ def _narrow(model: CostModel, groups: int) -> Decisions:
 
 def _model(problem: Problem) -> CostModel:
     return CostModel(
-        problem.profile, problem.cluster, problem.goal, problem.goal.micro_batches[0],
-        problem.placement, problem.bucket_bytes, problem.schedule == "priority",
+        problem.profile, problem.cluster, problem.goal,
+        micro_batches=problem.goal.micro_batches[0], placement=problem.placement,
+        bucket_bytes=problem.bucket_bytes, sliced=problem.schedule == "priority",
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from ..cost.budget import gpu_seconds, idle_s, unit_s
 from ..cost.cost import BUCKET_BYTES, CostModel
-from ..cost.positions import position_classes
+from ..cost.ownership import position_classes
 from ..cost.step_time import Chain
 from ..memory.timeline import Holding, MemoryPoint, moment_of, peak_bytes, timeline
 from ..memory.unit_memory import MemoryModel
@@ -98,9 +98,11 @@ def evaluate(
     ``placement[p]`` is the rank at position p. ``bucket_bytes`` is the size of a bucket, or of a
     slice under the ``priority`` schedule.
     """
-    order = tuple(placement) if placement else None
-    sliced = schedule == "priority"
-    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes, sliced)
+    model = CostModel(
+        profile, cluster, goal, micro_batches=micro_batches,
+        placement=tuple(placement) if placement else None, bucket_bytes=bucket_bytes,
+        sliced=schedule == "priority",
+    )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
     return evaluation(model, chosen, schedule=schedule).prediction
 
@@ -226,9 +228,11 @@ def make_plan(
 
     What ``executor`` cannot run is listed in the plan as hypothetical.
     """
-    order = tuple(placement) if placement else None
-    sliced = schedule == "priority"
-    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes, sliced)
+    model = CostModel(
+        profile, cluster, goal, micro_batches=micro_batches,
+        placement=tuple(placement) if placement else None, bucket_bytes=bucket_bytes,
+        sliced=schedule == "priority",
+    )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
     ours = evaluation(model, chosen, schedule=schedule)
     plain = _baseline(profile, cluster, goal, micro_batches, schedule, bucket_bytes)
@@ -265,8 +269,10 @@ def _baseline(
         ways.append(("barrier", BUCKET_BYTES))
     found = []
     for name, size in ways:
-        sliced = name == "priority"
-        model = CostModel(profile, cluster, goal, micro_batches, bucket_bytes=size, sliced=sliced)
+        model = CostModel(
+            profile, cluster, goal, micro_batches=micro_batches, bucket_bytes=size,
+            sliced=name == "priority",
+        )  # fmt: skip
         found.append(evaluation(model, model.baseline, schedule=name))
     return min(found, key=lambda done: done.prediction.step_s)
 
