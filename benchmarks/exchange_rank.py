@@ -24,7 +24,7 @@ from exchange_parts import Parts, Times
 from meshwright.executor.apply import apply
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
-from meshwright.executor.gradients.order import Orders
+from meshwright.executor.gradients.order import Order, Orders
 from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.parallel import run_of
 from meshwright.models.units.discover import discover
@@ -213,7 +213,7 @@ def by_plan(
     run = run_of(system.model)
     if not urgent:
         exchange = run.priority
-        exchange._orders = Orders(plan, urgent=False).start(exchange.grad_groups, run.control)
+        exchange._orders = Order(Orders(plan, urgent=False), exchange.grad_groups, run.control)
     system.finish = run.finish_steps
     return system
 
