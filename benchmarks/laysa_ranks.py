@@ -41,7 +41,7 @@ from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.micro import micro_batches
 from meshwright.executor.parallel import run_of
 from meshwright.models.workload import Batch
-from meshwright.planner.explain.moments import memory_timeline
+from meshwright.planner.explain.memory_timeline import memory_timeline
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.schema.record import save

@@ -44,7 +44,7 @@ from meshwright.executor.gradients.sharded import ShardedGradGroup
 from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.parallel import is_parallel, run_of
 from meshwright.models.units.discover import discover
-from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.plan import SHARDING, ExchangePolicy, Plan
 
 OPTIMIZERS: dict[str, Optimizing] = {

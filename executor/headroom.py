@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from ..models.units.storages import OverBudgetError
 from ..planner.schema.errors import InputError
-from ..planner.schema.peak import CLASS_NAMES, Moment
-from ..planner.schema.plan import Plan
+from ..planner.schema.plan import CLASS_NAMES, Moment, Plan
 from .gradients.pending import bare
 from .gradients.reshard import sharded_param
 from .run import Run

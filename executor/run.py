@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..planner.cost.ownership import sample_bounds
+from ..planner.cost.ownership import TensorPlacement, boxes
 from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.plan import SHARDING, Plan
 from .comm.broadcast import broadcast
@@ -85,10 +85,12 @@ class Run:
         self.synchronise = True
         self.inside = False
         self.forward: Forward | None = None
-        self.bursts = (
-            Bursts(world, watch, self.meter, self.issued, self.counts) if world.spans else None
-        )
-        self.brought = RedistributionCache()
+        self.redistribution_cache = RedistributionCache(world.size, prefetch=bool(world.spans))
+        self.bursts: Bursts | None = None
+        if world.spans:
+            self.bursts = Bursts(
+                world, watch, self.meter, self.issued, self.counts, self.redistribution_cache
+            )
         self.shards: dict[str, Shard] = {}
         self.divided_parameters: dict[nn.Parameter, Shard] = {}
         self.flat_shards: dict[nn.Parameter, FlatShardSpec] = {}
@@ -136,8 +138,8 @@ class Run:
         counts, place = self.counts(), layout.place(self.world.position)
         if place is None:
             return ()
-        bounds = (sample_bounds(counts, layout, p) for p in layout.group(place[0]))
-        return tuple(stop - start for start, stop in bounds)
+        own = boxes(counts, TensorPlacement(layout, "batch_shard"), 1)[:, layout.group(place[0])]
+        return tuple((own[1] - own[0]).tolist())
 
     def _watch_gradients(self) -> None:
         """(Re)makes buckets and hooks for the parameters that require a gradient now."""
@@ -205,7 +207,7 @@ class Run:
     def around(self, model: nn.Module, args: Any, kwargs: Any) -> Iterator[Forward | None]:
         """Prepares one forward of the whole model; None where it concerns this rank alone."""
         self.inside = True
-        whole = False
+        complete = False
         try:
             forward = self._begin(model, args, kwargs)
             unshards: AbstractContextManager[None] = nullcontext()
@@ -213,13 +215,11 @@ class Run:
                 unshards = self.priority.unshard_manager.around_forward()
             with unshards:
                 yield forward
-            whole = True
+            complete = True
         finally:
             self.inside = False
             self.regions.abandon()
-            self.brought.end(whole=whole)
-            if self.bursts is not None:
-                self.bursts.end(learn=whole)
+            self.redistribution_cache.end(complete=complete)
 
     def as_now(self) -> Callable[[], AbstractContextManager[None]]:
         """What makes the forward that runs now the current one later, when parts of it run again
@@ -249,9 +249,7 @@ class Run:
             forward.announce()
         if self.divided:
             forward.counts()
-        self.brought.begin()
-        if self.bursts is not None:
-            self.bursts.begin()
+        self.redistribution_cache.begin()
         if grad and model.training and self.synchronise:
             doing = f"the buffers of forward {self._number}"
             broadcast(self._buffers, self.world.likes[1], self.watch, doing)

@@ -34,9 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...planner.cost.feedback import AT_ONCE, MIRRORS
 from ...planner.schema.errors import InputError
-from ...planner.schema.plan import Plan
+from ...planner.schema.plan import AT_ONCE, MIRRORS, Plan
 from ...planner.simulate import slicing
 from ...planner.simulate.slicing import SliceSpec
 from .buckets import GradParam

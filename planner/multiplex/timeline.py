@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..cost.compute import backward_s, busiest_samples, forward_s
 from ..cost.cost import CostModel
-from ..cost.positions import PositionClass, position_classes
+from ..cost.ownership import PositionClass, position_classes
 from ..schema.options import Decisions, Option
 from ..schema.plan import ScheduleName
 from ..simulate.events import Span

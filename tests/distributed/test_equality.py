@@ -15,7 +15,7 @@ from meshwright.models import zoo as models
 from meshwright.models.spec import UnitSpec
 from meshwright.models.units.discover import Discovery, discover
 from meshwright.models.workload import Batch, Workload
-from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.plan import SHARDING, ExchangePolicy, Plan
 from plans import Choice, by_columns_and_rows, plan_for, scheduled
 from reference import (

@@ -17,7 +17,7 @@ from meshwright.executor.gradients.fully_sharded import FullyShardedGradGroup
 from meshwright.executor.gradients.reshard import LocalChunk
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import full_state_dict, run_of
-from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.errors import InputError, RunError
 from plans import plan, unit
 from reference import twin

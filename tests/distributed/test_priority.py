@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.pending import PendingParam, WaitingGradient
-from meshwright.executor.launch.device import memory_bytes
+from meshwright.executor.launch.start import memory_bytes
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover

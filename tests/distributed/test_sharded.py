@@ -24,7 +24,7 @@ from meshwright.executor.parallel import (
     load_full_optimizer_state_dict,
     run_of,
 )
-from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.plan import ExchangePolicy, Plan
 from plans import plan, unit

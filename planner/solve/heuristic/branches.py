@@ -65,15 +65,7 @@ def side_by_side(problem: Problem, result: Result) -> Result:
     if result.plan is None or result.decisions is None or goal.objective != "time" or limited:
         return result
     plan = result.plan
-    model = CostModel(
-        problem.profile,
-        problem.cluster,
-        goal,
-        plan.micro_batches,
-        plan.placement,
-        plan.bucket_bytes,
-        problem.schedule == "priority",
-    )
+    model = problem.cost_model(plan.micro_batches, plan.bucket_bytes, plan.placement)
     best = start = _judged(problem, model, result.decisions)
     for region in regions(model):
         for decisions in _dealt(problem, model, best.choice.decisions, region):

@@ -23,8 +23,8 @@ SOME = settings(max_examples=60, deadline=None)
 def test_one_rank_class_is_the_plain_simulation(case, schedule):
     model, chosen = case
     model = CostModel(
-        model.profile, model.cluster, model.goal, model.micro_batches, bucket_bytes=20_000,
-        sliced=schedule == "priority",
+        model.profile, model.cluster, model.goal, micro_batches=model.micro_batches,
+        bucket_bytes=20_000, sliced=schedule == "priority",
     )  # fmt: skip
     step = step_of(model, chosen, model.chain(chosen), schedule)
     noise = model.cluster.interference

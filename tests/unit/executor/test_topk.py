@@ -16,7 +16,7 @@ from meshwright.executor.gradients.topk import (
     largest,
     ratio_at,
 )
-from meshwright.planner.memory.comm_buffers import FIRST_RATIO
+from meshwright.planner.memory.gradient_buffers import FIRST_RATIO
 from meshwright.planner.schema.errors import InputError, RunError
 from torch import nn
 

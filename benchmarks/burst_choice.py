@@ -11,38 +11,40 @@ in a second. Where small shares of a batch make a device less efficient than a b
 on T. So the planner's own search is asked for the fewest device-seconds within the limit on time,
 for the fastest plan under each of several limits on units' amplification, and DeepPool's greedy
 plans are tried beside these; each is then simulated with the background in its gaps, and the best
-is taken. Where nothing keeps the limit beside a background, the fastest plan runs alone.
+is taken. Where nothing keeps the limit beside a background, the fastest plan runs by itself.
+
+Plans are also narrowed: from a plan that keeps the limit, runs of neighbouring units are given
+another number of devices, as long as that helps by formula.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 import msgspec
-
-from ..cost.budget import unit_s
-from ..cost.cost import BUCKET_BYTES, CostModel
-from ..cost.step_time import barrier_step, priority_step
-from ..memory.unit_memory import MemoryModel
-from ..schema.errors import InputError
-from ..schema.layout import Layout
-from ..schema.options import Decisions, Option
-from ..schema.plan import ScheduleName
-from ..simulate.schedule import bucketed_s
-from ..solve.evaluate import evaluation
-from ..solve.heuristic.bursts import LIMITS, greedy
-from ..solve.heuristic.space import Point, Space
-from ..solve.heuristic.splits import placed
-from ..solve.objective import over_bytes
-from ..solve.problem import Problem, Result
-from ..solve.solver import solve
-from .gaps import share_beside
-from .jobs import Assumptions, Background, model_beside, slowed
-from .narrow import narrowed, worth
-from .timeline import timelines
+from meshwright.planner.cost.budget import unit_s
+from meshwright.planner.cost.cost import BUCKET_BYTES, CostModel
+from meshwright.planner.cost.step_time import barrier_step, priority_step
+from meshwright.planner.memory.unit_memory import MemoryModel
+from meshwright.planner.multiplex.gaps import share_beside
+from meshwright.planner.multiplex.jobs import Assumptions, Background, model_beside, slowed
+from meshwright.planner.multiplex.timeline import timelines
+from meshwright.planner.schema.capability import Capability
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.options import Decisions, Option, allowed
+from meshwright.planner.schema.plan import ScheduleName
+from meshwright.planner.simulate.schedule import bucketed_s
+from meshwright.planner.solve.evaluate import evaluation
+from meshwright.planner.solve.heuristic.bursts import LIMITS, greedy
+from meshwright.planner.solve.heuristic.space import Point, Space
+from meshwright.planner.solve.objective import over_bytes
+from meshwright.planner.solve.problem import Problem, Result
+from meshwright.planner.solve.solver import solve
 
 ROUNDING = 1 + 1e-6
 AMPLIFICATIONS = (2.0, 4.0)
@@ -112,8 +114,8 @@ def _plain_models(
     for times, size in product(goal.micro_batches, sizes):
         if times == 1 or goal.batch >= times * problem.cluster.world_size:
             yield CostModel(
-                problem.profile, problem.cluster, goal, times, problem.placement, size,
-                schedule == "priority",
+                problem.profile, problem.cluster, goal, micro_batches=times,
+                placement=problem.placement, bucket_bytes=size, sliced=schedule == "priority",
             )  # fmt: skip
 
 
@@ -178,7 +180,7 @@ def candidates(
     """Plans to choose from, and how each was found. The search knows that computing takes longer on
     shared devices; each takes ``time_limit_s`` at most. The goal has one number of micro-batches.
     """
-    searched = placed(replace(problem, profile=slowed(problem.profile, given.slowdown)))
+    searched = replace(problem, profile=slowed(problem.profile, given.slowdown)).placed()
     model = _model(searched)
     found = {model.baseline: "data parallel"}
     for i in range(model.world_size.bit_length()):
@@ -221,8 +223,9 @@ def _narrow(model: CostModel, groups: int) -> Decisions:
 
 def _model(problem: Problem) -> CostModel:
     return CostModel(
-        problem.profile, problem.cluster, problem.goal, problem.goal.micro_batches[0],
-        problem.placement, problem.bucket_bytes, problem.schedule == "priority",
+        problem.profile, problem.cluster, problem.goal,
+        micro_batches=problem.goal.micro_batches[0], placement=problem.placement,
+        bucket_bytes=problem.bucket_bytes, sliced=problem.schedule == "priority",
     )  # fmt: skip
 
 
@@ -239,7 +242,7 @@ def burst_beside(
     beside it takes no longer than ``limit_s`` and which fit in memory; and its cost model on
     devices of its own. The background is on all devices, or on those only that never compute. Where
     none keeps the limit, the fastest, without a background."""
-    problem = placed(problem)
+    problem = problem.placed()
     model = _model(problem)
     beside = model_beside(model, given.slowdown)
     fitting = {d: how for d, how in tried.items() if over_bytes(model, d) <= 0}
@@ -280,3 +283,101 @@ def _starts(
     most = max(judged, key=lambda each: each[:2])
     quickest = max(judged, key=lambda each: each[1])
     return list(dict.fromkeys((most[2], quickest[2])))
+
+
+# -- narrowing --------------------------------------------------------------------------------
+
+RUNS = (1, 2, 4, 8, 16)
+"""Lengths of runs of units that change together."""
+BETTER = 1e-6
+"""A share of the samples per second below which a gain is rounding."""
+
+
+CHEAP = 1e-3
+"""A change that adds less than this share of the step counts as if it added that."""
+
+
+class Worth(NamedTuple):
+    """What a plan is worth: samples per second of foreground and background on all devices, by
+    formula; -1 for one that takes too long or does not fit. And its step."""
+
+    samples_per_s: float
+    step_s: float
+
+
+def worth(point: Point, background_samples_s: float, limit_s: float) -> Worth:
+    """The worth of the decisions at which a point stands."""
+    model, step_s = point.model, point.step_s()
+    if step_s > limit_s or point.peak() > point.limit_bytes or step_s <= 0:
+        return Worth(-1.0, step_s)
+    used_s = sum(o.layout.size * unit_s(model, k, o) for k, o in enumerate(point.decisions))
+    idle_s = model.world_size * step_s - used_s
+    return Worth((model.goal.batch + background_samples_s * idle_s) / step_s, step_s)
+
+
+def narrowed(
+    model: CostModel,
+    capability: Capability,
+    start: Decisions,
+    schedule: ScheduleName,
+    background_samples_s: float,
+    limit_s: float,
+    time_limit_s: float,
+) -> Decisions:
+    """The plan that one change after another leads to from ``start``, until none helps or the time
+    is over: each time the one that gains most for what it adds to the step, of which there is only
+    so much. ``background_samples_s`` is what an idle device makes."""
+    deadline = time.perf_counter() + time_limit_s
+    point = Point(Space(model, capability), MemoryModel(model), schedule)
+    point.move_to(start)
+    best = worth(point, background_samples_s, limit_s)
+    while True:
+        most, chosen = 0.0, None
+        for run, width in _changes(model):
+            change = _on(model, capability, run, width)
+            before = point.set(change)
+            if not before:
+                continue
+            found = worth(point, background_samples_s, limit_s)
+            point.set(before.items())
+            gain = _gain(best, found)
+            if gain > most:
+                most, chosen = gain, change
+            if time.perf_counter() > deadline:
+                break
+        if chosen is None:
+            return point.taken()
+        point.set(chosen)
+        best = worth(point, background_samples_s, limit_s)
+
+
+def _gain(old: Worth, new: Worth) -> float:
+    """Samples per second gained for each second added to the step; 0 where none are."""
+    gained = new.samples_per_s - old.samples_per_s
+    if gained <= BETTER * abs(old.samples_per_s):
+        return 0.0
+    return gained / max(new.step_s - old.step_s, CHEAP * old.step_s)
+
+
+def _changes(model: CostModel) -> Iterator[tuple[range, int]]:
+    """(units, devices): long runs first, and few devices first."""
+    units = len(model.profile.units)
+    for length in reversed(RUNS):
+        for first in range(max(units - length, 0) + 1):
+            for power in range(model.world_size.bit_length()):
+                yield range(first, min(first + length, units)), 2**power
+
+
+def _on(
+    model: CostModel, capability: Capability, run: range, width: int
+) -> list[tuple[int, Option]]:
+    """Units of a run, each with those tied to it, on so many devices; those that may not be so stay
+    as they are."""
+    option = Option(Layout(groups=width))
+    rules = model.goal, capability, model.world_size
+    return [
+        (u, option)
+        for k in run
+        if all(allowed(model.profile.units[u], option, *rules) for u in model.ties[k])
+        for u in model.ties[k]
+    ]

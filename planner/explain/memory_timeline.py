@@ -6,8 +6,7 @@ from __future__ import annotations
 from ..cost.cost import CostModel
 from ..memory.timeline import moment_of
 from ..schema.cluster import Cluster
-from ..schema.peak import Moment
-from ..schema.plan import Plan
+from ..schema.plan import Moment, Plan
 from ..schema.profile import ModelProfile
 from ..schema.record import Bytes, Count, Index, Record
 from ..solve.evaluate import decisions_of, limits_bytes, rank_memory
@@ -39,15 +38,7 @@ class MemoryTimeline(Record, frozen=True, kw_only=True):
 def memory_timeline(plan: Plan, profile: ModelProfile, cluster: Cluster) -> MemoryTimeline:
     """The timeline of ``plan``, made from ``profile`` and ``cluster``."""
     check_belongs(plan, profile, cluster)
-    model = CostModel(
-        profile,
-        cluster,
-        plan.goal,
-        plan.micro_batches,
-        plan.placement,
-        plan.bucket_bytes,
-        plan.schedule == "priority",
-    )
+    model = CostModel.of_plan(plan, profile, cluster)
     limits = limits_bytes(cluster, plan.goal, plan.placement)
     names = [unit.name for unit in profile.units]
     found = [
