@@ -238,11 +238,9 @@ class BucketExchange(Exchange):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has waited for gradients."""
         return self._waited_s
 
     def reset(self) -> None:
-        """Begins a backward."""
         self._next = 0
         for bucket in self.buckets:
             bucket.reset()
@@ -256,7 +254,6 @@ class BucketExchange(Exchange):
             self._advance(all_of_them=False)
 
     def sent(self, param: GradParam) -> bool:
-        """Whether the parameter's bucket has left."""
         return self.bucket_of[param].launched
 
     def end(self, votes: Votes) -> None:

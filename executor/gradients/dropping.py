@@ -155,7 +155,6 @@ class DroppedGradGroup(LossyGradGroup):
     _kept = torch.empty(0, device="cpu")
 
     def sends(self, param: GradParam) -> bool:
-        """Whether a parameter is sent in this backward."""
         return self.agreement.sends(param)
 
     def following(self, number: int) -> Slice:
@@ -165,7 +164,6 @@ class DroppedGradGroup(LossyGradGroup):
         return one
 
     def send(self, number: int) -> None:
-        """Sends its next slice, or lets its turn pass."""
         if number == 0:
             self._release()
         super().send(number)

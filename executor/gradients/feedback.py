@@ -256,7 +256,6 @@ class LossyGradGroup(GradGroup):
         return Slice(params, cut)
 
     def holds(self, param: GradParam) -> bool:
-        """Whether something of the parameter waits to be sent."""
         feedback = self.feedback.get(param)
         return feedback is not None and feedback.held is not None and bool(feedback.held.any())
 

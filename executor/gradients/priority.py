@@ -47,7 +47,7 @@ from .feedback import Lossy, hand_over
 from .flat_shard import ShardedGradient
 from .fully_sharded import FullyShardedGradGroup
 from .order import Order, Orders
-from .pending import WaitingGradient, vacating
+from .pending import WaitingGradient, vacating, weakly
 from .release import Release
 from .sharded import ShardedGradGroup, ShardedStepPipeline
 from .slices import GradGroup, as_sent, make_grad_groups
@@ -171,7 +171,6 @@ class PriorityExchange(Exchange):
     # -- backward ------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Begins a backward."""
         self.release.begin()
         self.finish_all()
         self.complete()
@@ -186,12 +185,10 @@ class PriorityExchange(Exchange):
         self._start_s = time.perf_counter()
 
     def sent(self, param: GradParam) -> bool:
-        """Whether the parameter's gradient has left in this backward."""
         grad_group = self.group_of[param]
         return grad_group.in_flight or self.release.over(grad_group)
 
     def holds(self, param: GradParam) -> bool:
-        """Whether this rank holds back some of what it has computed for the parameter."""
         return self.group_of[param].holds(param)
 
     def ready(self, param: GradParam) -> None:
@@ -247,7 +244,7 @@ class PriorityExchange(Exchange):
         if isinstance(grad_group, TopkGradGroup):
             average = grad_group.fold(param, gradient)
             if average is not None:
-                gradient = stand_for(average, param, gradient, self._finishing(grad_group))
+                gradient = stand_for(average, param, gradient, weakly(self.finish, grad_group))
         grad_group.gradients[param] = gradient
 
     def _advance(self) -> None:
@@ -332,7 +329,7 @@ class PriorityExchange(Exchange):
         if isinstance(grad_group.gradients[param], SparseGradient):
             parameter.grad = grad_group.gradients[param]
             return
-        finish, gradient = self._finishing(grad_group), param.show(grad_group.gradients[param])
+        finish, gradient = weakly(self.finish, grad_group), param.show(grad_group.gradients[param])
 
         def arrive() -> Tensor:
             finish()
@@ -340,17 +337,6 @@ class PriorityExchange(Exchange):
 
         vacate = vacating(parameter, lambda: torch.zeros_like(gradient))
         parameter.grad = WaitingGradient.of(gradient, arrive, vacate)
-
-    def _finishing(self, grad_group: GradGroup) -> Callable[[], None]:
-        """Finishes a group, if it and this exchange are still there."""
-        myself, mine = weakref.ref(self), weakref.ref(grad_group)
-
-        def finish() -> None:
-            exchange, grad_group = myself(), mine()
-            if exchange is not None and grad_group is not None:
-                exchange.finish(grad_group)
-
-        return finish
 
     def _show_chunk(self, grad_group: ShardedGradGroup, param: GradParam) -> None:
         average, grad_group.changed = grad_group.average_of(param), True
