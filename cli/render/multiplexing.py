@@ -13,11 +13,11 @@ from ...planner.multiplex.simulation import ClusterRun, DeviceClass
 from ...planner.multiplex.trace import devices_of
 from ...planner.schema.text import seconds
 from .plots import figure_in
-from .table import figures_table
+from .table import filled_table
 
 COLOURS = {"foreground": "#1f5fa8", "communication": "#f0a030", "background": "#8cc08c"}
+# Steps of the longest job that the map shows.
 SHOWN_STEPS = 2.0
-"""Steps of the longest job that the map shows."""
 
 
 def cluster_tables(found: ClusterReport) -> list[Table | str]:
@@ -68,7 +68,7 @@ def _jobs(found: ClusterReport) -> Table:
             )
         )  # fmt: skip
     title = "Jobs: foregrounds against data parallelism, backgrounds against themselves alone"
-    return figures_table(title, headings, rows)
+    return filled_table(title, headings, rows)
 
 
 def _classes(found: ClusterReport) -> Table:
@@ -82,7 +82,7 @@ def _classes(found: ClusterReport) -> Table:
         )
         for one in found.classes
     ]
-    return figures_table("Devices that see the same, and what their time goes to", headings, rows)
+    return filled_table("Devices that see the same, and what their time goes to", headings, rows)
 
 
 def plot_cluster(run: ClusterRun, path: Path) -> None:

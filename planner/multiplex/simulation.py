@@ -20,10 +20,10 @@ from .gaps import Filled, Interval, fill, gaps, merged, undisturbed
 from .jobs import Assumptions, Background, Foreground, best_background, foreground_of
 from .timeline import Busy, StepTimelines
 
+# Steps of the longest job that are simulated where nothing else is asked.
 STEPS = 8
-"""Steps of the longest job that are simulated where nothing else is asked."""
+# Steps of one job that may be simulated: beyond, seconds become minutes.
 MOST_STEPS = 2_000
-"""Steps of one job that may be simulated: beyond, seconds become minutes."""
 
 
 class Visit(NamedTuple):
@@ -87,7 +87,7 @@ class ClusterRun(NamedTuple):
     def steps_of(self, job: int) -> StepTimelines:
         """The step that a foreground has here: beside backgrounds where there are any."""
         one = self.foregrounds[job]
-        return one.beside if self.backgrounds else one.alone
+        return one.shared if self.backgrounds else one.unshared
 
 
 def simulate_cluster(
@@ -101,7 +101,7 @@ def simulate_cluster(
     for a job that needs more devices than there are."""
     given = given or Assumptions()
     _check(devices, foregrounds, horizon_s)
-    steps = [one.beside if backgrounds else one.alone for one in foregrounds]
+    steps = [one.shared if backgrounds else one.unshared for one in foregrounds]
     horizon_s = horizon_s or STEPS * max((s.step_s for s in steps), default=1.0)
     _check_length(foregrounds, steps, horizon_s)
     runs, waiting = _placed(devices, foregrounds, steps, horizon_s)
@@ -281,7 +281,7 @@ def simulate_plans(
         check_belongs(plan, profile, cluster)
         jobs.append(foreground_of(plan, profile, cluster, decisions_of(plan), slowdown))
     count = sum(job.devices for job in jobs) if devices is None else devices
-    held = max(job.beside.peak_bytes for job in jobs)
+    held = max(job.shared.peak_bytes for job in jobs)
     made = _backgrounds(plans, backgrounds, held, count)
     return simulate_cluster(count, jobs, made, given, horizon_s)
 
