@@ -44,7 +44,7 @@ from meshwright.planner.multiplex.jobs import (
     Background,
     best_background,
     foreground,
-    model_beside,
+    shared_device_model,
 )
 from meshwright.planner.multiplex.report import ClusterReport, report
 from meshwright.planner.multiplex.simulation import simulate_cluster
@@ -318,7 +318,7 @@ def peer(asked: Asked, given: Assumptions) -> Shared:
     """Data parallelism with the background in its gaps, with what suits it best in the memory that
     is left: its step may get longer."""
     within = asked.within
-    beside = model_beside(within.model, given.slowdown)
+    beside = shared_device_model(within.model, given.slowdown)
     return beside_of(
         "data parallel", beside, within.model.baseline, within.schedule, asked.background, given
     )
@@ -349,7 +349,7 @@ def solved(
     run = simulate_cluster(model.world_size, (job,), backgrounds, given, horizon_s)
     return Case(
         name, model.world_size, link, asked.background, asked.plain, plain,
-        asked.partition, job.alone.step_s, burst, report(run), time.perf_counter() - start,
+        asked.partition, job.unshared.step_s, burst, report(run), time.perf_counter() - start,
     )  # fmt: skip
 
 

@@ -29,12 +29,12 @@ from ..solve.solver import expand_pins, solve, solvers
 
 GBIT_BYTES = 125_000_000
 GIB = 2**30
+# More micro-batches than this are not tried: a unit's samples get few and its kernels slow.
 MOST_MICRO_BATCHES = 8
-"""More micro-batches than this are not tried: a unit's samples get few and its kernels slow."""
+# Seconds after which no further number of micro-batches is tried.
 EFFORT_S = 5.0
-"""Seconds after which no further number of micro-batches is tried."""
+# Why nothing is said of more devices where one host was measured.
 NO_LINKS = "the cluster states no links between nodes: probe two hosts, or describe such a cluster"
-"""Why nothing is said of more devices where one host was measured."""
 
 
 class Gain(Record, frozen=True, kw_only=True):
