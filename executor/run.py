@@ -31,7 +31,7 @@ from .gradients.priority import PriorityExchange
 from .gradients.residual import Lossy
 from .gradients.sharded import flat_shard_spec
 from .memory.regions import Regions
-from .mismatch import Pieces
+from .mismatch import MicroBatchCheck
 from .optimizer.lazy import LazySteps
 from .redistribution.bursts import Bursts
 from .redistribution.cache import RedistributionCache
@@ -74,7 +74,7 @@ class Run:
         self.sharings: dict[nn.Parameter, FlatShardSpec] = {}
         self.regions = Regions()
         self.weigh_next: Callable[[Forward], Weight] | None = None
-        self._pieces = Pieces(plan)
+        self._pieces = MicroBatchCheck(plan)
         self._number = 0
         self._buffers: list[Tensor] = []
         self._all_entries: list[GradParam] = []
