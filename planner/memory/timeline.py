@@ -20,7 +20,7 @@ and ``rows`` turns it into rows that are linear in the units' decisions, for the
 # A field counts in the same way at every point where it counts, so each point is a sum over units:
 # evaluated it is a number, and handed to a solver it is a linear row.
 #
-# What lives when, by the classes that people see (``CLASS_OF`` assigns each field to one):
+# What lives when, by the classes that people see (``FIELDS_OF`` lists the fields of each):
 #
 #     weights        always: shards and buffers. Where parameters are sharded too (fully_sharded)
 #                    each rank's chunk; what is whole while units work is workspace
@@ -166,30 +166,20 @@ FIELDS: Fields = (*UNIT_FIELDS, *OTHERS_FIELDS)
 FIELD = {name: i for i, name in enumerate(FIELDS)}
 """The row of each field in a table [field, unit]."""
 
-CLASS_OF = {
-    "weights": "weights",
-    "optimizer": "optimizer",
-    "residual": "residuals",
-    "gradients": "gradients",
-    "comm_buffers": "buffers",
-    "saved": "feature_maps",
-    "map_gradients": "map_gradients",
-    "new_grad": "buffers",
-    "never_together": "feature_maps",
-    "workspace": "workspace",
-    "exchange_temp": "map_gradients",
-    "update_temp": "workspace",
-    "output_gradients": "map_gradients",
-    "received": "buffers",
-    "neighbours_forward": "workspace",
-    "neighbours_backward": "workspace",
-    "unfilled_buckets": "buffers",
-    "open_buckets": "buffers",
-    "segment_outputs": "workspace",
-    "segment_remade": "workspace",
-    "segment_rerun": "workspace",
-}
-"""The class of memory that each field counts to."""
+FIELDS_OF: dict[str, Fields] = {
+    "weights": ("weights",),
+    "optimizer": ("optimizer",),
+    "residuals": ("residual",),
+    "gradients": ("gradients",),
+    "feature_maps": ("saved", "never_together"),
+    "map_gradients": ("map_gradients", "exchange_temp", "output_gradients"),
+    "buffers": ("comm_buffers", "new_grad", "received", "unfilled_buckets", "open_buckets"),
+    "workspace": (
+        "workspace", "update_temp", "neighbours_forward", "neighbours_backward",
+        "segment_outputs", "segment_remade", "segment_rerun",
+    ),
+}  # fmt: skip
+"""The fields that count to each class of ``CLASS_NAMES``; the others count at no point."""
 SUBTRACTED = ("never_together",)
 """Fields that are taken off; all others add up."""
 
@@ -212,6 +202,10 @@ class Points(NamedTuple):
     update: Point
     exchange: Point
     rerun: Point
+
+
+FORWARD, BACKWARD, UPDATE, EXCHANGE, RERUN = range(5)
+"""The families, as ``Points`` lists them."""
 
 
 @lru_cache
@@ -307,7 +301,7 @@ def _coefficients(stated: Points) -> Family:
 @lru_cache
 def _by_class(stated: Points) -> Family:
     """The statement over ``FIELDS``, family by family and in each class by class."""
-    classes = np.array([[float(CLASS_OF.get(f) == name) for f in FIELDS] for name in CLASS_NAMES])
+    classes = np.array([[float(f in FIELDS_OF[name]) for f in FIELDS] for name in CLASS_NAMES])
     return Family(*(
         (part[:, None] * classes).reshape(-1, len(FIELDS)) for part in _coefficients(stated)
     ))  # fmt: skip
@@ -359,10 +353,6 @@ class PositionMemory(NamedTuple):
         found = _coefficients(self.points).values(self.table).round(3)
         found[RERUN, self("segment_rerun") + self("output_gradients") <= 0] = 0.0
         return found
-
-
-FORWARD, BACKWARD, UPDATE, EXCHANGE, RERUN = range(5)
-"""The families, as ``Points`` lists them."""
 
 
 def timeline(position: PositionMemory) -> list[MemoryPoint]:

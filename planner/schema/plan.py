@@ -164,6 +164,7 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # What no plan may be. Whether an executor can run it is its ``Capability``'s to say.
         if sorted(self.placement) != list(range(self.world_size)):
             order = ", ".join(map(str, self.placement))
             raise ValueError(

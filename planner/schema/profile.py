@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import networkx as nx
-
 from .curve import ZERO, Curve
 from .layout import Style
 from .record import Bytes, BytesReal, Count, Document, Index, Record, Seconds, Share
@@ -255,16 +253,6 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     def unit(self, name: str) -> UnitProfile:
         """The unit of that name."""
         return next(u for u in self.units if u.name == name)
-
-    @property
-    def graph(self) -> nx.DiGraph:
-        """Units as nodes (attribute ``unit``), edges with attribute ``edge``."""
-        graph = nx.DiGraph()
-        for unit in self.units:
-            graph.add_node(unit.name, unit=unit)
-        for edge in self.edges:
-            graph.add_edge(edge.source, edge.target, edge=edge)
-        return graph
 
     @property
     def parameter_bytes(self) -> int:
