@@ -341,8 +341,8 @@ class PositionMemory(NamedTuple):
     points: Points
     sliced: bool
 
-    def __call__(self, name: str) -> Vector:
-        """A field by unit."""
+    def field(self, name: str) -> Vector:
+        """One field by unit."""
         found: Vector = self.table[FIELD[name]]
         return found
 
@@ -351,7 +351,7 @@ class PositionMemory(NamedTuple):
         # Shares such as a sixth are rounded in floating point. A plan that needs its limit to the
         # byte must not seem to need 1e-11 more.
         found = _coefficients(self.points).values(self.table).round(3)
-        found[RERUN, self("segment_rerun") + self("output_gradients") <= 0] = 0.0
+        found[RERUN, self.field("segment_rerun") + self.field("output_gradients") <= 0] = 0.0
         return found
 
 
@@ -363,7 +363,7 @@ def timeline(position: PositionMemory) -> list[MemoryPoint]:
     # What is never there together is first of all feature maps that have gone. Beyond these it is
     # gradients that are not there yet.
     names = list(CLASS_NAMES)
-    beyond = np.maximum(position("never_together") - position("saved"), 0.0)
+    beyond = np.maximum(position.field("never_together") - position.field("saved"), 0.0)
     parts[BACKWARD, names.index("feature_maps")] += beyond
     parts[BACKWARD, names.index("gradients")] -= beyond
 

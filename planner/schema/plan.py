@@ -97,8 +97,8 @@ class Moment(Record, frozen=True, kw_only=True):
     @property
     def largest(self) -> str:
         """The class that takes most, in words."""
-        held = self.by_class()
-        return CLASS_NAMES[max(held, key=lambda name: held[name])]
+        found = self.by_class()
+        return CLASS_NAMES[max(found, key=lambda name: found[name])]
 
 
 class Prediction(Record, frozen=True, kw_only=True):

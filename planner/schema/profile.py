@@ -212,8 +212,9 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
 
     ``target`` is how the model was named (``vgg16``, ``file.py:factory``); ``model`` the
     fingerprint of its structure (parameter names and shapes, unit names). ``batches`` are the batch
-    sizes measured. ``step`` is the measured forward plus backward of the whole model, against
-    which the sum of units is held. ``pieces`` are what segments to be recomputed can be made of.
+    sizes measured. ``step`` is the measured forward plus backward of the whole model, with
+    which the sum of units is compared. ``pieces`` are what segments that are recomputed can be
+    made of.
     """
 
     target: str
