@@ -212,7 +212,7 @@ def by_plan(
     apply(system.model, system.optimizer, plan)
     run = run_of(system.model)
     if not urgent:
-        exchange = run._priority_exchange()
+        exchange = run.priority
         exchange._orders = Orders(plan, urgent=False).start(exchange.grad_groups, run.control)
     system.finish = run.finish_steps
     return system

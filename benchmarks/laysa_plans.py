@@ -180,7 +180,7 @@ class Chooser:
         if key not in self._searches:
             model = CostModel(
                 self.profile, self.cluster, self._goal(way, batch),
-                way.micro_batches, None, SLICE_BYTES, sliced=True,
+                micro_batches=way.micro_batches, bucket_bytes=SLICE_BYTES, sliced=True,
             )  # fmt: skip
             decisions = [_option(way, unit) for unit in self.profile.units]
             self._searches[key] = Recomputing(model, decisions, CAPABILITY)

@@ -21,7 +21,7 @@ from ..models.units.storages import OverBudgetError
 from ..planner.schema.errors import InputError
 from ..planner.schema.plan import CLASS_NAMES, Moment, Plan
 from .gradients.pending import bare
-from .gradients.reshard import use_of
+from .gradients.reshard import sharded_param
 from .run import Run
 
 SWITCH = "MESHWRIGHT_CHECK_MEMORY"
@@ -207,11 +207,11 @@ def _in_memory(model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]
 
 def _parameter_bytes(parameter: nn.Parameter) -> int:
     """Bytes of a parameter that are in memory now. Waits for nothing."""
-    used = use_of(parameter)
-    if used is None:
+    param = sharded_param(parameter)
+    if param is None:
         return _bytes([parameter])
     whole = bare(parameter).untyped_storage().nbytes()
-    return whole + _bytes([used.grad_group.chunks[used.entry]])
+    return whole + _bytes([param.grad_group.chunks[param.entry]])
 
 
 def less_than(plan: Plan) -> int:

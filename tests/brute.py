@@ -10,14 +10,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from meshwright.planner.cost.budget import energy_budget, gpu_seconds_limit, idle_s, lost_energy
-from meshwright.planner.cost.positions import group_samples
+from meshwright.planner.cost.ownership import group_samples
 from meshwright.planner.memory.timeline import FIELD
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.schema.options import ties_agree
 from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.evaluate import limits_bytes
-from meshwright.planner.solve.heuristic.splits import placed
-from meshwright.planner.solve.models import models
 
 CHUNK = 40_000
 WHOLE = dict.fromkeys(("column", "pair"), "whole")
@@ -40,9 +38,9 @@ class Best(NamedTuple):
 
 def combinations(problem):
     """How many there are, over all models."""
-    problem = placed(problem)
+    problem = problem.placed()
     total = 0
-    for model in models(problem):
+    for model in problem.cost_models():
         sizes = [len(o) for o in options_of(model, problem)]
         total += int(np.prod([float(s) for s in sizes]))
     return total
@@ -55,9 +53,9 @@ def options_of(model, problem):
 
 def best(problem):
     """The best of all combinations."""
-    problem = placed(problem)
+    problem = problem.placed()
     found = Best(np.inf, np.inf, 0, 0, 0, ())
-    for model in models(problem):
+    for model in problem.cost_models():
         table = _Table(model, options_of(model, problem), problem.schedule)
         for chosen in table.chunks():
             objective, fits, peaks, gpu = table.judge(chosen)
@@ -307,8 +305,8 @@ class _Table:
 
 def every_decision(problem):
     """All decisions of a very small problem, one by one (to check this module with)."""
-    problem = placed(problem)
-    for model in models(problem):
+    problem = problem.placed()
+    for model in problem.cost_models():
         for decisions in itertools.product(*options_of(model, problem)):
             agree = all(
                 ties_agree(

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ...planner.explain.moments import MemoryTimeline, RankTimeline
+from ...planner.explain.memory_timeline import MemoryTimeline, RankTimeline
 from ...planner.schema.plan import CLASS_NAMES, Moment
 from ...planner.schema.text import size
 from .plots import figure_in

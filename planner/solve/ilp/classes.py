@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...cost.cost import CostModel
-from ...cost.positions import group_samples
+from ...cost.ownership import group_samples
 from ...cost.step_time import Vector
 from ...memory.rows import AT, OWN_BYTES, Matrix
 from ...schema.layout import Layout

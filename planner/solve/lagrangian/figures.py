@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from ...cost.compute import busiest_samples
-from ...cost.positions import group_samples
+from ...cost.ownership import group_samples
 from ...cost.step_time import LINKS
 from ...memory.rows import AT, FIGURES
 from ...memory.unit_memory import MemoryModel

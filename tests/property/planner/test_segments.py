@@ -64,7 +64,7 @@ def models(draw, kept=True):
     profile = msgspec.structs.replace(profile, edges=tuple(edges), pieces=_pieces(draw, made))
     limits = draw(st.sampled_from((1, 2))), draw(st.sampled_from(("sgd", "adam")))
     goal = Goal(batch=4, optimizer=limits[1], micro_batches=(limits[0],))
-    return CostModel(profile, cluster(2), goal, limits[0], sliced=draw(st.booleans()))
+    return CostModel(profile, cluster(2), goal, micro_batches=limits[0], sliced=draw(st.booleans()))
 
 
 def _pieces(draw, made):
