@@ -21,7 +21,7 @@
 # update is small beside its parameter, and a parameter that is loaded, clamped or averaged between
 # steps takes its mirror along, where a copy would send the change back as an update.
 #
-# planner/cost/feedback.py says what each place takes and which are worth planning.
+# planner/memory/gradient_buffers.py says what each place takes in bytes.
 
 from __future__ import annotations
 
