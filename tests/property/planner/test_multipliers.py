@@ -7,11 +7,9 @@ import pytest
 from meshwright.planner.memory.rows import ENTRY, RECEIVED, slice_waits, values
 from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.choices import unit_options
-from meshwright.planner.solve.heuristic.splits import placed
 from meshwright.planner.solve.lagrangian.dynamic import minimise, order_of
 from meshwright.planner.solve.lagrangian.lagrange import Search
 from meshwright.planner.solve.lagrangian.solver import Multipliers, lagrangian_of
-from meshwright.planner.solve.models import models
 
 from tests import brute, problems
 
@@ -56,8 +54,8 @@ def test_bound_never_exceeds_the_optimum_on_many_problems():
 
 
 def lagrangians(seed):
-    made = placed(problems.problem(seed, most=20_000))
-    for model in models(made):
+    made = problems.problem(seed, most=20_000).placed()
+    for model in made.cost_models():
         found = lagrangian_of(made, model)
         if found is not None:
             yield made, model, found
