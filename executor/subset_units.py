@@ -128,6 +128,7 @@ def _subset_shard(
 
 def _empty(tensor: Tensor) -> None:
     """Gives the tensor's memory back; the object stays, so optimizers that hold it do."""
-    # autograd's accumulator remembers the full shape and would refuse an empty gradient.
+    # Read first: forgetting the accumulator leaves data of another dtype.
+    dtype = tensor.dtype
     forget_accumulator(tensor)
-    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    tensor.data = torch.empty(0, dtype=dtype, device=tensor.device)

@@ -60,6 +60,7 @@ class CostModel(Exchanges):
         profile: ModelProfile,
         cluster: Cluster,
         goal: Goal,
+        *,
         micro_batches: int = 1,
         placement: tuple[int, ...] | None = None,
         bucket_bytes: int = BUCKET_BYTES,

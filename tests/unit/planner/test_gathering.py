@@ -26,8 +26,9 @@ def model_of(widths=(512, 512, 1024, 512), micro_batches=1):
     units = [linear(f"fc{i}", 512, width, 1e-4) for i, width in enumerate(widths)]
     goal = Goal(batch=64, optimizer="adam")
     return CostModel(
-        chain_profile(units), cluster(4), goal, micro_batches, bucket_bytes=MIB, sliced=True
-    )
+        chain_profile(units), cluster(4), goal, micro_batches=micro_batches, bucket_bytes=MIB,
+        sliced=True,
+    )  # fmt: skip
 
 
 def all_with(model, exchange):

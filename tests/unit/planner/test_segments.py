@@ -261,10 +261,7 @@ def test_nothing_changes_where_memory_is_plenty():
 def test_a_plan_with_segments_evaluates_as_it_was_planned():
     plan = planned(LEAST).checked()
     model = cost(deep(), LEAST)
-    model = CostModel(
-        model.profile, model.cluster, plan.goal, plan.micro_batches, plan.placement,
-        plan.bucket_bytes, sliced=True,
-    )  # fmt: skip
+    model = CostModel.of_plan(plan, model.profile, model.cluster)
     done = evaluation(model, decisions_of(plan), schedule="priority")
     assert done.prediction == plan.prediction
 
