@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from .capability import Capability, degrees
-from .goal import Goal
+from .goal import OPTIMIZERS, Goal, OptimizerName
 from .layout import Layout, Style, data_parallel
-from .plan import LOSSY, SHARDING, ExchangePolicy, FeedbackPolicy, MemoryPolicy
+from .plan import LOSSY, MIRRORS, SHARDING, ExchangePolicy, FeedbackPolicy, MemoryPolicy
 from .profile import ModelProfile, UnitProfile
 
 
@@ -45,21 +46,35 @@ Decisions = tuple[Option, ...]
 """One option for each unit of a profile, in its order."""
 
 
+def segments_of(decisions: Sequence[Option]) -> list[tuple[int, int]]:
+    """The first and the last unit of each segment that is recomputed together."""
+    found, at = [], 0
+    for segment, members in groupby(decisions, lambda option: option.segment):
+        count = len(list(members))
+        if segment:
+            found.append((at, at + count - 1))
+        at += count
+    return found
+
+
 def tied_units(profile: ModelProfile) -> tuple[tuple[int, ...], ...]:
     """For each unit the units tied to it by shared parameters, directly or through others."""
-    home = list(range(len(profile.units)))
+    # Each unit's group goes by its first unit; a shared parameter joins two groups into one.
+    group = list(range(len(profile.units)))
     first: dict[str, int] = {}
     for k, unit in enumerate(profile.units):
         for name in {p.shared for p in unit.parameters}:
-            a, b = home[first.setdefault(name, k)], home[k]
-            home = [min(a, b) if h in (a, b) else h for h in home]
-    return tuple(tuple(i for i, h in enumerate(home) if h == home[k]) for k in range(len(home)))
+            a, b = group[first.setdefault(name, k)], group[k]
+            group = [min(a, b) if g in (a, b) else g for g in group]
+    return tuple(tuple(i for i, g in enumerate(group) if g == own) for own in group)
 
 
 def allowed(
     unit: UnitProfile, option: Option, goal: Goal, capability: Capability, world_size: int
 ) -> bool:
     """Whether a unit may have ``option`` by itself (ties are checked by ``ties_agree``)."""
+    # The model's own code between units and its ends see each rank's own samples, and local batch
+    # statistics are those of a rank's samples: both keep the layout (W, 1).
     layout = option.layout
     if not goal.permits(unit.name, layout, option.style):
         return False
@@ -75,6 +90,7 @@ def allowed(
 
 def ties_agree(units: Sequence[UnitProfile], options: Sequence[Option]) -> bool:
     """Whether tied units share one layout and cut each shared parameter along one dimension."""
+    # One parameter has one shard on a rank: uses that cut it differently would need several.
     if len({o.layout for o in options}) > 1:
         return False
     cuts: dict[str, set[int | None]] = {}
@@ -84,3 +100,25 @@ def ties_agree(units: Sequence[UnitProfile], options: Sequence[Option]) -> bool:
         for parameter in unit.parameters:
             cuts.setdefault(parameter.shared, set()).add(sharded.get(parameter.shared))
     return all(len(dims) == 1 for dims in cuts.values())
+
+
+def feedbacks(
+    exchange: str,
+    optimizer: OptimizerName,
+    known: tuple[FeedbackPolicy, ...],
+    host_bytes_per_s: float | None,
+) -> tuple[FeedbackPolicy, ...]:
+    """The feedback policies that are worth planning of those known, the one without copies first.
+
+    In place never holds more than a residual, and a mirror never more than in place, in the same
+    time: of those that the executor has and the optimizer allows, one is planned. A mirror on the
+    host is a choice besides, as its copies take time.
+    """
+    if exchange != "topk":
+        return ("residual",)
+    able = [f for f in known if f not in MIRRORS or OPTIMIZERS[optimizer].linear]
+    order: tuple[FeedbackPolicy, ...] = ("mirror", "in_place", "residual")
+    best: FeedbackPolicy = next((f for f in order if f in able), "residual")
+    if "host_mirror" in able and host_bytes_per_s is not None:
+        return best, "host_mirror"
+    return (best,)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,11 +16,10 @@ from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.headroom import account, overflowed
 from meshwright.executor.launch.train import optimizer_for, run_steps, train_step
-from meshwright.executor.memory.peak import budget
 from meshwright.executor.parallel import is_parallel
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
-from meshwright.models.units.storages import OverBudgetError, tensors_in
+from meshwright.models.units.storages import LiveStorages, OverBudgetError, tensors_in
 from meshwright.models.workload import Workload
 from meshwright.models.zoo.gpt import GPT, Shape
 from meshwright.models.zoo.text import next_symbol_workload
@@ -36,6 +37,7 @@ from meshwright.planner.solve.request import searched
 from meshwright.planner.solve.solver import solve
 from meshwright.profiler.model import profile
 from plans import plan_for
+from torch import Tensor
 
 from tests.strategies import cluster
 
@@ -108,6 +110,19 @@ def peak_under(plan: Plan, one: Triple, limit_bytes: int) -> int:
     Collective."""
     torch.manual_seed(0)
     return peak_of(models.build(one.name), plan, limit_bytes)
+
+
+@contextmanager
+def budget(
+    limit_bytes: int, lasting: Iterable[Tensor], excluded: Iterable[Tensor] = ()
+) -> Iterator[LiveStorages]:
+    """Within it tensors may take ``limit_bytes``, the ``lasting`` ones included and the
+    ``excluded`` not; the operator that passes the limit raises ``OverBudgetError``. Any device."""
+    live = LiveStorages(limit_bytes=limit_bytes)
+    with live:
+        live.leave_out(excluded)
+        live.add(lasting)
+        yield live
 
 
 def peak_of(workload: Workload, plan: Plan, limit_bytes: int) -> int:

@@ -23,7 +23,7 @@ from ..heuristic.infeasible import explain
 from ..heuristic.segmented import fitting_in_segments
 from ..heuristic.splits import search
 from ..problem import Infeasibility, Problem, Result
-from .backend import Backend, Interruption, Solved, run
+from .backend import Interruption, Solved, run
 from .cases import Case, case
 from .infeasible import IntegerEvidence
 from .integer import Program
@@ -43,12 +43,9 @@ class Integer:
 
     name = "integer"
 
-    def __init__(self, backend: Backend | None = None) -> None:
-        self.backend = backend
-
     def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
         """See ``solver.Solver``."""
-        return Search(problem.placed(), time_limit_s, self.backend).result()
+        return Search(problem.placed(), time_limit_s).result()
 
     def explain(self, problems: Sequence[Problem]) -> Infeasibility:
         """See ``solver.Solver``."""
@@ -58,10 +55,8 @@ class Integer:
 class Search:
     """One search: the cases, the best choice so far, what is proved, the time that is left."""
 
-    def __init__(
-        self, problem: Problem, time_limit_s: float | None, backend: Backend | None
-    ) -> None:
-        self.problem, self.backend = problem, backend
+    def __init__(self, problem: Problem, time_limit_s: float | None) -> None:
+        self.problem = problem
         self.start = time.perf_counter()
         self.deadline = self.start + (time_limit_s if time_limit_s is not None else float("inf"))
         self.interruption = Interruption()
@@ -162,7 +157,7 @@ class Search:
         """Solves until the solution is one that keeps the limits to the byte."""
         listen = progress if callable(progress) else lambda gap: None
         for _ in range(CUTS):
-            solved = run(program.problem, self.left_s, self.interruption, listen, self.backend)
+            solved = run(program.problem, self.left_s, self.interruption, listen)
             if solved.value is None:
                 return solved
             numbers = program.chosen()
@@ -197,8 +192,7 @@ class Search:
         program = this.program(self.problem)
         program.within(best.objective_s * (1 + self.problem.near))
         program.simplest()
-        solved = run(program.problem, min(self.left_s, 10.0), self.interruption,
-                     backend=self.backend)  # fmt: skip
+        solved = run(program.problem, min(self.left_s, 10.0), self.interruption)
         if solved.value is None:
             return best
         decisions = this.ledger.choose(program.chosen())

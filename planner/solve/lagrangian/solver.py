@@ -172,7 +172,7 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
     sheet = OptionTable(Space(model, problem.capability), memory_of(model), position)
     if not all(unit.states for unit in sheet.units):
         return None
-    at = AT["exchanged"]
+    at = AT["bucketed"]
     most = sum(
         float(u.memory.figures[..., at].max() + u.exchange.figures[..., at].max())
         for u in sheet.units

@@ -7,8 +7,12 @@ import warnings
 import msgspec
 import pytest
 import torch
-from meshwright.executor.mismatch import Pieces, check_state, state_copies
-from meshwright.planner.schema.goal import Goal
+from meshwright.executor.launch.train import optimizer_for
+from meshwright.executor.mismatch import MicroBatchCheck, check_optimizer_state, state_copies
+from meshwright.executor.optimizer.state import optimizer_name
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.memory.unit_memory import MemoryModel
+from meshwright.planner.schema.goal import OPTIMIZERS, STATE_COPIES, Goal
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.solve.evaluate import make_plan
@@ -50,6 +54,24 @@ def test_what_optimizers_keep(make, copies):
     assert len(kept) == copies
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_planner_and_executor_state_alike_what_optimizers_keep(name, monkeypatch):
+    """Both read one table: what it says of a class is planned and judged so."""
+    asked = Goal(batch=8, optimizer=name)
+    optimizer = optimizer_for(asked, weights())
+    assert optimizer_name(optimizer) == name
+    assert state_copies(optimizer) == asked.state_copies
+    kind = OPTIMIZERS[name]
+    monkeypatch.setitem(STATE_COPIES, kind.torch_class, STATE_COPIES[kind.torch_class] + 5)
+    assert state_copies(optimizer) == asked.state_copies + 5
+    monkeypatch.setitem(OPTIMIZERS, name, kind._replace(state_copies=7, update_copies=3))
+    assert asked.state_copies == 7
+    model = CostModel(chain_profile([linear("fc", 8, 8)]), cluster(2), asked)
+    found = MemoryModel(model).unit(1, model.baseline[1], 4)
+    assert found.persistent.optimizer == 7 * 4 * 64
+    assert found.phases.update_temp == 3 * 4 * 64
+
+
 def test_an_optimizer_of_ones_own_is_not_judged():
     class AdamW(torch.optim.Optimizer):
         def __init__(self, parameters):
@@ -62,18 +84,18 @@ def test_an_optimizer_that_keeps_more_than_planned_is_told_under_a_limit():
     adam, sgd = torch.optim.AdamW(weights()), torch.optim.SGD(weights(), lr=0.1)
     limited = plan_of(memory_limit_bytes=2**20)
     with pytest.warns(UserWarning, match="AdamW keeps 2 values .* for sgd with 0 values"):
-        check_state(adam, limited)
+        check_optimizer_state(adam, limited)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_state(sgd, limited)
-        check_state(None, limited)
-        check_state(adam, plan_of())
-        check_state(adam, plan_of(memory_limit_bytes=2**20, optimizer="adamw"))
+        check_optimizer_state(sgd, limited)
+        check_optimizer_state(None, limited)
+        check_optimizer_state(adam, plan_of())
+        check_optimizer_state(adam, plan_of(memory_limit_bytes=2**20, optimizer="adamw"))
 
 
 def test_a_batch_that_is_not_cut_is_told_once():
     plan = msgspec.structs.replace(plan_of(memory_limit_bytes=2**20), micro_batches=4)
-    pieces = Pieces(plan)
+    pieces = MicroBatchCheck(plan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pieces.exchanged(4)
@@ -83,4 +105,4 @@ def test_a_batch_that_is_not_cut_is_told_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pieces.exchanged(1)
-        Pieces(msgspec.structs.replace(plan_of(), micro_batches=4)).exchanged(1)
+        MicroBatchCheck(msgspec.structs.replace(plan_of(), micro_batches=4)).exchanged(1)
