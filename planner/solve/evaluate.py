@@ -23,7 +23,6 @@ from ..schema.capability import PLAIN, Capability
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
 from ..schema.goal import Goal
-from ..schema.layout import data_parallel
 from ..schema.options import Decisions, Option
 from ..schema.plan import Moment, Plan, Prediction, Provenance, UnitPlan
 from ..schema.profile import ModelProfile
@@ -342,13 +341,4 @@ def _option(unit: UnitPlan) -> Option:
         early_release=unit.early_release,
         feedback=unit.feedback,
         segment=unit.segment,
-    )
-
-
-def is_data_parallel(decisions: Sequence[Option], world_size: int) -> bool:
-    """Whether every unit is plainly data parallel."""
-    home = data_parallel(world_size)
-    return all(
-        (o.layout, o.style, o.memory, o.exchange) == (home, "none", "keep", "dense")
-        for o in decisions
     )
