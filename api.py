@@ -28,8 +28,7 @@ from .planner.multiplex.trace import trace as trace_of
 from .planner.schema import cache
 from .planner.schema.cluster import Cluster
 from .planner.schema.errors import InputError
-from .planner.schema.goal import Goal
-from .planner.schema.goal_values import make_goal
+from .planner.schema.goal import Goal, make_goal
 from .planner.schema.pins import EARLY_RELEASE
 from .planner.schema.plan import Plan
 from .planner.schema.profile import ModelProfile
@@ -46,13 +45,13 @@ from .planner.solve.request import (
     problem_of,
     shown,
 )
-from .planner.solve.solver import settled, solve
+from .planner.solve.solver import expand_pins, solve
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from .executor.gradients.residual import Lossy
+    from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
     from .executor.launch.progress import Step
     from .executor.launch.report import RunReport
@@ -139,7 +138,7 @@ def plan(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
-    found = solve(settled(problem), solver, time_limit_s).checked()
+    found = solve(expand_pins(problem), solver, time_limit_s).checked()
     # Explaining the plan finds both again by the fingerprints that the plan keeps.
     cache.put(problem.profile)
     cache.put(cluster)
@@ -256,7 +255,7 @@ def front(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
-    return described_front(settled(problem), points, solver, time_limit_s)
+    return described_front(expand_pins(problem), points, solver, time_limit_s)
 
 
 def explain(
@@ -462,7 +461,7 @@ def auto_parallelize(
     from .executor.arguments import check_arguments
     from .executor.comm.agreement import together
     from .executor.comm.watchdog import time_limit
-    from .executor.gradients.residual import Lossy
+    from .executor.gradients.feedback import Lossy
     from .executor.launch.report import given_plan, record_run
     from .executor.launch.start import start_process_group
     from .executor.optimizer.lazy import releases_not

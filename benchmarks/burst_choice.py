@@ -42,7 +42,6 @@ from meshwright.planner.simulate.schedule import bucketed_s
 from meshwright.planner.solve.evaluate import evaluation
 from meshwright.planner.solve.heuristic.bursts import LIMITS, greedy
 from meshwright.planner.solve.heuristic.space import Point, Space
-from meshwright.planner.solve.heuristic.splits import placed
 from meshwright.planner.solve.objective import over_bytes
 from meshwright.planner.solve.problem import Problem, Result
 from meshwright.planner.solve.solver import solve
@@ -115,8 +114,8 @@ def _plain_models(
     for times, size in product(goal.micro_batches, sizes):
         if times == 1 or goal.batch >= times * problem.cluster.world_size:
             yield CostModel(
-                problem.profile, problem.cluster, goal, times, problem.placement, size,
-                schedule == "priority",
+                problem.profile, problem.cluster, goal, micro_batches=times,
+                placement=problem.placement, bucket_bytes=size, sliced=schedule == "priority",
             )  # fmt: skip
 
 
@@ -181,7 +180,7 @@ def candidates(
     """Plans to choose from, and how each was found. The search knows that computing takes longer on
     shared devices; each takes ``time_limit_s`` at most. The goal has one number of micro-batches.
     """
-    searched = placed(replace(problem, profile=slowed(problem.profile, given.slowdown)))
+    searched = replace(problem, profile=slowed(problem.profile, given.slowdown)).placed()
     model = _model(searched)
     found = {model.baseline: "data parallel"}
     for i in range(model.world_size.bit_length()):
@@ -224,8 +223,9 @@ def _narrow(model: CostModel, groups: int) -> Decisions:
 
 def _model(problem: Problem) -> CostModel:
     return CostModel(
-        problem.profile, problem.cluster, problem.goal, problem.goal.micro_batches[0],
-        problem.placement, problem.bucket_bytes, problem.schedule == "priority",
+        problem.profile, problem.cluster, problem.goal,
+        micro_batches=problem.goal.micro_batches[0], placement=problem.placement,
+        bucket_bytes=problem.bucket_bytes, sliced=problem.schedule == "priority",
     )  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def burst_beside(
     beside it takes no longer than ``limit_s`` and which fit in memory; and its cost model on
     devices of its own. The background is on all devices, or on those only that never compute. Where
     none keeps the limit, the fastest, without a background."""
-    problem = placed(problem)
+    problem = problem.placed()
     model = _model(problem)
     beside = shared_device_model(model, given.slowdown)
     fitting = {d: how for d, how in tried.items() if over_bytes(model, d) <= 0}

@@ -17,17 +17,15 @@ import msgspec
 from laysa_figures import OURS, largest
 from meshwright.executor.capability import CAPABILITY
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.cost.feedback import feedbacks
-from meshwright.planner.cost.segment_memory import segments_of
-from meshwright.planner.memory import comm_buffers as travelling
+from meshwright.planner.memory import gradient_buffers
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
-from meshwright.planner.schema.options import Decisions, Option
+from meshwright.planner.schema.options import Decisions, Option, feedbacks, segments_of
 from meshwright.planner.schema.plan import FeedbackPolicy, Plan
 from meshwright.planner.schema.profile import FidelityProfile, ModelProfile, UnitProfile
 from meshwright.planner.solve.evaluate import evaluation, make_plan
-from meshwright.planner.solve.heuristic.checkpointing import Recomputing
+from meshwright.planner.solve.heuristic.checkpointing import Checkpointing
 
 RANKS = 2
 RATIO = 0.01
@@ -37,7 +35,7 @@ OWN_MICRO_BATCHES = (2, 4)
 SHARES = (1.0, 0.75, 0.5)
 """Of its largest batch, what a variant may take instead where that is quicker for a sample."""
 # The runs send RATIO from the first step on; the planner expects top-k's warm-up, which sends more.
-travelling.FIRST_RATIO = RATIO
+gradient_buffers.FIRST_RATIO = RATIO
 
 
 class Variant(NamedTuple):
@@ -111,7 +109,7 @@ class Chooser:
     profile: ModelProfile
     cluster: Cluster
     budget_bytes: int
-    _searches: dict[tuple[Way, int], Recomputing] = field(default_factory=dict)
+    _searches: dict[tuple[Way, int], Checkpointing] = field(default_factory=dict)
     _least: dict[tuple[Way, int], Chosen] = field(default_factory=dict)
 
     def ways(self, variant: Variant, micro_batches: int = 1) -> Iterator[Way]:
@@ -176,16 +174,16 @@ class Chooser:
         done = evaluation(model, decisions, schedule="priority").prediction
         return Chosen(way, batch, decisions, max(done.peak_bytes), done.step_s)
 
-    def _search(self, way: Way, batch: int) -> Recomputing:
+    def _search(self, way: Way, batch: int) -> Checkpointing:
         """What may be recomputed where the rest is decided."""
         key = way, batch
         if key not in self._searches:
             model = CostModel(
                 self.profile, self.cluster, self._goal(way, batch),
-                way.micro_batches, None, SLICE_BYTES, sliced=True,
+                micro_batches=way.micro_batches, bucket_bytes=SLICE_BYTES, sliced=True,
             )  # fmt: skip
             decisions = [_option(way, unit) for unit in self.profile.units]
-            self._searches[key] = Recomputing(model, decisions, CAPABILITY)
+            self._searches[key] = Checkpointing(model, decisions, CAPABILITY)
         return self._searches[key]
 
     def _goal(self, way: Way, batch: int) -> Goal:

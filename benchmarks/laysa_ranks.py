@@ -35,7 +35,7 @@ from laysa_plans import (
 )
 from meshwright.executor.apply import apply
 from meshwright.executor.comm.agreement import rank_zero_decides
-from meshwright.executor.gradients.residual import Lossy
+from meshwright.executor.gradients.feedback import Lossy
 from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.micro import micro_batches

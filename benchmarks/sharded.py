@@ -62,8 +62,8 @@ def waiting(found: Found, plan: Plan, optimizing: Optimizing) -> System:
     def wait() -> None:
         step()
         for grad_group in exchange.grad_groups:
-            if isinstance(grad_group, ShardedGradGroup) and grad_group.trip is not None:
-                grad_group.trip.wait_for(grad_group)
+            if isinstance(grad_group, ShardedGradGroup) and grad_group.pipeline is not None:
+                grad_group.pipeline.wait_for(grad_group)
 
     system.optimizer.step = wait  # type: ignore[method-assign]
     return system

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from ..executor.launch.progress import progress
 from ..planner.schema.cluster import Cluster
 from ..planner.schema.errors import InputError
-from ..planner.schema.goal_values import make_goal, shares_note
+from ..planner.schema.goal import make_goal
 from ..planner.schema.pins import parse_wishes
 from ..planner.schema.plan import LOSSY, Plan
 from ..planner.schema.profile import ModelProfile
@@ -25,6 +25,7 @@ from .render.documents import (
     verdict,
 )
 from .render.trade_offs import front_table, sizes_table
+from .values import shares_note
 
 
 def plan(

@@ -16,9 +16,7 @@ import msgspec
 from ..cost.cost import CostModel
 from ..schema.goal import Goal
 from ..schema.record import Count, Record, Seconds
-from ..solve.evaluate import plan_cost_model
-from ..solve.heuristic.relaxations import alone_s
-from ..solve.heuristic.splits import placed
+from ..solve.heuristic.relaxations import single_device_batch_s
 from ..solve.objective import value
 from ..solve.problem import Problem, Result
 from ..solve.solver import solve
@@ -107,7 +105,7 @@ def front(
 ) -> tuple[Point, ...]:
     """At most ``points`` points, fastest first; none where no plan fits. ``time_limit_s`` is for
     each of them."""
-    problem = placed(problem)
+    problem = problem.placed()
     ends = [
         _asked(problem, goal, solver, time_limit_s)
         for goal in (with_goal(problem, objective="time"), _economical(problem))
@@ -154,7 +152,7 @@ def cheapest_within(
 
 def _single_device_s(problem: Problem) -> float:
     """Seconds that one device would take for the whole batch: what amplification is counted in."""
-    return alone_s(CostModel(problem.profile, problem.cluster, problem.goal))
+    return single_device_batch_s(CostModel(problem.profile, problem.cluster, problem.goal))
 
 
 def with_goal(problem: Problem, **changes: object) -> Goal:
@@ -172,6 +170,6 @@ def _asked(problem: Problem, goal: Goal, solver: str, time_limit_s: float | None
     if result.plan is None or result.decisions is None:
         return None
     plan = result.plan
-    model = plan_cost_model(plan, asked.profile, asked.cluster, goal)
+    model = CostModel.of_plan(plan, asked.profile, asked.cluster, goal)
     found = value(model, result.decisions, plan.schedule)
     return Point(found.step_s, found.gpu_seconds, result)

@@ -3,13 +3,13 @@ class, at which unit and point of the step."""
 
 from __future__ import annotations
 
+from ..cost.cost import CostModel
 from ..memory.timeline import moment_of
 from ..schema.cluster import Cluster
-from ..schema.peak import Moment
-from ..schema.plan import Plan
+from ..schema.plan import Moment, Plan
 from ..schema.profile import ModelProfile
 from ..schema.record import Bytes, Count, Index, Record
-from ..solve.evaluate import decisions_of, limits_bytes, plan_cost_model, rank_memory
+from ..solve.evaluate import decisions_of, limits_bytes, rank_memory
 from .why import check_belongs
 
 
@@ -38,7 +38,7 @@ class MemoryTimeline(Record, frozen=True, kw_only=True):
 def memory_timeline(plan: Plan, profile: ModelProfile, cluster: Cluster) -> MemoryTimeline:
     """The timeline of ``plan``, made from ``profile`` and ``cluster``."""
     check_belongs(plan, profile, cluster)
-    model = plan_cost_model(plan, profile, cluster)
+    model = CostModel.of_plan(plan, profile, cluster)
     limits = limits_bytes(cluster, plan.goal, plan.placement)
     names = [unit.name for unit in profile.units]
     found = [

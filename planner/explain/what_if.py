@@ -20,12 +20,12 @@ from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..schema.record import Count, Record, Seconds
 from ..solve.evaluate import excess, rank_memory
-from ..solve.heuristic.fitting import held_back
-from ..solve.heuristic.relaxations import alone_s
+from ..solve.heuristic.fitting import limited_by_memory
+from ..solve.heuristic.relaxations import single_device_batch_s
 from ..solve.heuristic.resize import NoLinksError, how_resized, resized, resized_problem
 from ..solve.heuristic.schedules import WORTHWHILE
 from ..solve.problem import Problem, Relaxation, Result
-from ..solve.solver import settled, solve, solvers
+from ..solve.solver import expand_pins, solve, solvers
 
 GBIT_BYTES = 125_000_000
 GIB = 2**30
@@ -167,7 +167,7 @@ def sizes(
 def _asked(problem: Problem, ranks: int) -> Problem | Size:
     """The problem on so many ranks, or the row that says why there is none."""
     try:
-        return settled(resized_problem(problem, ranks))
+        return expand_pins(resized_problem(problem, ranks))
     except NoLinksError as error:
         nodes = ranks // len(problem.cluster.nodes[0].devices)
         return Size(ranks=ranks, nodes=nodes, fits=False, solver="none", why=str(error))
@@ -267,7 +267,7 @@ def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
     ``problem`` is the one that ``plan`` answers. Every number is planned for.
     """
     allowed = problem.goal.micro_batches
-    if not (problem.capability.micro_batches and held_back(plan)):
+    if not (problem.capability.micro_batches and limited_by_memory(plan)):
         return None
     end, best = time.perf_counter() + EFFORT_S, None
     step_s = plan.prediction.step_s * (1 - WORTHWHILE)
@@ -275,7 +275,8 @@ def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
     count = 2 * max(allowed)
     while count <= MOST_MICRO_BATCHES and count * problem.cluster.world_size <= problem.goal.batch:
         goal = msgspec.structs.replace(problem.goal, micro_batches=(count,))
-        found = solve(replace(problem, goal=goal, progress=None), "heuristic").plan
+        asked = replace(problem, goal=goal, progress=None, explains=False)
+        found = solve(asked, "heuristic").plan
         if found is not None and found.prediction.step_s < step_s:
             best, step_s = found, found.prediction.step_s
         count *= 2
@@ -306,7 +307,7 @@ def quicker_on_single_device_s(plan: Plan, profile: ModelProfile, cluster: Clust
         return None
     goal = msgspec.structs.replace(plan.goal, pins=())  # their layouts are of more devices
     model = CostModel(profile, resized(cluster, 1), goal)
-    single_s = alone_s(model)
+    single_s = single_device_batch_s(model)
     if single_s >= plan.prediction.step_s:
         return None
     fits = excess(model, rank_memory(model, model.baseline)).over_bytes <= 0

@@ -32,7 +32,7 @@ from ..schema.profile import ModelProfile
 from ..schema.record import Bytes, Index, Record, Seconds
 from ..simulate.events import Simulation
 from ..simulate.schedule import COMPUTE
-from ..solve.evaluate import Evaluation, decisions_of, evaluation, excess, plan_cost_model
+from ..solve.evaluate import Evaluation, decisions_of, evaluation, excess
 from ..solve.heuristic.space import Point, Space
 from .device_time import DeviceTime, device_time
 from .what_if import Gain, with_bandwidth
@@ -164,13 +164,13 @@ def explain(
     """Explains ``plan``, made from ``profile`` and ``cluster``, with ``best`` alternatives of each
     unit."""
     check_belongs(plan, profile, cluster)
-    model, schedule = plan_cost_model(plan, profile, cluster), plan.schedule
+    model, schedule = CostModel.of_plan(plan, profile, cluster), plan.schedule
     decisions = decisions_of(plan)
     done = evaluation(model, decisions, schedule=schedule)
     # What pins and unit limits forbid is an alternative too, one that breaks them. A limit on the
     # whole step is not: it is looked at after an alternative has been simulated.
     free = msgspec.structs.replace(plan.goal, pins=(), unit_amplification_limit=None)
-    free_model = plan_cost_model(plan, profile, cluster, free)
+    free_model = CostModel.of_plan(plan, profile, cluster, free)
     point = Point(Space(free_model, capability), MemoryModel(free_model), schedule)
     units = []
     for k in range(len(decisions)):
@@ -231,7 +231,7 @@ class Bottleneck(NamedTuple):
 def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Bottleneck:
     """What bounds ``plan``, made from ``profile`` and ``cluster``. Nothing is searched: the plan is
     simulated as it is, and once more with the faster link."""
-    model, decisions = plan_cost_model(plan, profile, cluster), decisions_of(plan)
+    model, decisions = CostModel.of_plan(plan, profile, cluster), decisions_of(plan)
     done = evaluation(model, decisions, schedule=plan.schedule)
     part, part_s = largest_part(done.simulation)
     recomputed = (unit.forward_s for unit in plan.units if unit.memory == "recompute")
@@ -245,7 +245,9 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Bottlenec
     level = cluster.level(max(waited, key=lambda name: waited[name])) if waited else None
     if level is None:
         return found
-    faster = plan_cost_model(plan, profile, with_bandwidth(cluster, level.name, level.bytes_per_s))
+    faster = CostModel.of_plan(
+        plan, profile, with_bandwidth(cluster, level.name, level.bytes_per_s)
+    )
     after = evaluation(faster, decisions, schedule=plan.schedule)
     return found._replace(link=level.name, faster_s=after.prediction.step_s)
 

@@ -18,7 +18,7 @@ from ..schema.options import Decisions
 from ..schema.plan import Plan, ScheduleName
 from ..schema.profile import ModelProfile
 from ..schema.record import Positive, Record, Seconds, Share
-from ..solve.evaluate import evaluate, plan_cost_model
+from ..solve.evaluate import evaluate
 from .timeline import StepTimelines, timelines
 
 Slowdown = Annotated[float, msgspec.Meta(ge=1)]
@@ -113,7 +113,7 @@ def foreground_of(
     """The job of a plan that was made from ``profile`` for ``cluster``."""
 
     def step(made: ModelProfile) -> StepTimelines:
-        model = plan_cost_model(plan, made, cluster)
+        model = CostModel.of_plan(plan, made, cluster)
         return timelines(model, decisions, plan.schedule)
 
     unshared = step(profile)

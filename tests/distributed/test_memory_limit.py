@@ -30,7 +30,7 @@ from meshwright.planner.schema.options import Decisions
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.evaluate import evaluate, rank_memory
-from meshwright.planner.solve.heuristic.checkpointing import Recomputing
+from meshwright.planner.solve.heuristic.checkpointing import Checkpointing
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.request import searched
 from meshwright.planner.solve.solver import solve
@@ -92,8 +92,14 @@ def problem_of(found: ModelProfile, one: Triple) -> Problem:
         slice_bytes=(2**20,),
     )
     return Problem(
-        found, links, goal, searched(CAPABILITY), executor=CAPABILITY, either=True, brief=True
-    )
+        found,
+        links,
+        goal,
+        searched(CAPABILITY),
+        executor=CAPABILITY,
+        any_schedule=True,
+        explains=False,
+    )  # fmt: skip
 
 
 def peak_under(plan: Plan, one: Triple, limit_bytes: int) -> int:
@@ -170,7 +176,7 @@ def deep() -> Workload:
 def least_limit(found: ModelProfile, goal: Goal, kinds: Capability) -> int:
     """The lowest peak of data parallelism, whatever is kept, recomputed and in which segments."""
     model = CostModel(found, cluster(2), goal, sliced=True)
-    return peak_with(model, Recomputing(model, model.baseline, kinds).least())
+    return peak_with(model, Checkpointing(model, model.baseline, kinds).least())
 
 
 def peak_with(model: CostModel, decisions: Decisions) -> int:

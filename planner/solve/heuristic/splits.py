@@ -15,21 +15,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from ...cost.cost import CostModel
-from ...cost.placement import place
-from ...memory.unit_memory import MemoryModel
 from ...schema.cluster import Interference
 from ...schema.layout import Layout, Style
 from ...schema.options import Decisions, Option
-from ..evaluate import Evaluation, Excess, evaluation, excess
+from ..evaluate import Evaluation, Excess, evaluation, excess, memory_of
 from ..problem import Problem
 from .fitting import fits_in_segments
+from .least_memory import never_fits
 from .neighbours import improve, moves
 from .space import Candidate, Point, Score, Space, score_of
-from .standing import never_fits
 
 SPLIT_POINTS = 32
 """Split points tried for each layout; longer models are cut at as many even distances."""
@@ -62,18 +59,11 @@ class Found(NamedTuple):
         return score_of(done.model, done.decisions, over, done.prediction.step_s)
 
 
-def placed(problem: Problem) -> Problem:
-    """The problem with a placement chosen, if it left that open."""
-    if problem.placement is not None:
-        return problem
-    return replace(problem, placement=place(problem.cluster))
-
-
 def search(problem: Problem, time_limit_s: float | None = None) -> Found:
     """The best plan over all micro-batch counts: one that fits, if one was found, else the one
     that is the least over its limit."""
     deadline = time.perf_counter() + (time_limit_s or float("inf"))
-    counts = [m for m in sorted(set(problem.goal.micro_batches)) if _divides(problem, m)]
+    counts = [m for m in sorted(set(problem.goal.micro_batches)) if problem.divides_into(m)]
     best: Found | None = None
     for i, micro_batches in enumerate(counts):
         problem.report(f"{micro_batches} micro-batches", i / len(counts))
@@ -90,12 +80,12 @@ def search(problem: Problem, time_limit_s: float | None = None) -> Found:
 def feasible(problem: Problem) -> bool:
     """Whether a plan fits that ``search`` would find, without looking for the quickest."""
     for micro_batches in problem.goal.micro_batches:
-        if not _divides(problem, micro_batches):
+        if not problem.divides_into(micro_batches):
             continue
         point = _start(problem, micro_batches)
         if not all(point.space.options):
             continue  # pins and the limit on each unit leave one of them nothing
-        if never_fits(point.model, point.space.options):
+        if never_fits(problem, point.model):
             continue
         for layout in point.space.layouts:
             for decisions in split_plans(point.space, layout):
@@ -112,7 +102,7 @@ def feasible(problem: Problem) -> bool:
 def polish(problem: Problem, best: Found, deadline: float) -> Found:
     """Moves from the best plan to better neighbours, judged by simulation."""
     model = best.evaluation.model
-    point = Point(Space(model, problem.capability), MemoryModel(model), problem.schedule)
+    point = Point(Space(model, problem.capability), memory_of(model), problem.schedule)
     tried = {best.evaluation.decisions}
     for _ in range(POLISHES):
         start = best
@@ -147,25 +137,10 @@ def _found(model: CostModel, decisions: Decisions, problem: Problem) -> Found:
     return Found(done, excess(model, done.memory))
 
 
-def _divides(problem: Problem, micro_batches: int) -> bool:
-    if micro_batches == 1:
-        return True
-    enough = problem.goal.batch >= micro_batches * problem.cluster.world_size
-    return enough and problem.capability.micro_batches
-
-
 def _start(problem: Problem, micro_batches: int) -> Point:
     """Plain data parallelism, to move on from."""
-    model = CostModel(
-        problem.profile,
-        problem.cluster,
-        problem.goal,
-        micro_batches,
-        problem.placement,
-        problem.bucket_bytes,
-        problem.schedule == "priority",
-    )
-    return Point(Space(model, problem.capability), MemoryModel(model), problem.schedule)
+    model = problem.cost_model(micro_batches)
+    return Point(Space(model, problem.capability), memory_of(model), problem.schedule)
 
 
 def _simulated(point: Point, problem: Problem, deadline: float) -> Iterator[Found]:

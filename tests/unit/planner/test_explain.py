@@ -65,11 +65,8 @@ def test_memory_that_binds_is_named():
     found = explain(plan, profile, links, best=8)
     assert found.needed_bytes <= found.available_bytes == limit
     unfit = [a for u in found.units for a in u.alternatives if not a.fits]
-    assert (
-        "memory_limit_bytes"
-        in found.binding
-        == any(a.step_s < plan.prediction.step_s for a in unfit)
-    )
+    binds = "memory_limit_bytes" in found.binding
+    assert binds == any(a.step_s < plan.prediction.step_s for a in unfit)
 
 
 def test_pins_that_bind_are_named(case):
@@ -104,7 +101,7 @@ def test_the_binding_term_is_one_that_helps(case, schedule):
     from those behind it does not."""
     plan, profile, links = case
     sliced = schedule == "priority"
-    model = CostModel(profile, links, plan.goal, 1, None, 2**20, sliced)
+    model = CostModel(profile, links, plan.goal, bucket_bytes=2**20, sliced=sliced)
     decisions = decisions_of(plan)
     chain = model.chain(decisions)._replace(slice_s=None)
     link, unit = binding_term(chain, priority=sliced)

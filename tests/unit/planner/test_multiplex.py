@@ -1,15 +1,10 @@
 """Jobs that share devices, by hand: gaps of a burst, what a background does in them, queues."""
 
 import json
-from itertools import product
 
 import msgspec
 import pytest
-from meshwright.planner.cost.collectives import Fabric
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.cost.flows import moved_by_areas
-from meshwright.planner.cost.movement import moved
-from meshwright.planner.cost.ownership import input_placement, output_placement
 from meshwright.planner.multiplex.gaps import background_share, fill
 from meshwright.planner.multiplex.jobs import Assumptions, Background, best_background, foreground
 from meshwright.planner.multiplex.report import report
@@ -212,17 +207,3 @@ def test_a_step_is_the_one_that_is_predicted():
     step = timelines(model, chosen, "barrier")
     assert step.step_s == predicted.step_s
     assert step.peak_bytes == max(predicted.peak_bytes)
-
-
-@pytest.mark.parametrize("per_node", [1, 8, 128])
-def test_redistributions_among_many_are_counted_as_among_few(per_node):
-    links = cluster(128 // per_node, per_node)
-    fabric = Fabric(links, tuple(range(128)))
-    counts = (2,) * 60 + (1,) * 68
-    layouts = [Layout(groups=g, degree=d) for g, d in ((128, 1), (16, 1), (4, 8), (1, 128), (3, 1))]
-    helds = [output_placement(y, "column" if y.degree > 1 else "none") for y in layouts]
-    for source, target in product(
-        helds, [input_placement(y, "none") for y in layouts if y.degree == 1]
-    ):
-        few = moved(fabric, counts, source, target, 256)
-        assert moved_by_areas(fabric, counts, source, target, 256) == few

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import json
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 GRACE_S = 30.0
 """So long a background that is told to end may take to write a checkpoint."""
@@ -38,7 +40,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Usage:
     """What a background job has had while a foreground made its steps.
 
     Of ``seconds`` it was let run for ``open_s``, and was stopped ``stops`` times; ``held_s`` says
@@ -74,7 +76,7 @@ class State:
     undisturbed_s: float
     slowdown: float
     priority: str
-    beside: Beside = Beside()
+    beside: Usage = Usage()
 
     def text(self) -> str:
         """As one line of JSON."""
@@ -84,5 +86,45 @@ class State:
     def read(cls, text: str) -> State:
         """The state that ``text`` has written."""
         told: dict[str, Any] = json.loads(text)
-        told["beside"] = Beside(**told["beside"])
+        told["beside"] = Usage(**told["beside"])
         return cls(**told)
+
+
+VARIABLE = "MESHWRIGHT_BACKGROUND"
+"""The named pipe of this host's pacer, in the environment of its ranks."""
+_RECORD = struct.Struct("<BBHId")
+
+
+class Kind(enum.IntEnum):
+    """``BEGAN``: a plan was applied. ``STEPPED``: step ``number`` took ``seconds``. ``WAITS``: the
+    rank waits, probably for ``seconds``. ``WORKS``: it goes on."""
+
+    BEGAN = 1
+    STEPPED = 2
+    WAITS = 3
+    WORKS = 4
+
+
+class PacerMessage(NamedTuple):
+    """``foreground`` counts the plans that a process has applied; ``rank`` is the local one."""
+
+    kind: Kind
+    foreground: int
+    rank: int
+    number: int = 0
+    seconds: float = 0.0
+
+    def packed(self) -> bytes:
+        """As it travels."""
+        return _RECORD.pack(
+            self.kind, self.foreground & 0xFF, self.rank & 0xFFFF, self.number, self.seconds
+        )
+
+
+SIZE = _RECORD.size
+
+
+def unpacked(data: bytes) -> Iterator[PacerMessage]:
+    """The records in ``data``, a whole number of them."""
+    for kind, *rest in _RECORD.iter_unpack(data):
+        yield PacerMessage(Kind(kind), *rest)

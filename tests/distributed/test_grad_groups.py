@@ -9,16 +9,17 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.gradients.topk_message import TopkSlice
+from meshwright.executor.gradients.buckets import BucketExchange
+from meshwright.executor.gradients.topk import TopkSlice
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.options import Decisions, Option
-from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.plan import Plan, Style
 from meshwright.planner.schema.profile import ModelProfile
-from meshwright.planner.simulate.grad_groups import grad_group_messages, grad_groups
+from meshwright.planner.simulate.schedule import grad_groups, messages_of
 from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.describe import describe_cluster
 from meshwright.profiler.estimate import estimate
@@ -27,7 +28,7 @@ DEVICE = "a100-sxm-40gb"
 SLICE_BYTES = 2**17 + 100
 """So that small parameters are packed, and large ones are cut unevenly."""
 Sent = list[tuple[list[str], list[tuple[tuple[str, ...], int, int]]]]
-"""The parcels: names of their gradients, and of each slice the names, part and parts."""
+"""The groups: names of their gradients, and of each slice the names, part and parts."""
 
 
 @cache
@@ -35,11 +36,13 @@ def profiled(name: str) -> ModelProfile:
     return estimate(models.build(name), DEVICE, batches=(8,))
 
 
-def decided(profile: ModelProfile, world: int, degree: int, **how: Any) -> Decisions:
-    """Data parallelism, or linear units divided by columns and by rows in turn."""
+def decided(
+    profile: ModelProfile, world: int, degree: int, styles: tuple[Style, ...], **how: Any
+) -> Decisions:
+    """Data parallelism, or linear units divided in these styles in turn."""
     found, turn = [], 0
     for unit in profile.units:
-        style = ("column", "row")[turn % 2]
+        style = styles[turn % len(styles)]
         if degree > 1 and unit.kind == "linear" and unit.split(style) is not None:
             turn += 1
             found.append(Option(Layout(groups=world // degree, degree=degree), style, **how))
@@ -51,7 +54,7 @@ def decided(profile: ModelProfile, world: int, degree: int, **how: Any) -> Decis
 def planned(name: str, world: int, degree: int, **how: Any) -> tuple[Plan, CostModel, Decisions]:
     profile, goal = profiled(name), Goal(batch=8 * world)
     cluster = describe_cluster(device=DEVICE, nodes=world, inter_gbit_s=10.0)
-    decisions = decided(profile, world, degree, **how)
+    decisions = decided(profile, world, degree, ("column", "row"), **how)
     model = CostModel(profile, cluster, goal, bucket_bytes=SLICE_BYTES, sliced=True)
     plain = tuple(Option(o.layout, o.style) for o in decisions)
     plan = make_plan(profile, cluster, goal, plain, schedule="priority", bucket_bytes=SLICE_BYTES)
@@ -71,28 +74,62 @@ def sent(rank: int, name: str, plan: Plan) -> tuple[Sent, list[int]]:
     assert priority is not None
     found, sizes = [], []
     for grad_group in priority.grad_groups:
-        if grad_group.entries[0].group.handle is None:
+        if grad_group.params[0].group.handle is None:
             continue
         slices = []
         for one in grad_group.slices:
-            names = tuple(e.name for e in one.entries)
+            names = tuple(e.name for e in one.params)
             slices.append((names, one.cut.part, one.cut.parts))
             assert isinstance(one, TopkSlice) == (
-                grad_group.entries[0].exchange == "topk" and not one.entries[0].whole
+                grad_group.params[0].exchange == "topk" and not one.params[0].whole
             )
             sizes.append(one.bytes)
-        found.append(([e.name for e in grad_group.entries], slices))
+        found.append(([e.name for e in grad_group.params], slices))
     return found, sizes
 
 
 def simulated(model: CostModel, decisions: Decisions) -> Sent:
-    """The same of the planner's simulation; parcels in forward order, as the executor lists."""
+    """The same of the planner's simulation."""
     found: Sent = []
-    for grad_group in grad_groups(model, decisions):
+    for grad_group in grad_groups(model, decisions, "priority"):
         names = [g.name for g in grad_group.gradients]
         slices = [(tuple(names[i] for i in c.parameters), c.part, c.parts) for c in grad_group.cuts]
         found.append((names, slices))
     return found
+
+
+def sent_in_buckets(rank: int, name: str, plan: Plan) -> list[tuple[list[str], int]]:
+    """What this rank will send: of each bucket the names of its gradients, and its bytes."""
+    torch.manual_seed(0)
+    model = models.build(name).model
+    apply(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, timeout_s=30)
+    exchange = run_of(model).gradients._exchange
+    assert isinstance(exchange, BucketExchange)
+    return [([e.name for e in b.params], b.sent_bytes) for b in exchange.buckets if not b.alone]
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "degree"),
+    [
+        ("gpt-tiny", 2, 1),
+        ("cnn-digits", 2, 1),
+        pytest.param("mlp", 4, 2, marks=pytest.mark.slow),
+        pytest.param("resnet50-32", 2, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_the_planner_simulates_the_buckets_that_are_sent(ranks, name, world, degree):
+    profile, goal = profiled(name), Goal(batch=8 * world)
+    cluster = describe_cluster(device=DEVICE, nodes=world, inter_gbit_s=10.0)
+    decisions = decided(profile, world, degree, ("column",))
+    model = CostModel(profile, cluster, goal, bucket_bytes=SLICE_BYTES)
+    plan = make_plan(profile, cluster, goal, decisions, bucket_bytes=SLICE_BYTES)
+    theirs = ranks(world)(sent_in_buckets, name, plan)[0]
+    groups = grad_groups(model, decisions, "barrier")
+    assert [[g.name for g in group.gradients] for group in groups] == [names for names, _ in theirs]
+    assert any(len(names) > 1 for names, _ in theirs), "nothing shares a bucket"
+    assert len(theirs) > 1, "everything is in one bucket"
+    predicted = [message.sent_bytes for message in messages_of(model, decisions, "barrier")]
+    assert predicted == pytest.approx([size for _, size in theirs], abs=1)
 
 
 CASES = [
@@ -115,7 +152,7 @@ def test_the_planner_simulates_the_messages_that_are_sent(ranks, name, world, de
     assert sorted(ours) == sorted(theirs)
     if how:
         return
-    messages = grad_group_messages(model, decisions)
+    messages = messages_of(model, decisions, "priority")
     assert len(messages) == len(sizes)
     assert len({m.units for m in messages}) < len(messages)
     assert sum(len(m.units) > 1 for m in messages) > 0, "no small units that share a message"

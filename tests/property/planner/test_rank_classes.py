@@ -1,4 +1,4 @@
-"""Steps on several lanes: the plain simulation where there is one, the critical path where not."""
+"""Steps of several rank classes: the plain simulation if there is one, else the critical path."""
 
 import msgspec
 import pytest
@@ -10,8 +10,8 @@ from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.profile import EdgeProfile
 from meshwright.planner.simulate.events import simulate
-from meshwright.planner.simulate.grad_groups import step_of
-from meshwright.planner.simulate.rank_classes import lanes_of, simulate_lanes
+from meshwright.planner.simulate.rank_classes import rank_classes, simulate_rank_classes
+from meshwright.planner.simulate.schedule import step_of
 
 from tests.strategies import chain_profile, cluster, decided, linear
 
@@ -20,20 +20,20 @@ SOME = settings(max_examples=60, deadline=None)
 
 @SOME
 @given(decided(bursts=False), st.sampled_from(["barrier", "priority"]))
-def test_one_lane_is_the_plain_simulation(case, schedule):
+def test_one_rank_class_is_the_plain_simulation(case, schedule):
     model, chosen = case
     model = CostModel(
-        model.profile, model.cluster, model.goal, model.micro_batches, bucket_bytes=20_000,
-        sliced=schedule == "priority",
+        model.profile, model.cluster, model.goal, micro_batches=model.micro_batches,
+        bucket_bytes=20_000, sliced=schedule == "priority",
     )  # fmt: skip
     step = step_of(model, chosen, model.chain(chosen), schedule)
     noise = model.cluster.interference
     plain = simulate(step, noise)
-    lanes = simulate_lanes(model, chosen, step.messages, schedule, noise)
+    classes = simulate_rank_classes(model, chosen, step.messages, schedule, noise)
     levels = {on.link for k, o in enumerate(chosen) for on in entries(model, k, chosen, o)}
     near = 1e-9 if len(levels) < 2 else 0.2  # within a unit links may take turns differently
-    assert lanes.step_s == pytest.approx(plain.step_s, rel=near, abs=1e-15)
-    assert lanes.update_s == pytest.approx(plain.update_s, rel=1e-2, abs=1e-12)
+    assert classes.step_s == pytest.approx(plain.step_s, rel=near, abs=1e-15)
+    assert classes.update_s == pytest.approx(plain.update_s, rel=1e-2, abs=1e-12)
 
 
 def entries(model, k, chosen, option):
@@ -66,7 +66,7 @@ def seconds_of(profile, layouts, links=None, batch=8):
     home = Option(data_parallel(4))
     named = {u.name: home for u in profile.units} | {n: Option(y) for n, y in layouts.items()}
     chosen = tuple(named[u.name] for u in profile.units)
-    return simulate_lanes(model, chosen, (), "barrier")
+    return simulate_rank_classes(model, chosen, (), "barrier")
 
 
 def test_branches_that_share_no_rank_run_side_by_side():
@@ -87,14 +87,14 @@ def test_the_longer_branch_counts():
     assert found.compute_s == pytest.approx(3 * (3 + 24 + 3) * 1e-3)
 
 
-def test_lanes_are_the_positions_that_do_the_same():
+def test_rank_classes_are_the_positions_that_do_the_same():
     layouts = [Layout(groups=4), Layout(groups=2), Layout(groups=1, first=2)]
-    assert lanes_of(4, layouts) == ((0, 1), (2,), (3,))
+    assert rank_classes(4, layouts) == ((0, 1), (2,), (3,))
 
 
 @SOME
 @given(st.floats(0, 1e-2), st.floats(0, 1e-2), st.floats(1e3, 1e6))
-def test_a_step_is_never_shorter_than_any_lane_or_any_path(b, c, size):
+def test_a_step_is_never_shorter_than_any_rank_class_or_any_path(b, c, size):
     profile = forked((1e-3, b, c, 1e-3), bytes_per_sample=size)
     links = cluster(4, inter=1e9, intra=1e9, latency_s=1e-5)
     halves = {"b": Layout(groups=2), "c": Layout(groups=2, first=2)}
@@ -112,5 +112,5 @@ def test_no_message_starts_between_two_things_of_one_moment():
     )  # fmt: skip
     chosen = (Option(data_parallel(2)),) * 4
     step = step_of(model, chosen, model.chain(chosen), "priority")
-    lanes = simulate_lanes(model, chosen, step.messages, "priority")
-    assert lanes.step_s == pytest.approx(simulate(step).step_s, rel=1e-9)
+    classes = simulate_rank_classes(model, chosen, step.messages, "priority")
+    assert classes.step_s == pytest.approx(simulate(step).step_s, rel=1e-9)

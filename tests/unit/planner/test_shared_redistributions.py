@@ -7,7 +7,7 @@ from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.profile import EdgeProfile
-from meshwright.planner.simulate.rank_classes import simulate_lanes
+from meshwright.planner.simulate.rank_classes import simulate_rank_classes
 from meshwright.planner.solve.evaluate import evaluation
 
 from tests.strategies import chain_profile, cluster, linear
@@ -78,13 +78,13 @@ def test_bytes_of_a_step_are_those_that_travel():
     assert sent[1] - sent[0] == 2 * GATHER
 
 
-def test_lanes_bring_it_once_too():
+def test_rank_classes_bring_it_once_too():
     """On ranks of their own q and k get the samples of a, one after the other."""
     model = model_of(edge("a", "q"), edge("a", "k"))
     part = Option(Layout(groups=1, first=3))
     chosen = decided(model, q=part, k=part)
     other = model_of(edge("a", "q"), edge("a", "k", tensors=1))
-    once, twice = (simulate_lanes(m, chosen, (), "barrier").step_s for m in (model, other))
+    once, twice = (simulate_rank_classes(m, chosen, (), "barrier").step_s for m in (model, other))
     # three ranks send their 4 samples to the last one, and get the gradients back
     assert twice - once == pytest.approx(2 * GATHER / RATE)
 

@@ -1,7 +1,7 @@
 """What each position sends in a step, in bytes: what the executor counts can be held against it.
 
-The pieces are those of ``ownership.transfers``. A tensor that several units need in one form
-travels once (``shared_redistribution``).
+The pieces are those of ``tests.transfers``. A tensor that several units need in one placement moves
+once (``planner.cost.redistribution``).
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from collections.abc import Iterable, Sequence
 from math import ceil, prod
 from typing import NamedTuple
 
-from ..schema.layout import Layout
-from ..schema.plan import Plan, UnitPlan
-from .ownership import feature_bounds, input_placement, output_placement, sample_bounds, transfers
-from .shared_redistribution import Edge, SharedRedistribution, shared_redistribution
+from meshwright.planner.cost.ownership import feature_bounds, input_placement, output_placement
+from meshwright.planner.cost.redistribution import SharedRedistribution, edge_redistribution
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.plan import Plan, UnitPlan
+from meshwright.planner.schema.profile import EdgeProfile
+
+from tests.transfers import sample_bounds, transfers
 
 SUMMED = ("row", "pair")
 """The styles of units that end in partial sums."""
 
 
-def moved_bytes(plan: Plan, edges: Iterable[Edge], counts: Sequence[int]) -> list[float]:
+def moved_bytes(plan: Plan, edges: Iterable[EdgeProfile], counts: Sequence[int]) -> list[float]:
     """What each position sends by redistribution in one forward and backward, where positions feed
     ``counts`` samples: between units along ``edges``, and for the partial sums inside them."""
     sent = [0.0] * plan.world_size
@@ -35,7 +38,7 @@ def moved_bytes(plan: Plan, edges: Iterable[Edge], counts: Sequence[int]) -> lis
             output_placement(source.layout, source.style),
             input_placement(target.layout, target.style),
         )
-        taken = shared_redistribution(edge, held, wanted)
+        taken = edge_redistribution(edge, held, wanted)
         if taken not in seen:
             seen.add(taken)
             for move in transfers(counts, held, wanted, taken.features):
