@@ -139,6 +139,7 @@ def plan(
         schedule=schedule, progress=progress,
     )  # fmt: skip
     found = solve(expand_pins(problem), solver, time_limit_s).checked()
+    # Explaining the plan finds both again by the fingerprints that the plan keeps.
     cache.put(problem.profile)
     cache.put(cluster)
     return found
@@ -338,6 +339,7 @@ def compare(first: Plan, second: Plan) -> Comparison:
 
 def is_rank_zero() -> bool:
     """Whether this process prints: the only one, or rank 0 of those that torchrun started."""
+    # From the environment: the process group has not been started when this is first asked.
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -476,6 +478,8 @@ def auto_parallelize(
     )  # fmt: skip
     device = start_process_group(limit)
     module = model.model if isinstance(model, Workload) else model
+    # What may fail on one rank is done together: an error on one is raised on all of them, and no
+    # rank waits in a collective for one that has gone.
     together(lambda: ready(module, optimizer, device))
     chosen = together(lambda: given_plan(plan))
     if chosen is None:

@@ -59,6 +59,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code: 0, 1 for a failed run, 2 for wrong input, 3 where no plan
     fits, 130 when stopped. What a user can mend is said in one sentence on stderr."""
     try:
+        # standalone_mode off: typer would print its own errors and end the process.
         given = separate_script(sys.argv[1:] if arguments is None else arguments)
         code = app(args=given, prog_name="meshwright", standalone_mode=False)
     except MemoryRunError as error:
@@ -67,7 +68,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _say(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _say("stopped", STOPPED)
-    except BrokenPipeError:  # the reader of our output has gone
+    except BrokenPipeError:
+        # The reader of our output has gone (head, less). Python would flush stdout once more when
+        # it ends and complain, so that goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:

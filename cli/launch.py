@@ -34,6 +34,8 @@ def separate_script(arguments: Sequence[str]) -> list[str]:
             positional += 1
             if positional == 2:
                 return [*arguments[:at], "--", *arguments[at:]]
+        # Which options take a value is not asked of typer, which has not parsed them yet: all of
+        # launch's do but these.
         takes_value = ours and "=" not in word and word not in ("--json", "--help", "-h")
         at += 2 if takes_value else 1
     return list(arguments)

@@ -33,6 +33,7 @@ def deliver(record: Record, path: Path | None, json: bool, *parts: RenderableTyp
     if json:
         sys.stdout.write(encode(record).decode())
         return
+    # Console and not print: tables fit themselves to the width of the terminal.
     screen = console()
     for part in parts:
         screen.print(part)

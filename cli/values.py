@@ -28,8 +28,9 @@ def _option(
     """The option whose text ``parse`` reads, and whether it ``shows`` its default: ``words`` tell
     those that Python would write otherwise than people."""
 
+    # typer gives a parser the text of the command line, and also an option's default value.
     def read(given: object) -> object:
-        return parse(given) if isinstance(given, str) else given  # a default is a value already
+        return parse(given) if isinstance(given, str) else given
 
     option: OptionInfo = typer.Option(parser=read, metavar=metavar, help=words, show_default=shows)
     return option

@@ -97,7 +97,8 @@ def _proof(plan: Plan) -> str:
         "heuristic": f"found by the {by.solver} solver, not proved best",
         "manual": "decided by hand",
     }[by.status]
-    if not by.bound_s or by.gap is None:  # a bound of 0 says nothing
+    # A bound of 0 says nothing.
+    if not by.bound_s or by.gap is None:
         return words
     by_time = plan.goal.objective == "time"
     what = "step" if by_time else "device time"
@@ -138,6 +139,7 @@ def decision_table(plan: Plan, *, fold: bool = True) -> Table:
     """
     headings = ("unit", "kind", "parameters", "layout", "style", "forward", "backward", "comm.")
     table = empty_table("Decisions: layout is (groups, members of each)", headings, left=2)
+    # These have one layout whatever is planned. They matter where their inputs must be moved.
     free = ("input", "output", "glue")
     shown = [u for u in plan.units if not fold or u.kind not in free or _communication(u) > 0]
     rows = folded(shown, _name, _decision) if fold else unfolded(shown, _name)

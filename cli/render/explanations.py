@@ -87,6 +87,8 @@ def _decision(unit: UnitExplanation) -> tuple[str, ...]:
 
 def _best_alternatives(units: Sequence[UnitExplanation]) -> list[Alternative]:
     """Of every alternative that some of the units have the quickest, as many as one of them has."""
+    # By their text, and by what they break: the same option may keep the limits for one unit and
+    # break them for its neighbour.
     quickest: dict[tuple[str, str], Alternative] = {}
     for other in (other for unit in units for other in unit.alternatives):
         kind = _option(other), _breaks(other)

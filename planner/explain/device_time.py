@@ -56,6 +56,8 @@ def device_time(done: Evaluation) -> DeviceTime:
     updates_s = sum(sizes[k] * model.unit(k, decisions[k]).update_s for k in units)
     alone_s, once_s = sum(single_device_s(model, k) for k in units), _updates_alone_s(model)
     busy_s = sum(unit_s(model, k, decisions[k]) for k in units)
+    # With branches side by side the step is a critical path, on which the units of a rank do not
+    # add up: what is slowed by communication is then counted as waiting.
     branches = any(option.layout.first for option in decisions)
     slowed_s = 0.0 if branches else done.prediction.compute_s - busy_s
     slowing_s = model.world_size * max(slowed_s, 0.0)

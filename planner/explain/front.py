@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -64,6 +64,9 @@ class Front(Record, frozen=True, kw_only=True):
     points: tuple[FrontPoint, ...]
 
 
+PointT = TypeVar("PointT", Point, FrontPoint)
+
+
 def described_front(
     problem: Problem, points: int = 8, solver: str = "auto", time_limit_s: float | None = None
 ) -> Front:
@@ -71,16 +74,13 @@ def described_front(
     found = [_described(problem, p) for p in front(problem, points, solver, time_limit_s)]
     if not found:
         solve(problem, solver, time_limit_s).checked()
-    best: list[FrontPoint] = []
-    for point in sorted(found, key=lambda p: (p.step_s, p.gpu_seconds)):
-        if not best or point.gpu_seconds < best[-1].gpu_seconds * (1 - 1e-9):
-            best.append(point)
     return Front(
         target=problem.profile.target,
         batch=problem.goal.batch,
         ranks=problem.cluster.world_size,
         alone_s=_single_device_s(problem),
-        points=tuple(best),
+        # The plans were searched by formula. Their simulated steps may be beaten again.
+        points=undominated(found),
     )
 
 
@@ -115,15 +115,17 @@ def front(
         most, least = found[0].gpu_seconds, found[1].gpu_seconds
         for i in range(1, points - 1):
             problem.report(f"point {i + 2} of {points}", i / points)
+            # equal ratios, as device-seconds of two ends may differ by orders of magnitude
             limit = most * (least / most) ** (i / (points - 1)) if least > 0 else most
             point = within(problem, limit, solver, time_limit_s)
             found += [point] if point is not None else []
     return undominated(found)
 
 
-def undominated(points: Sequence[Point]) -> tuple[Point, ...]:
+def undominated(points: Sequence[PointT]) -> tuple[PointT, ...]:
     """Those that no other beats, fastest first, equal ones once."""
-    kept: list[Point] = []
+    kept: list[PointT] = []
+    # In this order a point is beaten by an earlier one, or by none.
     for point in sorted(points, key=lambda p: (p.step_s, p.gpu_seconds)):
         if not kept or point.gpu_seconds < kept[-1].gpu_seconds * (1 - 1e-9):
             kept.append(point)

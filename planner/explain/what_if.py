@@ -100,6 +100,7 @@ def gains(
             gain = Gain(change=change, before_s=before, after_s=None, method="", reason=asked)
             found.append(gain)
             continue
+        # Its own progress would start anew with each question.
         after = solve(replace(asked, progress=None), solver, time_limit_s).objective_s
         found.append(Gain(change=change, before_s=before, after_s=after))
     return tuple(found)
@@ -108,6 +109,8 @@ def gains(
 def gains_of(plan: Plan, problem: Problem, time_limit_s: float | None = None) -> tuple[Gain, ...]:
     """``gains`` over what planning again without a change gives, by the plan's own solver and with
     nothing given away for simplicity, so that only the change makes a difference."""
+    # The placement is left open, as a cluster with other links may want another. A solver may give
+    # away a little time for a simpler plan (near), which would be taken for the change's gain.
     asked = replace(problem, placement=None, near=0.0)
     solver = plan.provenance.solver if plan.provenance.solver in solvers() else "auto"
     unchanged = solve(replace(asked, progress=None), solver, time_limit_s)
@@ -268,6 +271,7 @@ def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
         return None
     end, best = time.perf_counter() + EFFORT_S, None
     step_s = plan.prediction.step_s * (1 - WORTHWHILE)
+    # Twice as many each time: halving what a micro-batch holds is what makes another plan fit.
     count = 2 * max(allowed)
     while count <= MOST_MICRO_BATCHES and count * problem.cluster.world_size <= problem.goal.batch:
         goal = msgspec.structs.replace(problem.goal, micro_batches=(count,))

@@ -152,11 +152,6 @@ class Explanation(Record, frozen=True, kw_only=True):
     device_time: DeviceTime
     gains: tuple[Gain, ...] = ()
 
-    @property
-    def memory_binds(self) -> bool:
-        """Whether memory keeps a quicker alternative out."""
-        return MEMORY in self.binding
-
 
 def explain(
     plan: Plan,
@@ -172,7 +167,8 @@ def explain(
     model, schedule = CostModel.of_plan(plan, profile, cluster), plan.schedule
     decisions = decisions_of(plan)
     done = evaluation(model, decisions, schedule=schedule)
-    # what pins and unit limits forbid is an alternative too, one that breaks them
+    # What pins and unit limits forbid is an alternative too, one that breaks them. A limit on the
+    # whole step is not: it is looked at after an alternative has been simulated.
     free = msgspec.structs.replace(plan.goal, pins=(), unit_amplification_limit=None)
     free_model = CostModel.of_plan(plan, profile, cluster, free)
     point = Point(Space(free_model, capability), MemoryModel(free_model), schedule)
@@ -289,6 +285,7 @@ def _nearest(point: Point, k: int, best: int) -> list[Decisions]:
         changes = point.space.tied(k, option)
         if option == point.decisions[k] or changes is None:
             continue
+        # The point is moved and moved back: a new one would cost the whole model each time.
         before = point.set(changes.items())
         found.append((point.score(), point.taken()))
         point.set(before.items())
@@ -401,6 +398,8 @@ def exposures(done: Evaluation) -> Iterator[Exposure]:
     """Each message's part in the stalls of the step, those without one left out."""
     units = done.model.profile.units
     stalls = list(_stalls(done.simulation))
+    # A message is exposed for as long as it is under way while the rank does nothing. Messages on
+    # two links at once share a stall, so these seconds may add up to more than the step's.
     for index, message in enumerate(done.step.messages):
         seconds = sum(
             max(min(span.end_s, end) - max(span.start_s, start), 0.0)
@@ -422,5 +421,5 @@ def _stalls(simulation: Simulation) -> Iterator[tuple[float, float]]:
             yield last, span.start_s
         last = max(last, span.end_s)
     end = max((s.end_s for s in simulation.spans), default=0.0)
-    if end > last:  # no update follows the exchange
+    if end > last:  # Nothing follows the exchange: without trained parameters there is no update.
         yield last, end

@@ -114,6 +114,7 @@ def background_share(kind: Timeline, step_s: float, given: Assumptions) -> float
     if not kind.computing:
         speeds = _speeds((0.0, step_s), talking, undisturbed(given))
         return sum((high - low) * speed for low, high, speed in speeds) / step_s
+    # The step is turned to begin where it first computes, so that no gap lies across its end.
     turn_s = kind.computing[0].start_s
     computing = [(b.start_s, b.end_s) for b in kind.computing]
     again = [(low + step_s, high + step_s) for low, high in talking]

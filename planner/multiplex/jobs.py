@@ -152,6 +152,7 @@ def best_background(
     second. Raises ``InputError`` where not even the smallest fits."""
     cluster = Cluster(name="one device", nodes=(Node(name="node", devices=(device,)),), levels=())
     left, made = device.memory_bytes - held_bytes, []
+    # Its step is predicted, not measured: by the same cost model as that of the foreground.
     for batch in profile.batches:
         found = evaluate(profile, cluster, Goal(batch=batch, optimizer=optimizer))  # type: ignore[arg-type]
         if found.step_s > 0:

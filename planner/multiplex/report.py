@@ -199,5 +199,6 @@ def _covered(intervals: list[Interval], edges: Vector) -> Vector:
         return np.zeros(len(edges) - 1)
     ends = np.array(intervals, dtype=np.float64)
     done = np.concatenate([[0.0], np.cumsum(ends[:, 1] - ends[:, 0])])
+    # Seconds covered up to any time: a piecewise linear function, so bins are its differences.
     values = np.repeat(done, 2)[1:-1]  # at each start what was done before, at each end also it
     return np.diff(np.interp(edges, ends.ravel(), values))

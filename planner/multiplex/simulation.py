@@ -168,6 +168,7 @@ def _placed(
             break
         taken = {d for run in runs if run.end_s > now_s for d in run.devices}
         free = [d for d in range(devices) if d not in taken]
+        # A job that needs more devices than are free does not hold up smaller ones behind it.
         for i in list(waiting):
             one = foregrounds[i]
             if one.arrival_s > now_s or one.devices > len(free):
@@ -232,6 +233,7 @@ def _dealt(
 ) -> list[DeviceClass]:
     """Classes with their backgrounds: each job takes the devices that are idle most and have none;
     a class that it takes only a part of becomes two."""
+    # The idlest devices first, and of equal ones the lowest, so that a simulation repeats itself.
     left = sorted(classes, key=lambda c: (c.foreground_s, c.devices))
     done: list[DeviceClass] = []
     order = sorted(range(len(backgrounds)), key=lambda i: (-backgrounds[i].priority, i))
@@ -254,6 +256,7 @@ def _with_background(one: DeviceClass, given: Assumptions, horizon_s: float) -> 
     talking = merged(interval for interval, _, _ in one.communicating)
     found, at = [], 0
     given = given if computing else undisturbed(given)
+    # Gaps and communication both are in order, so one walk through both of them is enough.
     for gap in gaps(merged(computing), 0.0, horizon_s):
         while at < len(talking) and talking[at][1] <= gap[0]:
             at += 1

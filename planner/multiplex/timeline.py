@@ -68,6 +68,8 @@ def timelines(model: CostModel, decisions: Decisions, schedule: ScheduleName) ->
     steps = 1 if schedule == "barrier" else STEADY
     found = simulate_decisions(model, decisions, step, steps)
     until_s = found.step_s  # the barrier's one step begins at zero
+    # By priority a step's messages arrive while the next one computes. The last step has no next
+    # one, so the step before it is taken, which ends where the last one begins.
     if schedule == "priority":
         until_s = max((s.end_s for s in found.spans if s.phase != "exchange"), default=0.0)
         until_s -= found.step_s
