@@ -79,14 +79,13 @@ def _least(problem: Problem, every: Sequence[CostModel], what: str, end: float) 
     free = msgspec.structs.replace(problem.goal, **{what: None})
     for model in every:
         this = case(problem, _with_goal(problem, model, free))
-        if not all(this.ledger.options):
+        if not all(this.table.options):
             continue
         solved, program = _solve(problem, this, what, model, end)
         proved &= solved.outcome in ("optimal", "infeasible")
         if solved.value is None:
             continue
-        decisions = this.ledger.choose(program.chosen())
-        chosen = choice(model, decisions, problem.schedule)
+        chosen = choice(model, program.chosen(), problem.schedule)
         least = _needed(what)(chosen.value, model, chosen)
         if best is None or least < best.least:
             best = Closest(chosen, least)
@@ -118,7 +117,7 @@ def _scaled(problem: Problem, this: Case, model: CostModel) -> CostModel:
     bytes are counted in units of the limit, and thousands of millions of them are no numbers to
     solve with."""
     limit = model.goal.memory_limit_bytes
-    least = least_standing(this.model, this.ledger.options)
+    least = least_standing(this.model, this.table.options)
     if limit is None or least is None or least <= limit * model.world_size:
         return model
     each = max(int(least // model.world_size), limit)
@@ -197,7 +196,7 @@ def _feasible(problem: Problem, end: float, **changes: object) -> bool:
     """Whether a plan keeps all limits when fields of the goal are changed."""
     changed = replace(problem, goal=msgspec.structs.replace(problem.goal, **changes))
     cases = [case(changed, model) for model in changed.cost_models()]
-    every = [this for this in cases if not never_fits(this.model, this.ledger.options)]
+    every = [this for this in cases if not never_fits(this.model, this.table.options)]
     return any(_has_plan(changed, this, end) for this in every) or any(
         fits_in_segments(changed, this.model) for this in every
     )
@@ -205,13 +204,13 @@ def _feasible(problem: Problem, end: float, **changes: object) -> bool:
 
 def _has_plan(problem: Problem, this: Case, end: float) -> bool:
     """Whether the program has any solution; much quicker than the one that needs least."""
-    if not all(this.ledger.options):
+    if not all(this.table.options):
         return False
     program = this.program(problem)
     program.minimise("memory_limit_bytes")  # without excess there is nothing to make small
     if run(program.problem, max(end - time.perf_counter(), 1.0), Interruption()).value is None:
         return False
-    decisions = this.ledger.choose(program.chosen())
+    decisions = program.chosen()
     if choice(this.model, decisions, problem.schedule).feasible:
         return True
     closest = _least(problem, [this.model], "memory_limit_bytes", end)  # over a limit by rounding

@@ -25,18 +25,18 @@ from ...cost.step_time import Vector
 from ...memory.rows import (
     ALWAYS,
     AT,
-    ENTRY,
     LOST,
     LOST_FIGURE,
-    RECEIVED,
     SLICES,
     Matrix,
     slice_waits,
 )
+from ..edge_table import EDGE_FIGURES
+from ..option_table import UnitTable
+from ..unit_figures import Numbers
 from .limits import INFINITE
 from .program import Program
-from .rounding import IDLE, Rounding, Standing
-from .tables import Numbers, UnitTable
+from .rounding import IDLE, JudgedPlan, Rounding
 
 CLOSE = 1e-3
 """The share of the objective within which the program is solved."""
@@ -45,7 +45,6 @@ TOGETHER = 3
 """Rows of each track that enter at a time."""
 CHEAPEST = 3
 """Policies of each unit and state that are taken for their price."""
-KEPT = [*ENTRY, RECEIVED]
 Row = tuple[int, int, int]
 """(track, unit, a later unit whose slice it may have to wait for, or -1), or (-1, total, -1)."""
 
@@ -93,30 +92,30 @@ class Finish:
     def __init__(
         self,
         rounding: Rounding,
-        plan: Standing,
-        others: Sequence[Standing],
+        plan: JudgedPlan,
+        others: Sequence[JudgedPlan],
         prices: Matrix | None = None,
     ) -> None:
         self.rounding, self.plan = rounding, plan
-        sheet = rounding.sheet
+        table = rounding.table
         self.lines = self._lines([plan, *others], prices)
         self.states: dict[tuple[int, int], list[int]] = {}
         for i, line in enumerate(self.lines):
             self.states.setdefault((line.unit, line.state), []).append(i)
         self.pairs = self._pairs()
-        ends = [sheet.edges[p.edge].target for p in self.pairs]
+        ends = [table.edges[p.edge].target for p in self.pairs]
         self.unit_of = np.array([*(line.unit for line in self.lines), *ends])
         self.figures = np.zeros((len(self.unit_of), plan.figures.shape[1]))
         for i, line in enumerate(self.lines):
-            self.figures[i] = sheet.unit_figures(line.unit, line.number)
+            self.figures[i] = table.unit_figures(line.unit, line.number)
         for i, pair in enumerate(self.pairs, len(self.lines)):
-            cost = sheet.edges[pair.edge].figures[:, pair.source, pair.target]
-            self.figures[i, KEPT] = cost
+            cost = table.edges[pair.edge].figures[:, pair.source, pair.target]
+            self.figures[i, EDGE_FIGURES] = cost
         self.rows: list[Row] = []
 
-    def _lines(self, plans: Sequence[Standing], prices: Matrix | None) -> list[Line]:
+    def _lines(self, plans: Sequence[JudgedPlan], prices: Matrix | None) -> list[Line]:
         lines = []
-        for k, unit in enumerate(self.rounding.sheet.units):
+        for k, unit in enumerate(self.rounding.table.units):
             seen = {int(p.numbers[k]) for p in plans}
             for state in sorted({unit.split(n)[0] for n in seen}):
                 mine = {n for n in seen if unit.split(n)[0] == state}
@@ -131,12 +130,12 @@ class Finish:
             may.setdefault(unit, []).append(state)
         return [
             Pair(e, a, b)
-            for e, edge in enumerate(self.rounding.sheet.edges)
+            for e, edge in enumerate(self.rounding.table.edges)
             for a in may[edge.source]
             for b in may[edge.target]
         ]
 
-    def run(self, seconds: float, enough: float = 0.0) -> Standing:
+    def run(self, seconds: float, enough: float = 0.0) -> JudgedPlan:
         """The better of the plan and what the program found; ends early with an objective of
         ``enough``."""
         best = trial = self.plan
@@ -148,13 +147,13 @@ class Finish:
             numbers = self._solve(left, enough)
             if numbers is None:
                 break
-            trial = self.rounding.stand(numbers)
+            trial = self.rounding.judge(numbers)
             best = trial if trial.score.beats(best.score) else best
             if not best.score.over and best.score.objective <= enough:
                 break
         return best
 
-    def _take_in(self, plan: Standing) -> bool:
+    def _take_in(self, plan: JudgedPlan) -> bool:
         """Adds the rows in which a plan is largest; says whether one of them is new."""
         tracks, known = plan.rows.tracks.copy(), len(self.rows)
         waits = slice_waits(plan.figures)
@@ -180,7 +179,7 @@ class Finish:
             return total
         parts = [figures @ m[track] for m in (rows.before, rows.at, rows.after)]
         found: Vector = np.select([units < j, units == j], parts[:2], parts[2])
-        for one in self.rounding.sheet.model.besides:
+        for one in self.rounding.table.model.besides:
             if weight := rows.at[track][AT[one.point]]:
                 here = np.zeros(len(self.plan.figures))
                 here[j] = 1.0
@@ -223,7 +222,7 @@ class Finish:
             made.add([(i, 1.0) for i in members], 1.0)
         sides: dict[tuple[int, int, int], list[int]] = {}
         for i, pair in enumerate(self.pairs, len(self.lines)):
-            edge = self.rounding.sheet.edges[pair.edge]
+            edge = self.rounding.table.edges[pair.edge]
             sides.setdefault((pair.edge, edge.source, pair.source), []).append(i)
             sides.setdefault((pair.edge, edge.target, pair.target), []).append(i)
         for (_, unit, state), pairs in sides.items():
@@ -235,7 +234,7 @@ class Finish:
     def _tie(self, made: Equations) -> None:
         """Tied units: the states of one that agree with the same states of the other are taken
         together or not at all."""
-        for tie in self.rounding.sheet.ties:
+        for tie in self.rounding.table.ties:
             mine = [s for u, s in self.states if u == tie.source]
             theirs = [s for u, s in self.states if u == tie.target]
             for state in mine:

@@ -21,15 +21,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ...cost.step_time import Vector
-from ...memory.rows import ALWAYS, AT, ENTRY, LOST_FIGURE, RECEIVED, Matrix, Rows, prices
+from ...memory.rows import ALWAYS, AT, LOST_FIGURE, Matrix, Rows, prices
+from ..edge_table import EDGE_FIGURES
+from ..option_table import Block, OptionTable, UnitTable
+from ..unit_figures import Numbers, Reals
 from .dynamic import Order, minimise, order_of
 from .finish import Finish
 from .limits import Limits
 from .master import Master, Mixture, Weights
-from .moves import Charges
-from .option_table import OptionTable
-from .rounding import Rounding, Standing
-from .tables import Block, Numbers, Reals, UnitTable
+from .rounding import JudgedPlan, Rounding
 
 ITERATIONS = 400
 SMOOTHING = 0.5
@@ -42,7 +42,6 @@ and policies from."""
 FINISH_S = 1.0
 FINISH_UNIT_S = 0.004
 """Seconds that it may take, each time, and more for each unit."""
-EDGE_FIGURES = [*ENTRY, RECEIVED]
 IDLE = AT["idle"]
 
 
@@ -57,7 +56,7 @@ class Outcome(NamedTuple):
     """What a search found: the best plan and what it is, the bound on the objective of every plan
     that keeps the limits (infinite where none does), and how often weights were tried."""
 
-    best: Standing
+    best: JudgedPlan
     bound: float
     iterations: int
     weights: Weights | None
@@ -66,36 +65,27 @@ class Outcome(NamedTuple):
 class Lagrangian:
     """The units' and edges' tables as prices."""
 
-    def __init__(self, sheet: OptionTable, rows: Rows, limits: Limits) -> None:
-        self.sheet, self.rows, self.limits = sheet, rows, limits
-        sizes = [len(u.states) for u in sheet.units]
-        ends = [(e.source, e.target) for e in sheet.edges]
-        ends += [(t.source, t.target) for t in sheet.ties]
+    def __init__(self, table: OptionTable, rows: Rows, limits: Limits) -> None:
+        self.table, self.rows, self.limits = table, rows, limits
+        sizes = [len(u.states) for u in table.units]
+        ends = [(e.source, e.target) for e in table.edges]
+        ends += [(t.source, t.target) for t in table.ties]
         self.order: Order = order_of(sizes, ends)
-        self._ties = [(t.source, t.target, np.where(t.agree, 0.0, np.inf)) for t in sheet.ties]
-        # Of several edges into a unit only the one that can carry most is charged for the room
-        # that it takes: the largest of them is what counts, so that the bound stays a bound.
-        largest: dict[int, int] = {}
-        for e, edge in enumerate(sheet.edges):
-            best = largest.setdefault(edge.target, e)
-            if edge.figures[-1].max() > sheet.edges[best].figures[-1].max():
-                largest[edge.target] = e
-        self._receiving = set(largest.values())
-        self._charges = Charges(sheet.moves, sheet.edges)
+        self._ties = [(t.source, t.target, np.where(t.agree, 0.0, np.inf)) for t in table.ties]
+        self._edge_prices = EdgePrices(table)
 
     def cheapest(self, weights: Weights) -> Priced:
         """The cheapest plan for the weights."""
         price = self.prices(weights)
-        choices = [_choices(u, p) for u, p in zip(self.sheet.units, price, strict=True)]
-        edges = []
-        for e, edge in enumerate(self.sheet.edges):
-            received = price[edge.target, RECEIVED] if e in self._receiving else 0.0
-            charged = self._charges.of(e, price, EDGE_FIGURES, received)
-            edges.append((edge.source, edge.target, charged))
+        choices = [_choices(u, p) for u, p in zip(self.table.units, price, strict=True)]
+        edges = [
+            (edge.source, edge.target, self._edge_prices.of(e, price))
+            for e, edge in enumerate(self.table.edges)
+        ]
         answer = minimise(self.order, [c.least for c in choices], [*edges, *self._ties])
         numbers = [
             u.number(int(s), int(c.memory[s]), int(c.exchange[s]))
-            for u, c, s in zip(self.sheet.units, choices, answer.states, strict=True)
+            for u, c, s in zip(self.table.units, choices, answer.states, strict=True)
         ]
         charge = weights.charge(self.limits, self.rows.timed)
         return Priced(np.array(numbers), answer.price - charge)
@@ -103,14 +93,14 @@ class Lagrangian:
     def prices(self, weights: Weights) -> Matrix:
         """What one of each figure of each unit costs, [unit, figure]."""
         price = prices(self.rows, weights.tracks, weights.totals)
-        for one in self.sheet.model.besides:
+        for one in self.table.model.besides:
             price[:, AT[one.figure]] += one.returned(price[:, AT[one.point]])
         price[:, IDLE] -= weights.gpu + (1.0 if self.limits.economical else 0.0)
         return price
 
     def start(self) -> list[Weights]:
         """Weights to begin with: everything one after another, every link full, little memory."""
-        count = len(self.sheet.units)
+        count = len(self.table.units)
         shape = len(self.rows.before), count
         one = float(self.limits.devices) if self.limits.economical else 1.0
         found = []
@@ -124,6 +114,39 @@ class Lagrangian:
         scale = max(self.limits.memory_bytes, 1.0)
         lean.tracks[self.rows.timed :] = one / count / scale
         return [Weights(np.zeros(shape), serial), *found, lean]
+
+
+class EdgePrices:
+    """What edges cost at prices of figures."""
+
+    def __init__(self, table: OptionTable) -> None:
+        self.edges, self.shared = table.edges, table.shared
+        self.sharers = [self.shared.sharers(e) for e in range(len(self.edges))]
+        # Of several edges into a unit only the one that can carry most is charged for the room
+        # that it takes: the largest of them is what counts, so that the bound stays a bound.
+        largest: dict[int, int] = {}
+        for e, edge in enumerate(self.edges):
+            best = largest.setdefault(edge.target, e)
+            if edge.figures[-1].max() > self.edges[best].figures[-1].max():
+                largest[edge.target] = e
+        self._receiving = set(largest.values())
+
+    def of(self, e: int, price: Matrix) -> Reals:
+        """[source's state, target's state] of edge ``e``, for prices [unit, figure]."""
+        edge = self.edges[e]
+        own = price[edge.target, EDGE_FIGURES]
+        if e not in self._receiving:
+            own[-1] = 0.0
+        unshared: Reals = np.tensordot(own, edge.figures, axes=1)
+        count = self.sharers[e]
+        if count is None:
+            return unshared
+        targets = [self.edges[other].target for other in self.shared.with_load[e]]
+        least = price[np.ix_(targets, EDGE_FIGURES)].min(axis=0)
+        least[-1] = 0.0
+        shared = np.tensordot(least, edge.figures, axes=1) / count
+        found: Reals = np.where(count > 1, shared, unshared)
+        return found
 
 
 class _Choice(NamedTuple):
@@ -153,22 +176,22 @@ class Search:
     ) -> None:
         self.lagrangian, self.deadline, self.gap = lagrangian, deadline, gap
         self.target = target
-        sheet, rows, limits = lagrangian.sheet, lagrangian.rows, lagrangian.limits
-        self.rounding = Rounding(sheet, rows, limits)
+        table, rows, limits = lagrangian.table, lagrangian.rows, lagrangian.limits
+        self.rounding = Rounding(table, rows, limits)
         self.master = Master(rows.timed, limits)
-        self.seen: list[Standing] = []
+        self.seen: list[JudgedPlan] = []
         self._known: set[bytes] = set()
-        self.best: Standing | None = None
+        self.best: JudgedPlan | None = None
         self.bound = 0.0
         self.centre: Weights | None = None
         self.iterations = 0
-        self._finished: Standing | None = None
+        self._finished: JudgedPlan | None = None
 
     def run(self, first: Sequence[Numbers], cutoff: float = float("inf")) -> Outcome:
         """All of it, from the plans ``first`` on; ends early once no plan can be better than an
         objective of ``cutoff``."""
         for numbers in first:
-            self._add(self.rounding.stand(numbers))
+            self._add(self.rounding.judge(numbers))
         for weights in self.lagrangian.start():
             self._price(weights)
         mixture = self.master.solve()
@@ -181,10 +204,8 @@ class Search:
                 break
             mixture = self.master.solve()
             if self.iterations % ROUND_EVERY == 0 and self._promising(mixture):
-                self._round(mixture)
                 self._finish(mixture)
         if not self._done(cutoff):
-            self._round(mixture)
             self._finish(mixture)
         if not self._done(cutoff) and self.best is not None:
             self._offer(self.rounding.polish(self.best, self.deadline))
@@ -219,7 +240,7 @@ class Search:
         found = self.lagrangian.cheapest(weights)
         if self.centre is None or found.bound > self.bound:
             self.bound, self.centre = max(found.bound, self.bound), weights
-        return self._add(self.rounding.stand(found.numbers))
+        return self._add(self.rounding.judge(found.numbers))
 
     def _finish(self, mixture: Mixture) -> None:
         """Decides states and policies of all units together."""
@@ -233,7 +254,7 @@ class Search:
             self._offer(program.run(max(min(left / 4, most), 0.01), self.enough))
             self._finished = self.best
 
-    def _add(self, plan: Standing) -> bool:
+    def _add(self, plan: JudgedPlan) -> bool:
         key = plan.numbers.tobytes()
         if key in self._known:
             return False
@@ -243,23 +264,6 @@ class Search:
         self._offer(plan)
         return True
 
-    def _offer(self, plan: Standing) -> None:
+    def _offer(self, plan: JudgedPlan) -> None:
         if self.best is None or plan.score.beats(self.best.score):
             self.best = plan
-
-    def _round(self, mixture: Mixture) -> None:
-        """Improves the best plan and the largest plans of the mixture by blocks of the others."""
-        assert self.best is not None
-        shares = mixture.shares
-        parts = [self.seen[i] for i in np.argsort(-shares)[: int((shares > 1e-9).sum())]]
-        for start in (self.best, *parts[:2]):
-            if self._done(float("inf")):
-                return
-            plan, before = start, None
-            for _ in range(3):
-                if plan is before:
-                    break
-                before = plan
-                for other in (*parts, self.best):
-                    plan = self.rounding.improve(plan, other.numbers, self.deadline, self.enough)
-            self._offer(plan)

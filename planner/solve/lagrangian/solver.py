@@ -14,20 +14,18 @@ from typing import NamedTuple
 from ...cost.budget import energy_budget, gpu_seconds_limit, within_unit_limit
 from ...cost.cost import CostModel
 from ...memory.rows import AT, Rows, bucket_share, rows
-from ...memory.unit_memory import MemoryModel
 from ...schema.options import Decisions
 from ..answer import Choice, answer, choice
 from ..evaluate import limits_bytes
 from ..heuristic.bursts import LIMITS, greedy
 from ..heuristic.segmented import fitting_in_segments, less_in_segments
-from ..heuristic.space import Space
 from ..heuristic.splits import search as heuristic_search
 from ..ilp.solve import Integer
+from ..option_table import OptionTable
 from ..problem import INTEGER_PAIRS, Problem, Result, state_pairs
 from .infeasible import TIGHTEN_S, LeastUse, key_of, lean, limit_of, tightened, why_nothing
 from .lagrange import Lagrangian, Search
 from .limits import INFINITE, Limits
-from .option_table import OptionTable
 
 GAP = 0.0075
 """The search ends when plan and bound are this close."""
@@ -160,13 +158,13 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
     memory sees them; None where a unit has no option."""
     limits = limits_bytes(model.cluster, model.goal, model.placement)
     position = min(range(len(limits)), key=lambda p: (limits[p], p))
-    sheet = OptionTable(Space(model, problem.capability), MemoryModel(model), position)
-    if not all(unit.states for unit in sheet.units):
+    table = OptionTable(model, problem.capability, position)
+    if not all(table.states):
         return None
     at = AT["exchanged"]
     most = sum(
         float(u.memory.figures[..., at].max() + u.exchange.figures[..., at].max())
-        for u in sheet.units
+        for u in table.units
     )
     closes = any(model.closes_bucket(k, option) for k, option in enumerate(model.baseline))
     share = 0.0 if model.sliced or closes else bucket_share(most, model.bucket_bytes)
@@ -180,12 +178,12 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
         devices=model.world_size,
         economical=economical,
     )
-    return Lagrangian(sheet, _rows(sheet, problem, share), bounds)
+    return Lagrangian(table, _rows(table, problem, share), bounds)
 
 
-def _rows(sheet: OptionTable, problem: Problem, bucket: float) -> Rows:
-    together = sheet.memory.updates_together
-    return rows(sheet.model.micro_batches, problem.schedule, bucket, together=together)
+def _rows(table: OptionTable, problem: Problem, bucket: float) -> Rows:
+    together = table.memory.updates_together
+    return rows(table.model.micro_batches, problem.schedule, bucket, together=together)
 
 
 def search_part(
@@ -204,13 +202,13 @@ def search_part(
     if lagrangian is None:
         return Part(None, INFINITE)
     begin = [*_first(problem, model), *([] if start is None else [start])]
-    known = (lagrangian.sheet.numbers(d) for d in begin)
+    known = (lagrangian.table.numbers(d) for d in begin)
     first = [n for n in known if n is not None]
     bound, best = 0.0, None
     for attempt in range(REPAIRS):
         outcome = Search(lagrangian, deadline, gap, target).run(first, cutoff)
         bound = outcome.bound if attempt == 0 else bound
-        decisions = lagrangian.sheet.choose(outcome.best.numbers)
+        decisions = lagrangian.table.choose(outcome.best.numbers)
         made = choice(model, decisions, problem.schedule)
         best = made if best is None or made.feasible else best
         over = made.value.over_bytes
@@ -218,7 +216,7 @@ def search_part(
             break
         tighter = lagrangian.limits.memory_bytes - over
         limits = lagrangian.limits._replace(memory_bytes=tighter)
-        lagrangian = Lagrangian(lagrangian.sheet, lagrangian.rows, limits)
+        lagrangian = Lagrangian(lagrangian.table, lagrangian.rows, limits)
     return Part(best, bound)
 
 

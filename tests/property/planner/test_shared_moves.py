@@ -75,12 +75,12 @@ def test_every_way_to_add_up_a_plan_is_the_cost_model(seed):
         lagrangian = lagrangian_of(made, model)
         if lagrangian is None:
             continue
-        sheet, space = lagrangian.sheet, Space(model, made.capability)
+        table, space = lagrangian.table, Space(model, made.capability)
         point = Point(space, MemoryModel(model), made.schedule)
         for _ in range(10):
-            numbers = np.array([rng.choice(u.numbers()) for u in sheet.units])
-            figures = sheet.plan_figures(numbers)
-            chosen = choice(model, sheet.choose(numbers), made.schedule)
+            numbers = np.array([rng.choice(u.numbers()) for u in table.units])
+            figures = table.plan_figures(numbers)
+            chosen = choice(model, table.choose(numbers), made.schedule)
             step_s = values(lagrangian.rows, figures).step_s(slice_waits(figures))
             assert step_s == pytest.approx(chosen.value.step_s, rel=1e-9)
             point.move_to(chosen.decisions)
