@@ -2,14 +2,10 @@
 
 A step is the largest of many sums, so no unit can be decided alone. With a weight on each of these
 sums, and on each limit, it is one sum, and the cheapest plan is found by dynamic programming over
-the units (``dynamic``). Its price less what the weights charge for the limits is a lower bound for
-every plan x that keeps them:
-
-    T(x) ≥ min over x of ( Σ_r λ_r · row_r(x) + Σ_p μ_p · bytes_p(x) + … ) - Σ_p μ_p · limit - …
-
-for weights λ on seconds that add up to 1. A small linear program over the plans found so far sets
-the weights (``master``); each guess is drawn back toward the weights that proved most so far
-(smoothing, Wentges 1997). The mixture that the program ends with is rounded (``rounding``).
+the units (``dynamic``). A small linear program over the plans found so far sets the weights
+(``master``); each guess is drawn back toward the weights that proved most so far (smoothing,
+Wentges 1997). The best plan among the states and policies of that mixture is found by a restricted
+integer program, and what single units can still improve is tried one by one (``judging``).
 """
 
 from __future__ import annotations
@@ -26,21 +22,20 @@ from ..edge_table import EDGE_FIGURES
 from ..option_table import Block, OptionTable, UnitTable
 from ..unit_figures import Numbers, Reals
 from .dynamic import Order, minimise, order_of
-from .finish import Finish
-from .limits import Limits
+from .judging import JudgedPlan, Limits, PlanJudge
 from .master import Master, Mixture, Weights
-from .rounding import JudgedPlan, Rounding
+from .restricted_program import RestrictedProgram
 
 ITERATIONS = 400
 SMOOTHING = 0.5
 """How far each guess of weights is drawn back to the best ones yet."""
-ROUND_EVERY = 6
-"""Iterations between roundings."""
+RESTRICTED_EVERY = 6
+"""Iterations between restricted programs."""
 LARGEST = 4
-"""Plans of the mixture, those with the largest shares, that the last step of rounding takes states
-and policies from."""
-FINISH_S = 1.0
-FINISH_UNIT_S = 0.004
+"""Plans of the mixture, those with the largest shares, that the restricted program takes states and
+policies from."""
+RESTRICTED_S = 1.0
+RESTRICTED_UNIT_S = 0.004
 """Seconds that it may take, each time, and more for each unit."""
 IDLE = AT["idle"]
 
@@ -62,8 +57,21 @@ class Outcome(NamedTuple):
     weights: Weights | None
 
 
+# [Note: The bound that the Lagrangian proves]
+# Let x be a plan that keeps all limits, and T(x) its step, the largest row of seconds. For weights
+# λ ≥ 0 on the rows of seconds that add up to 1, Σ λ_r·row_r(x) is a mean of numbers none of which
+# is above T(x). For weights μ ≥ 0 on the limits, μ_p·(row_p(x) - limit_p) is at most 0. So
+#     T(x) ≥ Σ λ_r·row_r(x) + Σ μ_p·row_p(x) - Σ μ_p·limit_p
+# and the right side is no less than its least over all plans, whether they keep the limits or not.
+# ``Lagrangian.cheapest`` finds this least; ``Weights.charge`` is the last sum. The bound holds for
+# every choice of weights: a search that ends early has a bound that is low but never wrong.
+# For the same reason all that is not exact here errs to the low side: waits for slices are left out
+# of the priced rows, an edge that may be shared is charged an n-th (``EdgePrices``), one edge into
+# a unit is charged for the room that it takes, open buckets are a chord below the true curve
+# (``rows.bucket_share``), and edges that dynamic programming cannot afford cost their least
+# (``dynamic``). docs/planner.md has the whole proof, with limits on device-seconds and on time.
 class Lagrangian:
-    """The units' and edges' tables as prices."""
+    """The prices of an option table's units and edges for weights on rows and limits."""
 
     def __init__(self, table: OptionTable, rows: Rows, limits: Limits) -> None:
         self.table, self.rows, self.limits = table, rows, limits
@@ -117,7 +125,14 @@ class Lagrangian:
 
 
 class EdgePrices:
-    """What edges cost at prices of figures."""
+    """What edges cost at prices of figures.
+
+    A plan is charged for the first only of several edges that bring the same. Which one that is
+    depends on more than the states at an edge's two ends, so the charge is divided: where n units
+    could need a tensor in one form, each is charged an n-th of the redistribution, at the least
+    price that any of them has. Those g ≤ n that do need it so then pay g/n of it at most, and never
+    more than the first of them by itself: the bound stays one.
+    """
 
     def __init__(self, table: OptionTable) -> None:
         self.edges, self.shared = table.edges, table.shared
@@ -168,7 +183,7 @@ def _priced(block: Block, price: Vector) -> Reals:
 
 
 class Search:
-    """The loop of pricing, mixing and rounding, and the best of each so far. A plan whose objective
+    """The loop of pricing and mixing, and the best of each so far. A plan whose objective
     is at most ``target`` is good enough."""
 
     def __init__(
@@ -177,7 +192,7 @@ class Search:
         self.lagrangian, self.deadline, self.gap = lagrangian, deadline, gap
         self.target = target
         table, rows, limits = lagrangian.table, lagrangian.rows, lagrangian.limits
-        self.rounding = Rounding(table, rows, limits)
+        self.judge = PlanJudge(table, rows, limits)
         self.master = Master(rows.timed, limits)
         self.seen: list[JudgedPlan] = []
         self._known: set[bytes] = set()
@@ -185,13 +200,13 @@ class Search:
         self.bound = 0.0
         self.centre: Weights | None = None
         self.iterations = 0
-        self._finished: JudgedPlan | None = None
+        self._last_restricted: JudgedPlan | None = None
 
     def run(self, first: Sequence[Numbers], cutoff: float = float("inf")) -> Outcome:
         """All of it, from the plans ``first`` on; ends early once no plan can be better than an
         objective of ``cutoff``."""
         for numbers in first:
-            self._add(self.rounding.judge(numbers))
+            self._add(self.judge.judged(numbers))
         for weights in self.lagrangian.start():
             self._price(weights)
         mixture = self.master.solve()
@@ -203,12 +218,12 @@ class Search:
             if not self._price(guess) and not self._price(mixture.weights):
                 break
             mixture = self.master.solve()
-            if self.iterations % ROUND_EVERY == 0 and self._promising(mixture):
-                self._finish(mixture)
+            if self.iterations % RESTRICTED_EVERY == 0 and self._promising(mixture):
+                self._solve_restricted(mixture)
         if not self._done(cutoff):
-            self._finish(mixture)
+            self._solve_restricted(mixture)
         if not self._done(cutoff) and self.best is not None:
-            self._offer(self.rounding.polish(self.best, self.deadline))
+            self._offer(self.judge.polish(self.best, self.deadline))
         return self._outcome()
 
     def _outcome(self) -> Outcome:
@@ -240,19 +255,19 @@ class Search:
         found = self.lagrangian.cheapest(weights)
         if self.centre is None or found.bound > self.bound:
             self.bound, self.centre = max(found.bound, self.bound), weights
-        return self._add(self.rounding.judge(found.numbers))
+        return self._add(self.judge.judged(found.numbers))
 
-    def _finish(self, mixture: Mixture) -> None:
+    def _solve_restricted(self, mixture: Mixture) -> None:
         """Decides states and policies of all units together."""
         assert self.best is not None
         left = self.deadline - time.perf_counter()
-        if not self._done(float("inf")) and self.best is not self._finished:
+        if not self._done(float("inf")) and self.best is not self._last_restricted:
             largest = [self.seen[i] for i in np.argsort(-mixture.shares)[:LARGEST]]
             prices = None if self.centre is None else self.lagrangian.prices(self.centre)
-            program = Finish(self.rounding, self.best, largest, prices)
-            most = FINISH_S + FINISH_UNIT_S * len(self.best.numbers)
+            program = RestrictedProgram(self.judge, self.best, largest, prices)
+            most = RESTRICTED_S + RESTRICTED_UNIT_S * len(self.best.numbers)
             self._offer(program.run(max(min(left / 4, most), 0.01), self.enough))
-            self._finished = self.best
+            self._last_restricted = self.best
 
     def _add(self, plan: JudgedPlan) -> bool:
         key = plan.numbers.tobytes()

@@ -23,7 +23,7 @@ from scipy.optimize import linprog
 
 from ...cost.step_time import Vector
 from ...memory.rows import ALWAYS, LOST, UPDATE, Matrix, Values
-from .limits import INFINITE, Limits
+from .judging import INFINITE, Limits
 
 Mask = npt.NDArray[np.bool_]
 

@@ -24,8 +24,8 @@ from ..ilp.solve import Integer
 from ..option_table import OptionTable
 from ..problem import INTEGER_PAIRS, Problem, Result, state_pairs
 from .infeasible import TIGHTEN_S, LeastUse, key_of, lean, limit_of, tightened, why_nothing
+from .judging import INFINITE, Limits
 from .lagrange import Lagrangian, Search
-from .limits import INFINITE, Limits
 
 GAP = 0.0075
 """The search ends when plan and bound are this close."""

@@ -1,4 +1,4 @@
-"""The multiplier search against brute force, and its tables against the cost model."""
+"""The Lagrangian against brute force, and its tables against the cost model."""
 
 import time
 
@@ -108,7 +108,7 @@ def test_price_of_every_plan_is_at_least_the_bound_of_the_weights(seed):
         for _ in range(50):
             numbers = np.array([rng.choice(u.numbers()) for u in table.units])
             chosen = choice(model, table.choose(numbers), made.schedule)
-            if chosen.feasible and not search.rounding.judge(numbers).score.over:
+            if chosen.feasible and not search.judge.judged(numbers).score.over:
                 assert chosen.objective_s >= outcome.bound * (1 - 1e-9)
 
 

@@ -1,4 +1,4 @@
-"""The last step of rounding: the best plan among the states and policies of the plans found.
+"""The best plan among the states and policies of the plans found: a restricted integer program.
 
 What is left to decide is a small integer program: a binary x for each policy of a unit, in each
 state that it had in one of the plans, taken from these plans or for its price at the weights that
@@ -9,7 +9,7 @@ prove most; and a share w of each pair of states along an edge, which is 0 or 1 
 
 Only the few rows that matter are in it; rows that turn out to be violated are added. It is solved
 to a share of a percent, and the plan is judged like any other. Redistributions that units share
-(``moves``) count for each of them here.
+(``edge_table.SharedEdges``) count for each of them here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import highspy
 import numpy as np
 from scipy.sparse import coo_array, csr_array, vstack
 
@@ -34,9 +35,7 @@ from ...memory.rows import (
 from ..edge_table import EDGE_FIGURES
 from ..option_table import UnitTable
 from ..unit_figures import Numbers
-from .limits import INFINITE
-from .program import Program
-from .rounding import IDLE, JudgedPlan, Rounding
+from .judging import IDLE, INFINITE, JudgedPlan, PlanJudge
 
 CLOSE = 1e-3
 """The share of the objective within which the program is solved."""
@@ -49,7 +48,7 @@ Row = tuple[int, int, int]
 """(track, unit, a later unit whose slice it may have to wait for, or -1), or (-1, total, -1)."""
 
 
-class Line(NamedTuple):
+class PolicyColumn(NamedTuple):
     """One policy of a unit in a state: the option's number."""
 
     unit: int
@@ -57,7 +56,7 @@ class Line(NamedTuple):
     number: int
 
 
-class Pair(NamedTuple):
+class PairColumn(NamedTuple):
     """The states at both ends of an edge."""
 
     edge: int
@@ -85,52 +84,104 @@ class Equations:
         return csr_array(table), np.array(self.right)
 
 
-class Finish:
+# [Note: Two ways to HiGHS]
+# Programs that people should be able to read are stated in PuLP (``ilp/integer``). This one is put
+# together from tables of figures, so it goes to HiGHS as arrays: PuLP would make an object of each
+# unit's coefficient in each row. scipy has a copy of HiGHS too; this one can end as soon as a value
+# is good enough, and never writes to stdout, which scipy's (1.17) does on occasion.
+class ArrayProgram(NamedTuple):
+    """Minimise cost · x for lower ≤ table · x ≤ upper and 0 ≤ x ≤ top; the first ``whole``
+    variables are integers."""
+
+    cost: Vector
+    table: csr_array
+    lower: Vector
+    upper: Vector
+    top: Vector
+    whole: int
+
+    def solve(self, seconds: float, gap: float, target: float) -> Vector | None:
+        """A solution within that relative gap of the best, or at most ``target``, or the best that
+        was found in that time; None where none was."""
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        solver.setOptionValue("time_limit", seconds)
+        solver.setOptionValue("mip_rel_gap", gap)
+        solver.setOptionValue("objective_target", target)
+        solver.passModel(self._model())
+        solver.run()
+        if (
+            solver.getInfo().primal_solution_status
+            != highspy.SolutionStatus.kSolutionStatusFeasible
+        ):
+            return None
+        return np.array(solver.getSolution().col_value)
+
+    def _model(self) -> highspy.HighsLp:
+        model = highspy.HighsLp()
+        rows, columns = self.table.shape
+        model.num_col_, model.num_row_ = columns, rows
+        model.col_cost_, model.col_lower_, model.col_upper_ = self.cost, np.zeros(columns), self.top
+        model.row_lower_, model.row_upper_ = self.lower, self.upper
+        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        model.a_matrix_.start_ = self.table.indptr
+        model.a_matrix_.index_ = self.table.indices
+        model.a_matrix_.value_ = self.table.data
+        kinds = [highspy.HighsVarType.kInteger] * self.whole
+        kinds += [highspy.HighsVarType.kContinuous] * (columns - self.whole)
+        model.integrality_ = kinds
+        return model
+
+
+class RestrictedProgram:
     """The program for one plan; ``others`` are the plans that states and policies are taken from,
     ``prices`` [unit, figure] those at which more are chosen."""
 
     def __init__(
         self,
-        rounding: Rounding,
+        judge: PlanJudge,
         plan: JudgedPlan,
         others: Sequence[JudgedPlan],
         prices: Matrix | None = None,
     ) -> None:
-        self.rounding, self.plan = rounding, plan
-        table = rounding.table
-        self.lines = self._lines([plan, *others], prices)
+        self.judge, self.plan = judge, plan
+        table = judge.table
+        self.policies = self._policy_columns([plan, *others], prices)
         self.states: dict[tuple[int, int], list[int]] = {}
-        for i, line in enumerate(self.lines):
-            self.states.setdefault((line.unit, line.state), []).append(i)
+        for i, column in enumerate(self.policies):
+            self.states.setdefault((column.unit, column.state), []).append(i)
         self.pairs = self._pairs()
         ends = [table.edges[p.edge].target for p in self.pairs]
-        self.unit_of = np.array([*(line.unit for line in self.lines), *ends])
+        self.unit_of = np.array([*(column.unit for column in self.policies), *ends])
         self.figures = np.zeros((len(self.unit_of), plan.figures.shape[1]))
-        for i, line in enumerate(self.lines):
-            self.figures[i] = table.unit_figures(line.unit, line.number)
-        for i, pair in enumerate(self.pairs, len(self.lines)):
+        for i, column in enumerate(self.policies):
+            self.figures[i] = table.unit_figures(column.unit, column.number)
+        for i, pair in enumerate(self.pairs, len(self.policies)):
             cost = table.edges[pair.edge].figures[:, pair.source, pair.target]
             self.figures[i, EDGE_FIGURES] = cost
         self.rows: list[Row] = []
 
-    def _lines(self, plans: Sequence[JudgedPlan], prices: Matrix | None) -> list[Line]:
-        lines = []
-        for k, unit in enumerate(self.rounding.table.units):
+    def _policy_columns(
+        self, plans: Sequence[JudgedPlan], prices: Matrix | None
+    ) -> list[PolicyColumn]:
+        columns = []
+        for k, unit in enumerate(self.judge.table.units):
             seen = {int(p.numbers[k]) for p in plans}
             for state in sorted({unit.split(n)[0] for n in seen}):
                 mine = {n for n in seen if unit.split(n)[0] == state}
                 if prices is not None:
                     mine |= set(_cheap(unit, state, prices[k]))
-                lines += [Line(k, state, n) for n in sorted(mine)]
-        return lines
+                columns += [PolicyColumn(k, state, n) for n in sorted(mine)]
+        return columns
 
-    def _pairs(self) -> list[Pair]:
+    def _pairs(self) -> list[PairColumn]:
         may: dict[int, list[int]] = {}
         for unit, state in self.states:
             may.setdefault(unit, []).append(state)
         return [
-            Pair(e, a, b)
-            for e, edge in enumerate(self.rounding.table.edges)
+            PairColumn(e, a, b)
+            for e, edge in enumerate(self.judge.table.edges)
             for a in may[edge.source]
             for b in may[edge.target]
         ]
@@ -147,7 +198,7 @@ class Finish:
             numbers = self._solve(left, enough)
             if numbers is None:
                 break
-            trial = self.rounding.judge(numbers)
+            trial = self.judge.judged(numbers)
             best = trial if trial.score.beats(best.score) else best
             if not best.score.over and best.score.objective <= enough:
                 break
@@ -173,13 +224,13 @@ class Finish:
     def _coefficients(self, row: Row) -> Vector:
         """What each policy and each pair adds to a row."""
         track, j, slower = row
-        rows, units, figures = self.rounding.rows, self.unit_of, self.figures
+        rows, units, figures = self.judge.rows, self.unit_of, self.figures
         if track < 0:
             total: Vector = figures @ rows.totals[j]
             return total
         parts = [figures @ m[track] for m in (rows.before, rows.at, rows.after)]
         found: Vector = np.select([units < j, units == j], parts[:2], parts[2])
-        for one in self.rounding.table.model.besides:
+        for one in self.judge.table.model.besides:
             if weight := rows.at[track][AT[one.point]]:
                 here = np.zeros(len(self.plan.figures))
                 here[j] = 1.0
@@ -189,7 +240,7 @@ class Finish:
 
     def _limits(self, scale: float) -> tuple[Matrix, Vector]:
         """The rows, over (policies, pairs, T), and what each may be at most."""
-        limits, timed = self.rounding.limits, self.rounding.rows.timed
+        limits, timed = self.judge.limits, self.judge.rows.timed
         lines, upper = [], []
         for row in self.rows:
             line = self._coefficients(row)
@@ -209,20 +260,20 @@ class Finish:
 
     def _idle(self, scale: float) -> Vector:
         """Device-seconds that each choice leaves free, as they count against T."""
-        idle: Vector = -self.figures[:, IDLE] / (self.rounding.limits.devices * scale)
+        idle: Vector = -self.figures[:, IDLE] / (self.judge.limits.devices * scale)
         return idle
 
     def _choices(self) -> tuple[csr_array, Vector]:
         """One policy of each unit; pairs of states as the units at both ends have them."""
         made = Equations()
         units: dict[int, list[int]] = {}
-        for i, line in enumerate(self.lines):
-            units.setdefault(line.unit, []).append(i)
+        for i, column in enumerate(self.policies):
+            units.setdefault(column.unit, []).append(i)
         for members in units.values():
             made.add([(i, 1.0) for i in members], 1.0)
         sides: dict[tuple[int, int, int], list[int]] = {}
-        for i, pair in enumerate(self.pairs, len(self.lines)):
-            edge = self.rounding.table.edges[pair.edge]
+        for i, pair in enumerate(self.pairs, len(self.policies)):
+            edge = self.judge.table.edges[pair.edge]
             sides.setdefault((pair.edge, edge.source, pair.source), []).append(i)
             sides.setdefault((pair.edge, edge.target, pair.target), []).append(i)
         for (_, unit, state), pairs in sides.items():
@@ -234,7 +285,7 @@ class Finish:
     def _tie(self, made: Equations) -> None:
         """Tied units: the states of one that agree with the same states of the other are taken
         together or not at all."""
-        for tie in self.rounding.table.ties:
+        for tie in self.judge.table.ties:
             mine = [s for u, s in self.states if u == tie.source]
             theirs = [s for u, s in self.states if u == tie.target]
             for state in mine:
@@ -245,14 +296,14 @@ class Finish:
                 made.add([*((i, 1.0) for i in left), *((i, -1.0) for i in right)], 0.0)
 
     def _solve(self, seconds: float, enough: float) -> Numbers | None:
-        limits = self.rounding.limits
+        limits = self.judge.limits
         scale = max(self.plan.score.objective, 1e-12)
         if limits.economical:
             scale /= limits.devices
-        count, policies = len(self.unit_of), len(self.lines)
+        count, policies = len(self.unit_of), len(self.policies)
         lines, upper = self._limits(scale)
         equations, right = self._choices()
-        program = Program(
+        program = ArrayProgram(
             cost=np.append(self._idle(scale) if limits.economical else np.zeros(count), 1.0),
             table=vstack([csr_array(lines), equations], format="csr"),
             lower=np.append(np.full(len(upper), -np.inf), right),
@@ -266,7 +317,7 @@ class Finish:
             return None
         numbers = self.plan.numbers.copy()
         for i in np.flatnonzero(found[:policies] > 0.5):
-            numbers[self.lines[i].unit] = self.lines[i].number
+            numbers[self.policies[i].unit] = self.policies[i].number
         return numbers
 
 

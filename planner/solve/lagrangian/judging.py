@@ -1,4 +1,4 @@
-"""Judges plans by numbers of options, and improves them unit by unit."""
+"""What a plan of numbered options must keep to, how good it is, and what single units improve."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ...memory.rows import (
     AT,
     BESIDE,
     ENTRY,
+    LOST,
     RECEIVED,
     Matrix,
     Rows,
@@ -22,7 +23,53 @@ from ...memory.rows import (
 )
 from ..option_table import OptionTable
 from ..unit_figures import Numbers
-from .limits import Limits, Score, score
+
+INFINITE = float("inf")
+ROUNDING = 5e-10
+"""Limits may be overdrawn by this share: sums of floats differ by their order."""
+
+
+class Limits(NamedTuple):
+    """Limits on bytes of the position judged, on the share of gradient energy lost, on
+    device-seconds and on seconds of a step; ``devices`` is the world size and ``objective`` what is
+    made small."""
+
+    memory_bytes: float
+    lost: float = 0.0
+    gpu_s: float = INFINITE
+    step_s: float = INFINITE
+    devices: int = 1
+    economical: bool = False
+
+    def objective(self, step_s: float, idle_s: float) -> float:
+        """Seconds of the step, or with ``economical`` its device-seconds."""
+        return self.devices * step_s - idle_s if self.economical else step_s
+
+
+class Score(NamedTuple):
+    """How far a plan is over its limits, as shares of them added up, then its objective."""
+
+    over: float
+    objective: float
+
+    def beats(self, other: Score) -> bool:
+        """Whether this is better by more than rounding."""
+        if abs(self.over - other.over) > 1e-12:
+            return self.over < other.over
+        return self.objective < other.objective - 1e-9 * abs(other.objective)
+
+
+def score(limits: Limits, plan: Values, step_s: float, idle_s: float, timed: int) -> Score:
+    """The score of a plan with those rows, seconds and idle device-seconds."""
+    over = _over(plan.peak_bytes(timed), limits.memory_bytes)
+    over += _over(float(plan.totals[LOST]), limits.lost)
+    over += _over(limits.devices * step_s - idle_s, limits.gpu_s) + _over(step_s, limits.step_s)
+    return Score(over, limits.objective(step_s, idle_s))
+
+
+def _over(value: float, limit: float) -> float:
+    return max(value - limit * (1 + ROUNDING), 0.0) / max(limit, 1e-12) if limit < INFINITE else 0.0
+
 
 IDLE = AT["idle"]
 MOST_OPTIONS = 4000
@@ -43,8 +90,8 @@ class JudgedPlan(NamedTuple):
         return float(self.figures[:, IDLE].sum())
 
 
-class Rounding:
-    """Judges and improves plans."""
+class PlanJudge:
+    """Judges plans of one option table, and improves them."""
 
     def __init__(self, table: OptionTable, rows: Rows, limits: Limits) -> None:
         self.table, self.rows, self.limits = table, rows, limits
@@ -53,21 +100,21 @@ class Rounding:
         for e, edge in enumerate(table.edges):
             self.into[edge.target].append(e)
 
-    def judge(self, numbers: Numbers) -> JudgedPlan:
+    def judged(self, numbers: Numbers) -> JudgedPlan:
         """A plan with everything known of it."""
         figures = self.table.plan_figures(numbers)
-        return self._judged(numbers, figures, values(self.rows, figures))
+        return self._scored(numbers, figures, values(self.rows, figures))
 
-    def _judged(self, numbers: Numbers, figures: Matrix, rows: Values) -> JudgedPlan:
+    def _scored(self, numbers: Numbers, figures: Matrix, rows: Values) -> JudgedPlan:
         step = rows.step_s(slice_waits(figures))
         idle = float(figures[:, IDLE].sum())
         found = score(self.limits, rows, step, idle, self.rows.timed)
         return JudgedPlan(
-            numbers, figures, rows, found._replace(over=found.over + self._loose(numbers))
+            numbers, figures, rows, found._replace(over=found.over + self._broken_ties(numbers))
         )
 
-    def _loose(self, numbers: Numbers) -> int:
-        """How many ties a plan does not keep."""
+    def _broken_ties(self, numbers: Numbers) -> int:
+        """How many ties a plan breaks."""
         if not self.table.ties:
             return 0
         units = self.table.units
@@ -90,33 +137,33 @@ class Rounding:
         while plan is not before:
             before = plan
             for k, numbers in enumerate(every):
-                for number in numbers if len(numbers) > 1 else ():
+                if len(numbers) == 1:
+                    continue
+                for number in numbers:
                     if time.perf_counter() > deadline:
                         return plan
-                    trial = self._given(plan, k, number)
+                    trial = self._with_option(plan, k, number)
                     if trial is not None and trial.score.beats(plan.score):
                         plan = trial
         return plan
 
-    def _given(self, plan: JudgedPlan, k: int, number: int) -> JudgedPlan | None:
+    def _with_option(self, plan: JudgedPlan, k: int, number: int) -> JudgedPlan | None:
         """The plan with one unit's option, tied units following in layout; None if they cannot."""
         if plan.numbers[k] == number:
             return None
         units, numbers, block = self.table.units, plan.numbers.copy(), [k]
         numbers[k] = number
-        state = units[k].split(number)[0]
-        first = self.table.model.ties[k][0]
-        for other in self.table.model.ties[k] if len(self.table.model.ties[k]) > 1 else ():
-            if other != k:
-                agreeing = self.table.agreeing(first, k, state, other)
-                if not agreeing:
-                    return None
-                _, memory, exchange = units[other].split(int(numbers[other]))
-                there = [s for s in agreeing if units[other].may(s, memory, exchange)]
-                if not there:
-                    return None
-                numbers[other] = units[other].number(there[0], memory, exchange)
-                block.append(other)
+        state, tied = units[k].split(number)[0], self.table.model.ties[k]
+        for other in tied:
+            if other == k:
+                continue
+            _, memory, exchange = units[other].split(int(numbers[other]))
+            agreeing = self.table.agreeing(tied[0], k, state, other)
+            there = [s for s in agreeing if units[other].may(s, memory, exchange)]
+            if not there:
+                return None
+            numbers[other] = units[other].number(there[0], memory, exchange)
+            block.append(other)
         return self._changed(plan, numbers, block)
 
     def _changed(self, plan: JudgedPlan, numbers: Numbers, block: list[int]) -> JudgedPlan:
@@ -133,7 +180,7 @@ class Rounding:
         moved = (figures[:, beside] != plan.figures[:, beside]).any(axis=1)
         changed = sorted(touched | {int(k) for k in np.flatnonzero(moved)})
         gained = changes(self.rows, changed, figures[changed] - plan.figures[changed], len(numbers))
-        return self._judged(numbers, figures, plan.rows.plus(gained))
+        return self._scored(numbers, figures, plan.rows.plus(gained))
 
     def _write_entry(self, figures: Matrix, numbers: Numbers, k: int) -> None:
         """Writes the redistribution at the entry of unit ``k``."""
