@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...planner.cost.feedback import AT_ONCE, MIRRORS
 from ...planner.schema.errors import InputError
-from ...planner.schema.plan import Plan
+from ...planner.schema.plan import AT_ONCE, MIRRORS, Plan
 from .buckets import GradParam
 from .momentum import has_momentum
 from .residual import Feedback, Residual, flat_of

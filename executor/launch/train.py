@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...models.units.storages import tensors_in
 from ...models.workload import Batch, Workload
-from ...planner.schema.goal import Goal
+from ...planner.schema.goal import OPTIMIZERS, Goal
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import Bytes, Count, Record, Seconds
 from ..apply import apply
@@ -168,14 +168,10 @@ def share_of(batch: Batch, run: Run) -> Batch:
 
 def optimizer_for(goal: Goal, parameters: object, rate: float = 1e-3) -> torch.optim.Optimizer:
     """An optimizer of the goal's kind."""
-    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "sgd": torch.optim.SGD,
-        "momentum": torch.optim.SGD,
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-    }
+    kind: Callable[..., torch.optim.Optimizer]
+    kind = getattr(torch.optim, OPTIMIZERS[goal.optimizer].torch_class)
     options = {"momentum": 0.9} if goal.optimizer == "momentum" else {}
-    return kinds[goal.optimizer](parameters, lr=rate, **options)
+    return kind(parameters, lr=rate, **options)
 
 
 def _drawing(workload: Workload, plan: Plan) -> Callable[[int], Batch]:

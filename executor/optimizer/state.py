@@ -7,17 +7,16 @@ that hold it stay valid.
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...planner.schema.errors import InputError
+from ...planner.schema.goal import OptimizerName
 from ..comm.watchdog import Watchdog
 from ..gradients.flat_shard import FlatShardSpec, whole_state
 from ..redistribution.shards import Shard
-
-OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
 
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop",

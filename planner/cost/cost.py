@@ -19,21 +19,29 @@ from functools import cached_property
 
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
-from ..schema.goal import Goal
+from ..schema.goal import OPTIMIZERS, Goal
 from ..schema.layout import data_parallel
 from ..schema.options import Decisions, Option
+from ..schema.plan import MIRRORS
 from ..schema.profile import EdgeProfile, ModelProfile, UnitProfile
 from .collectives import Fabric, all_gather_s, all_reduce_s, reduce_scatter_s
 from .compute import backward_s, batch_counts, busiest_samples, forward_s, saved_bytes, shard_bytes
 from .exchange import Exchanges
-from .feedback import LINEAR, MIRRORS, copied_bytes
 from .flows import moved_by_areas
 from .movement import Moved, moved, moved_s
 from .ownership import TensorPlacement, input_placement, output_placement
-from .prefetch_overlap import Beside, besides
-from .segment_memory import run_again_first
 from .step_time import LINKS, Chain, empty_chain
-from .unit_cost import NO_MOVE, EdgeCost, OnLink, UnitCost, after, offloaded, recomputed, released
+from .unit_cost import (
+    NO_MOVE,
+    EdgeCost,
+    OnLink,
+    UnitCost,
+    after,
+    offloaded,
+    recomputed,
+    released,
+    rerun_segments,
+)
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
@@ -86,11 +94,6 @@ class CostModel(Exchanges):
         )  # fmt: skip
         made._moved = self._moved
         return made
-
-    @cached_property
-    def besides(self) -> tuple[Beside, ...]:
-        """What units hold while others work."""
-        return besides(self)
 
     # -- costs -----------------------------------------------------------------------------------
 
@@ -148,9 +151,10 @@ class CostModel(Exchanges):
         return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)
 
     def _copies_s(self, option: Option, trained_bytes: int) -> float:
-        """What a mirror on the host adds to backward, which waits for its copies."""
-        copied = copied_bytes(option.feedback, trained_bytes)
-        return copied / (self.cluster.host_bytes_per_s or 1.0) if copied else 0.0
+        """What a mirror on the host adds to backward, which waits for its copies both ways."""
+        if option.feedback != "host_mirror":
+            return 0.0
+        return 2.0 * trained_bytes / (self.cluster.host_bytes_per_s or 1.0)
 
     def _update_s(self, option: Option, trained_bytes: int) -> float:
         """The update of a member's shard, of its part of it where the exchange is sharded; and for
@@ -252,7 +256,7 @@ class CostModel(Exchanges):
         for k, option in enumerate(decisions):
             self.write_unit(chain, k, option)
             self.write_entry(chain, k, decisions)
-        run_again_first(chain, decisions)
+        rerun_segments(chain, decisions)
         return chain
 
     def write_unit(self, chain: Chain, k: int, option: Option) -> None:
@@ -289,7 +293,7 @@ def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:
         reason = "asks for offload: state host_bytes_per_s of every device in the cluster"
     elif option.feedback == "host_mirror" and model.cluster.host_bytes_per_s is None:
         reason = "asks for 'host_mirror': state host_bytes_per_s of every device in the cluster"
-    elif option.feedback in MIRRORS and model.goal.optimizer not in LINEAR:
+    elif option.feedback in MIRRORS and not OPTIMIZERS[model.goal.optimizer].linear:
         reason = (
             f"asks for {option.feedback!r} with optimizer {model.goal.optimizer!r}: only the "
             "update of SGD is linear in the gradient, so use 'in_place'"

@@ -2,14 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .errors import InputError
 from .layout import Layout, Style
 from .record import Bytes, Count, Positive, Record, Share, Slowdown
 
-STATE_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
-"""Optimizer state as multiples of the parameters' bytes."""
+OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
+
+
+# Read from torch.optim (2.13), which the planner never imports: hence classes by name.
+STATE_COPIES = {
+    "SGD": 0,
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Adadelta": 2,
+    "Adagrad": 1,
+    "RMSprop": 1,
+}
+"""Values that optimizers of torch keep for each of a parameter's, by the name of their class and
+without the options that keep more."""
+STATE_OPTIONS = ("momentum", "amsgrad", "centered")
+"""Options of theirs that keep one value more."""
+
+
+class Optimizer(NamedTuple):
+    """What an optimizer needs, as multiples of the bytes that it updates.
+
+    ``torch_class`` is its class in ``torch.optim``, ``state_copies`` what it keeps. Its step copies
+    ``update_copies`` times one parameter after the other (CPU), ``update_copies_together`` times
+    all of them at once (``foreach``, CUDA). ``linear``: its update is linear in the gradient.
+    """
+
+    torch_class: str
+    state_copies: int
+    update_copies: int = 0
+    update_copies_together: int = 0
+    linear: bool = False
+
+
+OPTIMIZERS: dict[OptimizerName, Optimizer] = {
+    "sgd": Optimizer("SGD", STATE_COPIES["SGD"], linear=True),
+    "momentum": Optimizer("SGD", STATE_COPIES["SGD"] + 1, linear=True),
+    "adam": Optimizer("Adam", STATE_COPIES["Adam"], 2, 1),
+    "adamw": Optimizer("AdamW", STATE_COPIES["AdamW"], 2, 1),
+}
+"""The optimizers that plans are made for."""
 
 BACKGROUND_LIMIT = 1.1
 """Default of what a background job may slow a step by."""
@@ -69,7 +110,7 @@ class Goal(Record, frozen=True, kw_only=True):
 
     batch: Count
     memory_limit_bytes: Bytes | None = None
-    optimizer: Literal["sgd", "momentum", "adam", "adamw"] = "sgd"
+    optimizer: OptimizerName = "sgd"
     micro_batches: tuple[Count, ...] = (1,)
     batch_statistics: BatchStatistics = "local"
     allow_lossy: bool = False
@@ -107,4 +148,4 @@ class Goal(Record, frozen=True, kw_only=True):
     @property
     def state_copies(self) -> int:
         """Optimizer state as a multiple of the parameters' bytes."""
-        return STATE_COPIES[self.optimizer]
+        return OPTIMIZERS[self.optimizer].state_copies

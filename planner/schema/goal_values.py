@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import get_args
 
 from .errors import InputError
-from .goal import BACKGROUND_LIMIT, STATE_COPIES, BatchStatistics, Goal, Pin
+from .goal import BACKGROUND_LIMIT, OPTIMIZERS, BatchStatistics, Goal, Pin
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}i": 1024**n for n, u in enumerate("kmgt", start=1)}
@@ -46,7 +46,7 @@ def make_goal(
         raise InputError("no counts of micro-batches: name at least one, such as 1")
     for count in micro_batches:
         _at_least_one("number of micro-batches", count)
-    _one_of("optimizer", optimizer, STATE_COPIES)
+    _one_of("optimizer", optimizer, OPTIMIZERS)
     _one_of("batch statistics", batch_statistics, get_args(BatchStatistics))
     _one_of("objective", objective, OBJECTIVES)
     _above_zero("step limit", step_limit_s)

@@ -17,7 +17,11 @@ SHARDING: tuple[ExchangePolicy, ...] = ("sharded", "fully_sharded")
 LOSSY: tuple[ExchangePolicy, ...] = ("dropped", "topk")
 """A part of the gradient waits for a later step."""
 FeedbackPolicy = Literal["residual", "in_place", "mirror", "host_mirror"]
-"""Where top-k keeps what it has not sent. See ``cost.feedback``."""
+"""Where top-k keeps what it has not sent. See ``memory.gradient_buffers``."""
+AT_ONCE: tuple[FeedbackPolicy, ...] = ("in_place", "mirror", "host_mirror")
+"""Those in which a gradient is taken in as soon as it is computed, and its memory is free."""
+MIRRORS: tuple[FeedbackPolicy, ...] = ("mirror", "host_mirror")
+"""Those that hold back updates. They need an optimizer whose update is linear in the gradient."""
 Status = Literal["optimal", "feasible", "heuristic", "manual"]
 ScheduleName = Literal["barrier", "priority"]
 """How gradients travel: in buckets, first in, first out, all waited for (``barrier``); in slices,

@@ -17,7 +17,7 @@ from ..cost.budget import gpu_seconds, idle_s, unit_s
 from ..cost.cost import BUCKET_BYTES, CostModel
 from ..cost.positions import position_classes
 from ..cost.step_time import Chain
-from ..memory.timeline import Holding, MemoryPoint, moment_of, peak_bytes, timeline
+from ..memory.timeline import MemoryPoint, PositionMemory, moment_of, peak_bytes, timeline
 from ..memory.unit_memory import MemoryModel
 from ..schema.capability import PLAIN, Capability
 from ..schema.cluster import Cluster
@@ -41,8 +41,7 @@ class RankMemory(NamedTuple):
     positions: tuple[int, ...]
     peak_bytes: int
     unit: str
-    holding: Holding
-    micro_batches: int
+    memory: PositionMemory
 
     def fullest(self, names: Sequence[str]) -> Moment:
         """The point at which most is alive; ``names`` are the units'."""
@@ -51,7 +50,7 @@ class RankMemory(NamedTuple):
     @property
     def points(self) -> tuple[MemoryPoint, ...]:
         """The timeline, class by class."""
-        return tuple(timeline(self.holding, self.micro_batches))
+        return tuple(timeline(self.memory))
 
 
 class Evaluation(NamedTuple):
@@ -130,10 +129,10 @@ def rank_memory(model: CostModel, decisions: Decisions) -> tuple[RankMemory, ...
     memory = MemoryModel(model)
     found = []
     for group in position_classes(model.counts, [o.layout for o in decisions]):
-        held = memory.held(decisions, group.samples)
-        peak, k = peak_bytes(held, model.micro_batches)
+        position = memory.position(decisions, group.samples)
+        peak, k = peak_bytes(position)
         name = model.profile.units[k].name
-        found.append(RankMemory(group.positions, ceil(peak), name, held, model.micro_batches))
+        found.append(RankMemory(group.positions, ceil(peak), name, position))
     return tuple(found)
 
 

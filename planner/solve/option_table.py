@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from ..cost.compute import saved_bytes
 from ..cost.cost import CostModel
-from ..cost.gathering import neighbours
-from ..memory.rows import ENTRY, FIGURES, LOST_FIGURE, OWN_BYTES, RECEIVED, Matrix, write_beside
+from ..memory.prefetch_overlap import neighbours_bytes
+from ..memory.rows import ENTRY, FIGURES, LOST_FIGURE, OWN_BYTES, RECEIVED, Matrix, write_neighbours
 from ..memory.unit_memory import MemoryModel
 from ..schema.capability import Capability
 from ..schema.layout import Layout
@@ -240,7 +240,7 @@ class OptionTable:
         these figures depend on share one block."""
         model, unit = self.model, self.model.profile.units[k]
         offered = tuple(exchange_options(model, k, model.baseline[0], self.capability))
-        around = neighbours(model, k), model.passing_bytes[k]
+        around = neighbours_bytes(model, k), model.passing_bytes[k]
         spared = tuple(share.spared for share in unit.shares)  # zero for most units
         key = self.states[k], self.figures.shape(k), around, offered, spared
         if key not in self._exchanges:
@@ -340,7 +340,7 @@ class OptionTable:
                 continue
             figures[edge.target, list(ENTRY)] += cost[:-1]
             figures[edge.target, RECEIVED] = max(figures[edge.target, RECEIVED], cost[-1])
-        write_beside(figures, self.model.besides)
+        write_neighbours(figures, self.memory.overlaps)
         return figures
 
 

@@ -36,7 +36,7 @@ _MEASURED_BYTES: tuple[tuple[str, Quantity], ...] = (
     ("saved", lambda s: s.saved),
     ("map_gradients", lambda s: s.gradient),
     ("workspace", lambda s: s.workspace),
-    ("spared", lambda s: s.spared),
+    ("never_together", lambda s: s.spared),
 )
 
 
@@ -90,10 +90,10 @@ class UnitFigures:
         summed = np.array([self.memory.summed_bytes(k, layout) for layout, _ in states])
         fresh = here.values(unit, lambda s: s.fresh, divides=False)
         # Where it was not measured it follows from the shape alone, and is in the copied figures.
-        shaped = found[:, AT["fresh"]] - summed
-        found[:, AT["fresh"]] = np.where(new, np.where(fresh > 0, fresh, shaped), 0.0) + summed
+        shaped = found[:, AT["new_grad"]] - summed
+        found[:, AT["new_grad"]] = np.where(new, np.where(fresh > 0, fresh, shaped), 0.0) + summed
         absent = [self.samples(layout) is None for layout, _ in states]
-        measured = [*(AT[name] for name, _ in _MEASURED_BYTES), AT["fresh"]]
+        measured = [*(AT[name] for name, _ in _MEASURED_BYTES), AT["new_grad"]]
         found[np.ix_(absent, measured)] = 0.0
         return found
 
@@ -110,7 +110,7 @@ class UnitFigures:
         ])  # fmt: skip
         gathered = self._gathered(k, states)
         resident = np.minimum(output, plain[:, AT["saved"]] - gathered) + gathered
-        found[:, AT["again"]] = plain[:, AT["saved"]] - resident
+        found[:, AT["recomputed"]] = plain[:, AT["saved"]] - resident
         return self._with_resident(found, resident, states)
 
     def offloaded(
@@ -122,7 +122,7 @@ class UnitFigures:
         copy_s = busiest.values(unit, lambda s: s.saved, divides=False) / host_bytes_per_s
         found[:, AT["forward"]] += copy_s
         found[:, AT["backward"]] += copy_s
-        found[:, AT["away"]] = plain[:, AT["saved"]]
+        found[:, AT["offloaded"]] = plain[:, AT["saved"]]
         return self._with_resident(found, np.zeros(len(states)), states)
 
     def _with_resident(self, found: Reals, resident: Reals, states: Sequence[State]) -> Reals:

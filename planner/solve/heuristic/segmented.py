@@ -18,8 +18,7 @@ import msgspec
 
 from ...cost.budget import permitted
 from ...cost.cost import CostModel
-from ...cost.segment_memory import segments_of
-from ...schema.options import Decisions
+from ...schema.options import Decisions, segments_of
 from ..answer import Choice, answer, choice
 from ..choices import may_have
 from ..evaluate import evaluation, excess, limits_bytes, rank_memory

@@ -93,7 +93,7 @@ def _covers(more: MemoryClass, less: MemoryClass) -> bool:
 def _always_fits(table: OptionTable, each: MemoryClass) -> bool:
     """Whether even the largest of everything together stays under the limit."""
     most = sum(float(f[:, OWN_BYTES].max(axis=0).sum() + f[:, AT["gradients"]].max()
-                     + f[:, AT["underway"]].max())
+                     + f[:, AT["gradients_sent"]].max())
                for f in each.figures)  # fmt: skip
     received = [e.figures[-1].max(initial=0.0) for e in table.edges]
     return most + max(received, default=0.0) <= each.limit_bytes

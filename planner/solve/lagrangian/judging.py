@@ -9,9 +9,9 @@ import numpy as np
 
 from ...memory.rows import (
     AT,
-    BESIDE,
     ENTRY,
     LOST,
+    NEIGHBOURS,
     RECEIVED,
     Matrix,
     Rows,
@@ -19,7 +19,7 @@ from ...memory.rows import (
     changes,
     slice_waits,
     values,
-    write_beside,
+    write_neighbours,
 )
 from ..option_table import OptionTable
 from ..unit_figures import Numbers
@@ -175,9 +175,9 @@ class PlanJudge:
             touched.update(self.table.model.entered_after[k])
         for k in touched:
             self._write_entry(figures, numbers, k)
-        write_beside(figures, self.table.model.besides)
-        beside = list(BESIDE)
-        moved = (figures[:, beside] != plan.figures[:, beside]).any(axis=1)
+        write_neighbours(figures, self.table.memory.overlaps)
+        others = list(NEIGHBOURS)
+        moved = (figures[:, others] != plan.figures[:, others]).any(axis=1)
         changed = sorted(touched | {int(k) for k in np.flatnonzero(moved)})
         gained = changes(self.rows, changed, figures[changed] - plan.figures[changed], len(numbers))
         return self._scored(numbers, figures, plan.rows.plus(gained))

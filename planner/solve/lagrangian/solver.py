@@ -161,7 +161,7 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
     table = OptionTable(model, problem.capability, position)
     if not all(table.states):
         return None
-    at = AT["exchanged"]
+    at = AT["bucketed"]
     most = sum(
         float(u.memory.figures[..., at].max() + u.exchange.figures[..., at].max())
         for u in table.units

@@ -97,9 +97,9 @@ def test_the_peak_is_the_largest_point_of_the_timeline(case):
     model, chosen = case
     memory = MemoryModel(model)
     for group in position_classes(model.counts, [o.layout for o in chosen]):
-        held = memory.held(chosen, group.samples)
-        peak, _ = peak_bytes(held, model.micro_batches)
-        totals = [point.total for point in timeline(held, model.micro_batches)]
+        position = memory.position(chosen, group.samples)
+        peak, _ = peak_bytes(position)
+        totals = [point.total for point in timeline(position)]
         assert abs(peak - max(totals)) <= 1e-6 * max(peak, 1.0)
 
 

@@ -11,7 +11,7 @@ from meshwright.executor.gradients.priority import PriorityExchange
 from meshwright.executor.gradients.residual import Lossy, Residual
 from meshwright.executor.gradients.topk import TopkGradGroup, TopkState, largest, ratio_at
 from meshwright.executor.gradients.topk_message import _unpacked
-from meshwright.planner.memory.comm_buffers import FIRST_RATIO
+from meshwright.planner.memory.gradient_buffers import FIRST_RATIO
 from meshwright.planner.schema.errors import InputError, RunError
 from torch import nn
 
