@@ -224,7 +224,7 @@ def chosen_plan(found: Found, batch: int) -> Plan:
     assert found.profile is not None
     cluster = probe(budget_s=PROBE_S)
     goal = Goal(batch=batch * world, optimizer="momentum")
-    problem = Problem(found.profile, cluster, goal, searched(CAPABILITY), either=True)
+    problem = Problem(found.profile, cluster, goal, searched(CAPABILITY), any_schedule=True)
     return rank_zero_decides(lambda: solve(problem, "auto", PLAN_S).checked())
 
 

@@ -39,7 +39,8 @@ def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
     count = 2 * max(allowed)
     while count <= MOST and count * problem.cluster.world_size <= problem.goal.batch:
         goal = msgspec.structs.replace(problem.goal, micro_batches=(count,))
-        found = solve(replace(problem, goal=goal, progress=None), "heuristic").plan
+        asked = replace(problem, goal=goal, progress=None, explains=False)
+        found = solve(asked, "heuristic").plan
         if found is not None and found.prediction.step_s < step_s:
             best, step_s = found, found.prediction.step_s
         count *= 2

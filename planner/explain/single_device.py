@@ -9,7 +9,7 @@ from ..schema.cluster import Cluster
 from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..solve.evaluate import excess, rank_memory
-from ..solve.heuristic.relaxations import alone_s
+from ..solve.heuristic.relaxations import single_device_batch_s
 from ..solve.heuristic.resize import resized
 
 
@@ -20,7 +20,7 @@ def quicker_alone_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> floa
         return None
     goal = msgspec.structs.replace(plan.goal, pins=())  # their layouts are of more devices
     model = CostModel(profile, resized(cluster, 1), goal)
-    took_s = alone_s(model)
+    took_s = single_device_batch_s(model)
     if took_s >= plan.prediction.step_s:
         return None
     fits = excess(model, rank_memory(model, model.baseline)).over_bytes <= 0

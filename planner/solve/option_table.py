@@ -23,12 +23,12 @@ from ..cost.compute import saved_bytes
 from ..cost.cost import CostModel
 from ..memory.prefetch_overlap import neighbours_bytes
 from ..memory.rows import ENTRY, FIGURES, LOST_FIGURE, OWN_BYTES, RECEIVED, Matrix, write_neighbours
-from ..memory.unit_memory import MemoryModel
 from ..schema.capability import Capability
 from ..schema.layout import Layout
 from ..schema.options import Decisions, Option, allowed, ties_agree
 from .choices import STYLES, exchange_options, layouts_of, memory_policies, unit_options
 from .edge_table import EdgeFigures, EdgeTable, SharedEdges
+from .evaluate import memory_of
 from .unit_figures import Numbers, Reals, State, UnitFigures
 
 Mask = npt.NDArray[np.bool_]
@@ -131,7 +131,7 @@ class OptionTable:
 
     def __init__(self, model: CostModel, capability: Capability, position: int = 0) -> None:
         self.model, self.capability = model, capability
-        self.memory = MemoryModel(model)
+        self.memory = memory_of(model)
         self.figures = UnitFigures(model, self.memory, position)
         self._edge_figures = EdgeFigures(model)
         self._states: dict[object, tuple[State, ...]] = {}

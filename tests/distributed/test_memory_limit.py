@@ -92,8 +92,14 @@ def problem_of(found: ModelProfile, one: Triple) -> Problem:
         slice_bytes=(2**20,),
     )
     return Problem(
-        found, links, goal, searched(CAPABILITY), executor=CAPABILITY, either=True, brief=True
-    )
+        found,
+        links,
+        goal,
+        searched(CAPABILITY),
+        executor=CAPABILITY,
+        any_schedule=True,
+        explains=False,
+    )  # fmt: skip
 
 
 def peak_under(plan: Plan, one: Triple, limit_bytes: int) -> int:

@@ -24,12 +24,12 @@ from ...cost.cost import CostModel
 from ...cost.step_time import Vector
 from ...memory.checkpoint_segments import Window, windows
 from ...memory.timeline import Persistent, PositionMemory, Table, fullest_bytes
-from ...memory.unit_memory import MemoryModel
 from ...schema.capability import Capability
 from ...schema.layout import data_parallel
 from ...schema.options import Decisions, Option
 from ...schema.plan import MemoryPolicy
 from ..choices import may_have
+from ..evaluate import memory_of
 
 MOST_STEPS = 400_000
 """About how many times a path is gone on with by one move, in one search."""
@@ -77,7 +77,7 @@ class Recomputing:
         self, model: CostModel, decisions: Sequence[Option], capability: Capability
     ) -> None:
         self.model, self.capability = model, capability
-        self.memory = MemoryModel(model)
+        self.memory = memory_of(model)
         self.decisions = tuple(
             option._replace(memory="keep" if unit.fixed else option.memory, segment=())
             for unit, option in zip(model.profile.units, decisions, strict=True)

@@ -21,11 +21,10 @@ from ...cost.cost import CostModel
 from ...schema.options import Decisions, segments_of
 from ..answer import Choice, answer, choice
 from ..choices import may_have
-from ..evaluate import evaluation, excess, limits_bytes, rank_memory
-from ..problem import Infeasibility, Problem, Result
+from ..evaluate import evaluation, limits_bytes
+from ..problem import Problem, Result
 from .checkpointing import Recomputing
 from .fitting import has_segments, held_back, plain_starts
-from .relaxations import more_memory
 from .splits import search
 
 BETTER = 1 - 1e-6
@@ -72,34 +71,6 @@ def _answer(problem: Problem, best: Choice, solver: str, seconds: float) -> Resu
     made = answer(problem, best, solver, None, proved=False, seconds=seconds)
     count = len(segments_of(best.decisions))
     return made._replace(reason=f"{count} segments of units recomputed together, without a proof")
-
-
-def less_in_segments(problem: Problem, why: Infeasibility) -> Infeasibility:
-    """Why nothing fits, with the least bytes that segments would need where that is less."""
-    if why.limit != "memory_limit_bytes" or not has_segments(problem):
-        return why
-    end, best = time.perf_counter() + EFFORT_S, None
-    for model in problem.placed().cost_models():
-        for start in plain_starts(problem, model):
-            if best is not None and time.perf_counter() > end:
-                break
-            chosen = Recomputing(model, start, problem.capability).least()
-            memory = rank_memory(model, chosen)
-            tight = excess(model, memory)
-            if best is None or tight.over_bytes < best[1].over_bytes:
-                best = model, tight, max(each.peak_bytes for each in memory)
-    if best is None or best[1].over_bytes >= why.needed_bytes - why.available_bytes:
-        return why
-    model, tight, needed = best
-    others = (r for r in why.relaxations if r.what != "memory_limit_bytes")
-    return why._replace(
-        rank=model.placement[tight.position],
-        unit=tight.unit,
-        needed_bytes=tight.needed_bytes,
-        available_bytes=tight.available_bytes,
-        relaxations=(*others, more_memory(needed, proved=False)),
-        kind=tight.kind,
-    )
 
 
 def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float) -> Choice | None:

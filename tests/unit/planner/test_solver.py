@@ -6,8 +6,8 @@ from meshwright.planner.schema.capability import PLAIN
 from meshwright.planner.schema.errors import InfeasibleError, InputError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
-from meshwright.planner.solve.heuristic.enlarge import more_ranks
 from meshwright.planner.solve.heuristic.heuristic import Heuristic
+from meshwright.planner.solve.heuristic.infeasible import more_nodes
 from meshwright.planner.solve.heuristic.resize import resized_problem
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import Solver, solve, solvers
@@ -114,7 +114,7 @@ def test_a_shorter_step_may_need_more_ranks():
 
 def test_no_larger_cluster_is_named_when_time_is_up(problem):
     asked = Problem(problem.profile, cluster(1), limited(problem, memory_limit_bytes=10_000).goal)
-    assert more_ranks(asked, end=0.0) is None
+    assert more_nodes(asked, Heuristic(), 0.0) is None
 
 
 def test_no_larger_cluster_is_named_where_links_are_not_known(problem):
