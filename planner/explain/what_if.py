@@ -18,7 +18,7 @@ from ..schema.plan import Plan
 from ..schema.record import Count, Record, Seconds
 from ..solve.heuristic.resize import NoLinksError, how_resized, resized, resized_problem
 from ..solve.problem import Problem, Result
-from ..solve.solver import settled, solve, solvers
+from ..solve.solver import SPELLINGS, settled, solve, solvers
 
 GBIT_BYTES = 125_000_000
 GIB = 2**30
@@ -99,7 +99,9 @@ def gains_of(plan: Plan, problem: Problem, time_limit_s: float | None = None) ->
     """``gains`` over what planning again without a change gives, by the plan's own solver and with
     nothing given away for simplicity, so that only the change makes a difference."""
     asked = replace(problem, placement=None, near=0.0)
-    solver = plan.provenance.solver if plan.provenance.solver in solvers() else "auto"
+    solver = plan.provenance.solver
+    if SPELLINGS.get(solver, solver) not in solvers():
+        solver = "auto"
     unchanged = solve(replace(asked, progress=None), solver, time_limit_s)
     if unchanged.objective_s is None:
         return ()

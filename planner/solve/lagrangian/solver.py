@@ -16,7 +16,7 @@ from ...cost.cost import CostModel
 from ...memory.rows import AT, Rows, bucket_share, rows
 from ...schema.options import Decisions
 from ..answer import Choice, answer, choice
-from ..evaluate import limits_bytes, memory_of
+from ..evaluate import limits_bytes
 from ..heuristic.bursts import LIMITS, greedy
 from ..heuristic.infeasible import EXPLAIN_S, explain
 from ..heuristic.segmented import fitting_in_segments
@@ -24,7 +24,7 @@ from ..heuristic.splits import search as heuristic_search
 from ..ilp.solve import Integer
 from ..option_table import OptionTable
 from ..problem import INTEGER_PAIRS, Infeasibility, Problem, Result, state_pairs
-from .infeasible import LAST_S, LeastUse, MultipliersEvidence, key_of, least_use, limit_of
+from .infeasible import LAST_S, LagrangianEvidence, LeastUse, key_of, least_use, limit_of
 from .judging import INFINITE, Limits
 from .lagrange import Lagrangian, Search
 
@@ -41,16 +41,18 @@ FEW_UNITS = 60
 """Up to here the heuristic's plan is worth its time as one to begin with."""
 
 
-class Part(NamedTuple):
+class ModelOutcome(NamedTuple):
     """The outcome for one number of micro-batches and one slice size."""
 
     choice: Choice | None
     bound: float
 
 
-class Multipliers:
-    """The solver of that name."""
+class LagrangianSolver:
+    """The solver that is registered as ``lagrangian``."""
 
+    # What plans record (``Provenance.solver``) stays the word that plans have had from the first:
+    # ``solver.SPELLINGS`` takes it for ``lagrangian``.
     name = "multipliers"
 
     def __init__(self, gap: float = GAP) -> None:
@@ -84,16 +86,16 @@ class Multipliers:
 
         def part(
             free: Problem, model: CostModel, end: float, target: float, begin: Decisions | None
-        ) -> Part:
+        ) -> ModelOutcome:
             found = search_part(free, model, end, INFINITE, self.gap, start=begin, target=target)
             given = None if begin is None else choice(model, begin, problem.schedule)
-            return Part(_better(found.choice, given), found.bound)
+            return ModelOutcome(_better(found.choice, given), found.bound)
 
         return least_use(problem, what, deadline, part)
 
     def _best(
         self, problem: Problem, deadline: float, starts: Mapping[tuple[int, int], Decisions]
-    ) -> Part:
+    ) -> ModelOutcome:
         """The best choice over all models, and the bound."""
         every, bound = list(problem.cost_models()), INFINITE
         best: Choice | None = None
@@ -105,7 +107,7 @@ class Multipliers:
             bound = min(bound, found.bound)
             begun = None if start is None else choice(model, start, problem.schedule)
             best = _better(best, _better(found.choice, begun))
-        return Part(best, bound)
+        return ModelOutcome(best, bound)
 
     def _without_plan(
         self, problem: Problem, start: float, deadline: float, known: LeastUse | None
@@ -130,11 +132,11 @@ class Multipliers:
             return Integer().explain(placed)
         return explain(placed, self._evidence(None))
 
-    def _evidence(self, known: LeastUse | None) -> MultipliersEvidence:
+    def _evidence(self, known: LeastUse | None) -> LagrangianEvidence:
         def search(problem: Problem, what: str, deadline: float) -> LeastUse:
             return self._least_use(problem, what, deadline)
 
-        return MultipliersEvidence(search, self._solves, known)
+        return LagrangianEvidence(search, self._solves, known)
 
     def _solves(self, problem: Problem, deadline: float) -> bool:
         """Whether it finds a plan for another problem."""
@@ -205,12 +207,12 @@ def search_part(
     *,
     start: Decisions | None = None,
     target: float = -1.0,
-) -> Part:
+) -> ModelOutcome:
     """The search for one cost model, from ``start`` on and until its objective is at most
     ``target``; its bound holds for every plan of that model."""
     lagrangian = lagrangian_of(problem, model)
     if lagrangian is None:
-        return Part(None, INFINITE)
+        return ModelOutcome(None, INFINITE)
     begin = [*_first(problem, model), *([] if start is None else [start])]
     known = (lagrangian.table.numbers(d) for d in begin)
     first = [n for n in known if n is not None]
@@ -227,7 +229,7 @@ def search_part(
         tighter = lagrangian.limits.memory_bytes - over
         limits = lagrangian.limits._replace(memory_bytes=tighter)
         lagrangian = Lagrangian(lagrangian.table, lagrangian.rows, limits)
-    return Part(best, bound)
+    return ModelOutcome(best, bound)
 
 
 def _begins(problem: Problem) -> bool:

@@ -15,7 +15,7 @@ from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.lagrangian.dynamic import minimise, order_of
 from meshwright.planner.solve.lagrangian.lagrange import Search
-from meshwright.planner.solve.lagrangian.solver import Multipliers, lagrangian_of
+from meshwright.planner.solve.lagrangian.solver import LagrangianSolver, lagrangian_of
 
 from tests import brute, problems
 from tests.strategies import cluster
@@ -30,7 +30,7 @@ def judge(seed):
     """Solves one random problem both ways; returns by what share the plan is above the optimum."""
     made = problems.problem(seed, most=20_000)
     best = brute.best(made)
-    result = Multipliers().solve(made, 30)
+    result = LagrangianSolver().solve(made, 30)
     if result.plan is None:
         assert best.objective_s == float("inf"), f"seed {seed}: a feasible plan was not found"
         return 0.0

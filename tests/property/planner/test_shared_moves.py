@@ -10,7 +10,7 @@ from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.heuristic.space import Point, Space
 from meshwright.planner.solve.ilp.solve import Integer
-from meshwright.planner.solve.lagrangian.solver import Multipliers, lagrangian_of
+from meshwright.planner.solve.lagrangian.solver import LagrangianSolver, lagrangian_of
 
 from tests import brute, problems
 
@@ -57,7 +57,7 @@ def test_solvers_agree_with_every_combination(seed):
     made = forked(seed)
     best = brute.best(made)
     exact = Integer().solve(replace(made, near=0.0))
-    scaled = Multipliers().solve(made, 20)
+    scaled = LagrangianSolver().solve(made, 20)
     if best.objective_s == float("inf"):
         assert exact.plan is None
         assert scaled.plan is None
