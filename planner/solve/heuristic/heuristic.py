@@ -87,6 +87,11 @@ class Heuristic:
         self, problems: Sequence[Problem], what: str, deadline: float
     ) -> Closest | None:
         """The least of a limit on device-seconds or time with which a plan is found."""
+        unit_limit = "unit_amplification_limit"
+        if problems[-1].goal.unit_amplification_limit is not None:
+            free = [with_limit(problem, unit_limit, None) for problem in problems]
+            if any(_kept(_choice(_best(one, None), one)) for one in free):
+                return None  # the limit on each unit is to blame
         free = [replace(lifted(problem, what), progress=None) for problem in problems]
         left_s = max(deadline - time.perf_counter(), 1e-3)
         every = [_choice(_best(p, left_s), p) for p in free]
