@@ -136,8 +136,8 @@ class SharedEdges:
         wanted = input_placement(*self.states[b][target])
         return shared_redistribution(self.model.profile.edges[e], made, wanted)
 
-    def brought(self, e: int, state: Callable[[int], int]) -> bool:
-        """Whether an earlier unit has got what edge ``e`` brings; units are in ``state(unit)``."""
+    def came_before(self, e: int, state: Callable[[int], int]) -> bool:
+        """Whether an earlier unit needs what edge ``e`` moves; units are in ``state(unit)``."""
         earlier = self.model.alike[e]
         if not earlier:
             return False

@@ -329,19 +329,30 @@ class OptionTable:
         """The figures of unit ``k`` under an option's number, energy as a share of all."""
         return self.units[k].figures(number)
 
-    def plan_figures(self, numbers: Sequence[int] | Numbers) -> Matrix:
-        """[unit, figure] of a plan: of several redistributions at one unit's entry the seconds add
-        up and the largest is received."""
+    def plan_figures(self, numbers: Numbers) -> Matrix:
+        """[unit, figure] of a plan."""
         figures = np.array([self.unit_figures(k, int(n)) for k, n in enumerate(numbers)])
-        states = [u.split(n)[0] for u, n in zip(self.units, numbers, strict=True)]
-        for e, edge in enumerate(self.edges):
-            cost = edge.figures[:, states[edge.source], states[edge.target]]
-            if cost.any() and self.shared.brought(e, states.__getitem__):
-                continue
-            figures[edge.target, list(ENTRY)] += cost[:-1]
-            figures[edge.target, RECEIVED] = max(figures[edge.target, RECEIVED], cost[-1])
+        for k in range(len(figures)):
+            self.write_entry(figures, numbers, k)
         write_neighbours(figures, self.memory.overlaps)
         return figures
+
+    def write_entry(self, figures: Matrix, numbers: Numbers, k: int) -> None:
+        """Writes the redistributions at the entry of unit ``k`` of a plan: of several the seconds
+        add up, and the largest is received."""
+
+        def state(unit: int) -> int:
+            return self.units[unit].split(numbers[unit])[0]
+
+        entry = slice(ENTRY[0], ENTRY[-1] + 1)
+        figures[k, entry] = figures[k, RECEIVED] = 0.0
+        for e in self.model.edges_into[k]:
+            edge = self.edges[e]
+            cost = edge.figures[:, state(edge.source), state(k)]
+            # Most edges cost nothing: only for the others is it worth asking who came before.
+            if cost.any() and not self.shared.came_before(e, state):
+                figures[k, entry] += cost[:-1]
+                figures[k, RECEIVED] = max(figures[k, RECEIVED], cost[-1])
 
 
 def _exchange_of(option: Option) -> Policy:

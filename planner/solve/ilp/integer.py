@@ -23,7 +23,7 @@ family of constraints, with the function that adds it:
  (8) open buckets        h_k ≥ min(Σ_{i<k} sent_i,
                                    (layouts in use - those that the
                                    unit closes) · bucket)              ``Timeline._buckets``
- (9) device-seconds      W·T - Σ_k idle_k ≤ amplification · alone      ``Program._budgets``
+ (9) device-seconds      W·T - Σ_k idle_k ≤ amplification · single     ``Program._budgets``
 (10) fidelity            Σ_k lost_k ≤ 1 - the floor                    ``Program._budgets``
 (11) step time limit     T ≤ limit                                     ``Program._budgets``
 (12) moved once          c_eστ ≥ y_eστ - Σ x of earlier units that     ``Variables._moves``

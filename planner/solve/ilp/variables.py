@@ -137,7 +137,7 @@ class Variables(Linear):
         return list(found.values())
 
     def _charged(self, e: int, states: tuple[int, int], pairs: Sequence[Pair]) -> pulp.LpVariable:
-        """At least 1 where an edge has these states and no earlier one has brought the same."""
+        """At least 1 where an edge has these states and no earlier one moves the same."""
         charged = self.new(f"c_{e}_{states[0]}_{states[1]}")
         row = dict.fromkeys((pair.variable for pair in pairs), 1.0) | {charged: -1.0}
         for other in self.model.alike[e]:

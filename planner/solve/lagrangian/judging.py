@@ -9,10 +9,8 @@ import numpy as np
 
 from ...memory.rows import (
     AT,
-    ENTRY,
     LOST,
     NEIGHBOURS,
-    RECEIVED,
     Matrix,
     Rows,
     Values,
@@ -95,10 +93,6 @@ class PlanJudge:
 
     def __init__(self, table: OptionTable, rows: Rows, limits: Limits) -> None:
         self.table, self.rows, self.limits = table, rows, limits
-        count = len(table.units)
-        self.into: list[list[int]] = [[] for _ in range(count)]
-        for e, edge in enumerate(table.edges):
-            self.into[edge.target].append(e)
 
     def judged(self, numbers: Numbers) -> JudgedPlan:
         """A plan with everything known of it."""
@@ -174,26 +168,10 @@ class PlanJudge:
             figures[k] = self.table.unit_figures(k, int(numbers[k]))
             touched.update(self.table.model.entered_after[k])
         for k in touched:
-            self._write_entry(figures, numbers, k)
+            self.table.write_entry(figures, numbers, k)
         write_neighbours(figures, self.table.memory.overlaps)
         others = list(NEIGHBOURS)
         moved = (figures[:, others] != plan.figures[:, others]).any(axis=1)
         changed = sorted(touched | {int(k) for k in np.flatnonzero(moved)})
         gained = changes(self.rows, changed, figures[changed] - plan.figures[changed], len(numbers))
         return self._scored(numbers, figures, plan.rows.plus(gained))
-
-    def _write_entry(self, figures: Matrix, numbers: Numbers, k: int) -> None:
-        """Writes the redistribution at the entry of unit ``k``."""
-        units = self.table.units
-        here = units[k].split(numbers[k])[0]
-        figures[k, ENTRY[0] : ENTRY[-1] + 1] = 0.0
-        figures[k, RECEIVED] = 0.0
-        for e in self.into[k]:
-            edge = self.table.edges[e]
-            cost = edge.figures[:, units[edge.source].split(numbers[edge.source])[0], here]
-            if cost.any() and self.table.shared.brought(
-                e, lambda u: units[u].split(int(numbers[u]))[0]
-            ):
-                continue
-            figures[k, ENTRY[0] : ENTRY[-1] + 1] += cost[:-1]
-            figures[k, RECEIVED] = max(figures[k, RECEIVED], cost[-1])

@@ -118,10 +118,10 @@ class Lagrangian:
             found.append(weights)
         serial = np.zeros(3)
         serial[ALWAYS] = one
-        lean = Weights(np.zeros(shape), serial.copy())
+        small = Weights(np.zeros(shape), serial.copy())
         scale = max(self.limits.memory_bytes, 1.0)
-        lean.tracks[self.rows.timed :] = one / count / scale
-        return [Weights(np.zeros(shape), serial), *found, lean]
+        small.tracks[self.rows.timed :] = one / count / scale
+        return [Weights(np.zeros(shape), serial), *found, small]
 
 
 class EdgePrices:

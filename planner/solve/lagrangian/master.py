@@ -145,8 +145,8 @@ class Master:
         rows[count + 2, :plans] = 1.0
         right = np.append(np.where(seconds, 0.0, 1.0), [0.0, 0.0, 1.0])
         self._limit(rows[count], np.append(-idle, 1.0), limits.gpu_s / limits.devices, right, count)
-        alone = np.append(np.zeros(plans), 1.0)
-        self._limit(rows[count + 1], alone, limits.step_s, right, count + 1)
+        only_step = np.append(np.zeros(plans), 1.0)
+        self._limit(rows[count + 1], only_step, limits.step_s, right, count + 1)
         cost = np.append(-idle if limits.economical else 0 * idle, [1.0, PENALTY])
         lower = np.append(np.full(count + 2, -np.inf), 1.0)
         program = ArrayProgram(

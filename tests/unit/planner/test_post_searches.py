@@ -34,12 +34,3 @@ def test_searching_again_under_a_lower_limit_on_memory(monkeypatch):
     assert best(9) is not None
     monkeypatch.setattr(solver, "REPAIRS", 1)
     assert best(9) is None
-
-
-def test_beginning_with_what_the_heuristic_finds(monkeypatch):
-    made, search = problem(27, most=3_000), solver.heuristic_search
-    # As long as it takes, also on a busy machine.
-    monkeypatch.setattr(solver, "heuristic_search", lambda problem, limit_s: search(problem, 60.0))
-    found = solver.LagrangianSolver().solve(made).objective_s
-    monkeypatch.setattr(solver, "_first", lambda problem, model: [model.baseline])
-    assert found < 0.995 * solver.LagrangianSolver().solve(made).objective_s
