@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -70,6 +72,8 @@ def _over(value: float, limit: float) -> float:
 
 
 IDLE = AT["idle"]
+MOST_WINDOWS = 400
+"""Blocks and windows of one other plan that are tried, the larger first."""
 MOST_OPTIONS = 4000
 """Options of all units up to which each is tried one by one."""
 
@@ -93,6 +97,8 @@ class PlanJudge:
 
     def __init__(self, table: OptionTable, rows: Rows, limits: Limits) -> None:
         self.table, self.rows, self.limits = table, rows, limits
+        self.neighbours = [(e.source, e.target) for e in table.edges]
+        self.neighbours += [(t.source, t.target) for t in table.ties]
 
     def judged(self, numbers: Numbers) -> JudgedPlan:
         """A plan with everything known of it."""
@@ -119,6 +125,22 @@ class PlanJudge:
             ]
             for t in self.table.ties
         )
+
+    def take_over(
+        self, plan: JudgedPlan, other: Numbers, deadline: float, enough: float = 0.0
+    ) -> JudgedPlan:
+        """The plan after taking over from ``other`` each block of units that helps, until its
+        objective is ``enough``."""
+        for block in islice(self._windows(plan.numbers, other), MOST_WINDOWS):
+            good = not plan.score.over and plan.score.objective <= enough
+            if good or time.perf_counter() > deadline:
+                break
+            numbers = plan.numbers.copy()
+            numbers[block] = other[block]
+            if not np.array_equal(numbers, plan.numbers):
+                trial = self._changed(plan, numbers, block)
+                plan = trial if trial.score.beats(plan.score) else plan
+        return plan
 
     def polish(self, plan: JudgedPlan, deadline: float) -> JudgedPlan:
         """The plan after giving single units (with those tied to them) whatever option helps, until
@@ -159,6 +181,40 @@ class PlanJudge:
             numbers[other] = units[other].number(there[0], memory, exchange)
             block.append(other)
         return self._changed(plan, numbers, block)
+
+    def _windows(self, one: Numbers, other: Numbers) -> Iterator[list[int]]:
+        """Every block, then the larger windows of each before the smaller."""
+        blocks = self._blocks(one, other)
+        yield from blocks
+        size = max((len(block) for block in blocks), default=0)
+        while size > 1:
+            size = -(-size // 2)
+            for block in blocks:
+                if len(block) > size:
+                    step = max(size // 2, 1)
+                    yield from (block[i : i + size] for i in range(0, len(block), step))
+
+    def _blocks(self, one: Numbers, other: Numbers) -> list[list[int]]:
+        """Units that differ, those together whose states differ along edges and ties."""
+        units = self.table.units
+        differ = [int(k) for k in np.flatnonzero(one != other)]
+        moved = {k for k in differ if units[k].split(one[k])[0] != units[k].split(other[k])[0]}
+        root = {k: k for k in moved}
+
+        def find(k: int) -> int:
+            while root[k] != k:
+                root[k] = root[root[k]]
+                k = root[k]
+            return k
+
+        for source, target in self.neighbours:
+            if source in moved and target in moved:
+                a, b = find(source), find(target)
+                root[max(a, b)] = min(a, b)
+        blocks: dict[int, list[int]] = {}
+        for k in sorted(moved):
+            blocks.setdefault(find(k), []).append(k)
+        return [*blocks.values(), *([k] for k in differ if k not in moved)]
 
     def _changed(self, plan: JudgedPlan, numbers: Numbers, block: list[int]) -> JudgedPlan:
         """The plan with other options for the units of a block."""
