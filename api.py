@@ -5,33 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from .executor.capability import CAPABILITY
+from .planner.explain import compare as comparing
+from .planner.explain import memory_timeline as timelines
+from .planner.explain import what_if as changes
+from .planner.explain import why
 from .planner.explain.compare import Comparison
-from .planner.explain.compare import compare as compare_plans
 from .planner.explain.front import Front, described_front
-from .planner.explain.micro_batches import quicker_in_parts as find_quicker
-from .planner.explain.moments import MemoryTimeline
-from .planner.explain.moments import memory_timeline as timeline_of
-from .planner.explain.single_device import quicker_alone_s
-from .planner.explain.what_if import Sizes, gains_of
-from .planner.explain.what_if import sizes as plan_sizes
-from .planner.explain.why import Explanation
-from .planner.explain.why import explain as explain_plan
+from .planner.explain.memory_timeline import MemoryTimeline
+from .planner.explain.what_if import Sizes
+from .planner.explain.why import Bottleneck, Explanation
 from .planner.multiplex.jobs import Assumptions
-from .planner.multiplex.report import ClusterReport
+from .planner.multiplex.report import ClusterReport, report
+from .planner.multiplex.simulation import simulate_plans
+from .planner.multiplex.trace import trace as trace_of
 from .planner.schema import cache
 from .planner.schema.cluster import Cluster
 from .planner.schema.errors import InputError
-from .planner.schema.goal import Goal
-from .planner.schema.goal_values import make_goal
+from .planner.schema.goal import Goal, make_goal
 from .planner.schema.pins import EARLY_RELEASE
 from .planner.schema.plan import Plan
 from .planner.schema.profile import ModelProfile
+from .planner.schema.record import write_whole
 from .planner.solve.problem import Problem, Relaxation
 from .planner.solve.request import (
     Schedules,
@@ -44,13 +45,13 @@ from .planner.solve.request import (
     problem_of,
     shown,
 )
-from .planner.solve.solver import settled, solve
+from .planner.solve.solver import expand_pins, solve
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from .executor.gradients.residual import Lossy
+    from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
     from .executor.launch.progress import Step
     from .executor.launch.report import RunReport
@@ -137,7 +138,7 @@ def plan(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
-    found = solve(settled(problem), solver, time_limit_s).checked()
+    found = solve(expand_pins(problem), solver, time_limit_s).checked()
     cache.put(problem.profile)
     cache.put(cluster)
     return found
@@ -185,15 +186,23 @@ def quicker_in_parts(
         made, there, plan.goal, CAPABILITY, bursts=leaves_idle(plan),
         hypothetical=bool(plan.hypothetical), forbidden=forbidden, schedule=schedule,
     )  # fmt: skip
-    return find_quicker(problem, plan)
+    return changes.quicker_in_parts(problem, plan)
 
 
-def quicker_alone(
+def quicker_on_single_device(
     plan: Plan, profile: ModelProfile | None = None, cluster: Cluster | None = None
 ) -> float | None:
     """Seconds of one device by itself for the plan's batch, where it fits there and that is quicker
     than the plan; else None. The profile and the cluster are found as for ``explain``."""
-    return quicker_alone_s(plan, *made_from(plan, profile, cluster))
+    return changes.quicker_on_single_device_s(plan, *made_from(plan, profile, cluster))
+
+
+def bottleneck(
+    plan: Plan, profile: ModelProfile | None = None, cluster: Cluster | None = None
+) -> Bottleneck:
+    """What bounds a plan's step, without a search. The profile and the cluster are found as for
+    ``explain``."""
+    return why.bottleneck(plan, *made_from(plan, profile, cluster))
 
 
 def sizes(
@@ -219,7 +228,7 @@ def sizes(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
-    return plan_sizes(problem, ranks, solver, time_limit_s)
+    return changes.sizes(problem, ranks, solver, time_limit_s)
 
 
 def front(
@@ -245,7 +254,7 @@ def front(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
-    return described_front(settled(problem), points, solver, time_limit_s)
+    return described_front(expand_pins(problem), points, solver, time_limit_s)
 
 
 def explain(
@@ -265,11 +274,11 @@ def explain(
     if best < 1:
         raise InputError(f"{best} alternatives explain nothing: ask for at least 1")
     made, there = made_from(plan, profile, cluster)
-    found = explain_plan(plan, made, there, capability=capability_of(plan, CAPABILITY), best=best)
+    found = why.explain(plan, made, there, capability=capability_of(plan, CAPABILITY), best=best)
     if not what_if:
         return found
     problem = replace(problem_of(plan, made, there, CAPABILITY), progress=shown(progress))
-    more = gains_of(plan, problem, time_limit_s)
+    more = changes.gains_of(plan, problem, time_limit_s)
     return msgspec.structs.replace(found, gains=more)
 
 
@@ -278,7 +287,7 @@ def memory_timeline(
 ) -> MemoryTimeline:
     """What ranks hold at each point of a step under a plan, by class. The profile and the cluster
     are found as for ``explain``."""
-    return timeline_of(plan, *made_from(plan, profile, cluster))
+    return timelines.memory_timeline(plan, *made_from(plan, profile, cluster))
 
 
 def multiplex(
@@ -300,16 +309,31 @@ def multiplex(
     given they are found as for ``explain``. ``trace`` and ``plot`` are files to write. Raises
     ``InputError``.
     """
-    from .cli.render import multiplexing
+    for what, found in (("profiles", profiles), ("clusters", clusters)):
+        if found and len(found) != len(plans):
+            raise InputError(
+                f"{len(found)} {what} for {len(plans)} plans: name one for each plan, in their "
+                "order, or none"
+            )
+    jobs = [
+        (plan, *made_from(plan, profile, cluster))
+        for plan, profile, cluster in zip(
+            plans, profiles or repeat(None), clusters or repeat(None), strict=False
+        )
+    ]
+    run = simulate_plans(jobs, backgrounds, assumptions or Assumptions(), devices, horizon_s)
+    if trace is not None:
+        write_whole(trace, trace_of(run))
+    if plot is not None:
+        from .cli.render.multiplexing import plot_cluster
 
-    return multiplexing.multiplexed(
-        plans, backgrounds, profiles, clusters, assumptions, devices, horizon_s, trace, plot
-    )
+        plot_cluster(run, Path(plot))
+    return report(run)
 
 
 def compare(first: Plan, second: Plan) -> Comparison:
     """What two plans decide differently, and what they predict."""
-    return compare_plans(first, second)
+    return comparing.compare(first, second)
 
 
 def is_rank_zero() -> bool:
@@ -429,14 +453,13 @@ def auto_parallelize(
     Returns the same model object, the same optimizer object and the plan. Raises ``InputError`` or
     ``InfeasibleError``, the same on every rank.
     """
-    import torch
     import torch.distributed as dist
 
     from .executor.apply import apply
     from .executor.arguments import check_arguments
     from .executor.comm.agreement import together
     from .executor.comm.watchdog import time_limit
-    from .executor.gradients.residual import Lossy
+    from .executor.gradients.feedback import Lossy
     from .executor.launch.report import given_plan, record_run
     from .executor.launch.start import start_process_group
     from .executor.optimizer.lazy import releases_not
@@ -457,9 +480,11 @@ def auto_parallelize(
     chosen = together(lambda: given_plan(plan))
     if chosen is None:
         workload, samples = together(lambda: workload_of(model, example_inputs, loss))
+        ranks = dist.get_world_size()
+        batch = samples * ranks if global_batch_size is None else global_batch_size
         goal = together(
             lambda: make_goal(
-                samples * dist.get_world_size() if global_batch_size is None else global_batch_size,
+                batch,
                 memory_limit_bytes=memory_limit_bytes,
                 optimizer=optimizer_name(optimizer),
                 micro_batches=micro_batches,
@@ -468,32 +493,34 @@ def auto_parallelize(
                 min_fidelity=min_fidelity,
             )
         )
-        with torch.random.fork_rng():  # measuring draws random batches; the user's draws go on
-            forbidden = (EARLY_RELEASE,) if releases_not(optimizer) else ()
-            chosen = _make_plan(workload, goal, device, schedule, solver, time_limit_s, forbidden)
+        forbidden = (EARLY_RELEASE,) if releases_not(optimizer) else ()
+        chosen = _plan_on_ranks(
+            workload, goal, device, solver, time_limit_s, schedule=schedule, forbidden=forbidden
+        )
     settings = lossy if isinstance(lossy, Lossy) else None
     model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
     record_run(model_, optimizer_)
     return model_, optimizer_, chosen
 
 
-def _make_plan(
+def _plan_on_ranks(
     workload: Workload,
     goal: Goal,
     device: torch.device,
-    schedule: Schedules,
     solver: str,
     time_limit_s: float | None,
-    forbidden: Sequence[str],
+    **how: Any,
 ) -> Plan:
-    import torch.distributed as dist
+    """What rank 0 plans from what all ranks measure; collective."""
+    import torch
 
     from .executor.comm.agreement import rank_zero_decides
     from .profiler.sessions import batches_for, cluster_of_ranks, profile_on_ranks
 
-    profile = profile_on_ranks(workload, batches_for(goal, dist.get_world_size()), device)
-    cluster = cluster_of_ranks(device)
-    problem = problem_for(
-        profile, cluster, goal, CAPABILITY, schedule=schedule, forbidden=forbidden
-    )
-    return rank_zero_decides(lambda: solve(problem, solver, time_limit_s).checked())
+    # Measuring draws random batches. The user's own draws go on as if nothing had been measured.
+    with torch.random.fork_rng():
+        profile = profile_on_ranks(
+            workload, batches_for(goal, torch.distributed.get_world_size()), device
+        )
+        problem = problem_for(profile, cluster_of_ranks(device), goal, CAPABILITY, **how)
+        return rank_zero_decides(lambda: solve(problem, solver, time_limit_s).checked())

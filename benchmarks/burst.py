@@ -9,7 +9,7 @@ Simulated: for each network, number of devices and link, with one global batch f
   layers may be divided over the devices of a group too (--batch-only: nothing but the batch).
 
 The background is the same network at its best batch on one device. The burst plan is chosen with it
-in mind (``planner/multiplex/choose.py``), among plans whose step beside the background is no longer
+in mind (``burst_choice.py``), among plans whose step beside the background is no longer
 than that of data parallelism alone. All rates are of the steady state by simulation.
 
     python benchmarks/burst.py [--part simulated|measured|both] [--markdown FILE] [--batch-only]
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import deeppool
 import msgspec
-from meshwright.planner.multiplex.choose import (
+from burst_choice import (
     ROUNDING,
     DataParallel,
     Shared,
@@ -44,7 +44,7 @@ from meshwright.planner.multiplex.jobs import (
     Background,
     best_background,
     foreground,
-    model_beside,
+    shared_device_model,
 )
 from meshwright.planner.multiplex.report import ClusterReport, report
 from meshwright.planner.multiplex.simulation import simulate_cluster
@@ -318,7 +318,7 @@ def peer(asked: Asked, given: Assumptions) -> Shared:
     """Data parallelism with the background in its gaps, with what suits it best in the memory that
     is left: its step may get longer."""
     within = asked.within
-    beside = model_beside(within.model, given.slowdown)
+    beside = shared_device_model(within.model, given.slowdown)
     return beside_of(
         "data parallel", beside, within.model.baseline, within.schedule, asked.background, given
     )
@@ -349,7 +349,7 @@ def solved(
     run = simulate_cluster(model.world_size, (job,), backgrounds, given, horizon_s)
     return Case(
         name, model.world_size, link, asked.background, asked.plain, plain,
-        asked.partition, job.alone.step_s, burst, report(run), time.perf_counter() - start,
+        asked.partition, job.unshared.step_s, burst, report(run), time.perf_counter() - start,
     )  # fmt: skip
 
 

@@ -34,9 +34,9 @@ from burst_models import CONVOLUTIONS, fresh, momentum
 from exchange import on_a_bed, shown, table
 from exchange_rank import set_rate, slowest
 from meshwright.executor.apply import apply
-from meshwright.executor.background.job import Job, beside
+from meshwright.executor.background.job import Job, background_job
 from meshwright.executor.background.law import FIRST_HELD, LIMIT
-from meshwright.executor.background.settings import Settings
+from meshwright.executor.background.protocol import Settings
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.launch.start import start_process_group
@@ -193,7 +193,7 @@ class Rank:
         paced = Counted(self.name, best, folder / f"paced-{rank}")
         other = Counted(self.name, best, folder / f"alone-{rank}")
         settings = Settings(paced.command, str(folder / f"log-{rank}"), LIMIT, grace_s=1.0)
-        with beside(settings) as job, alone(other) as process:
+        with background_job(settings) as job, alone(other) as process:
             paced.wait_for_some()
             job.hold()
             os.environ.update(job.environment)

@@ -92,7 +92,12 @@ def problem(profile: ModelProfile, ranks: int, batch: int, bytes_per_s: float) -
 def compare(case: str, asked: Problem) -> list[Comparison]:
     """Every different greedy plan of a case against ours."""
     model = CostModel(
-        asked.profile, asked.cluster, asked.goal, 1, asked.placement, asked.bucket_bytes, True
+        asked.profile,
+        asked.cluster,
+        asked.goal,
+        placement=asked.placement,
+        bucket_bytes=asked.bucket_bytes,
+        sliced=True,
     )
     plans = {}
     for limit in LIMITS:

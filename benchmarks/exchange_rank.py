@@ -24,7 +24,7 @@ from exchange_parts import Parts, Times
 from meshwright.executor.apply import apply
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
-from meshwright.executor.gradients.order import Orders
+from meshwright.executor.gradients.order import Order, Orders
 from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.parallel import run_of
 from meshwright.models.units.discover import discover
@@ -212,8 +212,8 @@ def by_plan(
     apply(system.model, system.optimizer, plan)
     run = run_of(system.model)
     if not urgent:
-        exchange = run._priority_exchange()
-        exchange._orders = Orders(plan, urgent=False).start(exchange.grad_groups, run.control)
+        exchange = run.priority
+        exchange._orders = Order(Orders(plan, urgent=False), exchange.grad_groups, run.control)
     system.finish = run.finish_steps
     return system
 

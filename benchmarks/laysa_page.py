@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from laysa_figures import gains
-from meshwright.planner.schema.peak import CLASS_NAMES
+from meshwright.planner.schema.plan import CLASS_NAMES
 from page import table as markdown
 
 CUT, FASTER, SLOWDOWN = 0.805, 2.5, 1.1

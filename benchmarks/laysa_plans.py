@@ -25,7 +25,7 @@ from meshwright.planner.schema.options import Decisions, Option, feedbacks, segm
 from meshwright.planner.schema.plan import FeedbackPolicy, Plan
 from meshwright.planner.schema.profile import FidelityProfile, ModelProfile, UnitProfile
 from meshwright.planner.solve.evaluate import evaluation, make_plan
-from meshwright.planner.solve.heuristic.checkpointing import Recomputing
+from meshwright.planner.solve.heuristic.checkpointing import Checkpointing
 
 RANKS = 2
 RATIO = 0.01
@@ -109,7 +109,7 @@ class Chooser:
     profile: ModelProfile
     cluster: Cluster
     budget_bytes: int
-    _searches: dict[tuple[Way, int], Recomputing] = field(default_factory=dict)
+    _searches: dict[tuple[Way, int], Checkpointing] = field(default_factory=dict)
     _least: dict[tuple[Way, int], Chosen] = field(default_factory=dict)
 
     def ways(self, variant: Variant, micro_batches: int = 1) -> Iterator[Way]:
@@ -174,16 +174,16 @@ class Chooser:
         done = evaluation(model, decisions, schedule="priority").prediction
         return Chosen(way, batch, decisions, max(done.peak_bytes), done.step_s)
 
-    def _search(self, way: Way, batch: int) -> Recomputing:
+    def _search(self, way: Way, batch: int) -> Checkpointing:
         """What may be recomputed where the rest is decided."""
         key = way, batch
         if key not in self._searches:
             model = CostModel(
                 self.profile, self.cluster, self._goal(way, batch),
-                way.micro_batches, None, SLICE_BYTES, sliced=True,
+                micro_batches=way.micro_batches, bucket_bytes=SLICE_BYTES, sliced=True,
             )  # fmt: skip
             decisions = [_option(way, unit) for unit in self.profile.units]
-            self._searches[key] = Recomputing(model, decisions, CAPABILITY)
+            self._searches[key] = Checkpointing(model, decisions, CAPABILITY)
         return self._searches[key]
 
     def _goal(self, way: Way, batch: int) -> Goal:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
-from meshwright.executor.gradients.residual import Lossy
+from meshwright.executor.gradients.feedback import Lossy
 from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.launch.train import share_of
 from meshwright.executor.parallel import run_of

@@ -44,7 +44,7 @@ from meshwright.executor.gradients.sharded import ShardedGradGroup
 from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.parallel import is_parallel, run_of
 from meshwright.models.units.discover import discover
-from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.plan import SHARDING, ExchangePolicy, Plan
 
 OPTIMIZERS: dict[str, Optimizing] = {
@@ -62,8 +62,8 @@ def waiting(found: Found, plan: Plan, optimizing: Optimizing) -> System:
     def wait() -> None:
         step()
         for grad_group in exchange.grad_groups:
-            if isinstance(grad_group, ShardedGradGroup) and grad_group.trip is not None:
-                grad_group.trip.wait_for(grad_group)
+            if isinstance(grad_group, ShardedGradGroup) and grad_group.pipeline is not None:
+                grad_group.pipeline.wait_for(grad_group)
 
     system.optimizer.step = wait  # type: ignore[method-assign]
     return system

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..executor.launch.device import software
+from ..executor.launch.start import software
 from ..models.preserve import preserved
 from ..models.replay import capture, run_unit
 from ..models.spec import UnitSpec

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..executor.launch.device import device_name
 from ..executor.launch.processes import Ranks
 from ..executor.launch.progress import Step
-from ..executor.launch.start import local_device, start_process_group, under_torchrun
+from ..executor.launch.start import device_name, local_device, start_process_group, under_torchrun
 from ..executor.launch.tasks import Task, run_task
 from ..models.target import try_out, workload
 from ..models.workload import Workload

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..executor.launch.device import device_name, memory_bytes, software
+from ..executor.launch.start import device_name, memory_bytes, software
 from ..planner.schema.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
 from ..planner.schema.errors import InputError
 from .collect import COLLECTIVES, Group, curves, measure

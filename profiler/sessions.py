@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..executor.comm.agreement import rank_zero_decides, together
-from ..executor.launch.device import device_name, memory_bytes, software
 from ..executor.launch.progress import Step
+from ..executor.launch.start import device_name, memory_bytes, software
 from ..executor.launch.tasks import Task, rank_zero_bar
 from ..models import target as targets
 from ..models.workload import Workload

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from meshwright.planner.cost.budget import energy_budget, gpu_seconds_limit, idle_s, lost_energy
-from meshwright.planner.cost.positions import group_samples
+from meshwright.planner.cost.ownership import group_samples
 from meshwright.planner.memory.timeline import FIELD
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.schema.options import ties_agree

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import groupby
 
 from rich.table import Table
 
 from ...planner.explain.compare import policy_words, segment_words
+from ...planner.explain.why import Bottleneck
 from ...planner.schema.cluster import Cluster, Node
 from ...planner.schema.plan import Plan, Prediction, UnitPlan
 from ...planner.schema.profile import ModelProfile, UnitProfile
 from ...planner.schema.text import gap_text, rate, seconds, size
+from .comparisons import QUANTITIES
+from .folding import fold as folded
+from .folding import unfolded
 from .table import empty_table, names_of
 
 
@@ -40,18 +43,46 @@ def verdict(plan: Plan) -> str:
     return f"{gain(plan)}; {_proof(plan)}."
 
 
-def alone_words(alone_s: float, ranks: int) -> str:
+def bound_sentence(found: Bottleneck) -> str:
+    """What bounds the step, and what its user could do about it."""
+    where = "" if found.link is None else LINK_NAMES[found.link]
+    saved_s = 0.0 if found.faster_s is None else found.step_s - found.faster_s
+    saves = seconds(saved_s) if saved_s > 0 else "nothing"
+    advice = [f"twice the bandwidth {where} saves {saves}"] if where else []
+    if found.part == "compute":
+        what = "computing"
+        if found.recompute_s > RECOMPUTED * found.step_s:
+            again = seconds(found.recompute_s)
+            advice.insert(0, f"{again} of it recomputes what memory has no room for")
+        advice.append("more or faster devices shorten it")
+    else:
+        blocking = found.part == "blocking"
+        what = f"{'blocking communication' if blocking else 'gradient exchange'} {where}"
+        advice = [f"twice the bandwidth saves {saves}"]
+        advice += (
+            [] if blocking else ["or try --allow-lossy" if found.may_drop else "or raise --batch"]
+        )
+    part = f"{seconds(found.part_s)} of {seconds(found.step_s)}"
+    return f"Bound by {what} ({part}): {', '.join(advice)}."
+
+
+LINK_NAMES = {"inter": "between nodes", "intra": "inside nodes"}
+# Recomputing that takes less of the step is not mentioned.
+RECOMPUTED = 0.02
+
+
+def single_device_sentence(single_device_s: float, ranks: int) -> str:
     """That one device is quicker than a plan for so many ranks."""
     return (
-        f"One device by itself would take {seconds(alone_s)} for the whole batch, less than this "
-        f"plan, and fits in its memory: --ranks 1,{ranks} compares sizes."
+        f"One device by itself would take {seconds(single_device_s)} for the whole batch, less "
+        f"than this plan, and fits in its memory: --ranks 1,{ranks} compares sizes."
     )
 
 
+# A gap up to which a plan is said to be the best: what solvers take for none.
 EXACT = 1e-4
-"""A gap up to which a plan is said to be the best: what solvers take for none."""
+# Of two figures that differ by less, both read the same.
 SEEN = 0.005
-"""Of two figures that differ by less, both read the same."""
 
 
 def _proof(plan: Plan) -> str:
@@ -85,57 +116,81 @@ def _proof(plan: Plan) -> str:
     )
 
 
+# What the last column of the decisions adds up.
 COMMUNICATION = (
     "comm.: waiting for inputs and inside the unit, both ways, and the whole exchange of its "
     "gradients, of which computing may hide a part"
 )
-"""What the last column of the decisions adds up."""
+
+
+IN_BLOCKS = "rows inside a block are of one of its equal layers, on average"
 
 
 def _communication(unit: UnitPlan) -> float:
     return unit.blocking_s + unit.exchange_s
 
 
-def _decision(unit: UnitPlan) -> tuple[object, ...]:
-    return (unit.layout, unit.style, *policy_words(unit), *segment_words(unit))
-
-
 def decision_table(plan: Plan, *, fold: bool = True) -> Table:
-    """Each unit's decision; runs of units that are decided alike are one row with their sums.
+    """Each unit's decision; units that are decided alike are one row with their sums, and equal
+    layers one block.
 
     Code between units that costs nothing is left out of a folded table.
     """
     headings = ("unit", "kind", "parameters", "layout", "style", "forward", "backward", "comm.")
     table = empty_table("Decisions: layout is (groups, members of each)", headings, left=2)
-    table.caption = COMMUNICATION
-    table.caption_justify = "left"
     free = ("input", "output", "glue")
     shown = [u for u in plan.units if not fold or u.kind not in free or _communication(u) > 0]
-    runs = [list(run) for _, run in groupby(shown, _decision)] if fold else [[u] for u in shown]
-    for run in runs:
-        first = run[0]
+    rows = folded(shown, _name, _decision) if fold else unfolded(shown, _name)
+    blocks = any(row.is_block for row in rows)
+    table.caption = f"{COMMUNICATION}; {IN_BLOCKS}\n" if blocks else f"{COMMUNICATION}\n"
+    table.caption_justify = "left"
+    for row in rows:
+        first = row.units[0]
+        kinds = ", ".join(dict.fromkeys(u.kind for u in row.units))
+        style = ", ".join(_decision(first)[1:])
+        if row.module:
+            style = style.replace(f"{row.module}.", "")
         table.add_row(
-            names_of([u.name for u in run]),
-            ", ".join(dict.fromkeys(u.kind for u in run)),
-            size(sum(u.parameter_bytes for u in run)),
-            str(first.layout),
-            _style(first),
-            seconds(sum(u.forward_s for u in run)),
-            seconds(sum(u.backward_s for u in run)),
-            seconds(sum(_communication(u) for u in run)),
+            row.indented,
+            "" if row.is_block else kinds,
+            size(row.mean(lambda u: u.parameter_bytes)),
+            "" if row.is_block else str(first.layout),
+            "" if row.is_block else style,
+            seconds(row.mean(lambda u: u.forward_s)),
+            seconds(row.mean(lambda u: u.backward_s)),
+            seconds(row.mean(_communication)),
         )
     return table
 
 
-def _style(unit: UnitPlan) -> str:
-    words: list[str] = ["data parallel" if unit.style == "none" else unit.style]
-    return ", ".join([*words, *policy_words(unit), *segment_words(unit)])
+def _name(unit: UnitPlan | UnitProfile) -> str:
+    return unit.name
+
+
+def _decision(unit: UnitPlan) -> tuple[str, ...]:
+    style = "data parallel" if unit.style == "none" else unit.style
+    return (str(unit.layout), style, *policy_words(unit), *segment_words(unit))
+
+
+# The parts of a prediction that are printed, in this order.
+PREDICTED = (
+    "step_s", "compute_s", "blocking_s", "exposed_s", "samples_per_s", "wire_bytes", "peak_bytes",
+)  # fmt: skip
+
+
+def _quantity(prediction: Prediction, name: str) -> float:
+    """A predicted quantity; of those that differ by rank the largest."""
+    value: float | tuple[int, ...] = getattr(prediction, name)
+    return max(value, default=0) if isinstance(value, tuple) else value
 
 
 def prediction_table(plan: Plan) -> Table:
     """The predicted step, part by part, beside plain data parallelism."""
     table = empty_table("Predicted for one step", ("", "this plan", "data parallel"))
-    rows = prediction_rows(plan.prediction, plan.baseline)
+    rows = []
+    for name in PREDICTED:
+        what, show = QUANTITIES[name]
+        rows.append((what, *(show(_quantity(p, name)) for p in (plan.prediction, plan.baseline))))
     if plan.goal.background:
         times = plan.goal.slowdown
         slowed, theirs = (seconds(p.step_s * times) for p in (plan.prediction, plan.baseline))
@@ -145,20 +200,6 @@ def prediction_table(plan: Plan) -> Table:
     return table
 
 
-def prediction_rows(first: Prediction, second: Prediction) -> list[tuple[str, str, str]]:
-    """(what, first, second) as texts."""
-    figures: list[tuple[str, Callable[[Prediction], str]]] = [
-        ("step time", lambda p: seconds(p.step_s)),
-        ("  computing", lambda p: seconds(p.compute_s)),
-        ("  blocking communication", lambda p: seconds(p.blocking_s)),
-        ("  exposed gradient exchange", lambda p: seconds(p.exposed_s)),
-        ("samples per second", lambda p: f"{p.samples_per_s:,.0f}"),
-        ("sent by the busiest rank", lambda p: size(p.wire_bytes)),
-        ("peak memory of a rank", lambda p: size(max(p.peak_bytes, default=0))),
-    ]
-    return [(name, show(first), show(second)) for name, show in figures]
-
-
 def units_table(profile: ModelProfile, *, fold: bool = True) -> Table:
     """What was measured of each unit, at the largest batch measured."""
     batch = profile.batches[-1]
@@ -166,21 +207,25 @@ def units_table(profile: ModelProfile, *, fold: bool = True) -> Table:
     headings = ("unit", "kind", "divisible", "parameters", "forward", "backward", "saved")
     table = empty_table(title, headings, left=3)
 
-    def alike(unit: UnitProfile) -> tuple[object, ...]:
-        return (unit.kind, tuple(s.style for s in unit.splits), unit.name if not fold else "")
-
-    for _, group in groupby(profile.units, alike):
-        run = list(group)
+    rows = folded(profile.units, _name, _kind) if fold else unfolded(profile.units, _name)
+    if any(row.is_block for row in rows):
+        table.caption, table.caption_justify = IN_BLOCKS.capitalize(), "left"
+    for row in rows:
+        kind, *styles = _kind(row.units[0])
         table.add_row(
-            names_of([u.name for u in run]),
-            run[0].kind,
-            ", ".join(s.style for s in run[0].splits) or "no",
-            size(sum(u.parameter_bytes for u in run)),
-            seconds(sum(u.whole.forward(batch) for u in run)),
-            seconds(sum(u.whole.backward(batch) for u in run)),
-            size(sum(u.whole.saved(batch) for u in run)),
+            row.indented,
+            "" if row.is_block else kind,
+            "" if row.is_block else ", ".join(styles) or "no",
+            size(row.mean(lambda u: u.parameter_bytes)),
+            seconds(row.mean(lambda u: u.whole.forward(batch))),
+            seconds(row.mean(lambda u: u.whole.backward(batch))),
+            size(row.mean(lambda u: u.whole.saved(batch))),
         )
     return table
+
+
+def _kind(unit: UnitProfile) -> tuple[str, ...]:
+    return (unit.kind, *(split.style for split in unit.splits))
 
 
 def _devices(node: Node) -> str:

@@ -1,9 +1,6 @@
 """In which order slices leave: from the plan at first, then from what is measured.
 
-The plan's simulation says when gradients get ready and how long slices take. Where it is wrong, a
-slice whose turn it is holds back others that are ready; so after a few steps the ranks agree on the
-times that they measured (the latest of all ranks) and change to the order that follows from those,
-all at the same step.
+See [Note: The order of slices] in planner/simulate/slicing.py.
 """
 
 from __future__ import annotations
@@ -12,12 +9,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
 import torch
 
 from ...planner.schema.plan import Plan
-from ...planner.simulate.send_order import ReadyGroup, SendSlot, send_order
+from ...planner.simulate.slicing import ReadyGroup, SendSlot, send_order
 from ..comm.control import Control, Gathered
 from .release import placed
 from .slices import GradGroup
@@ -44,16 +42,12 @@ class Orders:
     urgent: bool = True
     measured: bool = True
 
-    def start(self, grad_groups: Sequence[GradGroup], control: Control) -> Order:
-        """The order of those parcels."""
-        return Order(self, grad_groups, control)
-
 
 class Order:
-    """The order that is in force."""
+    """The order that is in force on this rank, and on all others."""
 
     def __init__(self, orders: Orders, grad_groups: Sequence[GradGroup], control: Control) -> None:
-        self._orders, self._parcels, self._control = orders, grad_groups, control
+        self._orders, self._grad_groups, self._control = orders, grad_groups, control
         self._seconds = _planned_seconds(orders.plan, grad_groups)
         self._ready: list[list[float]] = []
         self._rates: list[float] = []
@@ -63,25 +57,26 @@ class Order:
         self._end_s = 0.0
         self._most = (0, 0.0)
         self._arriving = threading.Lock()
-        self.turns = self._find(_planned_ready(orders.plan, grad_groups))
+        self.slots = self._find(_planned_ready(orders.plan, grad_groups))
 
     def _find(self, ready_s: Sequence[float]) -> list[SendSlot]:
-        loads = [
-            ReadyGroup(at * LATE, grad_group.unit, () if grad_group.released else tuple(seconds))
-            for at, grad_group, seconds in zip(ready_s, self._parcels, self._seconds, strict=True)
+        ready_groups = [
+            ReadyGroup(at * LATE, group.unit, () if group.released else tuple(seconds))
+            for at, group, seconds in zip(ready_s, self._grad_groups, self._seconds, strict=True)
         ]
-        return placed(send_order(loads, urgent=self._orders.urgent), self._parcels)
+        return placed(send_order(ready_groups, urgent=self._orders.urgent), self._grad_groups)
 
     def begin(self) -> None:
         """Before a backward: changes to the order that ranks have agreed on, if there is one."""
         if self._coming is None:
             return
+        # Every rank comes here after the same number of backwards: all swap at the same step.
         (agreed,) = self._coming.rows()
         self._coming = None
         rate_s, ready_s = agreed[0], agreed[1:]
         if rate_s > 0:
-            self._seconds = [[s.shared_bytes * rate_s for s in p.slices] for p in self._parcels]
-        self.turns = self._find(ready_s)
+            self._seconds = [[s.shared_bytes * rate_s for s in g.slices] for g in self._grad_groups]
+        self.slots = self._find(ready_s)
 
     def end(self, grad_groups: Sequence[GradGroup]) -> None:
         """After a backward, when everything has left: remembers its times."""
@@ -93,24 +88,25 @@ class Order:
             rate_s = min(self._rates, default=0.0)
             times = [median(row) for row in zip(*self._ready, strict=True)]
             vector = torch.tensor([rate_s, *times], dtype=torch.float64, device="cpu")
+            # The latest of all ranks: a slice is ready when the last rank has it.
             self._coming = self._control.most(vector, "the agreement on the order of slices")
 
     def _count_left(self) -> None:
-        """The bytes ahead of each parcel's end that the links have not carried yet."""
+        """The bytes ahead of each group's end that the links have not carried yet."""
         if self._most[0]:
             self._rates = [*self._rates[1 - KEPT :], self._most[1]]
         self._end_s, self._left, self._most = time.perf_counter(), {}, (0, 0.0)
         ahead, number = 0, 0
-        for turn in self.turns:
-            grad_group = self._parcels[turn.load]
-            one = grad_group.slices[turn.number]
+        for slot in self.slots:
+            grad_group = self._grad_groups[slot.group]
+            one = grad_group.slices[slot.number]
             if not one.there:
                 ahead, number = ahead + one.bytes, number + 1
             if number >= MANY:
                 self._left[grad_group] = ahead
 
     def arrived(self, grad_group: GradGroup, waited_s: float) -> None:
-        """A parcel has come back after a wait: the links were busy until now. Of a step the wait
+        """A group has come back after a wait: the links were busy until now. Of a step the wait
         with most before it counts; after little, what is measured is mostly the forward between.
         The thread of a sharded step says so too."""
         with self._arriving:
@@ -120,33 +116,27 @@ class Order:
 
 
 def _measured_ready(grad_groups: Sequence[GradGroup]) -> list[float]:
-    """When this rank has had the gradients of each parcel; those of a unit that leaves it idle, not
+    """When this rank has had the gradients of each group; those of a unit that leaves it idle, not
     before those of the units behind it. As ranks begin their backwards at different times, such a
     unit could else seem to be ready before units whose gradients peers wait for in backward, and
     these would wait for what comes after them."""
     behind: dict[int, float] = {}
     latest = 0.0
-    for grad_group in sorted(grad_groups, key=lambda p: -p.unit):
+    for grad_group in sorted(grad_groups, key=lambda g: -g.unit):
         if not grad_group.absent:
             latest = max(latest, grad_group.ready_s)
         behind[grad_group.unit] = latest
-    return [behind[p.unit] if p.absent else p.ready_s for p in grad_groups]
+    return [behind[g.unit] if g.absent else g.ready_s for g in grad_groups]
 
 
 def _planned_ready(plan: Plan, grad_groups: Sequence[GradGroup]) -> list[float]:
-    """When backward is over for each parcel's unit, in the plan's prediction."""
-    after: list[float] = []
-    now = 0.0
-    for unit in reversed(plan.units):
-        now += unit.backward_s
-        after.append(now)
-    after.reverse()
-    if now > 0:
-        return [after[min(p.unit, len(after) - 1)] if after else 0.0 for p in grad_groups]
-    last = max((p.unit for p in grad_groups), default=0)
-    return [
-        float(last - p.unit) for p in grad_groups
-    ]  # a plan without times: in the order of backward
+    """When backward is over for each group's unit, in the plan's prediction."""
+    after = list(accumulate(unit.backward_s for unit in reversed(plan.units)))[::-1]
+    if any(after):
+        return [after[min(g.unit, len(after) - 1)] for g in grad_groups]
+    last = max((g.unit for g in grad_groups), default=0)
+    # A plan without times: in the order of backward.
+    return [float(last - g.unit) for g in grad_groups]
 
 
 def _planned_seconds(plan: Plan, grad_groups: Sequence[GradGroup]) -> list[list[float]]:

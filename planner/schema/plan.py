@@ -6,7 +6,6 @@ from typing import Literal
 
 from .goal import Goal
 from .layout import Layout, Style
-from .peak import Moment
 from .profile import UnitKind
 from .record import Bytes, Count, Document, Index, Record, Seconds
 
@@ -55,6 +54,51 @@ class UnitPlan(Record, frozen=True, kw_only=True):
     backward_s: Seconds = 0.0
     blocking_s: Seconds = 0.0
     exchange_s: Seconds = 0.0
+
+
+Phase = Literal["forward", "backward", "update"]
+
+CLASS_NAMES = {
+    "weights": "weights",
+    "optimizer": "optimizer state",
+    "residuals": "residuals",
+    "gradients": "weight gradients",
+    "feature_maps": "feature maps",
+    "map_gradients": "feature map gradients",
+    "buffers": "buffers in flight",
+    "workspace": "workspace",
+}
+"""The classes of memory, and what people call them."""
+
+
+class Moment(Record, frozen=True, kw_only=True):
+    """Bytes alive at one point of a step, by class, while ``unit`` is at work."""
+
+    unit: str
+    phase: Phase
+    weights: Bytes
+    optimizer: Bytes
+    residuals: Bytes
+    gradients: Bytes
+    feature_maps: Bytes
+    map_gradients: Bytes
+    buffers: Bytes
+    workspace: Bytes
+
+    @property
+    def total(self) -> int:
+        """All bytes alive."""
+        return sum(self.by_class().values())
+
+    def by_class(self) -> dict[str, int]:
+        """Bytes by class, in the order of ``CLASS_NAMES``."""
+        return {name: getattr(self, name) for name in CLASS_NAMES}
+
+    @property
+    def largest(self) -> str:
+        """The class that takes most, in words."""
+        found = self.by_class()
+        return CLASS_NAMES[max(found, key=lambda name: found[name])]
 
 
 class Prediction(Record, frozen=True, kw_only=True):
@@ -120,6 +164,7 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # What no plan may be. Whether an executor can run it is its ``Capability``'s to say.
         if sorted(self.placement) != list(range(self.world_size)):
             order = ", ".join(map(str, self.placement))
             raise ValueError(

@@ -10,9 +10,14 @@ import numpy as np
 
 from ..cost.collectives import Fabric
 from ..cost.cost import CostModel
-from ..cost.flows import Flows, flow_seconds, flows
 from ..cost.ownership import TensorPlacement, input_placement, output_placement
-from ..cost.shared_redistribution import SharedRedistribution, load_of, shared_redistribution
+from ..cost.redistribution import (
+    SharedRedistribution,
+    Traffic,
+    edge_redistribution,
+    edge_tensors,
+    traffic,
+)
 from ..cost.step_time import LINKS
 from ..memory.rows import ENTRY, RECEIVED
 from .unit_figures import Reals, State
@@ -54,10 +59,10 @@ def _flows(
     sources: tuple[TensorPlacement, ...],
     targets: tuple[TensorPlacement, ...],
     features: int,
-) -> Flows:
+) -> Traffic:
     """Remembered: a cluster is asked several questions, and on a thousand ranks the flows of an
     edge take a quarter of a second."""
-    return flows(nodes.fabric, counts, sources, targets, features)
+    return traffic(nodes.fabric, counts, sources, targets, features)
 
 
 class EdgeFigures:
@@ -85,10 +90,12 @@ class EdgeFigures:
         out, into = list(dict.fromkeys(made)), list(dict.fromkeys(taken))
         every = range(len(EDGE_FIGURES))
         figures = np.zeros((len(every), len(out), len(into)))
-        for form in ("samples", "features"):
+        for form in ("batch_shard", "feature_shard"):
             for sliced in (False, True):
                 rows = [i for i, h in enumerate(out) if h.form == form]
-                cols = [i for i, h in enumerate(into) if ("features" in (form, h.form)) == sliced]
+                cols = [
+                    i for i, h in enumerate(into) if ("feature_shard" in (form, h.form)) == sliced
+                ]
                 if rows and cols:
                     features = sizes[2] if sliced else 1
                     flow = self._flow([out[i] for i in rows], [into[i] for i in cols], features)
@@ -99,33 +106,28 @@ class EdgeFigures:
 
     def _flow(
         self, sources: Sequence[TensorPlacement], targets: Sequence[TensorPlacement], features: int
-    ) -> Flows:
+    ) -> Traffic:
         return _flows(self._nodes, self.model.counts, tuple(sources), tuple(targets), features)
 
-    def _seconds(self, flow: Flows, element: float, back: float) -> Reals:
+    def _seconds(self, flow: Traffic, element: float, back: float) -> Reals:
         """The figures for a tensor whose elements have so many bytes, and so many in backward."""
-        ahead, behind = (self._move_s(flow, size) for size in (element, back))
+        ahead, behind = (self.model.move_s(flow, size) for size in (element, back))
         on = [flow.level == i for i in range(len(LINKS))]
         rows = [*(ahead * link for link in on), *(behind * link for link in on)]
         return np.stack([*rows, flow.received * element])
 
-    def _move_s(self, flow: Flows, element: float) -> Reals:
-        """As ``CostModel`` has it: with the executor's own work around each redistribution."""
-        seconds = flow_seconds(self.model.fabric, flow, element)
-        return seconds + self.model.cluster.overhead.move_s * (seconds > 0)
-
 
 class SharedEdges:
-    """The edges that may share a redistribution with others (``shared_redistribution``); unit k has
+    """The edges that may share a redistribution with others (``cost.redistribution``); unit k has
     the states ``states[k]``."""
 
     def __init__(self, model: CostModel, states: Sequence[Sequence[State]]) -> None:
         self.model, self.states = model, states
         same: dict[object, list[int]] = {}
         for e, edge in enumerate(model.profile.edges):
-            same.setdefault(load_of(edge), []).append(e)
+            same.setdefault(edge_tensors(edge), []).append(e)
         self.with_load: tuple[tuple[int, ...], ...] = tuple(
-            tuple(same[load_of(edge)]) for edge in model.profile.edges
+            tuple(same[edge_tensors(edge)]) for edge in model.profile.edges
         )
         """For each edge those that carry the same tensors, itself among them."""
 
@@ -134,11 +136,11 @@ class SharedEdges:
         a, b = self.model.ends[e]
         made = output_placement(*self.states[a][source])
         wanted = input_placement(*self.states[b][target])
-        return shared_redistribution(self.model.profile.edges[e], made, wanted)
+        return edge_redistribution(self.model.profile.edges[e], made, wanted)
 
     def came_before(self, e: int, state: Callable[[int], int]) -> bool:
         """Whether an earlier unit needs what edge ``e`` moves; units are in ``state(unit)``."""
-        earlier = self.model.alike[e]
+        earlier = self.model.same_tensors_before[e]
         if not earlier:
             return False
         mine, *others = (
@@ -160,8 +162,8 @@ class SharedEdges:
             return None
         edges, wanted = self.model.profile.edges, self._wanted(e)
         made = [output_placement(*state) for state in self.states[self.model.ends[e][0]]]
-        sliced = np.array([m.form == "features" for m in made])[:, None] | np.array(
-            [w.form == "features" for w in wanted]
+        sliced = np.array([m.form == "feature_shard" for m in made])[:, None] | np.array(
+            [w.form == "feature_shard" for w in wanted]
         )
         count = np.ones(sliced.shape)
         for other in self.with_load[e]:

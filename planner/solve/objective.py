@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..cost.budget import energy_budget, gpu_seconds, gpu_seconds_limit, lost_energy
 from ..cost.cost import CostModel
-from ..cost.positions import position_classes
+from ..cost.ownership import position_classes
 from ..cost.step_time import barrier_step, priority_step
 from ..memory.timeline import peak_bytes
 from ..schema.options import Option

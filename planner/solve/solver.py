@@ -144,7 +144,7 @@ def _search(problem: Problem, solver: Solver, time_limit_s: float | None) -> Res
     return quicker_in_segments(problem, result, time_limit_s)
 
 
-def settled(problem: Problem) -> Problem:
+def expand_pins(problem: Problem) -> Problem:
     """The problem with patterns in its pins spelled out; see ``pins.spelled_out``."""
     world = problem.cluster.world_size
     goal = spelled_out(problem.goal, problem.profile, problem.capability, world)

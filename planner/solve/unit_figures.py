@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..cost.budget import idle_s
 from ..cost.compute import Quantity, busiest_samples
 from ..cost.cost import CostModel
-from ..cost.positions import group_samples
+from ..cost.ownership import group_samples
 from ..cost.step_time import LINKS
 from ..memory.rows import AT, FIGURES, OWN_BYTES
 from ..memory.unit_memory import MemoryModel

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.release import ReleasedGradient
-from meshwright.executor.memory import host as hosts
+from meshwright.executor.memory import offload as hosts
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
@@ -47,10 +47,10 @@ class Copied:
     def __init__(self, there: Tensor) -> None:
         self.there = there
 
-    def call_back(self) -> None:
+    def prefetch(self) -> None:
         self.here = self.there.clone()
 
-    def home(self) -> Tensor:
+    def wait(self) -> Tensor:
         return self.here
 
 
@@ -234,9 +234,8 @@ def gatherings(rank: int) -> list[tuple[int, int]]:
         model, ours = fully_sharded(memory, segment=segment)
         exchange = run_of(model).priority
         assert exchange is not None
-        assert exchange.uses is not None
         told: list[str] = []
-        exchange.uses._announce = lambda text, *_, told=told: told.append(text)
+        exchange.unshard_manager._announce = lambda text, *_, told=told: told.append(text)
         for _ in range(2):
             told.clear()
             loss = model(torch.ones(4, 256)).square().mean()

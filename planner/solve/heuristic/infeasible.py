@@ -22,7 +22,7 @@ from ..choices import unit_options
 from ..evaluate import excess, rank_memory
 from ..objective import value
 from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
-from .checkpointing import Recomputing
+from .checkpointing import Checkpointing
 from .fitting import has_segments, plain_starts
 from .least_memory import least_memory, memory_models
 from .relaxations import higher, higher_unit_limit, more_memory
@@ -185,7 +185,7 @@ def _in_segments(problems: Sequence[Problem], closest: Closest, deadline: float)
             for start in plain_starts(problem, model):
                 if time.perf_counter() > deadline:
                     return closest
-                decisions = Recomputing(model, start, problem.capability).least()
+                decisions = Checkpointing(model, start, problem.capability).least()
                 new = choice(model, decisions, problem.schedule)
                 if new.value.over_bytes < closest.over_bytes:
                     peak = max(m.peak_bytes for m in rank_memory(model, decisions))

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ...cost.cost import CostModel
-from ...cost.positions import group_samples
+from ...cost.ownership import group_samples
 from ...memory.rows import AT, OWN_BYTES, UPDATE, Matrix, rows
 from ...schema.capability import Capability
 from ...schema.options import Decisions, Option

@@ -23,8 +23,8 @@ from ..answer import Choice, answer, choice
 from ..choices import may_have
 from ..evaluate import evaluation, limits_bytes
 from ..problem import Problem, Result
-from .checkpointing import Recomputing
-from .fitting import has_segments, held_back, plain_starts
+from .checkpointing import Checkpointing
+from .fitting import has_segments, limited_by_memory, plain_starts
 from .splits import search
 
 BETTER = 1 - 1e-6
@@ -42,7 +42,7 @@ def quicker_in_segments(
     search for the result was given; this takes up to a fifth of it besides."""
     if result.plan is None or result.decisions is None or not has_segments(problem):
         return result
-    if not held_back(result.plan):
+    if not limited_by_memory(result.plan):
         return result
     start, problem = time.perf_counter(), problem.placed()
     plan = result.plan
@@ -82,7 +82,7 @@ def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float
             break
         problem.report("recomputing in segments", min(i / 10, 0.9))
         limit = min(limits_bytes(model.cluster, model.goal, model.placement))
-        chosen = Recomputing(model, start, problem.capability).quickest(limit)
+        chosen = Checkpointing(model, start, problem.capability).quickest(limit)
         if chosen is None:
             continue
         new = choice(model, chosen, problem.schedule)

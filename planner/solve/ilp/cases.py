@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...cost.cost import CostModel
-from ...cost.positions import group_samples
+from ...cost.ownership import group_samples
 from ...memory.rows import AT, OWN_BYTES
 from ...schema.layout import Layout
 from ..answer import choice

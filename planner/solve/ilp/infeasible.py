@@ -21,7 +21,7 @@ from ..answer import Choice, choice
 from ..evaluate import rank_memory
 from ..heuristic.fitting import fits_in_segments
 from ..heuristic.infeasible import Closest
-from ..heuristic.least_memory import LeastMemory, least_memory, memory_models, never_fits
+from ..heuristic.least_memory import LeastMemory, least_memory, memory_models
 from ..heuristic.relaxations import needed
 from ..problem import Problem
 from .backend import Interruption, Solved, run
@@ -58,9 +58,15 @@ class IntegerEvidence:
 
     def fits(self, problem: Problem, deadline: float) -> bool:
         """Whether a plan keeps all limits."""
-        models = [model for model in memory_models(problem) if not never_fits(problem, model)]
-        return any(_has_plan(problem, model, deadline) for model in models) or any(
-            fits_in_segments(problem, model) for model in models
+        models = list(memory_models(problem))
+        bounds = [least_memory(problem, model) for model in models]
+        known = [(m, bound) for m, bound in zip(models, bounds, strict=True) if bound is not None]
+        return any(
+            _has_plan(problem, model, deadline) for model, bound in known if bound.over_bytes <= 0
+        ) or any(
+            fits_in_segments(problem, model)
+            for model, bound in known
+            if bound.over_bytes_in_segments <= 0
         )
 
 

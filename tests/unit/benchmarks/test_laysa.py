@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.cli.render.memory import memory_tables
-from meshwright.planner.explain.moments import memory_timeline
+from meshwright.planner.explain.memory_timeline import memory_timeline
 from meshwright.planner.memory import gradient_buffers
 from meshwright.planner.schema.curve import proportional
 from meshwright.planner.schema.profile import (

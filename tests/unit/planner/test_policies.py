@@ -173,7 +173,9 @@ def test_what_is_dropped_is_held_or_sent(lossy):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_each_way_to_keep_the_rest_holds_less_than_the_one_before(lossy, micro_batches):
-    model = CostModel(lossy.profile, lossy.cluster, lossy.goal, micro_batches, sliced=True)
+    model = CostModel(
+        lossy.profile, lossy.cluster, lossy.goal, micro_batches=micro_batches, sliced=True
+    )
     peaks = [
         max(m.peak_bytes for m in rank_memory(model, (HOME, one, one, HOME)))
         for one in (TOPK._replace(feedback=f) for f in ("residual", "in_place", "host_mirror"))

@@ -1,5 +1,9 @@
 """The solver interface, and what is said where nothing fits."""
 
+import time
+from dataclasses import replace
+
+import meshwright as mw
 import msgspec
 import pytest
 from meshwright.planner.schema.capability import PLAIN
@@ -8,10 +12,16 @@ from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.solve.heuristic.heuristic import Heuristic
 from meshwright.planner.solve.heuristic.infeasible import more_nodes
+from meshwright.planner.solve.heuristic.least_memory import least_memory
 from meshwright.planner.solve.heuristic.resize import resized_problem
+from meshwright.planner.solve.ilp import infeasible as ilp_infeasible
+from meshwright.planner.solve.ilp.solve import Integer
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import Solver, solve, solvers
+from meshwright.profiler.tables import load_table
 
+from tests.brute import best
+from tests.problems import problem as random_problem
 from tests.strategies import chain_profile, cluster, linear
 
 
@@ -198,3 +208,32 @@ def test_the_lagrangian_may_be_asked_for_by_its_older_name(problem):
     new, old = (solve(problem, name) for name in ("lagrangian", "multipliers"))
     assert new.decisions == old.decisions
     assert new.plan.provenance.solver == old.plan.provenance.solver == "multipliers"
+
+
+def test_a_refusal_of_vgg16_needs_no_search_and_few_programs(monkeypatch):
+    """Memory rules out every plan at a glance; what is left is to say what would help."""
+    solves, programs = [], []
+    whole, solved = Integer.solve, ilp_infeasible.run
+    monkeypatch.setattr(Integer, "solve", lambda *args: solves.append(args) or whole(*args))
+    monkeypatch.setattr(ilp_infeasible, "run", lambda *args: programs.append(args) or solved(*args))
+    links = mw.describe_cluster(device="a100-sxm-40gb", nodes=8, inter_gbit_s=1.0)
+    goal = Goal(batch=256, memory_limit_bytes=300 * 2**20)
+    start = time.process_time()
+    with pytest.raises(InfeasibleError, match="allow at least") as caught:
+        mw.plan(load_table("vgg16"), links, goal)
+    assert "lower the global batch" in str(caught.value)
+    assert not solves
+    assert len(programs) <= 10
+    assert time.process_time() - start < 60
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_least_memory_is_no_more_than_that_of_any_plan(seed):
+    made = random_problem(seed, most=1_000)
+    free = msgspec.structs.replace(
+        made.goal, memory_limit_bytes=1, amplification_limit=None, unit_amplification_limit=None
+    )
+    made = replace(made, goal=free).placed()
+    bounds = [least_memory(made, model) for model in made.cost_models()]
+    least = min(bound.over_bytes for bound in bounds if bound is not None)
+    assert 0 < least < best(made).least_bytes
