@@ -208,7 +208,7 @@ def _answers(problem: Problem, limit_s: float, time_limit_s: float) -> Iterator[
 def _answer(problem: Problem, changes: Mapping[str, object], time_limit_s: float) -> Result:
     """What the planner finds for the goal with those changes."""
     goal = msgspec.structs.replace(problem.goal, **changes)
-    return solve(replace(problem, goal=goal), "multipliers", time_limit_s)
+    return solve(replace(problem, goal=goal), "lagrangian", time_limit_s)
 
 
 def _narrow(model: CostModel, groups: int) -> Decisions:

@@ -84,7 +84,7 @@ def main() -> None:
     chosen = [int(a) for a in sys.argv[1:3]]
     sizes = tuple(int(a) for a in sys.argv[3].split(",")) if len(sys.argv) > 3 else ()
     if len(chosen) == 2:
-        rows = [row(chosen[0], chosen[1], "multipliers", sizes)]
+        rows = [row(chosen[0], chosen[1], "lagrangian", sizes)]
     else:
         rows = [_separately(units, ranks) for units, ranks in ROWS]
     print("  units  ranks       solver  seconds   of CPU      gap  peak MiB")

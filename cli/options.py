@@ -115,7 +115,7 @@ AllLayouts = Annotated[
 
 # -- how it is searched, and what is shown --------------------------------------------------------
 
-Solver = Annotated[str, typer.Option(help="auto, heuristic, integer or multipliers.")]
+Solver = Annotated[str, typer.Option(help="auto, heuristic, integer or lagrangian.")]
 TimeLimit = Annotated[float | None, number("Seconds for the search.", above=0)]
 ClusterSizes = Annotated[
     Sequence[int] | None, counts("Compare cluster sizes instead, such as 8,16,32.")

@@ -72,17 +72,12 @@ def unit_amplification(model: CostModel, k: int, option: Option) -> float:
 
 
 def lost_energy(model: CostModel, k: int, option: Option) -> float:
-    """The share of the whole gradient's energy that unit ``k`` does not send at once. Units weigh
-    as their measured energy, or where none was measured as their parameters."""
+    """The share of the whole gradient's energy that unit ``k`` does not send at once."""
     if not option.lossy:
         return 0.0
-    units = model.profile.units
-    energy = [u.gradient_energy for u in units]
-    if not any(energy):
-        energy = [float(sum(p.bytes for p in owned if p.trainable)) for owned in model.owned]
-    kept = units[k].kept(option.exchange, option.ratio)
+    kept = model.profile.units[k].kept(option.exchange, option.ratio)
     assert kept is not None, "refused where it was not measured"
-    return (1.0 - kept) * energy[k] / sum(energy)
+    return (1.0 - kept) * model.energy_shares[k]
 
 
 def energy_budget(model: CostModel) -> float:

@@ -107,6 +107,16 @@ class Structure:
         return tuple(found)
 
     @cached_property
+    def energy_shares(self) -> tuple[float, ...]:
+        """The share of the whole gradient's energy in each unit: as it was measured, or where none
+        was in proportion to the units' parameters."""
+        energy = [u.gradient_energy for u in self.profile.units]
+        if not any(energy):
+            energy = [float(sum(p.bytes for p in own if p.trainable)) for own in self.owned]
+        whole = max(sum(energy), 1e-300)  # all zero where nothing is trained
+        return tuple(each / whole for each in energy)
+
+    @cached_property
     def summed_bytes(self) -> tuple[tuple[float, float], ...]:
         """For each unit the bytes of tied parameters' gradients besides those that stand: of its
         own, and of others'. Backward comes to the last user first, whose gradient waits for the

@@ -15,7 +15,8 @@ from ..cost.cost import CostModel
 from ..schema.capability import Capability
 from ..schema.layout import Layout, Style, lattice
 from ..schema.options import Option, allowed, feedbacks
-from ..schema.plan import ExchangePolicy, FeedbackPolicy
+from ..schema.plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy
+from ..schema.profile import UnitProfile
 
 STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")
 
@@ -57,33 +58,41 @@ def with_policies(
     model: CostModel, k: int, base: Option, capability: Capability
 ) -> Iterator[Option]:
     """``base`` under every combination of policies that may help and can be run."""
-    for option in _combined(model, k, base, capability):
-        policy = option.exchange, option.early_release
-        if capability.suits(option.layout, model.world_size, *policy):
-            yield option
+    unit, layout = model.profile.units[k], base.layout
+    saved = saved_bytes(unit, base.style, layout.degree, 1.0)
+    exchanges = tuple(exchange_options(model, k, base, capability))
+    for memory in memory_policies(model, unit, saved, capability):
+        for option in exchanges:
+            yield option._replace(memory=memory)
 
 
-def _combined(model: CostModel, k: int, base: Option, capability: Capability) -> Iterator[Option]:
-    for memory in _memory(model, k, base, capability):
-        for exchange in _exchange(model, k, memory, capability):
-            yield exchange
-            if not exchange.shards and _releases(model, k, capability):
-                yield exchange._replace(early_release=True)
+def memory_policies(
+    model: CostModel, unit: UnitProfile, saved: float, capability: Capability
+) -> tuple[MemoryPolicy, ...]:
+    """What may be done with the ``saved`` bytes of a unit's feature maps."""
+    found: list[MemoryPolicy] = ["keep"]
+    if saved and not unit.fixed:
+        if "recompute" in capability.memory:
+            found.append("recompute")
+        if "offload" in capability.memory and model.cluster.host_bytes_per_s is not None:
+            found.append("offload")
+    return tuple(found)
 
 
-def _memory(model: CostModel, k: int, base: Option, capability: Capability) -> Iterator[Option]:
-    yield base
-    unit = model.profile.units[k]
-    saved = saved_bytes(unit, base.style, base.layout.degree, 1.0)
-    if unit.fixed or not saved:
-        return
-    if "recompute" in capability.memory:
-        yield base._replace(memory="recompute")
-    if "offload" in capability.memory and model.cluster.host_bytes_per_s is not None:
-        yield base._replace(memory="offload")
+def exchange_options(
+    model: CostModel, k: int, base: Option, capability: Capability
+) -> Iterator[Option]:
+    """``base`` under every policy of exchange that may help and can be run, early release with
+    each."""
+    for option in _exchanges(model, k, base, capability):
+        for early in (False, True):
+            if early and (option.shards or not _releases(model, k, capability)):
+                continue
+            if capability.suits(base.layout, model.world_size, option.exchange, early):
+                yield option._replace(early_release=early)
 
 
-def _exchange(model: CostModel, k: int, base: Option, capability: Capability) -> Iterator[Option]:
+def _exchanges(model: CostModel, k: int, base: Option, capability: Capability) -> Iterator[Option]:
     yield base
     if base.layout.groups == 1 or not any(p.trainable for p in model.owned[k]):
         return

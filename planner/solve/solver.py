@@ -20,7 +20,7 @@ from .heuristic.schedules import any_schedule, shard_if_needed, widest
 from .heuristic.segmented import quicker_in_segments
 from .problem import INTEGER_PAIRS, Infeasibility, Problem, Result, state_pairs
 
-PREFERENCE = ("integer", "multipliers", "heuristic")
+PREFERENCE = ("integer", "lagrangian", "heuristic")
 """The order in which ``auto`` looks for a solver: the first that is there and that is able."""
 AUTO_S = 20.0
 """Seconds that ``auto`` gives the integer program where no limit was asked for."""
@@ -41,6 +41,9 @@ class Solver(Protocol):
         """Why none of the problems has a plan. They differ in schedule and in what is allowed only,
         and the last allows most."""
 
+
+SPELLINGS = {"multipliers": "lagrangian"}
+"""Other names by which a solver may be asked for, and which plans record."""
 
 _solvers: dict[str, Callable[[], Solver]] = {}
 
@@ -76,7 +79,7 @@ def solvers() -> tuple[str, ...]:
 # is made. If none of them has a plan, one report covers them all (``heuristic.infeasible``).
 #
 # [Note: What is proved]
-# The integer program proves its objective, and the multipliers a bound on it, over all options of
+# The integer program proves its objective, and the Lagrangian a bound on it, over all options of
 # the problem that they were given: one schedule, the allowances of that search, layouts that begin
 # at position 0, units that are recomputed one by one. Choosing between the searches above is a
 # prediction, not a proof. A plan that branches or segments made better has status ``heuristic``.
@@ -96,7 +99,9 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
     """
     start = time.perf_counter()
     _load()
-    name, reason = (solver, "asked for") if solver != "auto" else _auto(problem)
+    name, reason = SPELLINGS.get(solver, solver), "asked for"
+    if solver == "auto":
+        name, reason = _auto(problem)
     if name not in _solvers:
         known = ", ".join(["auto", *_solvers])
         raise InputError(f"there is no solver {solver!r}: choose from {known}")
@@ -179,8 +184,8 @@ def _load() -> None:
     solve with)."""
     from .heuristic import heuristic
     from .ilp import solve as integer
-    from .lagrangian import solver as multipliers
+    from .lagrangian.solver import LagrangianSolver
 
     register("heuristic", heuristic.Heuristic)
     register("integer", integer.Integer)
-    register("multipliers", multipliers.Multipliers)
+    register("lagrangian", LagrangianSolver)

@@ -116,7 +116,7 @@ def _least(
     program for it was solved to the end. ``bound`` is known of memory."""
     free = msgspec.structs.replace(problem.goal, **{what: None})
     this = case(problem, _with_goal(problem, model, free))
-    if not all(this.ledger.options):
+    if not all(this.table.options):
         return None, True
     lifts_memory = what == "memory_limit_bytes"
     limits = model
@@ -134,7 +134,7 @@ def _least(
     done = solved.outcome in ("optimal", "infeasible")
     if solved.value is None:
         return None, done
-    return choice(model, this.ledger.choose(program.chosen()), problem.schedule), done
+    return choice(model, program.chosen(), problem.schedule), done
 
 
 def _run(program: Program, deadline: float) -> Solved:
@@ -149,13 +149,13 @@ def _with_goal(problem: Problem, model: CostModel, goal: Goal) -> CostModel:
 def _has_plan(problem: Problem, model: CostModel, deadline: float) -> bool:
     """Whether the program has any solution; much quicker than the one that needs least."""
     this = case(problem, model)
-    if not all(this.ledger.options):
+    if not all(this.table.options):
         return False
     program = this.program(problem)
     program.minimise("memory_limit_bytes")  # without excess there is nothing to make small
     if _run(program, deadline).value is None:
         return False
-    if choice(model, this.ledger.choose(program.chosen()), problem.schedule).feasible:
+    if choice(model, program.chosen(), problem.schedule).feasible:
         return True
     closest, _ = _least(problem, model, "memory_limit_bytes", deadline)  # over it by rounding
     return closest is not None and closest.feasible

@@ -23,7 +23,7 @@ family of constraints, with the function that adds it:
  (8) open buckets        h_k ≥ min(Σ_{i<k} sent_i,
                                    (layouts in use - those that the
                                    unit closes) · bucket)              ``Timeline._buckets``
- (9) device-seconds      W·T - Σ_k idle_k ≤ amplification · alone      ``Program._budgets``
+ (9) device-seconds      W·T - Σ_k idle_k ≤ amplification · single     ``Program._budgets``
 (10) fidelity            Σ_k lost_k ≤ 1 - the floor                    ``Program._budgets``
 (11) step time limit     T ≤ limit                                     ``Program._budgets``
 (12) moved once          c_eστ ≥ y_eστ - Σ x of earlier units that     ``Variables._moves``
@@ -50,32 +50,30 @@ import pulp
 
 from ...cost.budget import energy_budget, gpu_seconds_limit, lost_energy
 from ...cost.step_time import LINKS, Vector
-from ...memory.rows import AT, rows
+from ...memory.rows import AT, SLICES, rows
 from ...schema.options import Option
 from ...simulate.schedule import ScheduleName
-from .classes import MemoryClass
-from .ledger import Ledger
-from .linear import Terms, summed
-from .timeline import Timeline
-from .variables import Variables
+from ..option_table import OptionTable
+from .timeline import MemoryClass, Timeline
+from .variables import Terms, Variables, summed
 
 
 class Program(Variables):
-    """The program of one ledger. ``classes`` are the positions whose memory may bind."""
+    """The program of one option table. ``classes`` are the positions whose memory may bind."""
 
     def __init__(
         self,
-        ledger: Ledger,
+        table: OptionTable,
         classes: Sequence[MemoryClass],
         schedule: ScheduleName,
         time_unit_s: float,
         *,
         excess: bool = False,
     ) -> None:
-        super().__init__(ledger)
+        super().__init__(table)
         self.unit_s = time_unit_s
         self.rows = rows(
-            self.model.micro_batches, schedule, 0.0, together=ledger.memory.updates_together
+            self.model.micro_batches, schedule, 0.0, together=table.memory.updates_together
         )
         self.step = self.new("T")
         self._step(schedule)
@@ -90,7 +88,7 @@ class Program(Variables):
     def _step(self, schedule: ScheduleName) -> None:
         """T in units of ``unit_s`` is at least every row of seconds."""
         units = range(len(self.x))
-        figures = [u.figures / self.unit_s for u in self.ledger.units]
+        figures = [u.figures / self.unit_s for u in self.table.listed]
         self.scale_pairs(1 / self.unit_s)
         always = summed(
             item for k in units for item in self.form(k, self.rows.totals[0], figures[k]).items()
@@ -112,7 +110,7 @@ class Program(Variables):
 
     def _sends(self, k: int, link: int) -> Vector:
         """For each option the seconds of exchange on a link."""
-        seconds: Vector = self.ledger.units[k].figures[:, AT[f"exchange.{LINKS[link]}"]]
+        seconds: Vector = self.table.listed[k].figures[:, AT[f"exchange.{LINKS[link]}"]]
         return seconds
 
     def _slices(self, link: int, sends: Sequence[Vector]) -> dict[int, pulp.LpVariable]:
@@ -138,7 +136,7 @@ class Program(Variables):
         return found
 
     def _slice_s(self, k: int, link: int) -> Vector:
-        slices: Vector = self.ledger.units[k].slice_s[link] / self.unit_s
+        slices: Vector = self.table.listed[k].figures[:, SLICES[link]] / self.unit_s
         return slices
 
     # -- limits --------------------------------------------------------------------------------
@@ -159,14 +157,14 @@ class Program(Variables):
         return summed(
             (x, lost_energy(self.model, k, option))
             for k, row in enumerate(self.x)
-            for x, option in zip(row, self.ledger.units[k].options, strict=True)
+            for x, option in zip(row, self.table.listed[k].options, strict=True)
         )
 
     def device_seconds(self) -> Terms:
         """W·T less what is idle."""
         idle = summed(
             (x, -figure / self.unit_s)
-            for row, unit in zip(self.x, self.ledger.units, strict=True)
+            for row, unit in zip(self.x, self.table.listed, strict=True)
             for x, figure in zip(row, unit.figures[:, AT["idle"]], strict=True)
         )
         return idle | {self.step: float(self.model.world_size)}
@@ -206,11 +204,11 @@ class Program(Variables):
         """Makes the fewest changes of layout the objective, and then the least loss; a policy
         counts a little, so that none is chosen for nothing."""
         parts: list[tuple[pulp.LpVariable, float]] = [(v, 0.5 * c) for v, c in self.lost().items()]
-        for edge, pairs in zip(self.ledger.edges, self.pairs, strict=True):
-            source, target = (self.ledger.units[k].states for k in (edge.source, edge.target))
+        for edge, pairs in zip(self.table.edges, self.pairs, strict=True):
+            source, target = (self.table.listed[k].states for k in (edge.source, edge.target))
             parts += [(p.variable, 1.0) for p in pairs if source[p.source] != target[p.target]]
         policies = sum(len(row) for row in self.x)
-        for row, unit in zip(self.x, self.ledger.units, strict=True):
+        for row, unit in zip(self.x, self.table.listed, strict=True):
             for x, option in zip(row, unit.options, strict=True):
                 parts.append((x, 0.4 / policies * (option[2:] != Option(option.layout)[2:])))
         self.problem.setObjective(pulp.LpAffineExpression(summed(parts)))

@@ -138,7 +138,7 @@ class Search:
         label = f"{model.micro_batches} micro-batches, slices of {model.bucket_bytes:,} bytes"
         self.problem.report(label, done)
         this = case(self.problem, model)
-        if not all(this.ledger.options):
+        if not all(this.table.options):
             return  # a unit's own limit leaves it no option
         program = this.program(self.problem)
         program.problem.setObjective(pulp.LpAffineExpression(program.objective))
@@ -160,12 +160,11 @@ class Search:
             solved = run(program.problem, self.left_s, self.interruption, listen)
             if solved.value is None:
                 return solved
-            numbers = program.chosen()
-            new = choice(this.model, this.ledger.choose(numbers), self.problem.schedule)
+            new = choice(this.model, program.chosen(), self.problem.schedule)
             self._compare(new, program, this, solved)
             if self._offer(new):
                 return solved
-            program.forbid(numbers)
+            program.forbid(new.decisions)
         raise DisagreementError(
             f"{CUTS} solutions of the integer program break a limit that it has: "
             "this is a bug of the planner, please report it with the profile and the cluster"
@@ -195,7 +194,6 @@ class Search:
         solved = run(program.problem, min(self.left_s, 10.0), self.interruption)
         if solved.value is None:
             return best
-        decisions = this.ledger.choose(program.chosen())
-        new = choice(best.model, decisions, self.problem.schedule)
+        new = choice(best.model, program.chosen(), self.problem.schedule)
         near = best.objective_s * (1 + self.problem.near) * (1 + 1e-8)
         return new if new.feasible and new.objective_s <= near else best

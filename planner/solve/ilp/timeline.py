@@ -6,14 +6,24 @@ Families (6) to (8) of ``integer``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import pulp
 
+from ...cost.step_time import Vector
 from ...memory.rows import AT, Matrix, Rows
 from ...schema.layout import Layout
-from .classes import MemoryClass
-from .linear import Terms, summed
-from .variables import Variables
+from .variables import Terms, Variables, summed
+
+
+class MemoryClass(NamedTuple):
+    """A position, its memory, figures [option, figure] of each unit there, and for each unit's
+    states whether it takes part."""
+
+    position: int
+    limit_bytes: float
+    figures: tuple[Matrix, ...]
+    takes_part: tuple[Vector, ...]
 
 
 class Timeline:
@@ -53,7 +63,7 @@ class Timeline:
     ) -> list[list[tuple[pulp.LpVariable, float]]]:
         """For each unit what others have at its point."""
         found: list[list[tuple[pulp.LpVariable, float]]] = [[] for _ in figures]
-        for overlap in self.program.ledger.memory.overlaps:
+        for overlap in self.program.table.memory.overlaps:
             weight = self.rows.at[track][AT[overlap.point]]
             for at, of in zip(overlap.at, overlap.of, strict=True):
                 values = figures[of][:, AT[overlap.field]] * weight
@@ -104,14 +114,14 @@ class Timeline:
     def _closed(self, k: int, bucket: float) -> Terms:
         """What a unit takes off that by the options under which a gradient of its own has a bucket
         to itself."""
-        options = zip(self.program.x[k], self.program.ledger.units[k].options, strict=True)
+        options = zip(self.program.x[k], self.program.table.listed[k].options, strict=True)
         closes = self.program.model.closes_bucket
         return {x: -bucket for x, option in options if closes(k, option)}
 
     def _kinds(self, i: int) -> list[pulp.LpVariable]:
         """For each layout that exchanges gradients whether it is in use."""
         used: dict[Layout, pulp.LpVariable] = {}
-        for row, unit in zip(self.program.x, self.program.ledger.units, strict=True):
+        for row, unit in zip(self.program.x, self.program.table.listed, strict=True):
             options: dict[Layout, list[pulp.LpVariable]] = {}
             for x, option in zip(row, unit.options, strict=True):
                 options.setdefault(option.layout, []).append(x)

@@ -1,8 +1,12 @@
-"""The variables of the integer program: options of units, pairs of states along edges, ties."""
+"""The variables of the integer program, rows over them, and running sums that keep rows sparse.
+
+The variables are options of units, pairs of states along edges, and ties: families (1) to (3) and
+(12) of ``integer``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,13 +14,68 @@ import pulp
 
 from ...cost.step_time import Vector
 from ...memory.rows import RECEIVED, Matrix
-from .ledger import EDGE_FIGURES, Ledger
-from .linear import Linear, Terms, summed
+from ...schema.options import Decisions
+from ..edge_table import EDGE_FIGURES
+from ..option_table import OptionTable
+
+Terms = dict[pulp.LpVariable, float]
+"""A linear form without a constant."""
+
+
+def summed(parts: Iterable[tuple[pulp.LpVariable, float]]) -> Terms:
+    """The sum of products, each variable once."""
+    total: Terms = {}
+    for variable, value in parts:
+        if value:
+            total[variable] = total.get(variable, 0.0) + float(value)
+    return total
+
+
+class Linear:
+    """A program that rows are added to."""
+
+    def __init__(self) -> None:
+        self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
+
+    def new(self, name: str) -> pulp.LpVariable:
+        return pulp.LpVariable(name, lowBound=0)
+
+    def at_most(self, terms: Terms, most: float) -> None:
+        """Σ terms ≤ most."""
+        form = pulp.LpAffineExpression(terms)
+        self.problem += pulp.LpConstraint(form, pulp.LpConstraintLE, rhs=most)
+
+    def equal(self, terms: Terms, value: float) -> None:
+        form = pulp.LpAffineExpression(terms)
+        self.problem += pulp.LpConstraint(form, pulp.LpConstraintEQ, rhs=value)
+
+    def track(self, name: str, parts: Sequence[tuple[Terms, Terms, Terms]]) -> list[Terms]:
+        """The rows of a track from each unit's (before, at, after)."""
+        count = len(parts)
+        ahead = [self.new(f"{name}_ahead_{j}") for j in range(count)]
+        behind = [self.new(f"{name}_behind_{j}") for j in range(count)]
+        for j in range(1, count):
+            self.running(ahead[j], ahead[j - 1], parts[j - 1][0])
+            self.running(behind[j - 1], behind[j], parts[j][2])
+        found = []
+        for j in range(count):
+            row = dict(parts[j][1])
+            if j:
+                row[ahead[j]] = 1.0
+            if j + 1 < count:
+                row[behind[j]] = 1.0
+            found.append(row)
+        self.equal({ahead[0]: 1.0}, 0.0)
+        self.equal({behind[-1]: 1.0}, 0.0)
+        return found
+
+    def running(self, now: pulp.LpVariable, last: pulp.LpVariable, added: Terms) -> None:
+        self.equal({now: 1.0, last: -1.0} | {v: -c for v, c in added.items()}, 0.0)
 
 
 class Pair(NamedTuple):
-    """One variable of an edge and what it adds to the target: seconds of ``EDGE_FIGURES``, bytes
-    received last; ``source`` and ``target`` are the numbers of the ends' states."""
+    """One variable of an edge and what it adds to the target: ``EDGE_FIGURES``.
+    ``source`` and ``target`` are the numbers of the ends' states."""
 
     variable: pulp.LpVariable
     figures: Vector
@@ -25,36 +84,33 @@ class Pair(NamedTuple):
 
 
 class Variables(Linear):
-    """The variables of a ledger: x for each option of each unit, the pairs of each edge.
+    """The variables of an option table: x for each option of each unit, the pairs of each edge."""
 
-    Families (1) to (3) and (12) of ``integer``.
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, table: OptionTable) -> None:
         super().__init__()
-        self.ledger, self.model = ledger, ledger.model
+        self.table, self.model = table, table.model
         self._options()
         self._ties()
-        self.pairs = [self._pairs(e) for e in range(len(ledger.edges))]
-        self.moves = [self._moves(e) for e in range(len(ledger.edges))]
+        self.pairs = [self._pairs(e) for e in range(len(table.edges))]
+        self.moves = [self._moves(e) for e in range(len(table.edges))]
 
     def _options(self) -> None:
         self.x = [
             [pulp.LpVariable(f"x_{k}_{o}", cat="Binary") for o in range(len(unit.options))]
-            for k, unit in enumerate(self.ledger.units)
+            for k, unit in enumerate(self.table.listed)
         ]
         for row in self.x:
             self.equal(dict.fromkeys(row, 1.0), 1.0)
 
     def in_state(self, k: int, state: int) -> list[pulp.LpVariable]:
         """The options of a unit that have a state."""
-        numbers = enumerate(self.ledger.units[k].state_of)
+        numbers = enumerate(self.table.listed[k].state_of)
         return [self.x[k][n] for n, theirs in numbers if theirs == state]
 
     def _pairs(self, e: int) -> list[Pair]:
         """An edge's pairs of states: products of sums of x, by their marginals. Where one end has
         one state only, the other end's x are the pairs."""
-        edge = self.ledger.edges[e]
+        edge = self.table.edges[e]
         a, b = edge.source, edge.target
         sources, targets = edge.figures.shape[1:]
         if sources == 1:
@@ -81,12 +137,12 @@ class Variables(Linear):
         return list(found.values())
 
     def _charged(self, e: int, states: tuple[int, int], pairs: Sequence[Pair]) -> pulp.LpVariable:
-        """At least 1 where an edge has these states and no earlier one has brought the same."""
+        """At least 1 where an edge has these states and no earlier one moves the same."""
         charged = self.new(f"c_{e}_{states[0]}_{states[1]}")
         row = dict.fromkeys((pair.variable for pair in pairs), 1.0) | {charged: -1.0}
         for other in self.model.same_tensors_before[e]:
             target = self.model.ends[other][1]
-            for state in self.ledger.brings_alike(e, other, *states):
+            for state in self.table.shared.bringing(e, other, *states):
                 row |= dict.fromkeys(self.in_state(target, state), -1.0)
         self.at_most(row, 0.0)
         return charged
@@ -94,7 +150,7 @@ class Variables(Linear):
     def _products(
         self, e: int, sources: int, targets: int
     ) -> dict[tuple[int, int], pulp.LpVariable]:
-        edge = self.ledger.edges[e]
+        edge = self.table.edges[e]
         y = {(s, t): self.new(f"y_{e}_{s}_{t}") for s in range(sources) for t in range(targets)}
         for s in range(sources):
             row = dict.fromkeys((y[s, t] for t in range(targets)), 1.0)
@@ -122,7 +178,7 @@ class Variables(Linear):
         unit, theirs = self.model.profile.units[k], self.model.profile.units[other]
         names = sorted({p.shared for p in unit.parameters} & {p.shared for p in theirs.parameters})
         found: dict[object, list[pulp.LpVariable]] = {}
-        for x, option in zip(self.x[k], self.ledger.units[k].options, strict=True):
+        for x, option in zip(self.x[k], self.table.listed[k].options, strict=True):
             split = unit.split(option.style) if option.layout.degree > 1 else None
             sharded = dict(split.sharded) if split else {}
             key = option.layout, tuple(sharded.get(name) for name in names)
@@ -147,11 +203,17 @@ class Variables(Linear):
         scale = np.array([1.0 if f == RECEIVED else factor for f in EDGE_FIGURES])
         self.moves = [[p._replace(figures=p.figures * scale) for p in row] for row in self.moves]
 
-    def chosen(self) -> list[int]:
-        """The number of each unit's option in the solution found."""
-        return [int(np.argmax([v.value() or 0.0 for v in row])) for row in self.x]
+    def chosen(self) -> Decisions:
+        """The decisions of the solution found."""
+        return tuple(
+            unit.options[int(np.argmax([x.value() or 0.0 for x in row]))]
+            for unit, row in zip(self.table.listed, self.x, strict=True)
+        )
 
-    def forbid(self, numbers: Sequence[int]) -> None:
+    def forbid(self, decisions: Decisions) -> None:
         """Excludes one set of decisions."""
-        chosen = {row[n]: 1.0 for row, n in zip(self.x, numbers, strict=True)}
-        self.at_most(chosen, len(numbers) - 1.0)
+        chosen = [
+            row[options.index(option)]
+            for row, options, option in zip(self.x, self.table.options, decisions, strict=True)
+        ]
+        self.at_most(dict.fromkeys(chosen, 1.0), len(chosen) - 1.0)

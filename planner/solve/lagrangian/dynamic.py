@@ -26,7 +26,7 @@ LARGEST_TABLE = 4_000_000
 """Entries of a table that may be made; more are relaxed away."""
 
 
-class Bag(NamedTuple):
+class Elimination(NamedTuple):
     """One elimination: the unit, and those that its table still depends on."""
 
     unit: int
@@ -36,7 +36,7 @@ class Bag(NamedTuple):
 class Order(NamedTuple):
     """An order of elimination, and the edges (by number) that it keeps."""
 
-    bags: tuple[Bag, ...]
+    eliminations: tuple[Elimination, ...]
     kept: frozenset[int]
 
 
@@ -51,53 +51,53 @@ def order_of(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> Order:
     """The order for units with ``sizes`` states and edges between ``ends``."""
     kept = set(range(len(ends)))
     while True:
-        bags = _greedy(sizes, [ends[e] for e in sorted(kept)])
-        worst = max(bags, key=lambda bag: _entries(sizes, bag), default=None)
+        eliminations = _greedy(sizes, [ends[e] for e in sorted(kept)])
+        worst = max(eliminations, key=lambda one: _entries(sizes, one), default=None)
         if worst is None or _entries(sizes, worst) <= LARGEST_TABLE:
-            return Order(tuple(bags), frozenset(kept))
+            return Order(tuple(eliminations), frozenset(kept))
         kept.remove(_longest(ends, kept, worst, sizes))
 
 
-def _entries(sizes: Sequence[int], bag: Bag) -> int:
-    entries = sizes[bag.unit]
-    for k in bag.scope:
+def _entries(sizes: Sequence[int], one: Elimination) -> int:
+    entries = sizes[one.unit]
+    for k in one.scope:
         entries *= sizes[k]
     return entries
 
 
 def _longest(
-    ends: Sequence[tuple[int, int]], kept: set[int], bag: Bag, sizes: Sequence[int]
+    ends: Sequence[tuple[int, int]], kept: set[int], one: Elimination, sizes: Sequence[int]
 ) -> int:
-    """The edge to relax: of those at the units of a bag the one that spans most."""
-    inside = {bag.unit, *bag.scope}
+    """The edge to relax: of those at the units of an elimination the one that spans most."""
+    inside = {one.unit, *one.scope}
     free = [e for e in kept if sizes[ends[e][0]] > 1 and sizes[ends[e][1]] > 1]
     near = [e for e in free if inside & set(ends[e])]
     return max(near, key=lambda e: (ends[e][1] - ends[e][0], e))
 
 
-def _greedy(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> list[Bag]:
+def _greedy(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> list[Elimination]:
     """Eliminates the unit with the smallest table, the first in forward order among equals."""
     near: list[set[int]] = [set() for _ in sizes]
     for a, b in ends:
         if sizes[a] > 1 and sizes[b] > 1:
             near[a].add(b)
             near[b].add(a)
-    bags: list[Bag] = []
-    queue = [(_entries(sizes, Bag(k, tuple(near[k]))), k) for k in range(len(sizes))]
+    eliminations: list[Elimination] = []
+    queue = [(_entries(sizes, Elimination(k, tuple(near[k]))), k) for k in range(len(sizes))]
     heapify(queue)
     gone: set[int] = set()
     while queue:
         cost, k = heappop(queue)
-        if k in gone or cost != _entries(sizes, Bag(k, tuple(near[k]))):
+        if k in gone or cost != _entries(sizes, Elimination(k, tuple(near[k]))):
             continue  # an entry from before its neighbours changed
         gone.add(k)
         scope = tuple(sorted(near[k]))
-        bags.append(Bag(k, scope))
+        eliminations.append(Elimination(k, scope))
         for a in scope:
             near[a] |= set(scope)
             near[a] -= {a, k}
-            heappush(queue, (_entries(sizes, Bag(a, tuple(near[a]))), a))
-    return bags
+            heappush(queue, (_entries(sizes, Elimination(a, tuple(near[a]))), a))
+    return eliminations
 
 
 def minimise(
@@ -106,7 +106,7 @@ def minimise(
     """The least Σ units[k][s_k] + Σ edges[s_a, s_b] over the kept edges, relaxed ones at their
     least."""
     factors: list[list[tuple[tuple[int, ...], Reals]]] = [[((k,), u)] for k, u in enumerate(units)]
-    rank = {bag.unit: i for i, bag in enumerate(order.bags)}
+    rank = {one.unit: i for i, one in enumerate(order.eliminations)}
     for e, (a, b, price) in enumerate(edges):
         if len(units[a]) == 1 or len(units[b]) == 1 or e not in order.kept:
             k = a if len(units[b]) == 1 or e not in order.kept else b
@@ -116,21 +116,21 @@ def minimise(
             factors[min(scope, key=rank.__getitem__)].append((scope, table))
     least_price = 0.0
     choices: list[Numbers] = []
-    for bag in order.bags:
-        table = _joined(bag, factors[bag.unit])
+    for one in order.eliminations:
+        table = _joined(one, factors[one.unit])
         choice = table.argmin(axis=0)
         choices.append(choice)
         least = np.take_along_axis(table, choice[None], axis=0)[0]
-        if bag.scope:
-            factors[min(bag.scope, key=rank.__getitem__)].append((bag.scope, least))
+        if one.scope:
+            factors[min(one.scope, key=rank.__getitem__)].append((one.scope, least))
         else:
             least_price += float(least)
     return Answer(least_price, _read_back(order, choices, len(units)))
 
 
-def _joined(bag: Bag, factors: Sequence[tuple[tuple[int, ...], Reals]]) -> Reals:
+def _joined(one: Elimination, factors: Sequence[tuple[tuple[int, ...], Reals]]) -> Reals:
     """The sum of the factors over (the unit, its scope)."""
-    axes = (bag.unit, *bag.scope)
+    axes = (one.unit, *one.scope)
     total: Reals | None = None
     for scope, table in sorted(factors, key=lambda f: len(f[0])):
         if scope != axes:
@@ -147,6 +147,6 @@ def _joined(bag: Bag, factors: Sequence[tuple[tuple[int, ...], Reals]]) -> Reals
 
 def _read_back(order: Order, choices: Sequence[Numbers], count: int) -> Numbers:
     states = np.zeros(count, dtype=np.int64)
-    for bag, choice in zip(reversed(order.bags), reversed(choices), strict=True):
-        states[bag.unit] = choice[tuple(states[list(bag.scope)])]
+    for one, choice in zip(reversed(order.eliminations), reversed(choices), strict=True):
+        states[one.unit] = choice[tuple(states[list(one.scope)])]
     return states

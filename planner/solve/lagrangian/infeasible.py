@@ -161,8 +161,8 @@ def limit_of(problem: Problem) -> str | None:
     return next((what for what in LIFTED if getattr(problem.goal, what) is not None), None)
 
 
-class MultipliersEvidence:
-    """What the search by multipliers tells of problems without a plan; see ``infeasible.Evidence``.
+class LagrangianEvidence:
+    """What the Lagrangian tells of problems without a plan; see ``infeasible.Evidence``.
 
     ``search`` finds the plans that need least of a limit until a time, ``solves`` says whether a
     problem has a plan, and ``known`` is what a search that has been made found out about the limit

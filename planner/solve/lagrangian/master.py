@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linprog
+from scipy.sparse import csr_array
 
 from ...cost.step_time import Vector
 from ...memory.rows import ALWAYS, LOST, UPDATE, Matrix, Values
-from .limits import INFINITE, Limits
+from .array_program import ArrayProgram
+from .judging import INFINITE, Limits
 
 Mask = npt.NDArray[np.bool_]
 
@@ -137,21 +138,23 @@ class Master:
         """(shares, T, v, duals: of the active rows, of device-seconds, of seconds)."""
         plans, count = table.shape
         idle, limits = np.array(self.idle), self.limits
-        rows = np.zeros((count + 2, plans + 2))
+        rows = np.zeros((count + 3, plans + 2))
         rows[:count, :plans] = table.T
         rows[:count, plans] = np.where(seconds, -1.0, 0.0)
         rows[:count, plans + 1] = np.where(seconds, 0.0, -1.0)
-        right = np.append(np.where(seconds, 0.0, 1.0), [0.0, 0.0])
+        rows[count + 2, :plans] = 1.0
+        right = np.append(np.where(seconds, 0.0, 1.0), [0.0, 0.0, 1.0])
         self._limit(rows[count], np.append(-idle, 1.0), limits.gpu_s / limits.devices, right, count)
-        alone = np.append(np.zeros(plans), 1.0)
-        self._limit(rows[count + 1], alone, limits.step_s, right, count + 1)
+        only_step = np.append(np.zeros(plans), 1.0)
+        self._limit(rows[count + 1], only_step, limits.step_s, right, count + 1)
         cost = np.append(-idle if limits.economical else 0 * idle, [1.0, PENALTY])
-        whole = np.append(np.ones(plans), [0.0, 0.0])[None]
-        found = linprog(cost, rows, right, whole, [1.0], (0, None), method="highs")
-        assert found.x is not None, f"the master program ended with: {found.message}"
-        shares = np.maximum(found.x[:plans], 0.0)
-        duals = np.maximum(-found.ineqlin.marginals, 0.0)
-        return shares / shares.sum(), float(found.x[plans]), float(found.x[plans + 1]), duals
+        lower = np.append(np.full(count + 2, -np.inf), 1.0)
+        program = ArrayProgram(
+            cost, csr_array(rows), lower, right, np.full(plans + 2, np.inf), whole=0
+        )
+        found, prices = program.relaxed()
+        shares, duals = np.maximum(found[:plans], 0.0), np.maximum(-prices[:-1], 0.0)
+        return shares / shares.sum(), float(found[plans]), float(found[plans + 1]), duals
 
     def _limit(
         self, row: Vector, sides: Vector, limit_s: float, right: Vector, number: int

@@ -16,18 +16,17 @@ from ...cost.cost import CostModel
 from ...memory.rows import AT, Rows, bucket_share, rows
 from ...schema.options import Decisions
 from ..answer import Choice, answer, choice
-from ..evaluate import limits_bytes, memory_of
+from ..evaluate import limits_bytes
 from ..heuristic.bursts import LIMITS, greedy
 from ..heuristic.infeasible import EXPLAIN_S, explain
 from ..heuristic.segmented import fitting_in_segments
-from ..heuristic.space import Space
 from ..heuristic.splits import search as heuristic_search
 from ..ilp.solve import Integer
+from ..option_table import OptionTable
 from ..problem import INTEGER_PAIRS, Infeasibility, Problem, Result, state_pairs
-from .infeasible import LAST_S, LeastUse, MultipliersEvidence, key_of, least_use, limit_of
+from .infeasible import LAST_S, LagrangianEvidence, LeastUse, key_of, least_use, limit_of
+from .judging import INFINITE, Limits
 from .lagrange import Lagrangian, Search
-from .limits import INFINITE, Limits
-from .option_table import OptionTable
 
 GAP = 0.0075
 """The search ends when plan and bound are this close."""
@@ -42,16 +41,18 @@ FEW_UNITS = 60
 """Up to here the heuristic's plan is worth its time as one to begin with."""
 
 
-class Part(NamedTuple):
+class ModelOutcome(NamedTuple):
     """The outcome for one number of micro-batches and one slice size."""
 
     choice: Choice | None
     bound: float
 
 
-class Multipliers:
-    """The solver of that name."""
+class LagrangianSolver:
+    """The solver that is registered as ``lagrangian``."""
 
+    # What plans record (``Provenance.solver``) stays the word that plans have had from the first:
+    # ``solver.SPELLINGS`` takes it for ``lagrangian``.
     name = "multipliers"
 
     def __init__(self, gap: float = GAP) -> None:
@@ -85,16 +86,16 @@ class Multipliers:
 
         def part(
             free: Problem, model: CostModel, end: float, target: float, begin: Decisions | None
-        ) -> Part:
+        ) -> ModelOutcome:
             found = search_part(free, model, end, INFINITE, self.gap, start=begin, target=target)
             given = None if begin is None else choice(model, begin, problem.schedule)
-            return Part(_better(found.choice, given), found.bound)
+            return ModelOutcome(_better(found.choice, given), found.bound)
 
         return least_use(problem, what, deadline, part)
 
     def _best(
         self, problem: Problem, deadline: float, starts: Mapping[tuple[int, int], Decisions]
-    ) -> Part:
+    ) -> ModelOutcome:
         """The best choice over all models, and the bound."""
         every, bound = list(problem.cost_models()), INFINITE
         best: Choice | None = None
@@ -106,7 +107,7 @@ class Multipliers:
             bound = min(bound, found.bound)
             begun = None if start is None else choice(model, start, problem.schedule)
             best = _better(best, _better(found.choice, begun))
-        return Part(best, bound)
+        return ModelOutcome(best, bound)
 
     def _without_plan(
         self, problem: Problem, start: float, deadline: float, known: LeastUse | None
@@ -131,11 +132,11 @@ class Multipliers:
             return Integer().explain(placed)
         return explain(placed, self._evidence(None))
 
-    def _evidence(self, known: LeastUse | None) -> MultipliersEvidence:
+    def _evidence(self, known: LeastUse | None) -> LagrangianEvidence:
         def search(problem: Problem, what: str, deadline: float) -> LeastUse:
             return self._least_use(problem, what, deadline)
 
-        return MultipliersEvidence(search, self._solves, known)
+        return LagrangianEvidence(search, self._solves, known)
 
     def _solves(self, problem: Problem, deadline: float) -> bool:
         """Whether it finds a plan for another problem."""
@@ -169,13 +170,13 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
     memory sees them; None where a unit has no option."""
     limits = limits_bytes(model.cluster, model.goal, model.placement)
     position = min(range(len(limits)), key=lambda p: (limits[p], p))
-    sheet = OptionTable(Space(model, problem.capability), memory_of(model), position)
-    if not all(unit.states for unit in sheet.units):
+    table = OptionTable(model, problem.capability, position)
+    if not all(table.states):
         return None
     at = AT["bucketed"]
     most = sum(
         float(u.memory.figures[..., at].max() + u.exchange.figures[..., at].max())
-        for u in sheet.units
+        for u in table.units
     )
     closes = any(model.closes_bucket(k, option) for k, option in enumerate(model.baseline))
     share = 0.0 if model.sliced or closes else bucket_share(most, model.bucket_bytes)
@@ -189,12 +190,12 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
         devices=model.world_size,
         economical=economical,
     )
-    return Lagrangian(sheet, _rows(sheet, problem, share), bounds)
+    return Lagrangian(table, _rows(table, problem, share), bounds)
 
 
-def _rows(sheet: OptionTable, problem: Problem, bucket: float) -> Rows:
-    together = sheet.memory.updates_together
-    return rows(sheet.model.micro_batches, problem.schedule, bucket, together=together)
+def _rows(table: OptionTable, problem: Problem, bucket: float) -> Rows:
+    together = table.memory.updates_together
+    return rows(table.model.micro_batches, problem.schedule, bucket, together=together)
 
 
 def search_part(
@@ -206,20 +207,20 @@ def search_part(
     *,
     start: Decisions | None = None,
     target: float = -1.0,
-) -> Part:
+) -> ModelOutcome:
     """The search for one cost model, from ``start`` on and until its objective is at most
     ``target``; its bound holds for every plan of that model."""
     lagrangian = lagrangian_of(problem, model)
     if lagrangian is None:
-        return Part(None, INFINITE)
+        return ModelOutcome(None, INFINITE)
     begin = [*_first(problem, model), *([] if start is None else [start])]
-    known = (lagrangian.sheet.numbers(d) for d in begin)
+    known = (lagrangian.table.numbers(d) for d in begin)
     first = [n for n in known if n is not None]
     bound, best = 0.0, None
     for attempt in range(REPAIRS):
         outcome = Search(lagrangian, deadline, gap, target).run(first, cutoff)
         bound = outcome.bound if attempt == 0 else bound
-        decisions = lagrangian.sheet.choose(outcome.best.numbers)
+        decisions = lagrangian.table.choose(outcome.best.numbers)
         made = choice(model, decisions, problem.schedule)
         best = made if best is None or made.feasible else best
         over = made.value.over_bytes
@@ -227,8 +228,8 @@ def search_part(
             break
         tighter = lagrangian.limits.memory_bytes - over
         limits = lagrangian.limits._replace(memory_bytes=tighter)
-        lagrangian = Lagrangian(lagrangian.sheet, lagrangian.rows, limits)
-    return Part(best, bound)
+        lagrangian = Lagrangian(lagrangian.table, lagrangian.rows, limits)
+    return ModelOutcome(best, bound)
 
 
 def _begins(problem: Problem) -> bool:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.solve.heuristic.relaxations import DIGITS, rounded_up, single_device_batch_s
-from meshwright.planner.solve.lagrangian import solver as multipliers
-from meshwright.planner.solve.lagrangian.solver import Multipliers
+from meshwright.planner.solve.lagrangian import solver as lagrangian_solver
+from meshwright.planner.solve.lagrangian.solver import LagrangianSolver
 from meshwright.planner.solve.solver import solve
 
 from tests.brute import best
@@ -64,7 +64,7 @@ def changed(made, change, share=1.0):
 VALUES = ("memory_limit_bytes", "amplification_limit", "unit_amplification_limit", "time_limit_s")
 
 
-@pytest.mark.parametrize("solver", ["integer", "multipliers", "heuristic"])
+@pytest.mark.parametrize("solver", ["integer", "lagrangian", "heuristic"])
 @SOME
 @given(refused())
 def test_what_is_named_is_accepted_and_the_least_is_the_least(solver, made):
@@ -90,21 +90,21 @@ def test_what_is_named_is_accepted_and_the_least_is_the_least(solver, made):
 @given(refused())
 def test_the_search_over_many_units_names_it_too(made):
     """Without the integer program that has the last word on small problems."""
-    before, multipliers.FEW_UNITS = multipliers.FEW_UNITS, 0
+    before, lagrangian_solver.FEW_UNITS = lagrangian_solver.FEW_UNITS, 0
     try:
-        result = Multipliers().solve(made, 20)
+        result = LagrangianSolver().solve(made, 20)
         if result.plan is not None:
             return
         why = result.infeasible
         for change in why.relaxations:
             if change.what == why.limit and change.what in VALUES[1:]:
-                assert Multipliers().solve(changed(made, change), 20).plan is not None
+                assert LagrangianSolver().solve(changed(made, change), 20).plan is not None
                 if change.proved:
                     assert not best(changed(made, change, SHARE)).decisions, change.sentence
         if why.limit in ("amplification_limit", "time_limit_s"):
             assert why.relaxations
     finally:
-        multipliers.FEW_UNITS = before
+        lagrangian_solver.FEW_UNITS = before
 
 
 @given(st.floats(1e-9, 1e9))

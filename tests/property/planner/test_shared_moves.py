@@ -10,7 +10,7 @@ from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.heuristic.space import Point, Space
 from meshwright.planner.solve.ilp.solve import Integer
-from meshwright.planner.solve.lagrangian.solver import Multipliers, lagrangian_of
+from meshwright.planner.solve.lagrangian.solver import LagrangianSolver, lagrangian_of
 
 from tests import brute, problems
 
@@ -57,7 +57,7 @@ def test_solvers_agree_with_every_combination(seed):
     made = forked(seed)
     best = brute.best(made)
     exact = Integer().solve(replace(made, near=0.0))
-    scaled = Multipliers().solve(made, 20)
+    scaled = LagrangianSolver().solve(made, 20)
     if best.objective_s == float("inf"):
         assert exact.plan is None
         assert scaled.plan is None
@@ -75,12 +75,12 @@ def test_every_way_to_add_up_a_plan_is_the_cost_model(seed):
         lagrangian = lagrangian_of(made, model)
         if lagrangian is None:
             continue
-        sheet, space = lagrangian.sheet, Space(model, made.capability)
+        table, space = lagrangian.table, Space(model, made.capability)
         point = Point(space, MemoryModel(model), made.schedule)
         for _ in range(10):
-            numbers = np.array([rng.choice(u.numbers()) for u in sheet.units])
-            figures = sheet.plan_figures(numbers)
-            chosen = choice(model, sheet.choose(numbers), made.schedule)
+            numbers = np.array([rng.choice(u.numbers()) for u in table.units])
+            figures = table.plan_figures(numbers)
+            chosen = choice(model, table.choose(numbers), made.schedule)
             step_s = values(lagrangian.rows, figures).step_s(slice_waits(figures))
             assert step_s == pytest.approx(chosen.value.step_s, rel=1e-9)
             point.move_to(chosen.decisions)

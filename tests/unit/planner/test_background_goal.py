@@ -12,7 +12,7 @@ from meshwright.planner.solve.solver import solve
 
 from tests.strategies import chain_profile, cluster, linear
 
-SOLVERS = ("heuristic", "integer", "multipliers")
+SOLVERS = ("heuristic", "integer", "lagrangian")
 
 
 def asked(**goal):

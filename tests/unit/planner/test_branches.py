@@ -47,7 +47,7 @@ def diamond(**more):
     return Problem(made, links, goal, LAUNCHES, near=0.0)
 
 
-@pytest.mark.parametrize("solver", ["heuristic", "integer", "multipliers"])
+@pytest.mark.parametrize("solver", ["heuristic", "integer", "lagrangian"])
 @pytest.mark.parametrize("schedule", ["barrier", "priority"])
 def test_branches_are_dealt_out_where_that_wins(solver, schedule):
     problem = replace(diamond(), schedule=schedule)

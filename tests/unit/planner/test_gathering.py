@@ -120,7 +120,7 @@ def limited(problem, bytes_):
     return replace(problem, goal=goal)
 
 
-@pytest.mark.parametrize("solver", ["heuristic", "integer", "multipliers"])
+@pytest.mark.parametrize("solver", ["heuristic", "integer", "lagrangian"])
 def test_it_is_chosen_where_nothing_else_fits(solver):
     problem = replace(problem_of(1e-11), capability=FULLY)
     free = solve(problem, solver)

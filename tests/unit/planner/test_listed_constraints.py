@@ -8,9 +8,8 @@ from meshwright.planner.cost import budget
 from meshwright.planner.cost import step_time as step
 from meshwright.planner.memory import rows
 from meshwright.planner.solve.ilp import integer
-from meshwright.planner.solve.ilp.linear import Linear
 from meshwright.planner.solve.ilp.timeline import Timeline
-from meshwright.planner.solve.ilp.variables import Variables
+from meshwright.planner.solve.ilp.variables import Linear, Variables
 
 HOMES = {
     "Linear": Linear,

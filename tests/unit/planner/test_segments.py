@@ -218,7 +218,7 @@ def test_the_lowest_peak_of_sixteen_units():
     assert [b - a + 1 for a, b in segments_of(least)] == [4, 3, 3, 2, 2]
 
 
-@pytest.mark.parametrize("solver", ["heuristic", "integer", "multipliers"])
+@pytest.mark.parametrize("solver", ["heuristic", "integer", "lagrangian"])
 def test_what_fits_in_segments_only_is_planned(solver):
     with pytest.raises(InfeasibleError):
         planned(LEAST, solver, linked=False).checked()

@@ -37,8 +37,8 @@ def problem():
 
 
 def test_gains_name_every_level_memory_and_devices_and_never_lose(problem):
-    result = solve(problem, "multipliers")
-    found = gains(problem, result, "multipliers")
+    result = solve(problem, "lagrangian")
+    found = gains(problem, result, "lagrangian")
     assert len(found) == len(problem.cluster.levels) + 2
     assert [g.change for g in found][-1] == "8 devices for 4"
     assert all(g.after_s <= g.before_s * 1.01 for g in found)
@@ -46,10 +46,10 @@ def test_gains_name_every_level_memory_and_devices_and_never_lose(problem):
 
 
 def test_sizes_plan_every_cluster_and_keep_the_batch(problem):
-    rows = sizes(problem, (1, 2, 4, 8), "multipliers").rows
+    rows = sizes(problem, (1, 2, 4, 8), "lagrangian").rows
     assert [r.ranks for r in rows] == [1, 2, 4, 8]
     assert [r.nodes for r in rows] == [1, 1, 2, 4]
-    alone = solve(problem, "multipliers")
+    alone = solve(problem, "lagrangian")
     assert rows[2].objective_s == alone.objective_s
     assert rows[2].speedup == alone.plan.speedup
     for row in rows:
@@ -114,7 +114,7 @@ def test_bandwidth_raises_one_level_only(problem):
 
 
 def test_front_falls_in_device_seconds_as_it_rises_in_time(problem):
-    points = front(problem, 6, "multipliers")
+    points = front(problem, 6, "lagrangian")
     assert points
     for faster, slower in pairwise(points):
         assert faster.step_s < slower.step_s
@@ -132,8 +132,8 @@ def test_plans_are_never_worse_than_the_greedy_bursts(problem):
 
     for limit in (1.1, 2.0, 8.0):
         theirs = value(model, greedy(model, limit), "priority")
-        fast = within(problem, theirs.gpu_seconds, "multipliers")
-        cheap = cheapest_within(problem, theirs.step_s, "multipliers")
+        fast = within(problem, theirs.gpu_seconds, "lagrangian")
+        cheap = cheapest_within(problem, theirs.step_s, "lagrangian")
         assert fast.step_s <= theirs.step_s * (1 + 1e-8)
         assert fast.gpu_seconds <= theirs.gpu_seconds * (1 + 1e-8)
         assert cheap.gpu_seconds <= theirs.gpu_seconds * (1 + 1e-8)
@@ -175,5 +175,5 @@ def test_placement_of_nodes_is_never_worse_than_hostname_or_random_orders(seed):
 
 def test_unlimited_problem_is_left_as_it_was(problem):
     asked = replace(problem, near=0.0)
-    within(asked, 1e9, "multipliers")
+    within(asked, 1e9, "lagrangian")
     assert asked.goal.amplification_limit is None

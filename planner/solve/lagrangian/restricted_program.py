@@ -1,4 +1,4 @@
-"""The last step of rounding: the best plan among the states and policies of the plans found.
+"""The best plan among the states and policies of the plans found: a restricted integer program.
 
 What is left to decide is a small integer program: a binary x for each policy of a unit, in each
 state that it had in one of the plans, taken from these plans or for its price at the weights that
@@ -9,7 +9,7 @@ prove most; and a share w of each pair of states along an edge, which is 0 or 1 
 
 Only the few rows that matter are in it; rows that turn out to be violated are added. It is solved
 to a share of a percent, and the plan is judged like any other. Redistributions that units share
-(``moves``) count for each of them here.
+(``edge_table.SharedEdges``) count for each of them here.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from ...cost.step_time import Vector
 from ...memory.rows import (
     ALWAYS,
     AT,
-    ENTRY,
     LOST,
     LOST_FIGURE,
-    RECEIVED,
     SLICES,
     Matrix,
     slice_waits,
 )
-from .limits import INFINITE
-from .program import Program
-from .rounding import IDLE, Rounding, Standing
-from .tables import Numbers, UnitTable
+from ..edge_table import EDGE_FIGURES
+from ..option_table import UnitTable
+from ..unit_figures import Numbers
+from .array_program import ArrayProgram
+from .judging import IDLE, INFINITE, JudgedPlan, PlanJudge
 
 CLOSE = 1e-3
 """The share of the objective within which the program is solved."""
@@ -45,12 +44,11 @@ TOGETHER = 3
 """Rows of each track that enter at a time."""
 CHEAPEST = 3
 """Policies of each unit and state that are taken for their price."""
-KEPT = [*ENTRY, RECEIVED]
 Row = tuple[int, int, int]
 """(track, unit, a later unit whose slice it may have to wait for, or -1), or (-1, total, -1)."""
 
 
-class Line(NamedTuple):
+class PolicyColumn(NamedTuple):
     """One policy of a unit in a state: the option's number."""
 
     unit: int
@@ -58,7 +56,7 @@ class Line(NamedTuple):
     number: int
 
 
-class Pair(NamedTuple):
+class PairColumn(NamedTuple):
     """The states at both ends of an edge."""
 
     edge: int
@@ -86,57 +84,59 @@ class Equations:
         return csr_array(table), np.array(self.right)
 
 
-class Finish:
+class RestrictedProgram:
     """The program for one plan; ``others`` are the plans that states and policies are taken from,
     ``prices`` [unit, figure] those at which more are chosen."""
 
     def __init__(
         self,
-        rounding: Rounding,
-        plan: Standing,
-        others: Sequence[Standing],
+        judge: PlanJudge,
+        plan: JudgedPlan,
+        others: Sequence[JudgedPlan],
         prices: Matrix | None = None,
     ) -> None:
-        self.rounding, self.plan = rounding, plan
-        sheet = rounding.sheet
-        self.lines = self._lines([plan, *others], prices)
+        self.judge, self.plan = judge, plan
+        table = judge.table
+        self.policies = self._policy_columns([plan, *others], prices)
         self.states: dict[tuple[int, int], list[int]] = {}
-        for i, line in enumerate(self.lines):
-            self.states.setdefault((line.unit, line.state), []).append(i)
+        for i, column in enumerate(self.policies):
+            self.states.setdefault((column.unit, column.state), []).append(i)
         self.pairs = self._pairs()
-        ends = [sheet.edges[p.edge].target for p in self.pairs]
-        self.unit_of = np.array([*(line.unit for line in self.lines), *ends])
+        ends = [table.edges[p.edge].target for p in self.pairs]
+        self.unit_of = np.array([*(column.unit for column in self.policies), *ends])
         self.figures = np.zeros((len(self.unit_of), plan.figures.shape[1]))
-        for i, line in enumerate(self.lines):
-            self.figures[i] = sheet.unit_figures(line.unit, line.number)
-        for i, pair in enumerate(self.pairs, len(self.lines)):
-            cost = sheet.edges[pair.edge].figures[:, pair.source, pair.target]
-            self.figures[i, KEPT] = cost
+        for i, column in enumerate(self.policies):
+            self.figures[i] = table.unit_figures(column.unit, column.number)
+        for i, pair in enumerate(self.pairs, len(self.policies)):
+            cost = table.edges[pair.edge].figures[:, pair.source, pair.target]
+            self.figures[i, EDGE_FIGURES] = cost
         self.rows: list[Row] = []
 
-    def _lines(self, plans: Sequence[Standing], prices: Matrix | None) -> list[Line]:
-        lines = []
-        for k, unit in enumerate(self.rounding.sheet.units):
+    def _policy_columns(
+        self, plans: Sequence[JudgedPlan], prices: Matrix | None
+    ) -> list[PolicyColumn]:
+        columns = []
+        for k, unit in enumerate(self.judge.table.units):
             seen = {int(p.numbers[k]) for p in plans}
             for state in sorted({unit.split(n)[0] for n in seen}):
                 mine = {n for n in seen if unit.split(n)[0] == state}
                 if prices is not None:
                     mine |= set(_cheap(unit, state, prices[k]))
-                lines += [Line(k, state, n) for n in sorted(mine)]
-        return lines
+                columns += [PolicyColumn(k, state, n) for n in sorted(mine)]
+        return columns
 
-    def _pairs(self) -> list[Pair]:
+    def _pairs(self) -> list[PairColumn]:
         may: dict[int, list[int]] = {}
         for unit, state in self.states:
             may.setdefault(unit, []).append(state)
         return [
-            Pair(e, a, b)
-            for e, edge in enumerate(self.rounding.sheet.edges)
+            PairColumn(e, a, b)
+            for e, edge in enumerate(self.judge.table.edges)
             for a in may[edge.source]
             for b in may[edge.target]
         ]
 
-    def run(self, seconds: float, enough: float = 0.0) -> Standing:
+    def run(self, seconds: float, enough: float = 0.0) -> JudgedPlan:
         """The better of the plan and what the program found; ends early with an objective of
         ``enough``."""
         best = trial = self.plan
@@ -148,13 +148,13 @@ class Finish:
             numbers = self._solve(left, enough)
             if numbers is None:
                 break
-            trial = self.rounding.stand(numbers)
+            trial = self.judge.judged(numbers)
             best = trial if trial.score.beats(best.score) else best
             if not best.score.over and best.score.objective <= enough:
                 break
         return best
 
-    def _take_in(self, plan: Standing) -> bool:
+    def _take_in(self, plan: JudgedPlan) -> bool:
         """Adds the rows in which a plan is largest; says whether one of them is new."""
         tracks, known = plan.rows.tracks.copy(), len(self.rows)
         waits = slice_waits(plan.figures)
@@ -174,13 +174,13 @@ class Finish:
     def _coefficients(self, row: Row) -> Vector:
         """What each policy and each pair adds to a row."""
         track, j, slower = row
-        rows, units, figures = self.rounding.rows, self.unit_of, self.figures
+        rows, units, figures = self.judge.rows, self.unit_of, self.figures
         if track < 0:
             total: Vector = figures @ rows.totals[j]
             return total
         parts = [figures @ m[track] for m in (rows.before, rows.at, rows.after)]
         found: Vector = np.select([units < j, units == j], parts[:2], parts[2])
-        for overlap in self.rounding.sheet.memory.overlaps:
+        for overlap in self.judge.table.memory.overlaps:
             if weight := rows.at[track][AT[overlap.point]]:
                 here = np.zeros(len(self.plan.figures))
                 here[j] = 1.0
@@ -190,7 +190,7 @@ class Finish:
 
     def _limits(self, scale: float) -> tuple[Matrix, Vector]:
         """The rows, over (policies, pairs, T), and what each may be at most."""
-        limits, timed = self.rounding.limits, self.rounding.rows.timed
+        limits, timed = self.judge.limits, self.judge.rows.timed
         lines, upper = [], []
         for row in self.rows:
             line = self._coefficients(row)
@@ -210,20 +210,20 @@ class Finish:
 
     def _idle(self, scale: float) -> Vector:
         """Device-seconds that each choice leaves free, as they count against T."""
-        idle: Vector = -self.figures[:, IDLE] / (self.rounding.limits.devices * scale)
+        idle: Vector = -self.figures[:, IDLE] / (self.judge.limits.devices * scale)
         return idle
 
     def _choices(self) -> tuple[csr_array, Vector]:
         """One policy of each unit; pairs of states as the units at both ends have them."""
         made = Equations()
         units: dict[int, list[int]] = {}
-        for i, line in enumerate(self.lines):
-            units.setdefault(line.unit, []).append(i)
+        for i, column in enumerate(self.policies):
+            units.setdefault(column.unit, []).append(i)
         for members in units.values():
             made.add([(i, 1.0) for i in members], 1.0)
         sides: dict[tuple[int, int, int], list[int]] = {}
-        for i, pair in enumerate(self.pairs, len(self.lines)):
-            edge = self.rounding.sheet.edges[pair.edge]
+        for i, pair in enumerate(self.pairs, len(self.policies)):
+            edge = self.judge.table.edges[pair.edge]
             sides.setdefault((pair.edge, edge.source, pair.source), []).append(i)
             sides.setdefault((pair.edge, edge.target, pair.target), []).append(i)
         for (_, unit, state), pairs in sides.items():
@@ -235,7 +235,7 @@ class Finish:
     def _tie(self, made: Equations) -> None:
         """Tied units: the states of one that agree with the same states of the other are taken
         together or not at all."""
-        for tie in self.rounding.sheet.ties:
+        for tie in self.judge.table.ties:
             mine = [s for u, s in self.states if u == tie.source]
             theirs = [s for u, s in self.states if u == tie.target]
             for state in mine:
@@ -246,14 +246,14 @@ class Finish:
                 made.add([*((i, 1.0) for i in left), *((i, -1.0) for i in right)], 0.0)
 
     def _solve(self, seconds: float, enough: float) -> Numbers | None:
-        limits = self.rounding.limits
+        limits = self.judge.limits
         scale = max(self.plan.score.objective, 1e-12)
         if limits.economical:
             scale /= limits.devices
-        count, policies = len(self.unit_of), len(self.lines)
+        count, policies = len(self.unit_of), len(self.policies)
         lines, upper = self._limits(scale)
         equations, right = self._choices()
-        program = Program(
+        program = ArrayProgram(
             cost=np.append(self._idle(scale) if limits.economical else np.zeros(count), 1.0),
             table=vstack([csr_array(lines), equations], format="csr"),
             lower=np.append(np.full(len(upper), -np.inf), right),
@@ -267,7 +267,7 @@ class Finish:
             return None
         numbers = self.plan.numbers.copy()
         for i in np.flatnonzero(found[:policies] > 0.5):
-            numbers[self.lines[i].unit] = self.lines[i].number
+            numbers[self.policies[i].unit] = self.policies[i].number
         return numbers
 
 

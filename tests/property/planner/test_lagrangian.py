@@ -1,4 +1,4 @@
-"""The multiplier search against brute force, and its tables against the cost model."""
+"""The Lagrangian against brute force, and its tables against the cost model."""
 
 import time
 
@@ -9,7 +9,7 @@ from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.lagrangian.dynamic import minimise, order_of
 from meshwright.planner.solve.lagrangian.lagrange import Search
-from meshwright.planner.solve.lagrangian.solver import Multipliers, lagrangian_of
+from meshwright.planner.solve.lagrangian.solver import LagrangianSolver, lagrangian_of
 
 from tests import brute, problems
 
@@ -23,7 +23,7 @@ def judge(seed):
     """Solves one random problem both ways; returns by what share the plan is above the optimum."""
     made = problems.problem(seed, most=20_000)
     best = brute.best(made)
-    result = Multipliers().solve(made, 30)
+    result = LagrangianSolver().solve(made, 30)
     if result.plan is None:
         assert best.objective_s == float("inf"), f"seed {seed}: a feasible plan was not found"
         return 0.0
@@ -64,15 +64,15 @@ def lagrangians(seed):
 @pytest.mark.parametrize("seed", range(4000, 4012))
 def test_tables_hold_what_the_cost_model_says_of_every_option(seed):
     for made, model, lagrangian in lagrangians(seed):
-        sheet = lagrangian.sheet
-        for k, unit in enumerate(sheet.units):
+        table = lagrangian.table
+        for k, unit in enumerate(table.units):
             options = set(unit_options(model, k, made.capability))
             assert {unit.option(n) for n in unit.numbers()} == options
             for number in unit.numbers():
                 option = unit.option(number)
                 assert unit.find(option) == number
-                expected = np.array(sheet.figures(k, option))
-                found = sheet.unit_figures(k, number)
+                expected = table.figures.of(k, option)
+                found = table.unit_figures(k, number)
                 found[np.flatnonzero(expected == 0) if option.lossy else []] = 0.0
                 np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
@@ -81,11 +81,11 @@ def test_tables_hold_what_the_cost_model_says_of_every_option(seed):
 def test_rows_of_a_plan_are_the_step_formula_and_the_memory_timeline(seed):
     rng = np.random.default_rng(seed)
     for made, model, lagrangian in lagrangians(seed):
-        sheet = lagrangian.sheet
-        numbers = np.array([rng.choice(u.numbers()) for u in sheet.units])
-        figures = sheet.plan_figures(numbers)
+        table = lagrangian.table
+        numbers = np.array([rng.choice(u.numbers()) for u in table.units])
+        figures = table.plan_figures(numbers)
         found = values(lagrangian.rows, figures)
-        chosen = choice(model, sheet.choose(numbers), made.schedule)
+        chosen = choice(model, table.choose(numbers), made.schedule)
         assert found.step_s(slice_waits(figures)) == pytest.approx(chosen.value.step_s, rel=1e-9)
         limit = lagrangian.limits.memory_bytes
         assert found.peak_bytes(lagrangian.rows.timed) <= chosen.value.over_bytes + limit + 2
@@ -95,13 +95,13 @@ def test_rows_of_a_plan_are_the_step_formula_and_the_memory_timeline(seed):
 def test_price_of_every_plan_is_at_least_the_bound_of_the_weights(seed):
     rng = np.random.default_rng(seed)
     for made, model, lagrangian in lagrangians(seed):
-        sheet = lagrangian.sheet
+        table = lagrangian.table
         search = Search(lagrangian, time.perf_counter() + 5, 0.0)
         outcome = search.run([])
         for _ in range(50):
-            numbers = np.array([rng.choice(u.numbers()) for u in sheet.units])
-            chosen = choice(model, sheet.choose(numbers), made.schedule)
-            if chosen.feasible and not search.rounding.stand(numbers).score.over:
+            numbers = np.array([rng.choice(u.numbers()) for u in table.units])
+            chosen = choice(model, table.choose(numbers), made.schedule)
+            if chosen.feasible and not search.judge.judged(numbers).score.over:
                 assert chosen.objective_s >= outcome.bound * (1 - 1e-9)
 
 

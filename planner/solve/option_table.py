@@ -1,0 +1,367 @@
+"""All that the units and edges of a model may cost, as tables: what both solvers that prove read.
+
+The integer program lists a unit's options one by one (``listed``), each with exactly the figures of
+the cost model. The Lagrangian has a factored table (``units``): in each *state*, layout and style,
+there is a choice about memory and one about exchange. What they change adds up, so that both are
+tabled by themselves and an option is one row of each. Only where a limit holds for every unit by
+itself (it looks at both) does the Lagrangian's table have all pairs too.
+
+Edges depend on the states at both ends only. Edges that carry as much between units with the same
+states share one table, and so do the exchanges of units with the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cost.compute import saved_bytes
+from ..cost.cost import CostModel
+from ..memory.prefetch_overlap import neighbours_bytes
+from ..memory.rows import ENTRY, FIGURES, LOST_FIGURE, OWN_BYTES, RECEIVED, Matrix, write_neighbours
+from ..schema.capability import Capability
+from ..schema.layout import Layout
+from ..schema.options import Decisions, Option, allowed, ties_agree
+from .choices import STYLES, exchange_options, layouts_of, memory_policies, unit_options
+from .edge_table import EdgeFigures, EdgeTable, SharedEdges
+from .evaluate import memory_of
+from .unit_figures import Numbers, Reals, State, UnitFigures
+
+Mask = npt.NDArray[np.bool_]
+Policy = tuple[tuple[str, Any], ...]
+"""Fields of ``Option`` and their values."""
+
+
+class ListedUnit(NamedTuple):
+    """One unit's options one by one: the number of each one's state, the states, and the figures
+    [option, figure]."""
+
+    options: tuple[Option, ...]
+    state_of: tuple[int, ...]
+    states: tuple[State, ...]
+    figures: Matrix
+
+
+class Block(NamedTuple):
+    """One of the choices of a unit: what each policy adds, [state, policy, figure], and where it
+    may be had, [state, policy]. ``lost`` is the share of the whole gradient's energy that each
+    policy leaves for later: the one thing in which units of the same shape differ here."""
+
+    policies: tuple[Policy, ...]
+    figures: Reals
+    allowed: Mask
+    lost: Reals
+
+    @property
+    def free(self) -> bool:
+        """Whether every policy may be had in every state."""
+        return bool(self.allowed.all())
+
+
+class UnitTable(NamedTuple):
+    """One unit. An option's number is (state · memory policies + memory) · exchange policies +
+    exchange."""
+
+    states: tuple[State, ...]
+    memory: Block
+    exchange: Block
+
+    def split(self, number: int) -> tuple[int, int, int]:
+        """(state, memory policy, exchange policy) of an option's number."""
+        rest, exchange = divmod(int(number), len(self.exchange.policies))
+        state, memory = divmod(rest, len(self.memory.policies))
+        return state, memory, exchange
+
+    def number(self, state: int, memory: int, exchange: int) -> int:
+        """The option's number."""
+        count = len(self.memory.policies)
+        return (state * count + memory) * len(self.exchange.policies) + exchange
+
+    def figures(self, number: int) -> Reals:
+        """The option's figures."""
+        state, memory, exchange = self.split(number)
+        found: Reals = self.memory.figures[state, memory] + self.exchange.figures[state, exchange]
+        found[LOST_FIGURE] = self.memory.lost[memory] + self.exchange.lost[exchange]
+        return found
+
+    def option(self, number: int) -> Option:
+        """The option itself."""
+        state, memory, exchange = self.split(number)
+        fields = (*self.memory.policies[memory], *self.exchange.policies[exchange])
+        return Option(*self.states[state])._replace(**dict(fields))
+
+    def find(self, option: Option) -> int:
+        """The option's number, -1 where it may not be had."""
+        state = option.layout, option.style
+        if state not in self.states:
+            return -1
+        at, fields = self.states.index(state), option._asdict()
+        for memory, first in enumerate(self.memory.policies):
+            for exchange, second in enumerate(self.exchange.policies):
+                fits = all(fields[name] == value for name, value in (*first, *second))
+                if fits and self.memory.allowed[at, memory] and self.exchange.allowed[at, exchange]:
+                    return self.number(at, memory, exchange)
+        return -1
+
+    def may(self, state: int, memory: int, exchange: int) -> bool:
+        """Whether the option may be had."""
+        return bool(self.memory.allowed[state, memory] and self.exchange.allowed[state, exchange])
+
+    def numbers(self) -> list[int]:
+        """The numbers of all options."""
+        pairs = self.memory.allowed[:, :, None] & self.exchange.allowed[:, None, :]
+        return [int(n) for n in np.flatnonzero(pairs)]
+
+
+class TieTable(NamedTuple):
+    """Which states of two tied units agree, [source's state, target's state]."""
+
+    source: int
+    target: int
+    agree: Mask
+
+
+class OptionTable:
+    """The options of a cost model's units within a capability, their bytes as they are at the
+    ``position`` that is judged."""
+
+    def __init__(self, model: CostModel, capability: Capability, position: int = 0) -> None:
+        self.model, self.capability = model, capability
+        self.memory = memory_of(model)
+        self.figures = UnitFigures(model, self.memory, position)
+        self._edge_figures = EdgeFigures(model)
+        self._states: dict[object, tuple[State, ...]] = {}
+        self._exchanges: dict[object, Block] = {}
+
+    # -- options one by one ----------------------------------------------------------------------
+
+    @cached_property
+    def options(self) -> tuple[tuple[Option, ...], ...]:
+        """All options of each unit."""
+        units = range(len(self.model.profile.units))
+        return tuple(unit_options(self.model, k, self.capability) for k in units)
+
+    @cached_property
+    def listed(self) -> tuple[ListedUnit, ...]:
+        """The options of each unit, one by one."""
+        return tuple(self._listed(k, options) for k, options in enumerate(self.options))
+
+    def _listed(self, k: int, options: tuple[Option, ...]) -> ListedUnit:
+        number = {state: i for i, state in enumerate(self.states[k])}
+        state_of = tuple(number[o.layout, o.style] for o in options)
+        figures = np.array([self.figures.of(k, option) for option in options])
+        return ListedUnit(options, state_of, self.states[k], figures)
+
+    def bytes_at(self, k: int, samples: dict[Layout, int | None]) -> Matrix:
+        """[option, figure] of what a position holds of unit ``k`` that has so many ``samples``."""
+        table = np.zeros((len(self.options[k]), len(FIGURES)))
+        for row, option in zip(table, self.options[k], strict=True):
+            row[OWN_BYTES] = self.memory.unit(k, option, samples[option.layout]).figures
+        return table
+
+    # -- options as products of policies ---------------------------------------------------------
+
+    @cached_property
+    def states(self) -> tuple[tuple[State, ...], ...]:
+        """The states of each unit."""
+        if self._limits_units:
+            return tuple(
+                tuple(dict.fromkeys((o.layout, o.style) for o in row)) for row in self.options
+            )
+        return tuple(self._states_of(k) for k in range(len(self.model.profile.units)))
+
+    @property
+    def _limits_units(self) -> bool:
+        return self.model.goal.unit_amplification_limit is not None
+
+    def _states_of(self, k: int) -> tuple[State, ...]:
+        goal, world = self.model.goal, self.model.world_size
+        unit = self.model.profile.units[k]
+        cuts = tuple((s.style, s.parts, s.uneven) for s in unit.splits)
+        pins = tuple(pin for pin in goal.pins if pin.unit == unit.name)
+        key = (unit.fixed, unit.batch_statistics, cuts, pins)
+        if key not in self._states:
+            self._states[key] = tuple(
+                (layout, style)
+                for layout in layouts_of(self.model, self.capability)
+                for style in STYLES
+                if (style == "none") == (layout.degree == 1)
+                and allowed(unit, Option(layout, style), goal, self.capability, world)
+            )
+        return self._states[key]
+
+    @cached_property
+    def units(self) -> tuple[UnitTable, ...]:
+        """The tables of all units."""
+        make = self._pairs if self._limits_units else self._product
+        return tuple(make(k) for k in range(len(self.model.profile.units)))
+
+    def _product(self, k: int) -> UnitTable:
+        return UnitTable(self.states[k], self._memory_block(k), self._exchange_block(k))
+
+    def _pairs(self, k: int) -> UnitTable:
+        """The table of a unit of which not every pair of policies may be had."""
+        unit = self.listed[k]
+        fields = [tuple(o._asdict().items())[2:] for o in unit.options]
+        policies = tuple(dict.fromkeys(fields))
+        figures = np.zeros((len(unit.states), len(policies), len(FIGURES)))
+        open_ = np.zeros(figures.shape[:2], dtype=bool)
+        for state, field, row in zip(unit.state_of, fields, unit.figures, strict=True):
+            at = state, policies.index(field)
+            figures[at], open_[at] = row, True
+        every = Block(policies, figures, open_, self._lost(k, policies))
+        return UnitTable(unit.states, every, _no_choice(len(unit.states)))
+
+    def _memory_block(self, k: int) -> Block:
+        states, unit = self.states[k], self.model.profile.units[k]
+        plain = self.figures.plain(k, states)
+        saved = saved_bytes(unit, "none", 1, 1.0)
+        names = memory_policies(self.model, unit, saved, self.capability)
+        parts = []
+        for name in names:
+            if name == "recompute":
+                parts.append(self.figures.recomputed(k, states, plain))
+            elif name == "offload":
+                host_bytes_per_s = self.model.cluster.host_bytes_per_s
+                assert host_bytes_per_s is not None, "offered only where the rate is known"
+                parts.append(self.figures.offloaded(k, states, plain, host_bytes_per_s))
+            else:
+                parts.append(plain)
+        open_ = np.ones((len(states), len(names)), dtype=bool)
+        policies: tuple[Policy, ...] = tuple((("memory", name),) for name in names)
+        return Block(policies, np.stack(parts, axis=1), open_, np.zeros(len(names)))
+
+    def _exchange_block(self, k: int) -> Block:
+        """Every exchange policy, as what it adds to the plain one. Units that are alike in all that
+        these figures depend on share one block."""
+        model, unit = self.model, self.model.profile.units[k]
+        offered = tuple(exchange_options(model, k, model.baseline[0], self.capability))
+        around = neighbours_bytes(model, k), model.passing_bytes[k]
+        spared = tuple(share.spared for share in unit.shares)  # zero for most units
+        key = self.states[k], self.figures.shape(k), around, offered, spared
+        if key not in self._exchanges:
+            self._exchanges[key] = self._exchange(k)
+        shared = self._exchanges[key]
+        return shared._replace(lost=self._lost(k, shared.policies))
+
+    def _exchange(self, k: int) -> Block:
+        states = self.states[k]
+        offered = [
+            tuple(exchange_options(self.model, k, Option(*state), self.capability))
+            for state in states
+        ]
+        policies = tuple(dict.fromkeys(_exchange_of(o) for options in offered for o in options))
+        figures = np.zeros((len(states), len(policies), len(FIGURES)))
+        open_ = np.zeros(figures.shape[:2], dtype=bool)
+        for i, (state, options) in enumerate(zip(states, offered, strict=True)):
+            plain = self.figures.of(k, Option(*state))
+            for option in options:
+                p = policies.index(_exchange_of(option))
+                figures[i, p] = self.figures.of(k, option) - plain
+                open_[i, p] = True
+        return Block(policies, figures, open_, np.zeros(len(policies)))
+
+    def _lost(self, k: int, policies: Sequence[Policy]) -> Reals:
+        """The share of the whole gradient's energy that each policy of unit ``k`` leaves."""
+        unit, found = self.model.profile.units[k], []
+        for policy in policies:
+            fields = dict(policy)
+            kept = unit.kept(fields.get("exchange", "dense"), fields.get("ratio", 1.0))
+            found.append(0.0 if kept is None else 1.0 - kept)
+        lost: Reals = np.array(found) * self.model.energy_shares[k]
+        return lost
+
+    # -- edges and ties --------------------------------------------------------------------------
+
+    @cached_property
+    def edges(self) -> tuple[EdgeTable, ...]:
+        """The tables of all edges."""
+        return tuple(
+            EdgeTable(a, b, self._edge_figures.of(e, self.states[a], self.states[b]))
+            for e, (a, b) in enumerate(self.model.ends)
+        )
+
+    @cached_property
+    def shared(self) -> SharedEdges:
+        """Which of the edges bring the same."""
+        return SharedEdges(self.model, self.states)
+
+    @cached_property
+    def ties(self) -> tuple[TieTable, ...]:
+        """For each unit tied to others, which states agree with the first of them."""
+        found = []
+        for k, group in enumerate(self.model.ties):
+            if group[0] != k:
+                a = group[0]
+                pair = self.model.profile.units[a], self.model.profile.units[k]
+                agree = [
+                    [ties_agree(pair, (Option(*x), Option(*y))) for y in self.states[k]]
+                    for x in self.states[a]
+                ]
+                found.append(TieTable(a, k, np.array(agree)))
+        return tuple(found)
+
+    def agreeing(self, first: int, k: int, state: int, other: int) -> list[int]:
+        """The states of unit ``other`` that agree with that state of unit ``k``; ``first`` is the
+        first of the units tied to both."""
+        tables = {t.target: t.agree for t in self.ties if t.source == first}
+        ways = [state] if k == first else [int(s) for s in np.flatnonzero(tables[k][:, state])]
+        if other == first:
+            return ways
+        return sorted({int(s) for way in ways for s in np.flatnonzero(tables[other][way])})
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    def choose(self, numbers: Sequence[int] | Numbers) -> Decisions:
+        """The decisions of one option's number for each unit."""
+        return tuple(u.option(n) for u, n in zip(self.units, numbers, strict=True))
+
+    def numbers(self, decisions: Sequence[Option]) -> Numbers | None:
+        """The number of each unit's option, or None where one of them may not be had."""
+        found = [u.find(o) for u, o in zip(self.units, decisions, strict=True)]
+        return None if -1 in found else np.array(found)
+
+    def unit_figures(self, k: int, number: int) -> Reals:
+        """The figures of unit ``k`` under an option's number, energy as a share of all."""
+        return self.units[k].figures(number)
+
+    def plan_figures(self, numbers: Numbers) -> Matrix:
+        """[unit, figure] of a plan."""
+        figures = np.array([self.unit_figures(k, int(n)) for k, n in enumerate(numbers)])
+        for k in range(len(figures)):
+            self.write_entry(figures, numbers, k)
+        write_neighbours(figures, self.memory.overlaps)
+        return figures
+
+    def write_entry(self, figures: Matrix, numbers: Numbers, k: int) -> None:
+        """Writes the redistributions at the entry of unit ``k`` of a plan: of several the seconds
+        add up, and the largest is received."""
+
+        def state(unit: int) -> int:
+            return self.units[unit].split(numbers[unit])[0]
+
+        entry = slice(ENTRY[0], ENTRY[-1] + 1)
+        figures[k, entry] = figures[k, RECEIVED] = 0.0
+        for e in self.model.edges_into[k]:
+            edge = self.edges[e]
+            cost = edge.figures[:, state(edge.source), state(k)]
+            # Most edges cost nothing: only for the others is it worth asking who came before.
+            if cost.any() and not self.shared.came_before(e, state):
+                figures[k, entry] += cost[:-1]
+                figures[k, RECEIVED] = max(figures[k, RECEIVED], cost[-1])
+
+
+def _exchange_of(option: Option) -> Policy:
+    """The fields of an option that are about its exchange."""
+    names = ("exchange", "ratio", "early_release", "feedback")
+    return tuple((name, getattr(option, name)) for name in names)
+
+
+def _no_choice(states: int) -> Block:
+    """A choice of one policy that adds nothing."""
+    figures = np.zeros((states, 1, len(FIGURES)))
+    return Block(((),), figures, np.ones((states, 1), dtype=bool), np.zeros(1))
