@@ -9,7 +9,6 @@ seconds of processor for a word, and for the pacer's answer to one with and with
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from meshwright.executor.background.job import Job, beside
 from meshwright.executor.background.law import FIRST_HELD
 from meshwright.executor.background.messages import VARIABLE, Kind, PacerMessage
 from meshwright.executor.background.settings import Settings
+from rows import print_json, print_row
 
 GAPS = 600
 GAP_S, BETWEEN_S = 0.006, 0.004
@@ -62,8 +62,8 @@ def main() -> None:
         _, switched_s = gaps(job, pipe)
         open_part = job.state().open_s / job.state().seconds
     row = {"word_s": word_s, "answer_s": held_s, "switched_s": switched_s, "open": open_part}
-    print("  ".join(f"{key} {value:.3g}" for key, value in row.items()))
-    print(json.dumps(row))
+    print_row(row)
+    print_json(row)
 
 
 if __name__ == "__main__":

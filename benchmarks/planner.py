@@ -35,20 +35,13 @@ SLICE_BYTES = 4 * 2**20
 def problem(units: int, ranks: int, slice_bytes: tuple[int, ...] = ()) -> Problem:
     """The problem of one row; ``slice_bytes`` may be chosen from."""
     goal = Goal(
-        batch=SAMPLES_PER_RANK * ranks,
-        optimizer="adamw",
-        allow_lossy=True,
-        min_fidelity=0.9,
+        batch=SAMPLES_PER_RANK * ranks, optimizer="adamw", allow_lossy=True, min_fidelity=0.9,
         slice_bytes=slice_bytes,
-    )
+    )  # fmt: skip
     return Problem(
-        profile=gpt_like(units),
-        cluster=cluster_of(ranks, memory_gib=MEMORY_GIB),
-        goal=goal,
-        capability=EVERYTHING,
-        schedule="priority",
-        bucket_bytes=SLICE_BYTES,
-    )
+        profile=gpt_like(units), cluster=cluster_of(ranks, memory_gib=MEMORY_GIB), goal=goal,
+        capability=EVERYTHING, schedule="priority", bucket_bytes=SLICE_BYTES,
+    )  # fmt: skip
 
 
 def row(units: int, ranks: int, solver: str, slice_bytes: tuple[int, ...] = ()) -> dict[str, Any]:
