@@ -55,7 +55,7 @@ from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.options import Decisions
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.problem import Problem
-from meshwright.profiler.tables import load_table
+from meshwright.profiler.estimate import load_table
 from rows import markdown, markdown_of, print_json, put_into
 
 RANKS = (8, 64, 256, 1024)

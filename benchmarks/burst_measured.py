@@ -44,8 +44,8 @@ from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.evaluate import decisions_of, make_plan
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
+from meshwright.profiler.links import probe
 from meshwright.profiler.model import profile
-from meshwright.profiler.probe import probe
 from ranks import as_rank, is_rank, on_a_bed, set_rate, slowest
 from rows import markdown_of, print_json, print_row, put_into
 from systems import CONVOLUTIONS, SLICE_BYTES, System, fresh, own_batch

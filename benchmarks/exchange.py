@@ -34,8 +34,8 @@ from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.request import searched
 from meshwright.planner.solve.solver import solve
+from meshwright.profiler.links import probe
 from meshwright.profiler.model import profile
-from meshwright.profiler.probe import probe
 from ranks import as_rank, goodput, is_rank, on_a_bed, ring_bytes, set_rate, slowest
 from rows import keep, known, markdown_of, print_json, print_row, put_into
 from systems import (

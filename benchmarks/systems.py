@@ -18,8 +18,8 @@ from meshwright.models.spec import UnitSpec
 from meshwright.models.units.discover import discover
 from meshwright.models.workload import Batch, Workload
 from meshwright.models.zoo import build
-from meshwright.models.zoo.images import Pictures, image_workload
-from meshwright.models.zoo.vgg import vgg_thumbnail
+from meshwright.models.zoo.data import Pictures, image_workload
+from meshwright.models.zoo.vision import vgg_thumbnail
 from meshwright.planner.cost.step_time import LINKS, Chain, empty_chain
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ..models.replay import Call, run_modules
+from ..models.replay import UnitCall, run_modules
 from ..models.spec import SplitSpec, UnitSpec
 from ..models.splits import apply_split
 from ..models.splits.check import isolated, member_call
 from ..planner.schema.capability import degrees
 from ..planner.schema.profile import ShareProfile, SplitProfile, UnitProfile
-from .footprint import SavedTensors
-from .timeline import Clock
+from .memory import SavedTensors
+from .timing import Clock
 
 ROUNDS = 3
 
@@ -50,7 +50,7 @@ class ShareMeter:
         self._known: dict[tuple[Any, ...], tuple[float, ...] | None] = {}
 
     def shares(
-        self, unit: UnitSpec, profile: UnitProfile, call: Call, wanted: Sequence[int]
+        self, unit: UnitSpec, profile: UnitProfile, call: UnitCall, wanted: Sequence[int]
     ) -> list[ShareProfile]:
         """The shares of a unit for every style and every degree of ``wanted`` that it can have."""
         whole = profile.whole
@@ -96,7 +96,7 @@ class ShareMeter:
         return total
 
     def _ratio(
-        self, unit: UnitSpec, split: SplitSpec, call: Call, degree: int
+        self, unit: UnitSpec, split: SplitSpec, call: UnitCall, degree: int
     ) -> tuple[float, ...] | None:
         modules = [self._model.get_submodule(name) for name in unit.modules]
         shapes = [tuple(p.shape) for module in modules for p in module.parameters()]
@@ -108,11 +108,12 @@ class ShareMeter:
         return self._known[key]
 
     def _measure(
-        self, unit: UnitSpec, split: SplitSpec, call: Call, degree: int
+        self, unit: UnitSpec, split: SplitSpec, call: UnitCall, degree: int
     ) -> tuple[float, ...]:
         holder = isolated(self._model, unit.modules)
         shard = copy.deepcopy(holder)
 
+        # Stands for the collective: the member's own samples of the group's, at no cost.
         def reduce(partial: Tensor) -> Tensor:
             return partial[: -(-len(partial) // degree)]
 
@@ -128,7 +129,7 @@ class ShareMeter:
         )
 
     def _alternate(
-        self, first: tuple[nn.Module, Call], second: tuple[nn.Module, Call], unit: UnitSpec
+        self, first: tuple[nn.Module, UnitCall], second: tuple[nn.Module, UnitCall], unit: UnitSpec
     ) -> tuple[Cost, Cost]:
         """Both costs, measured in turn so that a disturbance hits both, after a warm-up round."""
         rounds = [
@@ -153,7 +154,7 @@ def _over(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 1.0
 
 
-def cost_of(holder: nn.Module, unit: UnitSpec, call: Call, device: torch.device) -> Cost:
+def cost_of(holder: nn.Module, unit: UnitSpec, call: UnitCall, device: torch.device) -> Cost:
     """What one run of a unit's modules takes."""
     given = call.fresh()
     clock = Clock(device)

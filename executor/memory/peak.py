@@ -29,7 +29,7 @@ def peak_bytes(
         return int(torch.cuda.max_memory_allocated(device))
     live = LiveStorages()
     with live:
-        live.leave_out(apart)
+        live.ignore(apart)
         live.add(standing)
         work()
     return live.peak
@@ -43,6 +43,6 @@ def budget(
     ``apart`` not; the operator that passes the limit raises ``OverBudgetError``. Any device."""
     live = LiveStorages(limit_bytes=limit_bytes)
     with live:
-        live.leave_out(apart)
+        live.ignore(apart)
         live.add(standing)
         yield live

@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 
 from ..workload import Batch, Workload
-from .images import Pictures, image_workload
-from .scoring import IGNORED, mean_cross_entropy, share_right
-from .text import BYTES, NO_BYTE, next_symbol_workload, windows
+from .data import (
+    BYTES,
+    IGNORED,
+    NO_BYTE,
+    Pictures,
+    image_workload,
+    mean_cross_entropy,
+    next_symbol_workload,
+    share_right,
+    windows,
+)
 
 LENGTH = 32
 MASKED = 5

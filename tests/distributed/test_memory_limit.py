@@ -20,8 +20,8 @@ from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
 from meshwright.models.units.storages import OverBudgetError, tensors_in
 from meshwright.models.workload import Workload
+from meshwright.models.zoo.data import next_symbol_workload
 from meshwright.models.zoo.gpt import GPT, Shape
-from meshwright.models.zoo.text import next_symbol_workload
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.capability import Capability
 from meshwright.planner.schema.errors import InputError

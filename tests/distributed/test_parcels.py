@@ -20,7 +20,7 @@ from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.simulate.grad_groups import grad_group_messages, grad_groups
 from meshwright.planner.solve.evaluate import make_plan
-from meshwright.profiler.describe import describe_cluster
+from meshwright.profiler.catalogue import describe_cluster
 from meshwright.profiler.estimate import estimate
 
 DEVICE = "a100-sxm-40gb"
