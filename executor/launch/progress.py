@@ -21,15 +21,18 @@ def console(*, error: bool = False) -> Console:
 @contextlib.contextmanager
 def progress(title: str, *, show: bool = True) -> Iterator[Step]:
     """A bar on stderr while the block runs; yields the function that moves it."""
+    err = console(error=True)
+    if not (show and err.is_terminal):
+        # Not even a hidden bar: some versions of rich end one with an empty line.
+        yield lambda done, total, what: None
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
     )
-    err = console(error=True)
-    hidden = not (show and err.is_terminal)  # elsewhere it would only leave an empty line
-    with Progress(*columns, console=err, transient=True, disable=hidden) as bar:
+    with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task(title, total=None)
 
         def move(done: int, total: int, what: str) -> None:
