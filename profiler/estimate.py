@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import resources
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -41,7 +42,7 @@ from ..planner.schema.profile import (
 )
 from .catalogue import GIGA, TERA, Datasheet, datasheet
 from .memory import Footprints, dry, is_dry
-from .model import edge_profiles, piece_profiles, unit_profile
+from .model import unit_profile
 
 FLOPS_REACHED = 0.6
 """Share of a device's float32 peak that large matrix products are assumed to reach. Convolutions
@@ -92,8 +93,8 @@ def estimate(
         software=software(),
         batches=sizes,
         units=units,
-        edges=edge_profiles(found),
-        pieces=piece_profiles(found),
+        edges=found.edges,
+        pieces=found.pieces,
         updates=tuple(
             UpdateRate(optimizer=name, seconds_per_byte=moves / (sheet.gbyte_s * GIGA))
             for name, moves in STATE_TRAFFIC.items()
@@ -114,12 +115,15 @@ def _counted(
         return found, _Estimator(workload, found, batch, sheet, sizes).units()
 
 
-class _Work:
-    """One unit's counted work for one sample: operations, bytes moved, kernels started."""
+class _Work(NamedTuple):
+    """One unit's counted work for one sample: operations, bytes moved, and ``fixed`` bytes moved
+    for all samples together; kernels started; how many times the forward the backward takes."""
 
-    def __init__(self, flops: float, moved: float, fixed: float, kernels: int, back: float) -> None:
-        self.flops, self.moved, self.fixed = flops, moved, fixed
-        self.kernels, self.back = kernels, back
+    flops: float
+    moved: float
+    fixed: float
+    kernels: int
+    back: float
 
     def seconds(self, samples: float, part: float, sheet: Datasheet) -> float:
         """Forward seconds of ``part`` of the unit on ``samples`` samples."""

@@ -256,6 +256,10 @@ def _copy_s(
 
 MESSAGE_BYTES = 4 * 2**20
 SLOWDOWN_ROUNDS = 5
+# On a CPU the communication library's threads take cores and memory bandwidth from the computation;
+# on a GPU its kernels take multiprocessors. Three things are timed in turn, several rounds: a fixed
+# amount of computing, a fixed amount of communicating, and the computing while the communicating
+# goes on.
 LOAD_S = 0.06
 SLOWDOWN_BUDGET_S = 3.0
 """No further round is begun after so long."""

@@ -1,4 +1,10 @@
-"""The memory that a model's units take in one step, with its tensors or on torch's meta device."""
+"""The memory that a model's units take in one step: what is saved for backward, and temporaries.
+
+On torch's meta device tensors have shapes and no values. Everything that is asked of an estimate
+can be had there (units, edges, operations, storages), so that a model need not fit into this
+machine. What a model does by its values cannot (``.item()``, an index of what is not zero): it is
+refused by torch, and the caller falls back on real tensors.
+"""
 
 from __future__ import annotations
 

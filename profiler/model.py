@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 
 import msgspec
@@ -20,10 +20,8 @@ from ..models.workload import Batch, Workload
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
 from ..planner.schema.profile import (
-    EdgeProfile,
     ModelProfile,
     ParameterProfile,
-    PieceProfile,
     ShareProfile,
     UnitProfile,
 )
@@ -129,8 +127,8 @@ def profile(
         software=software(),
         batches=sizes,
         units=units,
-        edges=edge_profiles(found),
-        pieces=piece_profiles(found),
+        edges=found.edges,
+        pieces=found.pieces,
         step=_curve(sizes, [m.times.total for m in measured]),
         updates=rates,
     )
@@ -326,13 +324,3 @@ def _parameter(model: nn.Module, name: str, shared: str) -> ParameterProfile:
         name=name, shared=shared, shape=tuple(parameter.shape), bytes=parameter.nbytes,
         trainable=parameter.requires_grad,
     )  # fmt: skip
-
-
-def edge_profiles(found: Discovery) -> tuple[EdgeProfile, ...]:
-    """The edges as the planner knows them."""
-    return tuple(EdgeProfile(**asdict(edge)) for edge in found.edges)
-
-
-def piece_profiles(found: Discovery) -> tuple[PieceProfile, ...]:
-    """The pieces as the planner knows them."""
-    return tuple(PieceProfile(**piece._asdict()) for piece in found.pieces)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ...planner.schema.profile import UnitKind
+from ...planner.schema.profile import EdgeProfile, PieceProfile, UnitKind
 from ..replay import UnitCall, capture
 from ..spec import SplitSpec, UnitSpec
 from ..splits import find_splits, guessed
@@ -17,7 +17,7 @@ from ..splits.check import is_equivalent
 from ..splits.leaves import BATCH_NORMS
 from ..workload import Batch
 from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, pruned, tensor_numbers
-from .pieces import SegmentPiece, pieces_of
+from .pieces import pieces_of
 from .select import (
     TracedUnit,
     draws_early,
@@ -42,20 +42,6 @@ _BLOCKS = ("attention", "mlp")
 
 
 @dataclass(frozen=True)
-class Edge:
-    """The tensors with a batch dimension that flow between two units, in bytes for each sample;
-    ``gradient_bytes_per_sample`` is the part that has a gradient. ``features`` and ``tensors`` as
-    in ``EdgeProfile``."""
-
-    source: str
-    target: str
-    bytes_per_sample: float
-    gradient_bytes_per_sample: float
-    features: int = 1
-    tensors: int = 0
-
-
-@dataclass(frozen=True)
 class Discovery:
     """A model's units in forward order, ``@input`` first and ``@output`` last, and their edges.
 
@@ -65,10 +51,10 @@ class Discovery:
     """
 
     units: tuple[UnitSpec, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[EdgeProfile, ...]
     unused: tuple[str, ...]
     fingerprint: str
-    pieces: tuple[SegmentPiece, ...] = ()
+    pieces: tuple[PieceProfile, ...] = ()
 
     def unit(self, name: str) -> UnitSpec:
         """The unit of that name."""
@@ -162,7 +148,7 @@ def _edge(
     names: dict[str, str],
     specs: dict[str, UnitSpec],
     tensors: int,
-) -> Edge:
+) -> EdgeProfile:
     source, target = ends
     sliced = [
         split.features
@@ -170,7 +156,10 @@ def _edge(
         if name in specs and (split := specs[name].split(style)) is not None  # type: ignore[arg-type]
     ]
     features = sliced[0] if sliced else 1
-    return Edge(names[source], names[target], slope[0], slope[1], features, tensors)
+    return EdgeProfile(
+        source=names[source], target=names[target], bytes_per_sample=slope[0],
+        gradient_bytes_per_sample=slope[1], features=features, tensors=tensors,
+    )  # fmt: skip
 
 
 def _specs(

@@ -10,26 +10,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
+from ...planner.schema.profile import PieceProfile
 from .flow import GLUE
 from .select import TracedUnit
 from .trace import Event, Trace, TracedTensor
 
-
-class SegmentPiece(NamedTuple):
-    """As ``PieceProfile`` has it."""
-
-    modules: tuple[str, ...]
-    first: str = ""
-    last: str = ""
-    follows: tuple[str, ...] = ()
-    opens: bool = True
+_Calls = tuple[Event, ...]
+"""The calls of modules one after another."""
 
 
 def pieces_of(
     trace: Trace, traced: Sequence[TracedUnit], names: Mapping[str, str]
-) -> tuple[SegmentPiece, ...]:
+) -> tuple[PieceProfile, ...]:
     """The pieces of a forward in the order in which they begin. ``names`` are those of its units,
     and of its glue by the names that ``flow`` gives it; what is not there is no unit."""
     return _Forward(trace, traced, names).pieces()
@@ -42,25 +35,27 @@ class _Forward:
         self.trace, self.traced, self.names = trace, traced, names
         self.operations = [e.index for e in trace.events if e.module is None]
 
-    def pieces(self) -> tuple[SegmentPiece, ...]:
+    def pieces(self) -> tuple[PieceProfile, ...]:
         """See ``pieces_of``."""
         stretches = sorted(
             [*(unit.calls for unit in self.traced), *((call,) for call in self._containers())],
             key=lambda calls: (calls[0].index, -calls[-1].end),
         )
-        makers: dict[int, list[tuple[Event, ...]]] = {}
+        makers: dict[int, list[_Calls]] = {}
         for calls in stretches:
             made = calls[-1].outputs[0] if calls[-1].makes_one else None
             if made is not None:
                 makers.setdefault(made.key, []).append(calls)
-        return tuple(
-            SegmentPiece(
-                tuple(call.module or "" for call in calls),
-                *self._units(calls[0].index, calls[-1].end),
-                tuple(before[0].module or "" for before in self._handing_over(makers, calls)),
-                not self._changes_input(calls),
-            )
-            for calls in stretches
+        return tuple(self._piece(calls, makers) for calls in stretches)
+
+    def _piece(self, calls: _Calls, makers: Mapping[int, list[_Calls]]) -> PieceProfile:
+        first, last = self._units(calls[0].index, calls[-1].end)
+        return PieceProfile(
+            modules=tuple(call.module or "" for call in calls),
+            first=first,
+            last=last,
+            follows=tuple(c[0].module or "" for c in self._predecessors(makers, calls)),
+            opens=not self._changes_input(calls),
         )
 
     def _containers(self) -> list[Event]:
@@ -92,9 +87,7 @@ class _Forward:
         known = [self.names[node] for node in inside if node in self.names]
         return (known[0], known[-1]) if known else ("", "")
 
-    def _handing_over(
-        self, makers: Mapping[int, list[tuple[Event, ...]]], after: tuple[Event, ...]
-    ) -> Iterator[tuple[Event, ...]]:
+    def _predecessors(self, makers: Mapping[int, list[_Calls]], after: _Calls) -> Iterator[_Calls]:
         """The stretches whose result is all that enters ``after``, nothing being done from one to
         the other."""
         first = after[0]
@@ -104,7 +97,7 @@ class _Forward:
             if end <= first.index and not self._done(end, first.index):
                 yield before
 
-    def _changes_input(self, calls: tuple[Event, ...]) -> bool:
+    def _changes_input(self, calls: _Calls) -> bool:
         """Whether an operation in a piece returns, changed, memory that entered it."""
         entered = {seen.storage for seen in calls[0].inputs if seen is not None}
         return any(

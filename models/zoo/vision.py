@@ -1,4 +1,12 @@
-"""Networks for images. Parameter names follow torchvision's, so published weights load."""
+"""Networks for images. Parameter names follow torchvision's, so published weights load.
+
+VGG: Simonyan & Zisserman, arXiv 1409.1556, table 1, configurations A, D and E. Nearly all its
+parameters are in the fully connected layers and nearly all arithmetic in the convolutions, which is
+why group hybrid parallelism, P3 and DeepPool all measure it. ResNet-50: He et al., arXiv
+1512.03385, and Wide ResNet-101-2: Zagoruyko & Komodakis, arXiv 1605.07146, both with the stride in
+the 3 × 3 convolution, as torchvision and NVIDIA have it; every use of an activation has its own
+module, so that each module is called once per forward and can be one unit.
+"""
 
 from __future__ import annotations
 
@@ -58,37 +66,16 @@ def cnn_digits() -> nn.Sequential:
     return network.apply(he_normal)
 
 
-class AlexNet(nn.Module):
-    """Images [sample, 3, 224, 224] to logits [sample, class]; 61,100,840 parameters at 1000."""
+class ConvNet(nn.Module):
+    """Images [sample, 3, y, x] to logits [sample, class]. ``grid`` is the side of the feature map
+    that enters the classifier."""
 
-    def __init__(self, classes: int = 1000) -> None:
+    def __init__(self, features: nn.Sequential, grid: int, classifier: nn.Sequential) -> None:
         super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 64, 11, stride=4, padding=2),
-            nn.ReLU(),
-            nn.MaxPool2d(3, stride=2),
-            nn.Conv2d(64, 192, 5, padding=2),
-            nn.ReLU(),
-            nn.MaxPool2d(3, stride=2),
-            nn.Conv2d(192, 384, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(384, 256, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(256, 256, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(3, stride=2),
-        )
-        self.avgpool = nn.AdaptiveAvgPool2d(6)
+        self.features = features
+        self.avgpool = nn.AdaptiveAvgPool2d(grid)
         self.flatten = nn.Flatten()
-        self.classifier = nn.Sequential(
-            nn.Dropout(),
-            nn.Linear(256 * 6 * 6, 4096),
-            nn.ReLU(),
-            nn.Dropout(),
-            nn.Linear(4096, 4096),
-            nn.ReLU(),
-            nn.Linear(4096, classes),
-        )
+        self.classifier = classifier
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.flatten(self.avgpool(self.features(images)))
@@ -96,9 +83,37 @@ class AlexNet(nn.Module):
         return logits
 
 
-def alexnet() -> AlexNet:
-    """The published network: 224 pixels, 1000 classes."""
-    return AlexNet()
+def alexnet() -> ConvNet:
+    """The published network in its single-column form (Krizhevsky, "One weird trick for
+    parallelizing convolutional neural networks", arXiv 1404.5997, 2014: the paper that proposed
+    data parallel convolutions with model parallel fully connected layers): 224 pixels, 1000 classes,
+    61,100,840 parameters.
+    """
+    features = nn.Sequential(
+        nn.Conv2d(3, 64, 11, stride=4, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2),
+        nn.Conv2d(64, 192, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2),
+        nn.Conv2d(192, 384, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(384, 256, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(256, 256, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2),
+    )
+    return ConvNet(features, 6, _classifier(256 * 6 * 6, 4096, 1000, dropout_first=True))
+
+
+def _classifier(inputs: int, width: int, classes: int, dropout_first: bool) -> nn.Sequential:
+    """Three linear layers, with a dropout before or after the first two."""
+    layers: list[nn.Module] = []
+    for size in (inputs, width):
+        layer = [nn.Linear(size, width), nn.ReLU()]
+        layers += [nn.Dropout(), *layer] if dropout_first else [*layer, nn.Dropout()]
+    return nn.Sequential(*layers, nn.Linear(width, classes))
 
 
 Depth = Literal[11, 16, 19]
@@ -112,57 +127,37 @@ _STAGE_CHANNELS = (64, 128, 256, 512, 512)
 _CLASSIFIER_WIDTH = 4096
 
 
-class VGG(nn.Module):
-    """Images [sample, 3, y, x] to logits [sample, class].
-
-    ``grid`` is the side of the feature map that enters the classifier, ``narrowing`` divides all
-    widths. Dropout as published.
-    """
-
-    def __init__(self, depth: Depth, grid: int, classes: int, narrowing: int = 1) -> None:
-        super().__init__()
-        width = _CLASSIFIER_WIDTH // narrowing
-        self.features = nn.Sequential(*_feature_layers(depth, narrowing))
-        self.avgpool = nn.AdaptiveAvgPool2d(grid)
-        self.flatten = nn.Flatten()
-        self.classifier = nn.Sequential(
-            nn.Linear(_STAGE_CHANNELS[-1] // narrowing * grid * grid, width),
-            nn.ReLU(),
-            nn.Dropout(),
-            nn.Linear(width, width),
-            nn.ReLU(),
-            nn.Dropout(),
-            nn.Linear(width, classes),
-        )
-        self.apply(he_normal)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features = self.flatten(self.avgpool(self.features(images)))
-        logits: Tensor = self.classifier(features)
-        return logits
+def _vgg(depth: Depth, grid: int, classes: int, narrowing: int = 1) -> ConvNet:
+    """``narrowing`` divides all widths. Dropout as published."""
+    features = nn.Sequential(*_feature_layers(depth, narrowing))
+    inputs, width = _STAGE_CHANNELS[-1] // narrowing * grid * grid, _CLASSIFIER_WIDTH // narrowing
+    classifier = _classifier(inputs, width, classes, dropout_first=False)
+    network = ConvNet(features, grid, classifier)
+    network.apply(he_normal)
+    return network
 
 
-def vgg(depth: Depth) -> VGG:
+def vgg(depth: Depth) -> ConvNet:
     """As published: 224 pixels, a 7 × 7 feature map, 1000 classes. VGG-16: 138,357,544."""
-    return VGG(depth, grid=7, classes=1000)
+    return _vgg(depth, grid=7, classes=1000)
 
 
-def vgg_thumbnail(depth: Depth) -> VGG:
+def vgg_thumbnail(depth: Depth) -> ConvNet:
     """For 32-pixel images: the convolutions as published, leaving 512 features in a 1 × 1 map.
 
     The classifier keeps the published widths, 512-4096-4096-10. The first layer is 49 times
     smaller than at 224 pixels, but the 18.9 million parameters of the classifier still outweigh
     VGG-16's 14.7 million of convolutions, so the network keeps its character.
     """
-    return VGG(depth, grid=1, classes=10)
+    return _vgg(depth, grid=1, classes=10)
 
 
-def narrow_vgg_thumbnail(depth: Depth) -> VGG:
+def narrow_vgg_thumbnail(depth: Depth) -> ConvNet:
     """For 32-pixel images, every width a quarter of the published: 2,112,730 parameters at depth
     16. The feature maps of a sample are a quarter, parameters and arithmetic a sixteenth, so that
     feature maps outweigh parameters at batches that a CPU computes in less than a second.
     """
-    return VGG(depth, grid=1, classes=10, narrowing=4)
+    return _vgg(depth, grid=1, classes=10, narrowing=4)
 
 
 def _feature_layers(depth: Depth, narrowing: int) -> list[nn.Module]:
