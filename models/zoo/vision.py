@@ -84,10 +84,11 @@ class ConvNet(nn.Module):
 
 
 def alexnet() -> ConvNet:
-    """The published network in its single-column form (Krizhevsky, "One weird trick for
-    parallelizing convolutional neural networks", arXiv 1404.5997, 2014: the paper that proposed
-    data parallel convolutions with model parallel fully connected layers): 224 pixels, 1000 classes,
-    61,100,840 parameters.
+    """For 224 pixels and 1000 classes: 61,100,840 parameters.
+
+    In the single-column form of Krizhevsky, "One weird trick for parallelizing convolutional neural
+    networks" (arXiv 1404.5997, 2014), the paper that proposed data parallel convolutions with model
+    parallel fully connected layers.
     """
     features = nn.Sequential(
         nn.Conv2d(3, 64, 11, stride=4, padding=2),
