@@ -69,6 +69,7 @@ LIMIT_S, BRIEF_S = 1.0, 0.3
 SIMULATED_STEPS = 20
 TARGET = 2.2
 STYLES = ("none", "column", "row", "pair")
+# What is assumed of sharing, one thing changed at a time.
 SENSITIVITY = {
     "as above": Assumptions(),
     "background at half its speed": Assumptions(idle_speed=0.5, communicating_speed=0.4),
@@ -82,7 +83,6 @@ SENSITIVITY = {
         slowdown=1.10, piece_s=500e-6, idle_speed=0.5, communicating_speed=0.4
     ),
 }
-"""What is assumed of sharing, one thing changed at a time."""
 
 
 class Partition(NamedTuple):
@@ -280,6 +280,7 @@ def solved(
     }  # fmt: skip
 
 
+# Headings, and what stands under each: a field of a row and its format; samples per second.
 COLUMNS = {
     "model": ("model", ""), "devices": ("devices", ","), "link": ("link", ""),
     "DP alone": ("dp_samples_s", ",.0f"), "DP + bg": ("dp_with_background_samples_s", ",.0f"),
@@ -292,7 +293,6 @@ COLUMNS = {
     "partition bounded": ("partition_bounded_ratio", ".2f"),
     "on": ("partition_devices", ","), "plan": ("plan", ""),
 }  # fmt: skip
-"""Headings, and what stands under each: a field of a row and its format; samples per second."""
 
 
 def cells(row: dict[str, Any]) -> list[str]:

@@ -51,14 +51,14 @@ from rows import markdown_of, print_json, print_row, put_into
 from systems import CONVOLUTIONS, SLICE_BYTES, System, fresh, own_batch
 from torch.nn.parallel import DistributedDataParallel
 
+# The global batch of each.
 MODELS = {"vgg11-32": 32, CONVOLUTIONS: 32}
-"""The global batch of each."""
 MBIT_S = 1000.0
 BACKGROUND_BATCHES = (8, 16, 32, 64)
 PROFILE_S, PROBE_S, PLAN_S = 12.0, 4.0, 10.0
+# Steps before the first turn with a background: the law measures the undisturbed step, and its
+# share rises from a half towards the whole where nothing is wrong.
 RUN_IN = FIRST_HELD + 14
-"""Steps before the first turn with a background: the law measures the undisturbed step, and its
-share rises from a half towards the whole where nothing is wrong."""
 COLUMNS = (
     "model", "hosts", "batch", "mbit_s", "idle_share", "dp_samples_s", "ddp_samples_s",
     "burst_samples_s", "foreground_slowdown", "background_share", "ratio", "bounded_ratio",

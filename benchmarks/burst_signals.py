@@ -24,8 +24,8 @@ from rows import print_json, print_row
 
 GAPS = 600
 GAP_S, BETWEEN_S = 0.006, 0.004
+# What steps are said to take: long, so that none is past its limit meanwhile.
 STEP_S = 10.0
-"""What steps are said to take: long, so that none is past its limit meanwhile."""
 
 
 def pacer_s(job: Job) -> float:

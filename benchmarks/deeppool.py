@@ -39,8 +39,8 @@ BATCHES = (16, 32, 64)
 LINKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9, "300 GB/s": 300e9}
 SLICE_BYTES = 2**20
 LIMIT_S = 10.0
+# Shares below this are rounding.
 EQUAL = 1e-6
-"""Shares below this are rounding."""
 
 
 class Comparison(NamedTuple):

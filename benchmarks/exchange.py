@@ -55,10 +55,10 @@ from systems import (
 
 TOO_GOOD = 1.02
 MIB = 2**20
+# DDP's bucket sizes; 25 is its default.
 BUCKETS_MB = (5, 25, 100)
-"""DDP's bucket sizes; 25 is its default."""
+# A slice size that leaves every parameter whole.
 WHOLE = 2**40
-"""A slice size that leaves every parameter whole."""
 PROBE_S, PROFILE_S, PLAN_S = 4.0, 15.0, 10.0
 COLUMNS = (
     "model", "hosts", "batch", "ratio", "mbit_s", "compute_s", "ddp_default_s", "ddp_best_s",

@@ -57,16 +57,16 @@ from testbed import missing
 
 MIB = 2**20
 TIMEOUT_S = 120.0
+# The first makes what lives on, and in the later ones gradients of the step before are alive.
 TRACKED_STEPS = 3
-"""The first makes what lives on, and in the later ones gradients of the step before are alive."""
 COMPUTE_STEPS = 3
 PROFILE_S = 90.0
+# Samples of a rank that are tried at most.
 MOST = 1024
-"""Samples of a rank that are tried at most."""
+# With its own micro-batches a variant may have so many times dense training's largest batch.
 OWN_MOST = 2
-"""With its own micro-batches a variant may have so many times dense training's largest batch."""
+# A device's link to its host, for what is predicted only (PCIe 3, 16 lanes).
 HOST_BYTES_PER_S = 12e9
-"""A device's link to its host, for what is predicted only (PCIe 3, 16 lanes)."""
 QUICK = "collaborative quickest"
 
 

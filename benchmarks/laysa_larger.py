@@ -18,8 +18,8 @@ from laysa_page import OURS, mb
 from laysa_plans import RANKS, Chooser, two_hosts
 from rows import markdown, print_json
 
+# Any: what needs least memory does not depend on it.
 LINK_BYTES_PER_S = 1e8
-"""Any: what needs least memory does not depend on it."""
 HEADINGS = ("batch", "sparse only MB", "collaborative MB", "below", "mirrors on a host MB", "below")
 
 

@@ -34,10 +34,10 @@ RATIO = 0.01
 SLICE_BYTES = 4 * 2**20
 OPTIMIZER = "momentum"
 OWN_MICRO_BATCHES = (2, 4)
+# Of its largest batch, what a variant may take instead where that is quicker for a sample.
 SHARES = (1.0, 0.75, 0.5)
-"""Of its largest batch, what a variant may take instead where that is quicker for a sample."""
+# So often the largest batch is guessed anew from what the last one took.
 TRIES = 3
-"""So often the largest batch is guessed anew from what the last one took."""
 # The runs send RATIO from the first step on; the planner expects top-k's warm-up, which sends more.
 travelling.FIRST_RATIO = RATIO
 

@@ -45,16 +45,16 @@ from testbed import Bed
 
 RANKS = 2
 MODELS = ("mlp", "cnn-digits", "vgg11-32", "resnet50-32", "gpt-mini", "seq2seq-mini")
+# Global batches; a rank gets 4 or 16 samples.
 BATCHES = (8, 32)
-"""Global batches; a rank gets 4 or 16 samples."""
+# The sizes profiled, so that what runs lies between them.
 MEASURED = (2, 8, 32)
-"""The sizes profiled, so that what runs lies between them."""
 OPTIMIZERS = ("momentum", "adamw")
 SLICE_BYTES = 2**20
+# What a lossy exchange sends, where the profile has measured that.
 RATIO = 0.1
-"""What a lossy exchange sends, where the profile has measured that."""
+# The targets: of the median error, and of the worst.
 WITHIN, BEYOND = 0.02, 0.05
-"""The targets: of the median error, and of the worst."""
 LARGEST = 10
 
 

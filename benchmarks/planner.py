@@ -28,8 +28,8 @@ from synthetic import cluster_of, gpt_like
 ROWS = ((100, 64), (200, 64), (400, 256), (1000, 1024))
 SAMPLES_PER_RANK = 4
 MEMORY_GIB = 40.0
+# At 1 MiB the latency of an all-reduce over 128 nodes is twenty times what its bytes take.
 SLICE_BYTES = 4 * 2**20
-"""At 1 MiB the latency of an all-reduce over 128 nodes is twenty times what its bytes take."""
 
 
 def problem(units: int, ranks: int, slice_bytes: tuple[int, ...] = ()) -> Problem:

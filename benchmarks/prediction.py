@@ -38,15 +38,15 @@ from rows import print_json, print_table
 RANKS = 2
 LIMIT_S = 600.0
 SLICE_BYTES = 4 * 2**20
+# About so long each layout trains; at least ``LEAST_STEPS`` steps, at most ``MOST_STEPS``.
 RUN_S = 4.0
-"""About so long each layout trains; at least ``LEAST_STEPS`` steps, at most ``MOST_STEPS``."""
 LEAST_STEPS, MOST_STEPS = 7, 40
+# The kinds of units that the second layout divides over all ranks; linear ones in turns.
 DIVIDED: dict[str, tuple[Style, ...]] = {
     "linear": ("column", "row"),
     "attention": ("pair",),
     "mlp": ("pair",),
 }
-"""The kinds of units that the second layout divides over all ranks; linear ones in turns."""
 
 HEADINGS = ("model", "batch", "layout", "schedule", "step", "error", "compute", "blocking",
             "exposed", "update", "peak")  # fmt: skip

@@ -32,15 +32,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+# Models of the exchange benchmarks, and samples of a rank in a step.
 BATCHES = {"vgg19-32": 32, "resnet50-32": 8, "seq2seq": 12, "gpt-mini": 8}
-"""Models of the exchange benchmarks, and samples of a rank in a step."""
+# VGG-16's convolutions for 32-pixel images and a single linear layer after them.
 CONVOLUTIONS = "vgg16-32-conv"
-"""VGG-16's convolutions for 32-pixel images and a single linear layer after them."""
 SLICE_BYTES = 4 * 2**20
+# Steps before a system that finds out its order is measured.
 WARM_UP = 8
-"""Steps before a system that finds out its order is measured."""
+# A step alone is measured so often, after one that does not count.
 PARTS_TIMES = 5
-"""A step alone is measured so often, after one that does not count."""
 JITTER = 0.1
 NOTHING = Prediction(
     step_s=0.0, compute_s=0.0, blocking_s=0.0, exposed_s=0.0, update_s=0.0, exchange_s=0.0,

@@ -19,8 +19,8 @@ from ..planner.schema.errors import InputError
 from .workload import Batch, Workload
 from .zoo import build
 
+# What a rank is taken to feed of a ``Workload``, which makes batches of any size.
 WORKLOAD_SAMPLES = 32
-"""What a rank is taken to feed of a ``Workload``, which makes batches of any size."""
 HOW = (
     "give a workload's name, path/to/file.py:factory or package.module:factory, where the "
     "factory takes no argument and returns a Workload"

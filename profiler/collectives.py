@@ -30,9 +30,9 @@ COLLECTIVES: tuple[Collective, ...] = (
     "all_to_all",
 )
 FLOAT = 4
+# Share of the budget after which no longer message is timed: each size is sent twice by each of
+# five collectives, so that the first round stays within the budget even on a slow network.
 LONGEST = 1 / 40
-"""Share of the budget after which no longer message is timed: each size is sent twice by each of
-five collectives, so that the first round stays within the budget even on a slow network."""
 
 # torch 2.13 renamed both; the old names warn there.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -44,26 +44,26 @@ from .catalogue import GIGA, TERA, Datasheet, datasheet
 from .memory import Footprints, dry, is_dry
 from .model import unit_profile
 
+# Share of a device's float32 peak that large matrix products are assumed to reach. Convolutions
+# may use TF32, as torch lets them by default, and are faster then: DeepPool's A100 table has
+# VGG-16 at three times the float32 peak, so an estimate errs on the slow side there.
 FLOPS_REACHED = 0.6
-"""Share of a device's float32 peak that large matrix products are assumed to reach. Convolutions
-may use TF32, as torch lets them by default, and are faster then: DeepPool's A100 table has VGG-16
-at three times the float32 peak, so an estimate errs on the slow side there."""
 
+# Share of the memory bandwidth that streaming kernels reach.
 BANDWIDTH_REACHED = 0.8
-"""Share of the memory bandwidth that streaming kernels reach."""
 
+# A kernel's launch on a GPU, which small units cannot beat.
 KERNEL_S = 5e-6
-"""A kernel's launch on a GPU, which small units cannot beat."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Memory is counted at these batch sizes, and is linear beyond.
 FOOTPRINT_SIZES = (2, 4)
-"""Memory is counted at these batch sizes, and is linear beyond."""
 DEGREES = (2, 4, 8)
+# How often an optimizer reads or writes a parameter's bytes: parameter, gradient, state.
 STATE_TRAFFIC = {"sgd": 3, "momentum": 5, "adam": 7, "adamw": 7}
-"""How often an optimizer reads or writes a parameter's bytes: parameter, gradient, state."""
 
+# Workloads whose units are those of a published A100 table, one by one.
 TABLES = {"vgg16": "vgg16"}
-"""Workloads whose units are those of a published A100 table, one by one."""
 
 
 def estimate(

@@ -18,13 +18,13 @@ from ..planner.schema.profile import FidelityProfile
 
 LossyExchange = Literal["dropped", "topk"]
 STEPS = 4
+# Ratios at which each lossy exchange is measured.
 RATIOS: dict[LossyExchange, tuple[float, ...]] = {
     "dropped": (0.25, 0.5),  # a parameter is sent every fourth or second step
     "topk": (0.01, 0.05, 0.1, 0.25),
 }
-"""Ratios at which each lossy exchange is measured."""
+# So many elements of a parameter are looked at; a share of 1% of them is 655.
 SAMPLED = 65_536
-"""So many elements of a parameter are looked at; a share of 1% of them is 655."""
 
 
 class Fidelity:

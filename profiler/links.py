@@ -22,8 +22,8 @@ from .collectives import COLLECTIVES, Group, curves, measure, synchronise
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS = 9
+# Seconds for all groups together; on a slow network fewer rounds are made.
 BUDGET_S = 8.0
-"""Seconds for all groups together; on a slow network fewer rounds are made."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -207,8 +207,8 @@ def _cluster(
     )
 
 
+# Large enough that starting a copy (some 10 µs) is less than a hundredth of it at 100 GB/s.
 COPY_BYTES = 1 << 28
-"""Large enough that starting a copy (some 10 µs) is less than a hundredth of it at 100 GB/s."""
 COPY_ROUNDS = 5
 
 
@@ -261,8 +261,8 @@ SLOWDOWN_ROUNDS = 5
 # amount of computing, a fixed amount of communicating, and the computing while the communicating
 # goes on.
 LOAD_S = 0.06
+# No further round is begun after so long.
 SLOWDOWN_BUDGET_S = 3.0
-"""No further round is begun after so long."""
 
 
 class _Load:

@@ -35,14 +35,14 @@ __all__ = ["device_name", "profile"]
 BATCHES = (1, 2, 4, 8, 16, 32)
 OPTIMIZERS = ("sgd", "momentum", "adamw")
 DEGREES = (2, 4, 8)
+# Without sizes given, no larger batch is measured once a step takes this long.
 LONGEST_STEP_S = 4.0
-"""Without sizes given, no larger batch is measured once a step takes this long."""
 
+# Of the time for a profile, what a step may take where sizes are to fit.
 LONGEST_SHARE = 0.2
-"""Of the time for a profile, what a step may take where sizes are to fit."""
+# Samples whose step tells what larger batches take, and the fewest that are measured for a goal: a
+# batch of one has no statistics to normalise by, torch refuses it.
 FEW = 2
-"""Samples whose step tells what larger batches take, and the fewest that are measured for a goal: a
-batch of one has no statistics to normalise by, torch refuses it."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -263,11 +263,11 @@ def _with_fidelity(job: _Job, units: Sequence[UnitProfile], size: int) -> tuple[
     return tuple(found)
 
 
+# Fields of a share that are curves over the batch sizes, and where they were measured.
 _WHOLE: tuple[tuple[Callable[[_Measured], object], tuple[str, ...]], ...] = (
     (lambda m: m.times, ("forward", "backward")),
     (lambda m: m.footprint, ("saved", "gradient", "workspace", "fresh", "spared")),
 )
-"""Fields of a share that are curves over the batch sizes, and where they were measured."""
 
 
 def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) -> ShareProfile:

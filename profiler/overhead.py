@@ -26,8 +26,8 @@ from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan
 
 ROUNDS, UNCOUNTED = 25, 3
+# What travels at once: all of a toy, and slices as plans mostly choose them.
 BUCKET_BYTES, SLICE_BYTES = 25 * 2**20, 4 * 2**20
-"""What travels at once: all of a toy, and slices as plans mostly choose them."""
 
 
 class _Toy(NamedTuple):

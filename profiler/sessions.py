@@ -51,8 +51,9 @@ from .overhead import measure_overhead, measure_priority_overhead
 # once, then all ranks with equal places at once, because these share a host's network interface.
 # Collectives are not timed while the model computes; how much both slow each other is measured
 # separately (``links.measure_interference``) and applied by the simulation.
+
+# Of a device's memory, what measuring may take: others may be on the machine.
 ROOM = 0.6
-"""Of a device's memory, what measuring may take: others may be on the machine."""
 
 
 def batches_for(goal: Goal, world_size: int) -> tuple[int, ...]:

@@ -178,18 +178,18 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+# Of so many bytes of parameters copies are made at most; rates are per byte.
 LIMIT_BYTES = 256 * 2**20
-"""Of so many bytes of parameters copies are made at most; rates are per byte."""
 
 LEAST_ROUNDS, LONG_S = 3, 1.0
 
+# With torch's defaults, as users make them.
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
 }
-"""With torch's defaults, as users make them."""
 
 
 def update_rates(

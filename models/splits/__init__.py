@@ -22,12 +22,12 @@ __all__ = [
     "slice_parameter",
 ]
 
+# Recipes for modules with children, which become one unit because of them.
 BLOCKS: tuple[tuple[UnitKind, Recipe], ...] = (
     ("attention", MultiheadRecipe()),
     ("attention", AttentionRecipe()),
     ("mlp", MLPRecipe()),
 )
-"""Recipes for modules with children, which become one unit because of them."""
 
 LEAVES: tuple[Recipe, ...] = (LinearRecipe(), EmbeddingRecipe(), ConvolutionRecipe())
 

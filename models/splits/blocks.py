@@ -60,8 +60,8 @@ _KNOWN = (
 )
 _HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads", "num_heads", "heads", "n_heads")
 _HEAD_SIZES = ("head_dim", "attention_head_size")
+# Attributes that hold the count of heads times their size.
 _WIDTHS = ("split_size", "all_head_size")
-"""Attributes that hold the count of heads times their size."""
 
 
 def _names_of(module: nn.Module) -> Names | None:

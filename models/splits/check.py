@@ -32,11 +32,12 @@ from .recipe import slice_parameter
 # precision, so that a tolerance of 1e-9 separates rounding from a wrong formula; without dropout,
 # which the members draw for themselves; and with random parameters, because zeros and ones (fresh
 # biases and norms) hide terms that are added twice or forgotten.
+
 _WAIT_S = 60.0
+# Sequences of more positions are tried with so many.
 _LONG, _SHORT = 256, 16
-"""Sequences of more positions are tried with so many."""
+# Standard deviation of the parameters that a split is tried with.
 _SPREAD = 0.2
-"""Standard deviation of the parameters that a split is tried with."""
 
 
 class _ThreadReduce:

@@ -37,6 +37,7 @@ from .trace import Trace, record
 # Two sizes tell samples apart from other dimensions: bytes that do not grow with the batch are no
 # activations, and a dimension of size N that stays is a coincidence. What these two forwards do
 # not show (a branch taken for other inputs) is not known.
+
 _TRIED_SAMPLES = 2
 _BLOCKS = ("attention", "mlp")
 

@@ -14,8 +14,8 @@ from .trace import Event, Trace, TracedTensor
 
 Ends = tuple[str, str]
 
+# Names of nodes that are no modules. Without the @ they could be a module's.
 INPUT, OUTPUT, GLUE = "@input", "@output", "@glue."
-"""Names of nodes that are no modules. Without the @ they could be a module's."""
 
 
 @dataclass

@@ -16,8 +16,8 @@ from .flow import GLUE
 from .select import TracedUnit
 from .trace import Event, Trace, TracedTensor
 
+# The calls of modules one after another.
 _Calls = tuple[Event, ...]
-"""The calls of modules one after another."""
 
 
 def pieces_of(

@@ -18,8 +18,8 @@ from ..splits import block_kind
 from ..splits.leaves import BATCH_NORMS, CONVOLUTIONS, is_linear, may_follow
 from .trace import Event, Trace, TracedTensor
 
+# How the names of torch's operations that draw random numbers begin.
 _RANDOM = ("dropout", "alpha_dropout", "feature_", "bernoulli", "rand", "normal", "uniform")
-"""How the names of torch's operations that draw random numbers begin."""
 
 
 @dataclass(frozen=True)

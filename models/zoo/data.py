@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from ..workload import Batch, Workload
 
+# A target that is not scored: ``cross_entropy``'s own default for ``ignore_index``.
 IGNORED = -100
-"""A target that is not scored: ``cross_entropy``'s own default for ``ignore_index``."""
 
 
 def mean_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
@@ -34,14 +34,14 @@ def share_right(logits: Tensor, target: Tensor) -> float:
     return float(right.sum()) / max(int(scored.sum()), 1)
 
 
+# Vocabulary of byte-level text: one symbol per value of a byte.
 BYTES = 256
-"""Vocabulary of byte-level text: one symbol per value of a byte."""
 
+# A byte value that does not occur in the text, free for a start or a mask symbol.
 NO_BYTE = 0
-"""A byte value that does not occur in the text, free for a start or a mask symbol."""
 
+# One window in ten is kept for the test.
 TEST_EVERY = 10
-"""One window in ten is kept for the test."""
 
 
 def windows(split: str, length: int) -> Tensor:
@@ -86,8 +86,8 @@ def _shifted(symbols: Tensor) -> Batch:
     return Batch((symbols[:, :-1].contiguous(),), symbols[:, 1:].contiguous())
 
 
+# Of 1797 digits: one in five.
 TEST_SAMPLES = 360
-"""Of 1797 digits: one in five."""
 
 
 class Pictures(NamedTuple):

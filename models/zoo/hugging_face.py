@@ -27,8 +27,8 @@ from .data import (
 )
 
 LENGTH = 32
+# Symbols of each sample that BERT has to guess: 15% of ``LENGTH``, rounded up.
 MASKED = 5
-"""Symbols of each sample that BERT has to guess: 15% of ``LENGTH``, rounded up."""
 
 
 def gpt2_tiny(name: str) -> Workload:

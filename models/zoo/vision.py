@@ -173,8 +173,8 @@ def _feature_layers(depth: Depth, narrowing: int) -> list[nn.Module]:
     return layers
 
 
+# A block's output is four times as wide as its stage's base width.
 EXPANSION = 4
-"""A block's output is four times as wide as its stage's base width."""
 
 
 class Bottleneck(nn.Module):
