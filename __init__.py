@@ -24,13 +24,14 @@ if TYPE_CHECKING:
         verify,
     )
     from .cli.demonstration import demo
-    from .executor.exchange_state import exchange_state_dict, load_exchange_state_dict
-    from .executor.gradients.residual import Lossy
+    from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
     from .executor.micro import join, micro_batches
     from .executor.parallel import (
+        exchange_state_dict,
         full_optimizer_state_dict,
         full_state_dict,
+        load_exchange_state_dict,
         load_full_optimizer_state_dict,
         loss_weight,
     )
@@ -61,12 +62,13 @@ _HOMES = {
     ),
     ".executor.launch.background": ("Background",),
     ".cli.demonstration": ("demo",),
-    ".executor.gradients.residual": ("Lossy",),
-    ".executor.exchange_state": ("exchange_state_dict", "load_exchange_state_dict"),
+    ".executor.gradients.feedback": ("Lossy",),
     ".executor.micro": ("join", "micro_batches"),
     ".executor.parallel": (
+        "exchange_state_dict",
         "full_optimizer_state_dict",
         "full_state_dict",
+        "load_exchange_state_dict",
         "load_full_optimizer_state_dict",
         "loss_weight",
     ),

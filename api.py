@@ -11,24 +11,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from .executor.capability import CAPABILITY
+from .planner.explain import compare as comparing
+from .planner.explain import memory_timeline as timelines
+from .planner.explain import what_if as changes
+from .planner.explain import why
 from .planner.explain.compare import Comparison
-from .planner.explain.compare import compare as compare_plans
 from .planner.explain.front import Front, described_front
-from .planner.explain.micro_batches import quicker_in_parts as find_quicker
-from .planner.explain.moments import MemoryTimeline
-from .planner.explain.moments import memory_timeline as timeline_of
-from .planner.explain.single_device import quicker_alone_s
-from .planner.explain.what_if import Sizes, gains_of
-from .planner.explain.what_if import sizes as plan_sizes
-from .planner.explain.why import Explanation
-from .planner.explain.why import explain as explain_plan
+from .planner.explain.memory_timeline import MemoryTimeline
+from .planner.explain.what_if import Sizes
+from .planner.explain.why import Bottleneck, Explanation
 from .planner.multiplex.jobs import Assumptions
 from .planner.multiplex.report import ClusterReport
 from .planner.schema import cache
 from .planner.schema.cluster import Cluster
 from .planner.schema.errors import InputError
-from .planner.schema.goal import Goal
-from .planner.schema.goal_values import make_goal
+from .planner.schema.goal import Goal, make_goal
 from .planner.schema.pins import EARLY_RELEASE
 from .planner.schema.plan import Plan
 from .planner.schema.profile import ModelProfile
@@ -50,7 +47,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from .executor.gradients.residual import Lossy
+    from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
     from .executor.launch.progress import Step
     from .executor.launch.report import RunReport
@@ -185,15 +182,23 @@ def quicker_in_parts(
         made, there, plan.goal, CAPABILITY, bursts=leaves_idle(plan),
         hypothetical=bool(plan.hypothetical), forbidden=forbidden, schedule=schedule,
     )  # fmt: skip
-    return find_quicker(problem, plan)
+    return changes.quicker_in_parts(problem, plan)
 
 
-def quicker_alone(
+def quicker_on_single_device(
     plan: Plan, profile: ModelProfile | None = None, cluster: Cluster | None = None
 ) -> float | None:
     """Seconds of one device by itself for the plan's batch, where it fits there and that is quicker
     than the plan; else None. The profile and the cluster are found as for ``explain``."""
-    return quicker_alone_s(plan, *made_from(plan, profile, cluster))
+    return changes.quicker_on_single_device_s(plan, *made_from(plan, profile, cluster))
+
+
+def bottleneck(
+    plan: Plan, profile: ModelProfile | None = None, cluster: Cluster | None = None
+) -> Bottleneck:
+    """What bounds a plan's step, without a search. The profile and the cluster are found as for
+    ``explain``."""
+    return why.bottleneck(plan, *made_from(plan, profile, cluster))
 
 
 def sizes(
@@ -219,7 +224,7 @@ def sizes(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
-    return plan_sizes(problem, ranks, solver, time_limit_s)
+    return changes.sizes(problem, ranks, solver, time_limit_s)
 
 
 def front(
@@ -265,11 +270,11 @@ def explain(
     if best < 1:
         raise InputError(f"{best} alternatives explain nothing: ask for at least 1")
     made, there = made_from(plan, profile, cluster)
-    found = explain_plan(plan, made, there, capability=capability_of(plan, CAPABILITY), best=best)
+    found = why.explain(plan, made, there, capability=capability_of(plan, CAPABILITY), best=best)
     if not what_if:
         return found
     problem = replace(problem_of(plan, made, there, CAPABILITY), progress=shown(progress))
-    more = gains_of(plan, problem, time_limit_s)
+    more = changes.gains_of(plan, problem, time_limit_s)
     return msgspec.structs.replace(found, gains=more)
 
 
@@ -278,7 +283,7 @@ def memory_timeline(
 ) -> MemoryTimeline:
     """What ranks hold at each point of a step under a plan, by class. The profile and the cluster
     are found as for ``explain``."""
-    return timeline_of(plan, *made_from(plan, profile, cluster))
+    return timelines.memory_timeline(plan, *made_from(plan, profile, cluster))
 
 
 def multiplex(
@@ -309,7 +314,7 @@ def multiplex(
 
 def compare(first: Plan, second: Plan) -> Comparison:
     """What two plans decide differently, and what they predict."""
-    return compare_plans(first, second)
+    return comparing.compare(first, second)
 
 
 def is_rank_zero() -> bool:
@@ -436,7 +441,7 @@ def auto_parallelize(
     from .executor.arguments import check_arguments
     from .executor.comm.agreement import together
     from .executor.comm.watchdog import time_limit
-    from .executor.gradients.residual import Lossy
+    from .executor.gradients.feedback import Lossy
     from .executor.launch.report import given_plan, record_run
     from .executor.launch.start import start_process_group
     from .executor.optimizer.lazy import releases_not

@@ -9,7 +9,7 @@ Simulated: for each network, number of devices and link, with one global batch f
   layers may be divided over the devices of a group too (--batch-only: nothing but the batch).
 
 The background is the same network at its best batch on one device. The burst plan is chosen with it
-in mind (``planner/multiplex/choose.py``), among plans whose step beside the background is no longer
+in mind (``burst_choice.py``), among plans whose step beside the background is no longer
 than that of data parallelism alone. All rates are of the steady state by simulation.
 
     python benchmarks/burst.py [--part simulated|measured|both] [--markdown FILE] [--batch-only]
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import deeppool
 import msgspec
-from meshwright.planner.multiplex.choose import (
+from burst_choice import (
     ROUNDING,
     DataParallel,
     Shared,

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshwright.executor.background.job import Job, beside
+from meshwright.executor.background.job import Job, background_job
 from meshwright.executor.background.law import FIRST_HELD, LIMIT
-from meshwright.executor.background.settings import Settings
+from meshwright.executor.background.protocol import Settings
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.planner.cost.budget import idle_s, unit_s
@@ -168,7 +168,7 @@ class Rank:
         paced = Background(self.name, best, folder / f"paced-{rank}")
         other = Background(self.name, best, folder / f"alone-{rank}")
         settings = Settings(paced.command, str(folder / f"log-{rank}"), LIMIT, grace_s=1.0)
-        with beside(settings) as job, by_itself(other) as process:
+        with background_job(settings) as job, by_itself(other) as process:
             paced.wait_for_some()
             job.hold()
             os.environ.update(job.environment)

@@ -16,10 +16,9 @@ import time
 from pathlib import Path
 from statistics import median
 
-from meshwright.executor.background.job import Job, beside
+from meshwright.executor.background.job import Job, background_job
 from meshwright.executor.background.law import FIRST_HELD
-from meshwright.executor.background.messages import VARIABLE, Kind, PacerMessage
-from meshwright.executor.background.settings import Settings
+from meshwright.executor.background.protocol import VARIABLE, Kind, PacerMessage, Settings
 from rows import print_json, print_row
 
 GAPS = 600
@@ -52,7 +51,7 @@ def main() -> None:
     busy = (sys.executable, "-c", "while True: pass")
     with (
         tempfile.TemporaryDirectory() as name,
-        beside(Settings(busy, f"{name}/log", 1.1, grace_s=0.2)) as job,
+        background_job(Settings(busy, f"{name}/log", 1.1, grace_s=0.2)) as job,
     ):
         pipe = os.open(job.environment[VARIABLE], os.O_WRONLY)
         os.write(pipe, PacerMessage(Kind.BEGAN, 0, 0).packed())

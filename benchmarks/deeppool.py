@@ -28,7 +28,6 @@ from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layer_times import profile_of_table
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.heuristic.bursts import LIMITS, greedy
-from meshwright.planner.solve.heuristic.splits import placed
 from meshwright.planner.solve.objective import value
 from meshwright.planner.solve.problem import Problem
 from rows import markdown, print_json, put_into
@@ -80,18 +79,23 @@ def cluster_of(ranks: int, bytes_per_s: float, memory_bytes: int = 80 * 10**9) -
 
 def problem(profile: ModelProfile, ranks: int, batch: int, bytes_per_s: float) -> Problem:
     """The problem of one case; statistics over the whole batch, so that bursts are exact."""
-    asked = Problem(
+    problem = Problem(
         profile=profile, cluster=cluster_of(ranks, bytes_per_s), capability=EVERYTHING,
         goal=Goal(batch=batch, optimizer="sgd", batch_statistics="global"),
         schedule="priority", bucket_bytes=SLICE_BYTES, near=0.0,
     )  # fmt: skip
-    return placed(asked)
+    return problem.placed()
 
 
 def compare(case: str, asked: Problem) -> list[Comparison]:
     """Every different greedy plan of a case against ours."""
     model = CostModel(
-        asked.profile, asked.cluster, asked.goal, 1, asked.placement, asked.bucket_bytes, True
+        asked.profile,
+        asked.cluster,
+        asked.goal,
+        placement=asked.placement,
+        bucket_bytes=asked.bucket_bytes,
+        sliced=True,
     )
     plans = {}
     for limit in LIMITS:

@@ -128,7 +128,7 @@ def ablated(measured: Measured, batch: Batch, asked: dict[str, Any]) -> dict[str
         system = systems[f"{order}_{size}_s"] = System(measured.workload(), plan=plan)
         if not urgent:
             run = run_of(system.model)
-            exchange = run._priority_exchange()
+            exchange = run.priority
             exchange._orders = Orders(plan, urgent=False).start(exchange.grad_groups, run.control)
         predicted_s = simulated(measured.chain, measured.sizes, slice_bytes, urgent)
         row[f"{order}_{size}_predicted_s"] = slowest(predicted_s)

@@ -41,11 +41,11 @@ from laysa_plans import (
     with_ratio,
 )
 from meshwright.executor.comm.agreement import rank_zero_decides
-from meshwright.executor.gradients.residual import Lossy
+from meshwright.executor.gradients.feedback import Lossy
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.micro import micro_batches
 from meshwright.models.workload import Batch
-from meshwright.planner.explain.moments import memory_timeline
+from meshwright.planner.explain.memory_timeline import memory_timeline
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.schema.record import save

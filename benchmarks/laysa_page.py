@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from meshwright.planner.schema.peak import CLASS_NAMES
+from meshwright.planner.schema.plan import CLASS_NAMES
 from rows import markdown
 
 # LaySA's claims (Zhao et al., IEEE Access 2021): peak memory cut by up to 80.5%, throughput up by

@@ -17,13 +17,11 @@ import msgspec
 from laysa_page import OURS
 from meshwright.executor.capability import CAPABILITY
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.cost.feedback import feedbacks
-from meshwright.planner.cost.segment_memory import segments_of
-from meshwright.planner.memory import comm_buffers as travelling
+from meshwright.planner.memory import gradient_buffers
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
-from meshwright.planner.schema.options import Decisions, Option
+from meshwright.planner.schema.options import Decisions, Option, feedbacks, segments_of
 from meshwright.planner.schema.plan import FeedbackPolicy, Plan
 from meshwright.planner.schema.profile import FidelityProfile, ModelProfile, UnitProfile
 from meshwright.planner.solve.evaluate import evaluation, make_plan
@@ -39,7 +37,7 @@ SHARES = (1.0, 0.75, 0.5)
 # So often the largest batch is guessed anew from what the last one took.
 TRIES = 3
 # The runs send RATIO from the first step on; the planner expects top-k's warm-up, which sends more.
-travelling.FIRST_RATIO = RATIO
+gradient_buffers.FIRST_RATIO = RATIO
 
 
 class Variant(NamedTuple):
@@ -186,7 +184,8 @@ class Chooser:
         if key not in self._searches:
             model = CostModel(
                 self.profile, self.cluster, self._goal(common, batch),
-                common.micro_batches, None, SLICE_BYTES, sliced=True,
+                micro_batches=common.micro_batches,
+                bucket_bytes=SLICE_BYTES, sliced=True,
             )  # fmt: skip
             decisions = [_option(common, unit) for unit in self.profile.units]
             self._searches[key] = Recomputing(model, decisions, CAPABILITY)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from meshwright.executor.gradients.residual import Lossy
+from meshwright.executor.gradients.feedback import Lossy
 from meshwright.executor.launch.train import share_of
 from meshwright.executor.parallel import run_of
 from meshwright.models.units.discover import discover

@@ -30,12 +30,11 @@ from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.launch.train import run_steps
 from meshwright.models.zoo import build
-from meshwright.planner.cost.feedback import LINEAR, MIRRORS
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
-from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.goal import OPTIMIZERS, Goal, OptimizerName
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option
-from meshwright.planner.schema.plan import ScheduleName
+from meshwright.planner.schema.plan import MIRRORS, ScheduleName
 from meshwright.planner.schema.profile import ModelProfile, UnitProfile
 from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.model import profile
@@ -49,7 +48,7 @@ MODELS = ("mlp", "cnn-digits", "vgg11-32", "resnet50-32", "gpt-mini", "seq2seq-m
 BATCHES = (8, 32)
 # The sizes profiled, so that what runs lies between them.
 MEASURED = (2, 8, 32)
-OPTIMIZERS = ("momentum", "adamw")
+TRAINED_WITH: tuple[OptimizerName, ...] = ("momentum", "adamw")
 SLICE_BYTES = 2**20
 # What a lossy exchange sends, where the profile has measured that.
 RATIO = 0.1
@@ -68,7 +67,7 @@ class Policy:
     exchange: str = "dense"
     feedback: str = "residual"
     early: bool = False
-    optimizers: tuple[str, ...] = OPTIMIZERS
+    optimizers: tuple[OptimizerName, ...] = TRAINED_WITH
 
     def option(self, unit: UnitProfile) -> Option:
         """The decision for a unit: plain where it has nothing that the policy could be about."""
@@ -109,7 +108,7 @@ def policies() -> Iterator[Policy]:
     for feedback in CAPABILITY.feedback:
         if feedback == "residual" or (feedback == "host_mirror" and not torch.cuda.is_available()):
             continue  # a CPU's mirror on the host is a mirror
-        linear = tuple(o for o in OPTIMIZERS if feedback not in MIRRORS or o in LINEAR)
+        linear = tuple(o for o in TRAINED_WITH if feedback not in MIRRORS or OPTIMIZERS[o].linear)
         yield Policy(f"topk, {feedback}", "priority", exchange="topk", feedback=feedback,
                      optimizers=linear)  # fmt: skip
     if CAPABILITY.early_release:

@@ -22,7 +22,7 @@ from meshwright.executor.gradients.fully_sharded import FullyShardedGradGroup
 from meshwright.executor.gradients.pending import bare
 from meshwright.executor.gradients.sharded import ShardedGradGroup
 from meshwright.executor.parallel import is_parallel, run_of
-from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.plan import SHARDING, ExchangePolicy, Plan
 from ranks import as_rank, goodput, is_rank, on_a_bed, set_rate, slowest
 from rows import print_json, print_row
@@ -55,8 +55,8 @@ def waiting(measured: Measured, plan: Plan, optimizing: Optimizing) -> System:
     def wait() -> None:
         step()
         for grad_group in exchange.grad_groups:
-            if isinstance(grad_group, ShardedGradGroup) and grad_group.trip is not None:
-                grad_group.trip.wait_for(grad_group)
+            if isinstance(grad_group, ShardedGradGroup) and grad_group.pipeline is not None:
+                grad_group.pipeline.wait_for(grad_group)
 
     system.optimizer.step = wait  # type: ignore[method-assign]
     return system

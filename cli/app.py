@@ -11,11 +11,16 @@ import typer
 
 from .. import __version__
 from ..planner.schema.errors import InputError, MemoryRunError, MeshwrightError
-from . import explain as explaining
-from . import launch as running
-from . import measure as measuring
-from . import multiplex as multiplexing
-from . import plan as planning
+from .cluster import cluster
+from .compare import compare
+from .demo import demo
+from .explain import explain
+from .launch import launch, separate_script
+from .multiplex import multiplex
+from .plan import plan
+from .probe import probe
+from .profile import profile
+from .verify import verify
 
 STOPPED = 130
 """The exit code of a command that Ctrl-C ended: 128 + SIGINT, as shells have it."""
@@ -28,12 +33,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _room in (measuring, planning, explaining, multiplexing, running):
-    _room.add_to(app)
+for _verb in (profile, probe, cluster, plan, explain, compare, multiplex, verify, launch, demo):
+    app.command(_verb.__name__)(_verb)
 
 
-def _tell_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         print(f"meshwright {__version__}")
         raise typer.Exit
 
@@ -43,7 +48,7 @@ def _before_any_verb(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_tell_version, is_eager=True, help="Show the version and end."
+            "--version", callback=_print_version, is_eager=True, help="Show the version and end."
         ),
     ] = False,
 ) -> None:
@@ -54,7 +59,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code: 0, 1 for a failed run, 2 for wrong input, 3 where no plan
     fits, 130 when stopped. What a user can mend is said in one sentence on stderr."""
     try:
-        given = running.separate_script(sys.argv[1:] if arguments is None else arguments)
+        given = separate_script(sys.argv[1:] if arguments is None else arguments)
         code = app(args=given, prog_name="meshwright", standalone_mode=False)
     except MemoryRunError as error:
         return _say(error.sentence, error.exit_code, error.details)
@@ -81,7 +86,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _wrong_value(error: Exception) -> str:
-    """The sentence of an option that refuses its value (``commands.values``), after the option's
+    """The sentence of an option that refuses its value (``cli.values``), after the option's
     name; "" for any other error."""
     names = getattr(getattr(error, "param", None), "opts", ())
     message = getattr(error, "message", "") or ""

@@ -18,7 +18,7 @@ from ..executor.launch.verify import Verification
 from ..models import target as targets
 from ..planner.schema.cluster import Cluster
 from ..planner.schema.errors import InputError, RunError
-from ..planner.schema.goal_values import make_goal
+from ..planner.schema.goal import make_goal
 from ..planner.schema.plan import Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import Record, Seconds, save

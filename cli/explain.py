@@ -1,4 +1,4 @@
-"""``explain`` and ``compare``: why a plan is as it is, and what another does differently."""
+"""``explain``: why a plan is as it is, and what ranks hold at each point of its step."""
 
 from __future__ import annotations
 
@@ -13,21 +13,15 @@ from ..planner.schema.errors import InputError
 from ..planner.schema.plan import Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load
-from .output import Json, check_out, deliver, note
-from .render.comparisons import comparison_tables
+from .options import AllUnits, Json, PlanFile
+from .output import check_out, deliver, note
 from .render.explanations import explanation_tables
 from .render.memory import memory_tables, plot_memory
 from .values import number, whole
 
 
-def add_to(app: typer.Typer) -> None:
-    """Registers the verbs."""
-    app.command("explain")(explain)
-    app.command("compare")(compare)
-
-
 def explain(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan's file.")],
+    plan_file: PlanFile,
     profile: Annotated[
         Path | None, typer.Option(help="The profile it was made from (else found by fingerprint).")
     ] = None,
@@ -50,61 +44,30 @@ def explain(
     plot: Annotated[
         Path | None, typer.Option(help="With --memory: draw it into this file, such as memory.png.")
     ] = None,
-    all_units: Annotated[bool, typer.Option("--all-units", help="Fold no rows.")] = False,
+    all_units: AllUnits = False,
     json: Json = False,
 ) -> None:
     """Why a plan is as it is: each unit's alternatives, what binds, what more would buy."""
     from .. import api
 
     made = load(Plan, plan_file, "PLAN")
-    if plot is not None and not memory:
-        raise InputError(f"--plot {plot} draws the memory timeline: add --memory")
-    if memory:
-        _memory(made, profile, cluster, plot, json=json, fold=not all_units)
-        return
-    with progress("explaining") as step:
-        found = api.explain(
-            made,
-            load(ModelProfile, profile, "--profile") if profile else None,
-            load(Cluster, cluster, "--cluster") if cluster else None,
-            best=best,
-            what_if=what_if,
-            time_limit_s=time_limit,
-            progress=step,
-        )
-    deliver(found, None, json, *explanation_tables(found, made.goal.objective))
-
-
-def _memory(
-    made: Plan,
-    profile: Path | None,
-    cluster: Path | None,
-    plot: Path | None,
-    *,
-    json: bool,
-    fold: bool,
-) -> None:
-    from .. import api
-
-    check_out(plot)
-    found = api.memory_timeline(
-        made,
+    made_from = (
         load(ModelProfile, profile, "--profile") if profile else None,
         load(Cluster, cluster, "--cluster") if cluster else None,
     )
-    if plot is not None:
-        plot_memory(found, plot)
-        note(f"drawn into {plot}")
-    deliver(found, None, json, *memory_tables(found, fold=fold))
-
-
-def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A plan's file.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another plan's file.")],
-    json: Json = False,
-) -> None:
-    """Two plans side by side: what they decide differently and what they predict."""
-    from .. import api
-
-    found = api.compare(load(Plan, first, "A"), load(Plan, second, "B"))
-    deliver(found, None, json, *comparison_tables(found, first.name, second.name))
+    if plot is not None and not memory:
+        raise InputError(f"--plot {plot} draws the memory timeline: add --memory")
+    if memory:
+        check_out(plot)
+        timeline = api.memory_timeline(made, *made_from)
+        if plot is not None:
+            plot_memory(timeline, plot)
+            note(f"drawn into {plot}")
+        deliver(timeline, None, json, *memory_tables(timeline, fold=not all_units))
+        return
+    with progress("explaining") as step:
+        found = api.explain(
+            made, *made_from, best=best, what_if=what_if, time_limit_s=time_limit, progress=step
+        )
+    tables = explanation_tables(found, made.goal.objective, fold=not all_units)
+    deliver(found, None, json, *tables)

@@ -1,33 +1,24 @@
-"""``verify``, ``launch`` and ``demo``: a plan at work."""
+"""``launch``: a plan at work, and another job in what it leaves idle."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
 import typer
 
 from ..executor.launch.background import AtEnd, Background
-from ..executor.launch.progress import console
-from ..planner.schema.errors import InputError, RunError
+from ..planner.schema.errors import InputError
 from ..planner.schema.plan import Plan
 from ..planner.schema.record import load
 from ..planner.schema.text import size
-from . import launch_options as given
-from .output import Json, check_out, deliver, note, out
-from .render.comparisons import measured_table, verification_table
-from .values import whole
+from . import options
+from .output import check_out, deliver, note
+from .render.comparisons import measured_table
 
 if TYPE_CHECKING:  # it loads torch
     from ..executor.launch.report import RunReport
-
-
-def add_to(app: typer.Typer) -> None:
-    """Registers the verbs."""
-    app.command("verify")(verify)
-    app.command("launch")(launch)
-    app.command("demo")(demo)
 
 
 def separate_script(arguments: Sequence[str]) -> list[str]:
@@ -48,55 +39,24 @@ def separate_script(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-def verify(
-    plan_file: given.PlanFile,
-    dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
-    batch: Annotated[
-        int | None, whole("Samples of a step (default: up to 4 for each rank).")
-    ] = None,
-    timeout: given.Timeout = None,
-    out_: Annotated[Path | None, out("result")] = None,
-    json: Json = False,
-) -> None:
-    """Show that training under a plan equals training in one process, on the plan's own model."""
-    from .. import api
-
-    check_out(out_)
-    made = load(Plan, plan_file, "PLAN")
-    found = api.verify(made, dtype=_dtype(dtype), batch=batch, timeout_s=timeout)
-    for remark in found.notes:
-        note(remark)
-    verdict = "PASS" if found.passed else "FAIL"
-    deliver(found, out_, json, verification_table(found), verdict)
-    if not found.passed:
-        raise RunError(f"the plan's training differs from one process's in {found.dtype}")
-
-
-def _dtype(name: str) -> Literal["float64", "float32"]:
-    names: dict[str, Literal["float64", "float32"]] = {"float64": "float64", "float32": "float32"}
-    if name not in names:
-        raise InputError(f"--dtype {name!r} is not compared: choose float64 or float32")
-    return names[name]
-
-
 def launch(
     context: typer.Context,
-    plan_file: given.PlanFile,
-    script: given.Script = None,
-    steps: given.Steps = 30,
-    nproc: given.RanksHere = None,
-    nnodes: given.Hosts = 1,
-    node_rank: given.HostNumber = 0,
-    rendezvous: given.Rendezvous = None,
-    timeout: given.Timeout = None,
-    report: given.Report = None,
-    background: given.BackgroundJob = None,
-    background_limit: given.BackgroundLimit = None,
-    background_memory: given.BackgroundMemory = None,
-    background_at_end: given.BackgroundAtEnd = None,
-    background_grace: given.BackgroundGrace = 30.0,
-    background_log: given.BackgroundLog = Path("background.log"),
-    json: Json = False,
+    plan_file: options.PlanFile,
+    script: options.Script = None,
+    steps: options.Steps = 30,
+    nproc: options.RanksHere = None,
+    nnodes: options.Hosts = 1,
+    node_rank: options.HostNumber = 0,
+    rendezvous: options.Rendezvous = None,
+    timeout: options.Timeout = None,
+    report: options.Report = None,
+    background: options.BackgroundJob = None,
+    background_limit: options.LaunchBackgroundLimit = None,
+    background_memory: options.BackgroundMemory = None,
+    background_at_end: options.BackgroundAtEnd = None,
+    background_grace: options.BackgroundGrace = 30.0,
+    background_log: options.BackgroundLog = Path("background.log"),
+    json: options.Json = False,
 ) -> None:
     """Run a plan, and end with what was predicted beside what was measured."""
     from .. import api
@@ -178,18 +138,3 @@ def _over(plan: Plan, taken: int | None) -> str | None:
         f"tensors took {size(taken)} and the plan was made for {size(limit)}: where that much is "
         f"not there, plan with a --memory-limit that is lower by {size(taken - limit)}"
     )
-
-
-def demo(
-    folder: Annotated[
-        Path | None, typer.Option("--out", "-o", help="A new folder for the files it makes.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """All of it on this machine: measure, plan, verify, train, and compare with the prediction."""
-    from .demonstration import demo as run_demo
-
-    screen = console(error=json)
-    found = run_demo(folder, say=screen.print)
-    if json:
-        deliver(found, None, json)

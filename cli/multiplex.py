@@ -12,7 +12,8 @@ from ..planner.schema.cluster import Cluster
 from ..planner.schema.plan import Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load
-from .output import Json, check_out, deliver, note, out
+from .options import Json, out
+from .output import check_out, deliver, note
 from .render.multiplexing import assumptions_of, cluster_tables
 from .render.plots import check_plots
 from .values import duration, number, whole
@@ -22,11 +23,6 @@ _DEFAULT = Assumptions()
 
 def _us(seconds: float) -> str:
     return f"{seconds * 1e6:g}us"
-
-
-def add_to(app: typer.Typer) -> None:
-    """Registers the verb."""
-    app.command("multiplex")(multiplex)
 
 
 def multiplex(

@@ -1,26 +1,16 @@
-"""What all verbs share: where results go, and options that several of them take."""
+"""Where the results of all verbs go."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import RenderableType
 
 from ..executor.launch.progress import console
 from ..planner.schema.errors import InputError
 from ..planner.schema.record import Record, encode, save
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout, for machines.")]
-
-
-def out(what: str) -> typer.models.OptionInfo:
-    """The option that names the file which a result is written to."""
-    option: typer.models.OptionInfo = typer.Option("--out", "-o", help=f"Write the {what} here.")
-    return option
 
 
 def check_out(path: Path | None) -> None:
@@ -36,12 +26,12 @@ def check_out(path: Path | None) -> None:
         raise InputError(f"cannot write {path}: no permission in {folder}; name another folder")
 
 
-def deliver(noun: Record, path: Path | None, json: bool, *shown: RenderableType) -> None:
+def deliver(record: Record, path: Path | None, json: bool, *shown: RenderableType) -> None:
     """Writes a result where it was asked for, and prints it: JSON, or what is ``shown``."""
     if path is not None:
-        save(noun, path)
+        save(record, path)
     if json:
-        sys.stdout.write(encode(noun).decode())
+        sys.stdout.write(encode(record).decode())
         return
     screen = console()
     for part in shown:

@@ -2,64 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
-
-import typer
 
 from ..executor.launch.progress import progress
 from ..planner.schema.cluster import Cluster
 from ..planner.schema.errors import InputError
-from ..planner.schema.goal import Goal
-from ..planner.schema.goal_values import make_goal, shares_note
+from ..planner.schema.goal import make_goal
 from ..planner.schema.pins import parse_wishes
 from ..planner.schema.plan import LOSSY, Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load
 from ..planner.schema.text import seconds
-from . import plan_options as given
-from .output import Json, check_out, deliver, note, out
-from .render.documents import alone_words, decision_table, prediction_table, verdict
+from . import options
+from .output import check_out, deliver, note
+from .render.documents import (
+    bound_sentence,
+    decision_table,
+    prediction_table,
+    single_device_sentence,
+    verdict,
+)
 from .render.trade_offs import front_table, sizes_table
-
-
-def add_to(app: typer.Typer) -> None:
-    """Registers the verb."""
-    app.command("plan")(plan)
+from .values import shares_note
 
 
 def plan(
-    target: given.Target,
-    cluster: given.ClusterFile,
-    batch: given.Batch,
-    out_: Annotated[Path | None, out("plan (or the table)")] = None,
-    memory_limit: given.MemoryLimit = None,
-    optimizer: given.Optimizer = "sgd",
-    micro_batches: given.MicroBatches = (1,),
-    batch_statistics: given.BatchStatistics = "local",
-    pin: given.Pins = None,
-    forbid: given.Forbidden = None,
-    objective: given.Objective = "step",
-    step_limit: given.StepLimit = None,
-    amplification_limit: given.AmplificationLimit = None,
-    unit_amplification_limit: given.UnitAmplificationLimit = None,
-    background_limit: given.BackgroundLimit = None,
-    allow_lossy: given.AllowLossy = False,
-    min_fidelity: given.MinFidelity = None,
-    slices: given.Slices = None,
-    schedule: given.Schedule = "auto",
-    bursts: given.Bursts = False,
-    hypothetical: given.Hypothetical = False,
-    all_layouts: given.AllLayouts = False,
-    solver: given.Solver = "auto",
-    time_limit: given.TimeLimit = None,
-    ranks: given.ClusterSizes = None,
-    front: given.AsFront = False,
-    all_units: given.AllUnits = False,
-    json: Json = False,
+    target: options.Target,
+    cluster: options.ClusterFile,
+    batch: options.Batch,
+    out_: Annotated[Path | None, options.out("plan (or the table)")] = None,
+    memory_limit: options.MemoryLimit = None,
+    optimizer: options.Optimizer = "sgd",
+    micro_batches: options.MicroBatches = (1,),
+    batch_statistics: options.BatchStatistics = "local",
+    pin: options.Pins = None,
+    forbid: options.Forbidden = None,
+    objective: options.Objective = "step",
+    step_limit: options.StepLimit = None,
+    amplification_limit: options.AmplificationLimit = None,
+    unit_amplification_limit: options.UnitAmplificationLimit = None,
+    background_limit: options.BackgroundLimit = None,
+    allow_lossy: options.AllowLossy = False,
+    min_fidelity: options.MinFidelity = None,
+    slices: options.Slices = None,
+    schedule: options.Schedule = "auto",
+    bursts: options.Bursts = False,
+    hypothetical: options.Hypothetical = False,
+    all_layouts: options.AllLayouts = False,
+    solver: options.Solver = "auto",
+    time_limit: options.TimeLimit = None,
+    ranks: options.ClusterSizes = None,
+    front: options.AsFront = False,
+    all_units: options.AllUnits = False,
+    json: options.Json = False,
 ) -> None:
     """Decide how to train TARGET on a cluster, and predict what a step takes."""
+    from .. import api
+
     check_out(out_)
     if ranks is not None and front:
         raise InputError("--ranks and --front are two tables: ask for one at a time")
@@ -85,54 +86,61 @@ def plan(
         pins=wishes.pins,
         all_layouts=all_layouts,
     )
-    how = {
-        "solver": solver,
-        "time_limit_s": time_limit,
-        "bursts": bursts,
-        "hypothetical": hypothetical,
-        "forbidden": wishes.without,
-        "schedule": schedule,
-    }
-    asked = _asked(target, cluster, goal)
-    if ranks is not None:
-        _sizes(target, asked, ranks, out_, json, how)
-    elif front:
-        _front(target, asked, out_, json, how)
-    else:
-        _plan(target, asked, out_, json, how, fold=not all_units)
-
-
-Asked = tuple[str | ModelProfile, Cluster, Goal]
-
-
-def _asked(target: str, cluster: Path, goal: Goal) -> Asked:
-    """What is planned, on which cluster, to which end."""
-    there = load(Cluster, cluster, "--cluster")
     what = load(ModelProfile, target, "TARGET") if target.endswith(".json") else target
-    return what, there, goal
+    there = load(Cluster, cluster, "--cluster")
+    with progress(f"planning {target}") as step:
+        how: dict[str, Any] = {
+            "solver": solver,
+            "time_limit_s": time_limit,
+            "bursts": bursts,
+            "hypothetical": hypothetical,
+            "forbidden": wishes.without,
+            "schedule": schedule,
+            "progress": step,
+        }
+        if ranks is not None:
+            table = api.sizes(what, there, goal, ranks, **how)
+        elif front:
+            points = api.front(what, there, goal, **how)
+        else:
+            made = api.plan(what, there, goal, **how)
+    if ranks is not None:
+        deliver(table, out_, json, *sizes_table(table))
+    elif front:
+        deliver(points, out_, json, *front_table(points))
+        if not (bursts or hypothetical):
+            note("no unit leaves devices idle: add --bursts to trade time for devices")
+    else:
+        profile = what if isinstance(what, ModelProfile) else None
+        words = _remarks(made, profile, there, forbidden=wishes.without, schedule=schedule)
+        tables = decision_table(made, fold=not all_units), prediction_table(made)
+        deliver(made, out_, json, *tables, *words)
 
 
-def _plan(
-    title: str, asked: Asked, path: Path | None, json: bool, options: dict[str, Any], *, fold: bool
-) -> None:
+def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: Any) -> list[str]:
+    """The sentences below a plan; what its user should know of the request goes to stderr."""
     from .. import api
 
-    with progress(f"planning {title}") as step:
-        found = api.plan(*asked, **options, progress=step)
-    _, cluster, goal = asked
+    goal = made.goal
     note(shares_note(goal.batch, cluster.world_size))
-    if goal.allow_lossy and not any(unit.exchange in LOSSY for unit in found.units):
+    if goal.allow_lossy and not any(unit.exchange in LOSSY for unit in made.units):
         note(
             "no unit sends its gradient in part: none was measured to keep enough "
             f"({goal.min_fidelity:g} of the energy), or no exchange is exposed"
         )
-    for reason in found.hypothetical[:1]:
+    for reason in made.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
-    note(_simulated_longer(found))
-    note(_quicker(found, asked, options))
-    table = decision_table(found, fold=fold)
-    words = [verdict(found), *_alone(found, asked)]
-    deliver(found, path, json, table, prediction_table(found), *words)
+    note(_simulated_longer(made))
+    words = [verdict(made)]
+    # A profile measured for this plan is found on disk again, unless it could not be kept there.
+    with suppress(InputError):
+        words.append(bound_sentence(api.bottleneck(made, profile, cluster)))
+        better = api.quicker_in_parts(made, profile, cluster, **how)
+        note(better.sentence if better is not None else None)
+        single_s = api.quicker_on_single_device(made, profile, cluster)
+        if single_s is not None:
+            words.append(single_device_sentence(single_s, made.world_size))
+    return words
 
 
 def _simulated_longer(found: Plan) -> str | None:
@@ -145,63 +153,3 @@ def _simulated_longer(found: Plan) -> str | None:
         f"{seconds(step_s)}: for a plan whose simulated step keeps it, ask for less, such as "
         f"--step-limit {limit_s * limit_s / step_s:.3g}s"
     )
-
-
-def _alone(found: Plan, asked: Asked) -> list[str]:
-    """That one device would be quicker, where it would."""
-    from .. import api
-
-    what, cluster, _ = asked
-    try:
-        alone_s = api.quicker_alone(
-            found, what if isinstance(what, ModelProfile) else None, cluster
-        )
-    except InputError:  # what was measured for the plan could not be kept on disk
-        return []
-    return [] if alone_s is None else [alone_words(alone_s, found.world_size)]
-
-
-def _quicker(found: Plan, asked: Asked, options: dict[str, Any]) -> str | None:
-    """More micro-batches that would help, in a sentence."""
-    from .. import api
-
-    what, cluster, _ = asked
-    profile = what if isinstance(what, ModelProfile) else None
-    try:
-        better = api.quicker_in_parts(
-            found,
-            profile,
-            cluster,
-            forbidden=options["forbidden"],
-            schedule=options["schedule"],
-        )
-    except InputError:  # what was measured for the plan could not be kept on disk
-        return None
-    return better.sentence if better is not None else None
-
-
-def _sizes(
-    title: str,
-    asked: Asked,
-    ranks: Sequence[int],
-    path: Path | None,
-    json: bool,
-    options: dict[str, Any],
-) -> None:
-    from .. import api
-
-    with progress(f"planning {title}") as step:
-        found = api.sizes(*asked, ranks, **options, progress=step)
-    deliver(found, path, json, *sizes_table(found))
-
-
-def _front(
-    title: str, asked: Asked, path: Path | None, json: bool, options: dict[str, Any]
-) -> None:
-    from .. import api
-
-    with progress(f"planning {title}") as step:
-        found = api.front(*asked, **options, progress=step)
-    deliver(found, path, json, *front_table(found))
-    if not (options["bursts"] or options["hypothetical"]):
-        note("no unit leaves devices idle: add --bursts to trade time for devices")

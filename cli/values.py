@@ -7,15 +7,19 @@ option parses its own; ``cli`` puts the option's name before the sentence.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 
 import typer
 
 from ..planner.schema.errors import InputError
-from ..planner.schema.goal_values import parse_bytes, parse_counts, parse_seconds
 
 OptionInfo = typer.models.OptionInfo
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{u}i": 1024**n for n, u in enumerate("kmgt", start=1)}
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 
 def _option(
@@ -71,7 +75,7 @@ def _number(text: str, above: float | None, least: float, most: float) -> float:
 
 def amount(words: str) -> OptionInfo:
     """An option that takes an amount of memory, in bytes."""
-    return _option(parse_bytes, "SIZE", words)
+    return _option(_parse_bytes, "SIZE", words)
 
 
 def amounts(words: str) -> OptionInfo:
@@ -81,7 +85,7 @@ def amounts(words: str) -> OptionInfo:
 
 def _amounts(text: str) -> tuple[int, ...]:
     try:
-        return tuple(map(parse_bytes, text.split(",")))
+        return tuple(map(_parse_bytes, text.split(",")))
     except InputError:
         raise InputError(
             f"{text!r} is not a list of amounts of memory: write it like 1MiB,4MiB"
@@ -90,7 +94,7 @@ def _amounts(text: str) -> tuple[int, ...]:
 
 def duration(words: str) -> OptionInfo:
     """An option that takes a time, in seconds."""
-    return _option(parse_seconds, "TIME", words)
+    return _option(_parse_seconds, "TIME", words)
 
 
 def counts(words: str) -> OptionInfo:
@@ -99,7 +103,50 @@ def counts(words: str) -> OptionInfo:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    found = parse_counts(text)
+    found = _parse_counts(text)
     if min(found) < 1:
         raise InputError(f"{text!r} holds {min(found)}, which cannot be: give at least 1")
     return found
+
+
+def _parse_bytes(text: str) -> int:
+    """Bytes from ``8GiB``, ``500 MB``, ``1.5g`` or a plain number; raises ``InputError``."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?)b?\s*", text.lower())
+    try:
+        count = float(match[1]) * _UNITS[match[2]] if match else math.nan
+    except (ValueError, KeyError):
+        count = math.nan
+    if not 1 <= count < 2**62:
+        raise InputError(f"{text!r} is not an amount of memory: write it like 8GiB or 500MB")
+    return round(count)
+
+
+def _parse_seconds(text: str) -> float:
+    """Seconds from ``0.25``, ``1.5s``, ``250ms`` or ``80us``; raises ``InputError``."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(s|ms|us|µs)?\s*", text.lower())
+    try:
+        value = float(match[1]) * _SECONDS[match[2] or ""] if match else math.nan
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise InputError(f"{text!r} is not a time above 0: write it like 250ms or 1.5s")
+    return value
+
+
+def _parse_counts(text: str) -> tuple[int, ...]:
+    """Whole numbers from ``1,2,4``; raises ``InputError``."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"{text!r} is not a list of counts: write it like 1,2,4") from None
+
+
+def shares_note(batch: int, world_size: int) -> str | None:
+    """What happens to a batch that does not divide over the ranks; None where it does."""
+    least, more = divmod(batch, world_size)
+    if not more:
+        return None
+    return (
+        f"a batch of {batch} does not divide over {world_size} ranks: {more} of them take "
+        f"{least + 1} samples and the others {least}, and every sample counts alike"
+    )

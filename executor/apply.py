@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..planner.cost.exchange import sent_whole
 from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout
 from ..planner.schema.plan import SHARDING, Plan
@@ -23,28 +24,23 @@ from .comm.watchdog import Watchdog, time_limit
 from .comm.worker_threads import finish_all
 from .division import check_ties, divide, divided, split_of, tensor_named
 from .gradients.buckets import GradParam
-from .gradients.feedback import check_feedback, settle_feedback
+from .gradients.feedback import Lossy, check_feedback, replace_impossible_mirrors
 from .gradients.momentum import check_momentum
-from .gradients.residual import Lossy
+from .gradients.reshard import install_chunks
 from .gradients.sharded import shard
-from .gradients.topk import MOST_ELEMENTS
 from .headroom import check_headroom, watch_memory
 from .memory.install import check_memory, install_memory
 from .mismatch import check_state
-from .optimizer import sharded_steps
 from .optimizer import state as optimizers
-from .optimizer.chunks import install_chunks
 from .optimizer.lazy import releases_not
 from .parallel import ModelT, adopt, is_parallel
-from .redistribution.boundary import crosses
-from .redistribution.parts import Division
+from .redistribution.boundary import leaves_to_other_division
 from .redistribution.shard_gradient import Members
-from .redistribution.shards import Shard
+from .redistribution.shards import ModelShards, Shard, SubsetShard
 from .redistribution.state import install
 from .redistribution.statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
-from .redistribution.subset_shard import SubsetShard
 from .run import Run
-from .subset_units import check_narrowed, lives_at, narrowed
+from .subset_units import check_subset_units, subset_layouts, subset_units
 
 _runs = count()
 
@@ -76,17 +72,17 @@ def apply(
         check_state(optimizer, plan)
     everything = [*model.parameters(), *model.buffers()]
     broadcast(everything, run.world.likes[1], run.watch, "the broadcast of rank 0's parameters")
-    division = divide(model, run)
-    run.shards, run.divided_parameters = division.by_name, division.parameters
+    shards = divide(model, run)
+    run.shards, run.divided_parameters = shards.by_name, shards.parameters
     if optimizer is not None:
-        optimizers.slice_state(optimizer, division.parameters)
-    _prepare_norms(model, run, division)
+        optimizers.slice_state(optimizer, shards.parameters)
+    _prepare_norms(model, run, shards)
     run.regions = install_memory(model, plan, _device(model), lambda: run.forward, run.as_now)
-    install(model, division.by_name)
-    entries = settle_feedback(entries_of(model, run, division), optimizer)
+    install(model, shards.by_name)
+    entries = replace_impossible_mirrors(entries_of(model, run, shards), optimizer)
     entries = shard(entries, optimizer, run.world, run.watch)
-    run.start(entries, _buffers(model, plan, division))
-    install_chunks(model, run.sharings)
+    run.start(entries, _buffers(model, plan, shards))
+    install_chunks(model, run.flat_shards)
     adopt(model, run)
     watch_memory(run, model, optimizer)
     if optimizer is not None:
@@ -100,13 +96,13 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
     places = {unit.name: place_of(unit.layout, plan.world_size) for unit in plan.units}
     degrees = {place for place in places.values() if isinstance(place, int)}
     sharded = {places[unit.name] for unit in plan.units if unit.exchange in SHARDING}
-    fetched = {places[unit.name] for unit in plan.units if unit.exchange == "fully_sharded"}
+    fully_sharded = {places[unit.name] for unit in plan.units if unit.exchange == "fully_sharded"}
     # What a divided unit has whole (a bias behind partial sums) is shared by all of its ranks.
-    sharded, fetched = ({*some, *map(_undivided, some)} for some in (sharded, fetched))
-    parts = {unit.layout for unit in narrowed(plan)}
-    crossing = any(crosses(unit, rest) for unit, rest in divided(plan))
+    sharded, fully_sharded = ({*some, *map(_undivided, some)} for some in (sharded, fully_sharded))
+    parts = {unit.layout for unit in subset_units(plan)}
+    crossing = any(leaves_to_other_division(unit, rest) for unit, rest in divided(plan))
     world = make_world(
-        plan.placement, degrees, device, limit, sharded, fetched, parts, crossing=crossing
+        plan.placement, degrees, device, limit, sharded, fully_sharded, parts, crossing=crossing
     )
     return Run(plan, world, Watchdog(world.rank, world.size, limit, run=next(_runs)), lossy)
 
@@ -153,7 +149,7 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     _check_modules(model, plan)
     check_memory(model, plan, _device(model))
     _check_tensors(model)
-    check_narrowed(model, plan)
+    check_subset_units(model, plan)
     check_ties(model, plan)
     _check_norms(model, plan)
     _check_release(optimizer, plan)
@@ -164,10 +160,10 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
         check_momentum(optimizer)
     if optimizer is not None:
         cuts = [c.name for u, _ in divided(plan) for c in split_of(model, u).cuts]
-        tensors = [tensor_named(model, name) for name in (*cuts, *lives_at(model, plan))]
-        optimizers.check(optimizer, {t for t in tensors if isinstance(t, nn.Parameter)})
-        if any(unit.exchange in SHARDING for unit in plan.units):
-            sharded_steps.check(optimizer)
+        tensors = [tensor_named(model, name) for name in (*cuts, *subset_layouts(model, plan))]
+        sharded = any(unit.exchange in SHARDING for unit in plan.units)
+        parameters = {t for t in tensors if isinstance(t, nn.Parameter)}
+        optimizers.check(optimizer, parameters, sharded=sharded)
 
 
 def _check_release(optimizer: Optimizer | None, plan: Plan) -> None:
@@ -228,66 +224,76 @@ def _check_norms(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def _prepare_norms(model: nn.Module, run: Run, division: Division) -> None:
+def _prepare_norms(model: nn.Module, run: Run, shards: ModelShards) -> None:
     for name, module in norms_of(model):
-        place = division.places.get(name, 1)
+        place = shards.places.get(name, 1)
         if isinstance(place, Layout) and place.place(run.world.position) is None:
             continue  # it is not run here
         if run.plan.goal.batch_statistics == "global":
-            group = _same_channels(run, division, name, module)
+            group = _same_channels(run, shards, name, module)
             statistics = Statistics(group, run.watch, run.meter)
             normalise_globally(module, name, statistics)
         elif not isinstance(module, nn.SyncBatchNorm):
             tolerate_nothing(module)
 
 
-def _same_channels(run: Run, division: Division, name: str, module: nn.Module) -> Group:
+def _same_channels(run: Run, shards: ModelShards, name: str, module: nn.Module) -> Group:
     """Those who hold other samples of the channels that this module normalises here."""
     prefix = f"{name}."
-    cut = any(entry.startswith(prefix) for entry in division.by_name)
-    column = division.styles.get(name) == "column"
-    place = division.places.get(name, 1)
+    cut = any(entry.startswith(prefix) for entry in shards.by_name)
+    column = shards.styles.get(name) == "column"
+    place = shards.places.get(name, 1)
     if isinstance(place, Layout):
-        cut = any(n.startswith(prefix) and s.degree > 1 for n, s in division.by_name.items())
+        cut = any(n.startswith(prefix) and s.degree > 1 for n, s in shards.by_name.items())
         return run.world.likes[place if cut or column else flat(place)]
     return run.world.likes[place if cut or column else 1]
 
 
-def _buffers(model: nn.Module, plan: Plan, division: Division) -> list[Tensor]:
+def _buffers(model: nn.Module, plan: Plan, shards: ModelShards) -> list[Tensor]:
     """The buffers that follow rank 0's in each training forward; slices cannot, but for those of
     statistics (which then agree anyway) units have none that training changes.
     """
     local = plan.goal.batch_statistics == "local"
-    cut = {id(tensor_named(model, name)) for name in division.by_name}
+    cut = {id(tensor_named(model, name)) for name in shards.by_name}
     return [b for b in changing_buffers(model, statistics=local) if id(b) not in cut]
 
 
-def entries_of(model: nn.Module, run: Run, division: Division) -> list[GradParam]:
+def entries_of(model: nn.Module, run: Run, shards: ModelShards) -> list[GradParam]:
     """All parameters in the order in which backward finishes their gradients: units backwards, a
     tied one with its first user; those outside units beside what was registered before them.
     """
-    place, kept = _first_users(model, run.plan), _of_norms(model)
+    first_users, of_norms = _first_users(model, run.plan), _of_norms(model)
     entries = []
     for name, parameter in model.named_parameters():
-        shard = division.parameters.get(parameter)
+        shard = shards.parameters.get(parameter)
         degree = shard.degree if shard else 1
         size = shard.full_shape.numel() if shard else parameter.numel()
         layout = _peers(shard) if isinstance(shard, SubsetShard) else None
-        group, at = run.world.peers[layout or degree], place[parameter]
-        unit = run.plan.units[at] if run.plan.units else None
-        policy = (unit.exchange, unit.exchange_ratio) if unit else ("dense", 1.0)
-        feedback = unit.feedback if unit else "residual"
-        known = _members(run, shard)
-        whole = parameter.ndim <= 1 or parameter in kept or size > MOST_ELEMENTS
-        released = unit is not None and unit.early_release
-        of = GradParam(name, parameter, group, degree, size, known, at, *policy, whole, feedback)
         groups = layout.groups if layout else run.world.size // degree
-        idle = layout is not None and layout.place(run.world.position) is None
-        divisor = run.world.size / groups
-        of = replace(of, released=released, layout=layout, idle=idle, divisor=divisor)
-        entries.append(of)
-    order = sorted(range(len(entries)), key=lambda i: (place[entries[i].parameter], i))
-    return [entries[i] for i in reversed(order)]
+        entry = GradParam(
+            name,
+            parameter,
+            run.world.peers[layout or degree],
+            degree,
+            size,
+            members=_members(run, shard),
+            unit=first_users[parameter],
+            whole=sent_whole(parameter.ndim, size, of_norm=parameter in of_norms),
+            layout=layout,
+            idle=layout is not None and layout.place(run.world.position) is None,
+            divisor=run.world.size / groups,
+        )
+        if run.plan.units:
+            unit = run.plan.units[entry.unit]
+            entry = replace(
+                entry,
+                exchange=unit.exchange,
+                ratio=unit.exchange_ratio,
+                feedback=unit.feedback,
+                released=unit.early_release,
+            )
+        entries.append(entry)
+    return sorted(entries, key=lambda entry: entry.unit)[::-1]
 
 
 def _peers(residence: SubsetShard) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from torch import Tensor, nn
@@ -15,12 +15,11 @@ from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout
 from ..planner.schema.plan import Plan, UnitPlan
 from .redistribution.boundary import Boundary, keeps_features
-from .redistribution.lazy import show_to_backward_hooks
-from .redistribution.parts import Division
+from .redistribution.lazy import materialize_for_backward_hooks
 from .redistribution.redistribute import Mover
-from .redistribution.shards import Shard, aliases
+from .redistribution.shards import ModelShards, Shard, aliases
 from .run import Run
-from .subset_units import lives_at, narrowed, settle
+from .subset_units import place_subset_unit, subset_layouts, subset_units
 
 
 def divided(plan: Plan) -> Iterator[tuple[UnitPlan, list[UnitPlan]]]:
@@ -30,24 +29,25 @@ def divided(plan: Plan) -> Iterator[tuple[UnitPlan, list[UnitPlan]]]:
             yield unit, list(plan.units[i + 1 :])
 
 
-def divide(model: nn.Module, run: Run) -> Division:
-    """Slices the parameters of divided units in place and hooks their ends."""
-    division = Division()
+def divide(model: nn.Module, run: Run) -> ModelShards:
+    """Slices the parameters of divided units in place, empties those of units that leave this rank
+    idle, and hooks the units' ends."""
+    shards = ModelShards()
     names = aliases(model)
     # A tied parameter is cut by its first unit: the others' specs must be read before.
     units = [(unit, rest, split_of(model, unit)) for unit, rest in divided(run.plan)]
     for unit, rest, spec in units:
-        if unit.layout.size < run.world.size:
-            continue
-        keeps = keeps_features(unit, rest)
-        _divide_unit(model, run, unit, spec, division, names, keeps=keeps)
+        if unit.layout.size == run.world.size:
+            keeps = run.bursts is not None or keeps_features(unit, rest)
+            _divide_unit(model, run, unit, spec, shards, names, keeps=keeps)
     if run.bursts is not None:
         specs = {unit.name: spec for unit, _, spec in units}
-        for unit in narrowed(run.plan):
-            settle(model, run, run.bursts, unit, specs.get(unit.name), division, names)
+        for unit in subset_units(run.plan):
+            place_subset_unit(model, run, unit, specs.get(unit.name), shards, names)
     if run.bursts is not None or any(keeps_features(unit, rest) for unit, rest, _ in units):
-        show_to_backward_hooks(model, [path for unit in run.plan.units for path in unit.modules])
-    return division
+        inside = [path for unit in run.plan.units for path in unit.modules]
+        materialize_for_backward_hooks(model, inside)
+    return shards
 
 
 def _divide_unit(
@@ -55,7 +55,7 @@ def _divide_unit(
     run: Run,
     unit: UnitPlan,
     spec: SplitSpec,
-    division: Division,
+    shards: ModelShards,
     names: dict[int, list[str]],
     *,
     keeps: bool,
@@ -63,22 +63,17 @@ def _divide_unit(
     degree = unit.layout.degree
     group = run.world.neighbours[degree]
     mover = Mover(group, run.watch, run.meter, run.issued)
-    counts: Callable[[], tuple[int, ...]] = partial(run.group_counts, unit.layout)
-    bursts = run.bursts
     boundary = Boundary(
-        unit, spec, mover, counts,
-        keeps=keeps or bursts is not None, bursts=bursts, brought=run.brought,
+        unit, spec, mover, partial(run.group_counts, unit.layout),
+        keeps=keeps, bursts=run.bursts, cache=run.redistribution_cache,
     )  # fmt: skip
-    gradients: dict[nn.Parameter, Tensor] = {}
     for cut in spec.cuts:
         tensor = tensor_named(model, cut.name)
         shard = Shard(tuple(names[id(tensor)]), cut, group, tensor.shape, tensor.stride())
-        division.add(tensor, shard, gradients)
+        shards.add(tensor, shard)
     apply_split(model, unit.modules, spec, degree, group.member, boundary.reduce)
-    division.give_back(gradients)
-    for path in unit.modules:
-        for inner, _ in model.get_submodule(path).named_modules(prefix=path):
-            division.places[inner], division.styles[inner] = degree, unit.style
+    shards.slice_gradients()
+    shards.add_modules(model, unit, degree)
     boundary.attach(model.get_submodule(unit.modules[0]), model.get_submodule(unit.modules[-1]))
 
 
@@ -119,24 +114,23 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
     """Raises ``InputError`` where a parameter is cut in one use and whole, or cut in another way,
     in another.
     """
-    names = aliases(model)
     cuts: dict[str, tuple[int, int, int]] = {}
     for unit, _ in divided(plan):
         spec = split_of(model, unit)
         cuts.update({c.name: (c.dim, c.blocks, unit.layout.degree) for c in spec.cuts})
-    at = lives_at(model, plan)
-    for same in names.values():
-        used = [name for name in same if not _only_kept(name, same)]
-        ways = {name: (cuts.get(name), at.get(name)) for name in used}
-        if len(set(ways.values())) > 1:
-            told = ", ".join(f"{n!r} {_way(*way)}" for n, way in ways.items())
+    layouts = subset_layouts(model, plan)
+    for same in aliases(model).values():
+        used = [name for name in same if not _only_listed(name, same)]
+        uses = {name: (cuts.get(name), layouts.get(name)) for name in used}
+        if len(set(uses.values())) > 1:
+            sentences = ", ".join(f"{name!r} {_use(*use)}" for name, use in uses.items())
             raise InputError(
-                f"one parameter is divided in different ways by its uses ({told}): give all units "
-                "that share it one layout"
+                f"one parameter is divided in different ways by its uses ({sentences}): give all "
+                "units that share it one layout"
             )
 
 
-def _only_kept(name: str, same: list[str]) -> bool:
+def _only_listed(name: str, same: list[str]) -> bool:
     """Whether ``name`` is in a container of a module that has the parameter too: some models keep
     a second name there, of what the module uses.
     """
@@ -145,9 +139,9 @@ def _only_kept(name: str, same: list[str]) -> bool:
     return any(len(other) > len(path) and other[: len(path)] == path for other in others)
 
 
-def _way(way: tuple[int, int, int] | None, layout: Layout | None) -> str:
-    told = "whole" if way is None else f"cut along dim {way[0]} over {way[2]} members"
-    return f"{told} in layout {layout}" if layout is not None else told
+def _use(cut: tuple[int, int, int] | None, layout: Layout | None) -> str:
+    text = "whole" if cut is None else f"cut along dim {cut[0]} over {cut[2]} members"
+    return f"{text} in layout {layout}" if layout is not None else text
 
 
 def tensor_named(model: nn.Module, name: str) -> Tensor:

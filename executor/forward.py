@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
@@ -12,35 +14,45 @@ from ..planner.schema.errors import InputError
 from .comm.control import Gathered, Header
 
 
-class Weight:
+class Weight(NamedTuple):
     """How much this rank's loss counts: its share of all ranks' counts, times the world size.
 
     Losses are means over each rank's own samples, gradients are averaged over ranks; with this
     factor the average is the gradient of the mean over the whole batch, however uneven the shares.
     """
 
-    def __init__(self, mine: float, all_counts: Callable[[], Sequence[float]]) -> None:
-        self._mine = mine
-        self._all = all_counts
+    own: float
+    counts: Callable[[], Sequence[float]]
+
+    @staticmethod
+    def of(own: float, gathered: Gathered) -> Weight:
+        """By counts that ranks have gathered as rows of one number."""
+        return Weight(own, lambda: [row[0] for row in gathered.rows()])
 
     def factor(self) -> float:
         """Exactly 1.0 for even shares; 0.0 where this rank has nothing. Waits for the counts."""
-        counts = self._all()
+        counts = self.counts()
         total = sum(counts)
-        return self._mine * len(counts) / total if total else 0.0
+        return self.own * len(counts) / total if total else 0.0
 
 
 class Forward:
     """What is known of one forward. ``synchronise`` is False inside ``no_sync``.
 
-    ``number`` counts the forwards whose header is exchanged. ``begin`` starts that exchange; where
-    nothing has needed it before, the backward does.
+    ``begin`` starts the exchange of its header; where nothing has needed it before, the backward
+    does. ``weight`` is that of the samples unless it is given.
     """
 
-    def __init__(self, samples: int, *, synchronise: bool, begin: Callable[[], Header]) -> None:
-        self.samples = samples
+    def __init__(
+        self,
+        samples: int,
+        *,
+        synchronise: bool,
+        begin: Callable[[], Header],
+        weight: Weight | None = None,
+    ) -> None:
         self.synchronise = synchronise
-        self.weight: Weight | None = None
+        self._samples, self._weight = samples, weight
         self._begin = begin
         self._header: Header | None = None
         self._factor: float | None = None
@@ -63,15 +75,14 @@ class Forward:
     def factor(self) -> float:
         """What the output's gradient is multiplied by. Waits for what it depends on."""
         if self._factor is None:
-            weight = self.weight or Weight(self.samples, self.counts)
-            self.announce().rows()
+            self.announce().rows()  # ranks must be in one forward, whatever weighs it
+            weight = self._weight or Weight(self._samples, self.counts)
             self._factor = weight.factor()
         return self._factor
 
-    def weigh(self, mine: float, gathered: Gathered) -> None:
+    def weigh(self, weight: Weight) -> None:
         """Weights the loss by counts that the user gave instead of samples."""
-        self.weight = Weight(mine, lambda: [row[0] for row in gathered.rows()])
-        self._factor = None
+        self._weight, self._factor = weight, None
 
 
 def samples_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -92,3 +103,48 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         for leaf in pytree.tree_leaves((args, kwargs))
         if isinstance(leaf, Tensor)
     )
+
+
+class _Scale(torch.autograd.Function):
+    """The identity; its backward multiplies by the forward's factor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, forward: Forward, began: Callable[[Forward], None]
+    ) -> Any:
+        ctx.record, ctx.began = forward, began
+        # An alias that autograd does not know as a view: the user may change it in place.
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        ctx.began(ctx.record)
+        factor = ctx.record.factor()
+        if factor == 1.0:
+            return gradient, None, None
+        # Zeros, not a product: the mean over no samples is not a number.
+        scaled = gradient * factor if factor else torch.zeros_like(gradient)
+        return scaled, None, None
+
+
+def scale_output(output: Any, forward: Forward, began: Callable[[Forward], None]) -> Any:
+    """``output`` with the gradient of each of its tensors weighted by the forward's factor.
+
+    Tensors are found in whatever torch flattens, and in dataclasses. ``began(forward)`` is called
+    in backward before the first gradient of this output goes on.
+    """
+
+    def scale(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point():
+            return _Scale.apply(leaf, forward, began)  # type: ignore[no-untyped-call]
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
+        scaled = {name: scale_output(value, forward, began) for name, value in fields.items()}
+        # The same object where nothing in it is scaled: the user may know it by identity.
+        if all(scaled[name] is value for name, value in fields.items()):
+            return leaf
+        return dataclasses.replace(leaf, **scaled)
+
+    return pytree.tree_map(scale, output)

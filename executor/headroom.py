@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from ..models.units.storages import OverBudgetError
 from ..planner.schema.errors import InputError
-from ..planner.schema.peak import CLASS_NAMES, Moment
-from ..planner.schema.plan import Plan
+from ..planner.schema.plan import CLASS_NAMES, Moment, Plan
 from .gradients.pending import bare
-from .gradients.reshard import use_of
+from .gradients.reshard import sharded_param
 from .run import Run
 
 SWITCH = "MESHWRIGHT_CHECK_MEMORY"
@@ -204,11 +203,11 @@ def _held(model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]:
 
 def _held_of(parameter: nn.Parameter) -> int:
     """Bytes of a parameter that are in memory now. Waits for nothing."""
-    used = use_of(parameter)
-    if used is None:
+    param = sharded_param(parameter)
+    if param is None:
         return _bytes([parameter])
     whole = bare(parameter).untyped_storage().nbytes()
-    return whole + _bytes([used.grad_group.chunks[used.entry]])
+    return whole + _bytes([param.grad_group.chunks[param.entry]])
 
 
 def _allowed(error: BaseException, plan: Plan) -> int:

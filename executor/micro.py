@@ -10,10 +10,8 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..models.workload import Batch
 from ..planner.schema.errors import InputError
-from .comm.control import Gathered
 from .forward import Weight
 from .parallel import run_of
-from .run import Run
 
 
 def micro_batches(
@@ -39,17 +37,17 @@ def micro_batches(
     if len(mine) != parts:
         raise InputError(f"{len(mine)} counts were given for {parts} micro-batches: give one each")
     run = run_of(model)
-    # Nothing waits for it before backward: on a busy link it would stand behind slices.
+    # Not waited for before backward: on a busy link it would stand behind slices.
     gathered = run.control.gather([sum(mine)], "the start of a step", whole=False)
     before = run.synchronise
     try:
         for i in range(parts):
             run.synchronise = before and i == parts - 1
-            _weigh(run, mine[i], gathered)
+            run.weight_next = Weight.of(mine[i], gathered)
             piece = whole.slice(bounds[i], bounds[i + 1])
             yield piece if whole is batch else piece.args[0]
     finally:
-        run.synchronise, run.weigh_next = before, None
+        run.synchronise, run.weight_next = before, None
 
 
 def _whole(batch: Any) -> Batch:
@@ -63,11 +61,6 @@ def _whole(batch: Any) -> Batch:
             " tuple (x, y), a dict of tensors, or a meshwright.Batch(args, target)"
         )
     return Batch((batch,), None)
-
-
-def _weigh(run: Run, mine: float, totals: Gathered) -> None:
-    """A piece counts as its samples do within the sum of all ranks' totals."""
-    run.weigh_next = lambda forward: Weight(mine, lambda: [row[0] for row in totals.rows()])
 
 
 def join(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:

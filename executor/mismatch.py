@@ -10,11 +10,8 @@ import warnings
 import torch
 from torch.optim import Optimizer
 
+from ..planner.schema.goal import STATE_COPIES, STATE_OPTIONS
 from ..planner.schema.plan import Plan
-
-_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2,
-           "Adagrad": 1, "RMSprop": 1}  # fmt: skip
-"""Values that torch's own optimizers keep for each of a parameter's."""
 
 
 def state_copies(optimizer: Optimizer) -> int | None:
@@ -23,13 +20,11 @@ def state_copies(optimizer: Optimizer) -> int | None:
     name = type(optimizer).__name__
     if type(optimizer) is not getattr(torch.optim, name, None):
         return None
-    options = ("momentum", "amsgrad", "centered")
-    more = max(
-        (sum(bool(g.get(option)) for option in options) for g in optimizer.param_groups), default=0
-    )
-    if name == "SGD":
-        return more
-    return _COPIES[name] + more if name in _COPIES else None
+    if name not in STATE_COPIES:
+        return None
+    groups = optimizer.param_groups
+    more = (sum(bool(group.get(option)) for option in STATE_OPTIONS) for group in groups)
+    return STATE_COPIES[name] + max(more, default=0)
 
 
 def check_state(optimizer: Optimizer | None, plan: Plan) -> None:

@@ -12,7 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..planner.schema.errors import InputError
-from .optimizer.chunks import whole_chunks
+from .forward import Weight
+from .gradients.feedback import LossyGradGroup
+from .gradients.reshard import whole_chunks
 from .optimizer.state import gather_optimizer_state, scatter_optimizer_state
 from .redistribution.state import gather_state
 from .redistribution.statistics import norms_of
@@ -22,6 +24,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _RUN = "_meshwright_run"
 _latest: weakref.ref[Run] | None = None
+"""The run whose model was called last, for ``loss_weight``. Weak: it ends with its model."""
 
 
 class ParallelModule(nn.Module):
@@ -58,13 +61,14 @@ class ParallelModule(nn.Module):
                 "a model whose parameters are divided over ranks cannot be copied: build it anew "
                 "and load full_state_dict into it"
             )
-        ours = type(self)
+        parallel_class = type(self)
+        # Without its run and in its own class for a moment, so that the copy knows of neither.
         del self.__dict__[_RUN]
-        self.__class__ = ours.__mro__[2]  # the model's own class, after ours and this one
+        self.__class__ = parallel_class.__mro__[2]  # after the class that adopt made and this one
         try:
             plain = copy.deepcopy(self, memo)
         finally:
-            self.__class__ = ours
+            self.__class__ = parallel_class
             self.__dict__[_RUN] = run
         for _, norm in norms_of(plain):
             norm.__dict__.pop("forward", None)  # it would keep the statistics of the original
@@ -75,7 +79,8 @@ def adopt(model: ModelT, run: Run) -> None:
     """Makes ``model`` a ``ParallelModule`` that ``run`` looks after."""
     cls = type(model)
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    # Under the same name: some libraries write it into configurations.
+    # Its class is swapped and not the object, which the user and optimizers hold; under the same
+    # name, which some libraries write into configurations.
     model.__class__ = type(cls.__name__, (ParallelModule, cls), body)
     model.__dict__[_RUN] = run
     _remember(run)
@@ -116,7 +121,8 @@ def loss_weight(count: float, model: nn.Module | None = None) -> None:
         raise InputError(f"loss_weight got {count}, expected a count of zero or more")
     # The header goes first: control vectors are matched in the order in which ranks send them.
     run.forward.announce()
-    run.forward.weigh(number, run.control.gather([number], "loss_weight", whole=False))
+    counts = run.control.gather([number], "loss_weight", whole=False)
+    run.forward.weigh(Weight.of(number, counts))
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -126,7 +132,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     """
     run = run_of(model)
     return gather_state(
-        whole_chunks(model, run.sharings),
+        whole_chunks(model, run.flat_shards),
         run.shards,
         run.watch,
         rank=run.world.rank,
@@ -139,7 +145,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[st
     would save it. Collective: call it on every rank.
     """
     run = run_of(model)
-    return gather_optimizer_state(optimizer, run.divided_parameters, run.sharings, run.watch)
+    return gather_optimizer_state(optimizer, run.divided_parameters, run.flat_shards, run.watch)
 
 
 def load_full_optimizer_state_dict(
@@ -147,3 +153,54 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Loads an optimizer's whole state: each rank takes its slices. Communicates nothing."""
     scatter_optimizer_state(optimizer, run_of(model).divided_parameters, state)
+
+
+def exchange_state_dict(model: nn.Module) -> dict[str, Any]:
+    """What this rank's exchange of gradients depends on beyond the state of model and optimizer:
+    what it has computed and not sent, and what the ranks have agreed on for the next backward.
+
+    Each rank saves its own, beside the model's, as what was not sent differs from rank to rank.
+    Take it between ``optimizer.step()`` and the next forward, on every rank; it sends nothing.
+    Under a plan without lossy exchange it is almost empty.
+    """
+    run = run_of(model)
+    state: dict[str, Any] = {"rank": run.world.rank, "world_size": run.world.size}
+    if run.priority is not None:
+        held: dict[str, Any] = {}
+        for grad_group in run.priority.grad_groups:
+            if isinstance(grad_group, LossyGradGroup):
+                held |= grad_group.state()
+        state["held"] = held
+        state["policies"] = {p.name: p.state() for p in run.priority.policies}
+    return state
+
+
+def load_exchange_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
+    """Goes on from what ``exchange_state_dict`` gave on this rank, under the same plan.
+
+    Raises ``InputError`` where it was another rank's, or of another number of ranks.
+    """
+    run = run_of(model)
+    for what, here in (("rank", run.world.rank), ("world_size", run.world.size)):
+        saved = state.get(what)
+        if saved != here:
+            raise InputError(
+                f"the exchange state was saved with {what} {saved}, this is {what} {here}: load "
+                "on each rank what that rank saved, or train on without it"
+            )
+    if run.priority is None:
+        return
+    held, policies = state.get("held", {}), state.get("policies", {})
+    lossy = [g for g in run.priority.grad_groups if isinstance(g, LossyGradGroup)]
+    names = {entry.name for grad_group in lossy for entry in grad_group.feedback}
+    strange = next((name for name in held if name not in names), None)
+    missing = next((p.name for p in run.priority.policies if p.name not in policies), None)
+    if strange is not None or missing is not None:
+        what = f"says nothing of {missing!r}" if strange is None else f"holds parts of {strange!r}"
+        raise InputError(
+            f"the exchange state {what}, unlike this plan: load it under the plan that saved it"
+        )
+    for grad_group in lossy:
+        grad_group.load(held)
+    for policy in run.priority.policies:
+        policy.load(policies[policy.name])

@@ -1,5 +1,26 @@
 """An applied plan on this rank: what happens around every forward of the model."""
 
+# [Note: From backward to the next forward]
+# In order, on one rank, of one step:
+#
+# 1. ``loss.backward()`` reaches the model's output. ``scale_output`` (forward.py) tells the
+#    ``GradientSynchroniser`` that a backward has begun, which finishes what the last step left
+#    pending; waits for the header, in which ranks tell their samples; and weights the gradient.
+# 2. Backward goes through the units from the last to the first. Redistributions send pieces the
+#    other way. Fully sharded parameters are unsharded when autograd takes out what it has saved,
+#    and resharded when their gradients are complete.
+# 3. Each complete gradient (``GradientSynchroniser._ready``) is handed to the exchange. Buckets
+#    (``barrier``) or slices (``priority``) leave as soon as they are ready and it is their turn.
+#    Where a unit is released early, backward waits, updates its parameters and frees gradients.
+# 4. The engine's callback at the end (``_finish``): ranks vote on which parameters have gradients,
+#    the rest leaves. Under ``barrier`` this waits for all averages; under ``priority`` ``grad``
+#    shows tensors that wait when they are read, as clipping does.
+# 5. ``optimizer.step()``. Under ``priority`` it takes over gradients that still travel and returns:
+#    see [Note: Lazy optimizer steps] in optimizer/lazy.py.
+# 6. ``model(x)``: ``Run.around`` announces this rank's samples, and rank 0's buffers are broadcast.
+#    The first touch of each unit's parameters waits for its gradients and updates them, or waits
+#    for the all-gather of what the peers have updated.
+
 from __future__ import annotations
 
 import atexit
@@ -13,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..planner.cost.ownership import sample_bounds
+from ..planner.cost.ownership import TensorPlacement, boxes
 from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.plan import SHARDING, Plan
 from .comm.broadcast import broadcast
@@ -21,14 +42,13 @@ from .comm.control import Control, Header, Row, digest
 from .comm.groups import Group, World
 from .comm.watchdog import Watchdog
 from .comm.worker_threads import LEAVE_S
-from .forward import Forward, Weight, samples_of, shapes_of
+from .forward import Forward, Weight, samples_of, scale_output, shapes_of
 from .gradients.buckets import BucketExchange, Exchange, GradParam, make_buckets
+from .gradients.feedback import Lossy
 from .gradients.flat_shard import FlatShardSpec
 from .gradients.momentum import Momentum, has_momentum
 from .gradients.order import Orders
-from .gradients.policies import picking_of
-from .gradients.priority import PriorityExchange
-from .gradients.residual import Lossy
+from .gradients.priority import PriorityExchange, topk_state_of
 from .gradients.sharded import flat_shard_spec
 from .memory.regions import Regions
 from .mismatch import Pieces
@@ -38,14 +58,15 @@ from .redistribution.cache import RedistributionCache
 from .redistribution.lazy import materialize
 from .redistribution.redistribute import Meter
 from .redistribution.shards import Shard
-from .scaling import scale_output
 from .synchronise import GradientSynchroniser
 
 
 class Run:
     """The state of a plan that has been applied to a model.
 
-    ``synchronise`` is False inside ``no_sync``. ``forward`` is the forward that ran last.
+    ``synchronise`` is False inside ``no_sync``. ``forward`` is the forward that ran last,
+    ``weight_next`` how the next one counts where that is not by its samples. ``priority`` is the
+    exchange of gradients where it is by priority.
     """
 
     def __init__(
@@ -53,7 +74,7 @@ class Run:
     ) -> None:
         self.plan = plan
         self.lossy = lossy or Lossy()
-        # What takes memory until it has left goes in the order in which it gets ready.
+        # Fully sharded gradients take memory until they have left, so all leave as they get ready.
         urgent = not any(unit.exchange == "fully_sharded" for unit in plan.units)
         self.orders = Orders(plan, urgent=urgent)
         self.world = world
@@ -61,26 +82,28 @@ class Run:
         self.control = Control(world, watch)
         self.meter = Meter()
         self.divided = any(unit.layout != data_parallel(world.size) for unit in plan.units)
-        self.strict = self.divided
         self.synchronise = True
         self.inside = False
         self.forward: Forward | None = None
-        self.bursts = (
-            Bursts(world, watch, self.meter, self.issued, self.counts) if world.spans else None
-        )
-        self.brought = RedistributionCache()
+        self.redistribution_cache = RedistributionCache(world.size, prefetch=bool(world.spans))
+        self.bursts: Bursts | None = None
+        if world.spans:
+            self.bursts = Bursts(
+                world, watch, self.meter, self.issued, self.counts, self.redistribution_cache
+            )
         self.shards: dict[str, Shard] = {}
         self.divided_parameters: dict[nn.Parameter, Shard] = {}
-        self.sharings: dict[nn.Parameter, FlatShardSpec] = {}
+        self.flat_shards: dict[nn.Parameter, FlatShardSpec] = {}
         self.regions = Regions()
-        self.weigh_next: Callable[[Forward], Weight] | None = None
+        self.weight_next: Weight | None = None
         self._pieces = Pieces(plan)
         self._number = 0
         self._buffers: list[Tensor] = []
         self._all_entries: list[GradParam] = []
         self._trainable: list[bool] = []
         self._gradients: GradientSynchroniser | None = None
-        self._priority: PriorityExchange | None = None
+        self.priority: PriorityExchange | None = None
+        # Weak: else no run, with its model, would end before the process.
         atexit.register(_let_finish, weakref.ref(self))
 
     def start(self, entries: Sequence[GradParam], buffers: list[Tensor]) -> None:
@@ -89,20 +112,14 @@ class Run:
         """
         self._all_entries = list(entries)
         sharded = [e for e in entries if e.exchange in SHARDING and not e.idle]
-        self.sharings = {e.parameter: flat_shard_spec(e) for e in sharded}
+        self.flat_shards = {e.parameter: flat_shard_spec(e) for e in sharded}
         self._buffers = buffers
         self._watch_gradients()
 
     @property
     def gradients(self) -> GradientSynchroniser:
-        """The exchange of gradients."""
         assert self._gradients is not None
         return self._gradients
-
-    @property
-    def priority(self) -> PriorityExchange | None:
-        """The exchange of gradients, where it is by priority."""
-        return self._priority
 
     def issued(self, what: str, sent_bytes: int = 0, group: Group | None = None) -> None:
         """Notes a collective that is about to be issued, in ``group`` or that of all ranks for
@@ -121,16 +138,15 @@ class Run:
         counts, place = self.counts(), layout.place(self.world.position)
         if place is None:
             return ()
-        bounds = (sample_bounds(counts, layout, p) for p in layout.group(place[0]))
-        return tuple(stop - start for start, stop in bounds)
+        own = boxes(counts, TensorPlacement(layout, "batch_shard"), 1)[:, layout.group(place[0])]
+        return tuple((own[1] - own[0]).tolist())
 
     def _watch_gradients(self) -> None:
         """(Re)makes buckets and hooks for the parameters that require a gradient now."""
         self.finish_steps()
-        if self._priority is not None:
-            self._priority.complete()
-            if self._priority.uses is not None:
-                self._priority.uses.end()
+        if self.priority is not None:
+            self.priority.complete()
+            self.priority.unshard_manager.end()
         if self._gradients is not None:
             self._gradients.detach()
         self._trainable = [e.parameter.requires_grad for e in self._all_entries]
@@ -140,7 +156,6 @@ class Run:
             entries,
             self._exchange_of(entries),
             self.control,
-            self.watch,
             lambda: self.forward,
             anchor,
             self._pieces.exchanged if self.world.rank == 0 else lambda backwards: None,
@@ -153,57 +168,58 @@ class Run:
         if self.plan.schedule == "barrier":
             buckets = make_buckets(entries, limit)
             return BucketExchange(buckets, self.watch, eager=eager, issued=self.issued)
-        before = self._priority
-        self._priority = PriorityExchange(
+        before = self.priority
+        self.priority = PriorityExchange(
             entries, limit, self.orders, self.control, self.watch, self.issued, self.lossy,
             eager=eager,
         )  # fmt: skip
         if before is not None:
-            self._priority.follow(before)
-        return self._priority
+            self.priority.follow(before)
+        return self.priority
 
     def make_lazy(self, optimizer: Optimizer) -> None:
         """Lets the optimizer's steps be applied unit by unit, where the plan's schedule does so."""
-        if self._priority is not None:
-            picking = picking_of(self._priority.policies)
+        if self.priority is not None:
+            picking = topk_state_of(self.priority.policies)
             if picking is not None and has_momentum(optimizer):
                 picking.momentum = Momentum(optimizer, picking.parameters, picking.mirrored)
             momentum = picking.momentum if picking is not None else None
-            self._lazy = LazySteps(optimizer, self._priority_exchange, self.sharings, momentum)
-            self._priority.release.updater = self._lazy.early
 
-    def _priority_exchange(self) -> PriorityExchange:
-        assert self._priority is not None
-        return self._priority
+            def exchange() -> PriorityExchange:  # in force: another one may be made meanwhile
+                assert self.priority is not None
+                return self.priority
+
+            steps = LazySteps(optimizer, exchange, self.flat_shards, momentum)
+            self.priority.release.updater = steps.early
 
     def finish_steps(self) -> None:
         """Applies whatever a step has left pending."""
-        if self._priority is not None:
-            self._priority.finish_all()
+        if self.priority is not None:
+            self.priority.finish_all()
 
     @property
     def busy(self) -> bool:
         """Whether collectives that this rank has started are still on their way."""
-        sending = self._priority is not None and self._priority.busy
+        sending = self.priority is not None and self.priority.busy
         return sending or self.watch.busy
 
     @contextmanager
     def around(self, model: nn.Module, args: Any, kwargs: Any) -> Iterator[Forward | None]:
         """Prepares one forward of the whole model; None where it concerns this rank alone."""
         self.inside = True
-        whole = False
+        complete = False
         try:
             forward = self._begin(model, args, kwargs)
-            uses = self._priority.uses if self._priority is not None else None
-            with uses.around_forward() if uses is not None else nullcontext():
+            unshards: AbstractContextManager[None] = nullcontext()
+            if self.priority is not None:
+                unshards = self.priority.unshard_manager.around_forward()
+            with unshards:
                 yield forward
-            whole = True
+            complete = True
         finally:
             self.inside = False
             self.regions.abandon()
-            self.brought.end(whole=whole)
-            if self.bursts is not None:
-                self.bursts.end(learn=whole)
+            self.redistribution_cache.end(complete=complete)
 
     def as_now(self) -> Callable[[], AbstractContextManager[None]]:
         """What makes the forward that runs now the current one later, when parts of it run again
@@ -227,23 +243,21 @@ class Run:
             if [e.parameter.requires_grad for e in self._all_entries] != self._trainable:
                 self._watch_gradients()
         if not (grad or self.divided):
-            return None  # evaluation of a model that every rank has whole
-        forward = self._record(model, args, kwargs)
+            return None  # evaluation of a model that every rank has whole: it may evaluate alone
+        forward = self._new_forward(model, args, kwargs)
         if self.divided or model.training:
             forward.announce()
         if self.divided:
             forward.counts()
-        self.brought.begin()
-        if self.bursts is not None:
-            self.bursts.begin()
+        self.redistribution_cache.begin()
         if grad and model.training and self.synchronise:
             doing = f"the buffers of forward {self._number}"
             broadcast(self._buffers, self.world.likes[1], self.watch, doing)
         return forward
 
-    def _record(self, model: nn.Module, args: Any, kwargs: Any) -> Forward:
+    def _new_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Forward:
         samples = samples_of(args, kwargs)
-        shapes = digest(shapes_of(args, kwargs)) if self.strict else 0
+        shapes = digest(shapes_of(args, kwargs)) if self.divided else 0
         mode = 2 * model.training + torch.is_grad_enabled()
 
         def begin() -> Header:
@@ -251,13 +265,12 @@ class Run:
             row = Row(self._number, samples, shapes, mode)
             doing = f"forward {self._number}"
             self.watch.post(f"is in {doing}")
-            return Header(row, self.control.gather(row, doing), self.strict)
+            return Header(row, self.control.gather(row, doing), self.divided)
 
-        forward = Forward(samples, synchronise=self.synchronise, begin=begin)
-        if self.weigh_next is not None:
-            forward.weight = self.weigh_next(forward)
-        self.forward = forward
-        return forward
+        self.forward = Forward(
+            samples, synchronise=self.synchronise, begin=begin, weight=self.weight_next
+        )
+        return self.forward
 
     def finish(self, output: Any, forward: Forward | None) -> Any:
         """The model's output as the user gets it."""

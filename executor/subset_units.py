@@ -1,12 +1,12 @@
 """Units that take a part of the ranks: what a plan may ask of them, and how a model is made ready.
 
 On ranks that such a unit leaves idle its parameters and buffers are empty and its modules are not
-run (``redistribution.bursts``, ``redistribution.subset_shard``).
+run: see [Note: Burst units, idle ranks and the anchor] in redistribution/bursts.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -21,39 +21,38 @@ from ..planner.schema.layout import Layout
 from ..planner.schema.plan import Plan, UnitPlan
 from .redistribution.boundary import Boundary
 from .redistribution.burst_unit import BurstUnit
-from .redistribution.bursts import Bursts
-from .redistribution.parts import Division
 from .redistribution.redistribute import Mover
-from .redistribution.shards import Shard
-from .redistribution.subset_shard import SubsetShard
+from .redistribution.shards import ModelShards, Shard, SubsetShard
 from .run import Run
 
 
-def narrowed(plan: Plan) -> Iterator[UnitPlan]:
+def subset_units(plan: Plan) -> Iterator[UnitPlan]:
     """The units that leave ranks idle."""
     return (unit for unit in plan.units if unit.layout.size < plan.world_size and unit.modules)
 
 
-def lives_at(model: nn.Module, plan: Plan) -> dict[str, Layout]:
+def subset_layouts(model: nn.Module, plan: Plan) -> dict[str, Layout]:
     """The layout of each parameter and buffer in units that leave ranks idle, by name."""
     return {
-        name: unit.layout for unit in narrowed(plan) for name, _ in _tensors(model, unit.modules)
+        name: unit.layout
+        for unit in subset_units(plan)
+        for name, _ in _tensors(model, unit.modules)
     }
 
 
-def check_narrowed(model: nn.Module, plan: Plan) -> None:
+def check_subset_units(model: nn.Module, plan: Plan) -> None:
     """Raises ``InputError`` where a unit cannot be run by a part of the ranks."""
-    for unit in narrowed(plan):
+    for unit in subset_units(plan):
         if not unit.batched_inputs:
             raise InputError(
                 f"unit {unit.name!r} leaves ranks idle and no input of it carries the batch: give "
                 "it all ranks"
             )
         if unit.segment:
-            told = " and ".join(repr(name) for name in unit.segment)
+            segment = " and ".join(repr(name) for name in unit.segment)
             raise InputError(
-                f"unit {unit.name!r} leaves ranks idle and is in the segment {told}, whose forward "
-                "would run again on some ranks only: recompute the unit by itself"
+                f"unit {unit.name!r} leaves ranks idle and is in the segment {segment}, whose "
+                "forward would run again on some ranks only: recompute the unit by itself"
             )
         _check_norms(model, plan, unit)
 
@@ -71,36 +70,34 @@ def _check_norms(model: nn.Module, plan: Plan, unit: UnitPlan) -> None:
                 )
 
 
-def settle(
+def place_subset_unit(
     model: nn.Module,
     run: Run,
-    bursts: Bursts,
     unit: UnitPlan,
     spec: SplitSpec | None,
-    division: Division,
+    shards: ModelShards,
     names: dict[int, list[str]],
 ) -> None:
-    """Makes one unit that leaves ranks idle ready: this rank keeps its part, or nothing."""
-    gradients: dict[nn.Parameter, Tensor] = {}
+    """Makes one unit that leaves ranks idle ready: this rank keeps its part of it, or nothing."""
+    assert run.bursts is not None, "the plan leaves ranks idle"
+    ends = BurstUnit(unit, spec, run.bursts)
     cuts = {cut.name: cut for cut in spec.cuts} if spec is not None else {}
-    ends = BurstUnit(unit, spec, bursts)
     for name, tensor in _tensors(model, unit.modules):
-        known = id(tensor) in division.buffers or tensor in division.parameters
-        if not known:  # else it is tied, and settled with an earlier unit
-            aliases = tuple(names[id(tensor)])
-            cut = next((cuts[alias] for alias in aliases if alias in cuts), None)
-            division.add(
-                tensor, _residence(run, unit.layout, name, aliases, tensor, cut), gradients
-            )
+        if tensor not in shards:  # else it is tied, and an earlier unit has placed it
+            known = tuple(names[id(tensor)])
+            cut = next((cuts[alias] for alias in known if alias in cuts), None)
+            shards.add(tensor, _subset_shard(run, unit.layout, name, known, tensor, cut))
     if ends.idle:
         for _, tensor in _tensors(model, unit.modules):
             _empty(tensor)
     elif spec is not None:
-        _slice(model, run, unit, spec)
-    division.give_back(gradients)
-    for path in unit.modules:
-        for inner, _ in model.get_submodule(path).named_modules(prefix=path):
-            division.places[inner], division.styles[inner] = unit.layout, unit.style
+        group = run.world.neighbours[unit.layout]
+        mover = Mover(group, run.watch, run.meter, run.issued)
+        # Only for the sums inside the unit: its ends are those of ``BurstUnit``.
+        inside = Boundary(unit, spec, mover, partial(run.group_counts, unit.layout))
+        apply_split(model, unit.modules, spec, unit.layout.degree, group.member, inside.reduce)
+    shards.slice_gradients()
+    shards.add_modules(model, unit, unit.layout)
     ends.attach([model.get_submodule(path) for path in unit.modules])
 
 
@@ -111,34 +108,26 @@ def _tensors(model: nn.Module, paths: tuple[str, ...]) -> Iterator[tuple[str, Te
         yield from module.named_buffers(prefix=path, remove_duplicate=False)
 
 
-def _residence(
+def _subset_shard(
     run: Run,
     layout: Layout,
     name: str,
-    aliases: tuple[str, ...],
+    names: tuple[str, ...],
     tensor: Tensor,
     cut: ParameterCut | None,
 ) -> SubsetShard:
     world, shape, stride = run.world, tensor.shape, tensor.stride()
     part = None
     if cut is not None and layout.place(world.position) is not None:
-        part = Shard(aliases, cut, world.neighbours[layout], shape, stride)
+        part = Shard(names, cut, world.neighbours[layout], shape, stride)
     everyone = world.spans[range(world.size)]
     members = layout.degree if cut is not None else 1
     whole = cut or ParameterCut(name, 0)
-    return SubsetShard(aliases, whole, everyone, shape, stride, layout, world, members, part)
-
-
-def _slice(model: nn.Module, run: Run, unit: UnitPlan, spec: SplitSpec) -> None:
-    group = run.world.neighbours[unit.layout]
-    mover = Mover(group, run.watch, run.meter, run.issued)
-    counts: Callable[[], tuple[int, ...]] = partial(run.group_counts, unit.layout)
-    inside = Boundary(unit, spec, mover, counts, keeps=False)  # for the sums only
-    apply_split(model, unit.modules, spec, unit.layout.degree, group.member, inside.reduce)
+    return SubsetShard(names, whole, everyone, shape, stride, layout, world, members, part)
 
 
 def _empty(tensor: Tensor) -> None:
     """Gives the tensor's memory back; the object stays, so optimizers that hold it do."""
-    dtype = tensor.dtype
+    # autograd's accumulator remembers the full shape and would refuse an empty gradient.
     forget_accumulator(tensor)
-    tensor.data = torch.empty(0, dtype=dtype, device=tensor.device)
+    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

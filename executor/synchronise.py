@@ -1,4 +1,4 @@
-"""From a parameter's finished gradient to the average over ranks, at the end of each backward.
+"""Drives the exchange of gradients through each backward.
 
 What is averaged is all that has accumulated in ``grad``, as under DDP. An earlier average is equal
 on all ranks, so averaging it again leaves it as it is: several backwards before one step, gradients
@@ -20,19 +20,18 @@ from torch.autograd import Variable
 
 from ..planner.schema.errors import RunError
 from .comm.control import Control, Gathered
-from .comm.watchdog import Watchdog
 from .forward import Forward
 from .gradients.buckets import Exchange, GradParam
 
 
 class GradientSynchroniser:
-    """Watches the parameters' gradients and drives the exchange.
+    """Watches the gradients of ``entries``.
 
-    ``latest()`` is the forward that ran last, whose ``no_sync`` counts where the loss did not come
-    through the model's output. ``anchor`` is a leaf that gets a gradient on every rank, also where
-    units leave this one idle and no parameter of its own gets any. A backward begins with its first
-    gradient at that output (or parameter) and ends with the engine's callback. ``exchanged(n)`` is
-    told when the gradients of n backwards have been exchanged.
+    A backward begins with its first gradient at the model's output (or at a parameter) and ends
+    with the engine's callback. ``latest()`` is the forward that ran last, whose ``no_sync`` counts
+    where the loss did not come through the output. ``anchor`` is a leaf that gets a gradient on
+    every rank, also where units leave this one idle and no parameter of its own gets any.
+    ``exchanged(n)`` is told when the gradients of n backwards have been exchanged.
     """
 
     def __init__(
@@ -40,53 +39,50 @@ class GradientSynchroniser:
         entries: Iterable[GradParam],
         exchange: Exchange,
         control: Control,
-        watch: Watchdog,
         latest: Callable[[], Forward | None],
         anchor: Tensor | None = None,
         exchanged: Callable[[int], None] = lambda backwards: None,
     ) -> None:
-        self.entries = list(entries)
+        self.params = list(entries)
         self._voting_s = 0.0
         self._exchange = exchange
-        self._control = control
-        self._watch = watch
+        self._control, self._watch = control, control.watch
         self._latest = latest
-        self._active = False
-        self._weighted = False
+        self._active = self._weighted = self._anchored = False
         self._synchronise = True
-        self._touched: set[GradParam] = set()
-        self._dirty: set[GradParam] = set()
+        self._complete: set[GradParam] = set()
+        """Those that this backward has computed a gradient for."""
+        self._changed: set[GradParam] = set()
+        """Those that any backward has, since gradients were last exchanged."""
         self._number = 0
-        self._anchored = False
         self._exchanged, self._backwards = exchanged, 0
-        self._hooks = [h for entry in self.entries for h in self._attach(entry)]
+        self._hooks = [h for entry in self.params for h in self._attach(entry)]
         if anchor is not None:
             self._hooks.append(self._attach_anchor(anchor))
 
     def _attach(self, entry: GradParam) -> list[Any]:
-        # Python's garbage collector does not see through the hooks of a parameter: were they to
-        # hold this object, which holds the parameter, nothing of a run would ever be freed.
-        myself, mine = weakref.ref(self), weakref.ref(entry)
-        divisor = entry.divisor
+        # Weak: Python's garbage collector does not see through the hooks of a parameter. Were they
+        # to hold this object, which holds the parameter, nothing of a run would ever be freed.
+        self_ref, entry_ref = weakref.ref(self), weakref.ref(entry)
 
         def ready(_: nn.Parameter) -> None:
-            synchroniser, entry = myself(), mine()
+            synchroniser, entry = self_ref(), entry_ref()
             if synchroniser is not None and entry is not None:
                 synchroniser._ready(entry)
 
         parameter: Any = entry.parameter  # torch has not typed its hooks
         hooks = [parameter.register_post_accumulate_grad_hook(ready)]
-        if divisor != 1:
-            divided = partial(_divided, divisor, entry.degree > 1)
-            hooks.append(parameter.register_hook(divided))
+        if entry.divisor != 1:  # before it is accumulated, as what is in ``grad`` may be averages
+            divide = partial(_divide, entry.divisor, entry.degree > 1)
+            hooks.append(parameter.register_hook(divide))
         return hooks
 
     def _attach_anchor(self, anchor: Tensor) -> Any:
-        myself = weakref.ref(self)
+        self_ref = weakref.ref(self)
 
         def reached(leaf: Tensor) -> None:
             leaf.grad = None
-            synchroniser = myself()
+            synchroniser = self_ref()
             if synchroniser is not None:
                 synchroniser._begin(synchroniser._latest())
                 synchroniser._anchored = True
@@ -100,7 +96,6 @@ class GradientSynchroniser:
         return self._voting_s + self._exchange.waited_s
 
     def detach(self) -> None:
-        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -119,7 +114,7 @@ class GradientSynchroniser:
         self._active = True
         self._weighted = self._anchored = False
         self._synchronise = forward is None or forward.synchronise
-        self._touched.clear()
+        self._complete.clear()
         self._exchange.reset()
         if self._synchronise:
             self._exchange.foresee()
@@ -129,25 +124,23 @@ class GradientSynchroniser:
 
     def _ready(self, entry: GradParam) -> None:
         self._begin(self._latest())
-        self._dirty.add(entry)
-        if not self._synchronise:
-            self._touched.add(entry)
-            with torch.no_grad():
-                self._exchange.absorb(entry)
-            return
-        if entry in self._touched and self._exchange.sent(entry):
+        self._changed.add(entry)
+        if self._synchronise and entry in self._complete and self._exchange.sent(entry):
             raise RunError(
                 f"parameter {entry.name!r} got a gradient twice in one backward, the second after "
                 "the first had been sent: use checkpoint(..., use_reentrant=False)"
             )
-        self._touched.add(entry)
+        self._complete.add(entry)
         with torch.no_grad():
-            self._exchange.ready(entry)
+            if self._synchronise:
+                self._exchange.ready(entry)
+            else:
+                self._exchange.absorb(entry)
 
     def _finish(self) -> None:
         """At the end of backward: sends the rest, waits for all, and shows the averages."""
         self._active = False
-        if not (self._touched or self._anchored):
+        if not (self._complete or self._anchored):
             return  # torch.autograd.grad: no parameter has accumulated anything
         self._check_weighted()
         self._backwards += 1
@@ -163,18 +156,21 @@ class GradientSynchroniser:
     def _exchange_all(self) -> None:
         self._number += 1
         used = [
-            (e in self._dirty and e.parameter.grad is not None) or self._exchange.holds(e)
-            for e in self.entries
+            (e in self._changed and e.parameter.grad is not None) or self._exchange.holds(e)
+            for e in self.params
         ]
         votes = self._vote(used)
+        # Not counted here: a rank that has all gradients itself need not wait for the votes.
         self._exchange.end(lambda: self._count(votes))
-        self._dirty.clear()
+        self._changed.clear()
 
     def _vote(self, used: list[bool]) -> Gathered:
         latest = self._latest()
         forward = latest.announce().number if latest is not None else 0
-        trail = self._exchange.trail()
-        head = [self._number, -self._number, forward, -forward, trail, -trail]
+        order_digest = self._exchange.order_digest()
+        # Reduced to the largest of all ranks: the largest x is minus the largest −x only where all
+        # ranks have the same x.
+        head = [self._number, -self._number, forward, -forward, order_digest, -order_digest]
         vector = torch.tensor(head + [int(u) for u in used], dtype=torch.int64, device="cpu")
         return self._control.most(vector, f"the end of backward after forward {forward}")
 
@@ -196,7 +192,7 @@ class GradientSynchroniser:
                 "and none skipped by what a rank's data are; MESHWRIGHT_DEBUG=1 names the first "
                 "that differs, --forbid fully_sharded plans without"
             )
-        return {e for e, bit in zip(self.entries, vector[6:], strict=True) if bit}
+        return {e for e, bit in zip(self.params, vector[6:], strict=True) if bit}
 
     def _check_weighted(self) -> None:
         latest = self._latest()
@@ -211,21 +207,21 @@ class GradientSynchroniser:
             )
 
 
-def _divided(divisor: float, alone: bool, gradient: Tensor | None) -> Tensor | None:
-    """None where nothing of what the parameter was used for has gone on to the loss from this rank,
-    as where it has no samples and the next unit leaves it idle. ``alone`` says that nobody else has
-    the gradient, as of a divided unit's kinds, whose kernels make it: that one is divided where it
-    lies, or a second one as large would be there for a moment."""
+def _divide(divisor: float, exclusive: bool, gradient: Tensor | None) -> Tensor | None:
+    """A hook on a gradient. ``exclusive`` says that nobody else has the tensor, as of a divided
+    unit's kinds, whose kernels make it."""
+    # None where nothing of what the parameter was used for has gone on to the loss from this rank,
+    # as where it has no samples and the next unit leaves it idle.
     if gradient is None:
         return None
-    if not alone or gradient.requires_grad or not _has_places_of_its_own(gradient):
-        return gradient / divisor
-    gradient /= divisor
-    return None  # as it is
+    if exclusive and not gradient.requires_grad and not _overlaps_itself(gradient):
+        gradient /= divisor  # in place, or a second one as large would be there for a moment
+        return None  # which leaves it as it is now
+    return gradient / divisor
 
 
-def _has_places_of_its_own(tensor: Tensor) -> bool:
-    """Whether no two elements lie in one place, as those of expanded tensors do."""
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements may lie in one place, as those of expanded tensors do."""
     if tensor.layout is not torch.strided:
-        return False
-    return all(n < 2 or step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        return True
+    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

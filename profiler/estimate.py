@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..executor.launch.device import software
+from ..executor.launch.start import software
 from ..models.replay import capture, preserved, run_unit
 from ..models.spec import UnitSpec
 from ..models.units.discover import Discovery, discover

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..executor.launch.device import device_name, memory_bytes, software
+from ..executor.launch.start import device_name, memory_bytes, software
 from ..planner.schema.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
 from ..planner.schema.errors import InputError
 from .collectives import COLLECTIVES, Group, curves, measure, synchronise

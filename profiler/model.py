@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import nn
 
-from ..executor.launch.device import device_name, software
+from ..executor.launch.start import device_name, software
 from ..models.replay import capture, preserved
 from ..models.spec import UnitSpec
 from ..models.splits.leaves import BATCH_NORMS

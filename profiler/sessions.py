@@ -21,10 +21,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..executor.comm.agreement import rank_zero_decides, together
-from ..executor.launch.device import device_name, memory_bytes, software
 from ..executor.launch.processes import Ranks
 from ..executor.launch.progress import Step
-from ..executor.launch.start import local_device, start_process_group, under_torchrun
+from ..executor.launch.start import (
+    device_name,
+    local_device,
+    memory_bytes,
+    software,
+    start_process_group,
+    under_torchrun,
+)
 from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
 from ..models.target import try_out, workload

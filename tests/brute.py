@@ -10,13 +10,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from meshwright.planner.cost.budget import energy_budget, gpu_seconds_limit, idle_s, lost_energy
-from meshwright.planner.cost.positions import group_samples
+from meshwright.planner.cost.ownership import group_samples
+from meshwright.planner.memory.timeline import FIELD
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.schema.options import ties_agree
 from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.evaluate import limits_bytes
-from meshwright.planner.solve.heuristic.splits import placed
-from meshwright.planner.solve.models import models
 
 CHUNK = 40_000
 WHOLE = dict.fromkeys(("column", "pair"), "whole")
@@ -39,9 +38,9 @@ class Best(NamedTuple):
 
 def combinations(problem):
     """How many there are, over all models."""
-    problem = placed(problem)
+    problem = problem.placed()
     total = 0
-    for model in models(problem):
+    for model in problem.cost_models():
         sizes = [len(o) for o in options_of(model, problem)]
         total += int(np.prod([float(s) for s in sizes]))
     return total
@@ -54,9 +53,9 @@ def options_of(model, problem):
 
 def best(problem):
     """The best of all combinations."""
-    problem = placed(problem)
+    problem = problem.placed()
     found = Best(np.inf, np.inf, 0, 0, 0, ())
-    for model in models(problem):
+    for model in problem.cost_models():
         table = _Table(model, options_of(model, problem), problem.schedule)
         for chosen in table.chunks():
             objective, fits, peaks, gpu = table.judge(chosen)
@@ -243,21 +242,21 @@ class _Table:
     def _peak(self, chosen, samples, received):
         def held(i):
             return self.unit(
-                chosen, lambda k, o, c: getattr(self.memory.unit(k, o, samples[o.layout]), i)
+                chosen, lambda k, o, c: self.memory.unit(k, o, samples[o.layout]).column[FIELD[i]]
             )
 
         weights = held("weights") + held("optimizer") + held("residual")
-        gradients, saved, travelling = held("gradients"), held("saved"), held("travelling")
-        maps = held("map_gradients") + held("fresh") - held("spared")
-        workspace, exchanged, renewed = held("workspace"), held("exchanged"), held("renewed")
-        leaving = held("leaving")
+        gradients, saved, travelling = held("gradients"), held("saved"), held("comm_buffers")
+        maps = held("map_gradients") + held("new_grad") - held("never_together")
+        workspace, exchanged, renewed = held("workspace"), held("bucketed"), held("update_temp")
+        leaving = held("exchange_temp")
         part = self.unit(chosen, lambda k, o, c: samples[o.layout] is not None)
         received = received * part
-        beside = {n: np.zeros(chosen.shape) for n in ("beside_forward", "beside_backward")}
-        for one in self.model.besides:
-            figures, found = held(one.figure), np.zeros(chosen.shape)
-            for at, of, times in zip(one.at, one.of, one.times, strict=True):
-                found[:, at] += times * figures[:, of]
+        beside = {n: np.zeros(chosen.shape) for n in ("neighbours_forward", "neighbours_backward")}
+        for one in self.memory.overlaps:
+            figures, found = held(one.field), np.zeros(chosen.shape)
+            for at, of in zip(one.at, one.of, strict=True):
+                found[:, at] += figures[:, of]
             beside[one.point] = beside[one.point] + found
         always = weights.sum(axis=1)
         open_ = self._kinds(chosen) * self.model.bucket_bytes * (not self.model.sliced)
@@ -277,13 +276,13 @@ class _Table:
             before = own if many else 0.0
             if self.model.sliced and not many:
                 before = later - gradients[:, k] + past
-            there = work + beside["beside_forward"][:, k]
+            there = work + beside["neighbours_forward"][:, k]
             peak = np.maximum(peak, always + before + there)
-            there = work + beside["beside_backward"][:, k]
+            there = work + beside["neighbours_backward"][:, k]
             filling = np.minimum(to_come[:, k], open_ - closed[:, k])
             peak = np.maximum(peak, always + alive + filling + there + maps[:, k])
             left = alive + behind - saved[:, k] + travelling[:, k] + leaving[:, k]
-            peak = np.maximum(peak, always + left + beside["beside_backward"][:, k])
+            peak = np.maximum(peak, always + left + beside["neighbours_backward"][:, k])
             if self.model.sliced:
                 every = later + past + travelling[:, k] + behind - saved[:, k]
             peak = np.maximum(peak, always + every + renewed[:, k])
@@ -306,8 +305,8 @@ class _Table:
 
 def every_decision(problem):
     """All decisions of a very small problem, one by one (to check this module with)."""
-    problem = placed(problem)
-    for model in models(problem):
+    problem = problem.placed()
+    for model in problem.cost_models():
         for decisions in itertools.product(*options_of(model, problem)):
             agree = all(
                 ties_agree(

@@ -20,9 +20,7 @@ from meshwright.planner.schema.profile import (
     UpdateRate,
 )
 from meshwright.planner.solve.evaluate import rank_memory
-from meshwright.planner.solve.heuristic.splits import placed
 from meshwright.planner.solve.ilp.cases import case
-from meshwright.planner.solve.models import models
 from meshwright.planner.solve.objective import value
 from meshwright.planner.solve.problem import Problem
 
@@ -56,8 +54,8 @@ def _varied(made):
 
 def varies(made):
     """Whether layouts, memory, exchange, micro-batches and slice size each have two values."""
-    every = list(models(placed(made)))
-    options = [o for row in case(placed(made), every[0]).ledger.options for o in row]
+    every = list(made.placed().cost_models())
+    options = [o for row in case(made.placed(), every[0]).ledger.options for o in row]
     chosen = [{getattr(o, name) for o in options} for name in ("layout", "memory", "exchange")]
     sizes = [{getattr(m, name) for m in every} for name in ("micro_batches", "bucket_bytes")]
     return all(len(kind) > 1 for kind in (*chosen, *sizes))
@@ -244,10 +242,7 @@ def _home(world):
 
 def value_of(made, found):
     """The figures of what brute force found, by the cost model."""
-    model = CostModel(
-        made.profile, made.cluster, made.goal, found.micro_batches, None, found.bucket_bytes,
-        made.schedule == "priority",
-    )  # fmt: skip
+    model = made.cost_model(found.micro_batches, found.bucket_bytes)
     return value(model, found.decisions, made.schedule)
 
 
@@ -259,10 +254,7 @@ def _limited(made, rng):
     goal, kind = made.goal, rng.random()
     changes = {}
     if kind < 0.6:
-        model = CostModel(
-            made.profile, made.cluster, goal, found.micro_batches, None, found.bucket_bytes,
-            made.schedule == "priority",
-        )  # fmt: skip
+        model = made.cost_model(found.micro_batches, found.bucket_bytes)
         peak = max(m.peak_bytes for m in rank_memory(model, found.decisions))
         least = found.least_bytes
         part = rng.uniform(0, 0.9) if rng.random() < 0.95 else -0.05

@@ -347,7 +347,8 @@ def decided(draw, bursts=True, measured=False):
     links = draw(clusters(measured=measured))
     goal = draw(goals(links.world_size))
     most = goal.batch // links.world_size
-    model = CostModel(draw(profiles()), links, goal, draw(st.integers(1, min(most, 3))))
+    made, times = draw(profiles()), draw(st.integers(1, min(most, 3)))
+    model = CostModel(made, links, goal, micro_batches=times)
     return model, draw(decisions(model, bursts))
 
 

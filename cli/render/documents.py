@@ -8,10 +8,13 @@ from itertools import groupby
 from rich.table import Table
 
 from ...planner.explain.compare import policy_words, segment_words
+from ...planner.explain.why import Bottleneck
 from ...planner.schema.cluster import Cluster, Node
 from ...planner.schema.plan import Plan, Prediction, UnitPlan
 from ...planner.schema.profile import ModelProfile, UnitProfile
 from ...planner.schema.text import gap_text, rate, seconds, size
+from .folding import fold as folded
+from .folding import unfolded
 from .table import empty_table, names_of
 
 
@@ -40,11 +43,39 @@ def verdict(plan: Plan) -> str:
     return f"{gain(plan)}; {_proof(plan)}."
 
 
-def alone_words(alone_s: float, ranks: int) -> str:
+def bound_sentence(found: Bottleneck) -> str:
+    """What bounds the step, and what its user could do about it."""
+    where = "" if found.link is None else LINK_NAMES[found.link]
+    saved_s = 0.0 if found.faster_s is None else found.step_s - found.faster_s
+    saves = seconds(saved_s) if saved_s > 0 else "nothing"
+    advice = [f"twice the bandwidth {where} saves {saves}"] if where else []
+    if found.part == "compute":
+        what = "computing"
+        if found.recompute_s > RECOMPUTED * found.step_s:
+            again = seconds(found.recompute_s)
+            advice.insert(0, f"{again} of it recomputes what memory has no room for")
+        advice.append("more or faster devices shorten it")
+    else:
+        blocking = found.part == "blocking"
+        what = f"{'blocking communication' if blocking else 'gradient exchange'} {where}"
+        advice = [f"twice the bandwidth saves {saves}"]
+        advice += (
+            [] if blocking else ["or try --allow-lossy" if found.may_drop else "or raise --batch"]
+        )
+    part = f"{seconds(found.part_s)} of {seconds(found.step_s)}"
+    return f"Bound by {what} ({part}): {', '.join(advice)}."
+
+
+LINK_NAMES = {"inter": "between nodes", "intra": "inside nodes"}
+RECOMPUTED = 0.02
+"""Recomputing that takes less of the step is not mentioned."""
+
+
+def single_device_sentence(single_device_s: float, ranks: int) -> str:
     """That one device is quicker than a plan for so many ranks."""
     return (
-        f"One device by itself would take {seconds(alone_s)} for the whole batch, less than this "
-        f"plan, and fits in its memory: --ranks 1,{ranks} compares sizes."
+        f"One device by itself would take {seconds(single_device_s)} for the whole batch, less "
+        f"than this plan, and fits in its memory: --ranks 1,{ranks} compares sizes."
     )
 
 
@@ -92,44 +123,53 @@ COMMUNICATION = (
 """What the last column of the decisions adds up."""
 
 
+IN_BLOCKS = "rows inside a block are of one of its equal layers, on average"
+
+
 def _communication(unit: UnitPlan) -> float:
     return unit.blocking_s + unit.exchange_s
 
 
-def _decision(unit: UnitPlan) -> tuple[object, ...]:
-    return (unit.layout, unit.style, *policy_words(unit), *segment_words(unit))
-
-
 def decision_table(plan: Plan, *, fold: bool = True) -> Table:
-    """Each unit's decision; runs of units that are decided alike are one row with their sums.
+    """Each unit's decision; units that are decided alike are one row with their sums, and equal
+    layers one block.
 
     Code between units that costs nothing is left out of a folded table.
     """
     headings = ("unit", "kind", "parameters", "layout", "style", "forward", "backward", "comm.")
     table = empty_table("Decisions: layout is (groups, members of each)", headings, left=2)
-    table.caption = COMMUNICATION
-    table.caption_justify = "left"
     free = ("input", "output", "glue")
     shown = [u for u in plan.units if not fold or u.kind not in free or _communication(u) > 0]
-    runs = [list(run) for _, run in groupby(shown, _decision)] if fold else [[u] for u in shown]
-    for run in runs:
-        first = run[0]
+    rows = folded(shown, _name, _decision) if fold else unfolded(shown, _name)
+    blocks = any(row.is_block for row in rows)
+    table.caption = f"{COMMUNICATION}; {IN_BLOCKS}\n" if blocks else f"{COMMUNICATION}\n"
+    table.caption_justify = "left"
+    for row in rows:
+        first = row.units[0]
+        kinds = ", ".join(dict.fromkeys(u.kind for u in row.units))
+        style = ", ".join(_decision(first)[1:])
+        if row.module:
+            style = style.replace(f"{row.module}.", "")
         table.add_row(
-            names_of([u.name for u in run]),
-            ", ".join(dict.fromkeys(u.kind for u in run)),
-            size(sum(u.parameter_bytes for u in run)),
-            str(first.layout),
-            _style(first),
-            seconds(sum(u.forward_s for u in run)),
-            seconds(sum(u.backward_s for u in run)),
-            seconds(sum(_communication(u) for u in run)),
+            row.indented,
+            "" if row.is_block else kinds,
+            size(row.mean(lambda u: u.parameter_bytes)),
+            "" if row.is_block else str(first.layout),
+            "" if row.is_block else style,
+            seconds(row.mean(lambda u: u.forward_s)),
+            seconds(row.mean(lambda u: u.backward_s)),
+            seconds(row.mean(_communication)),
         )
     return table
 
 
-def _style(unit: UnitPlan) -> str:
-    words: list[str] = ["data parallel" if unit.style == "none" else unit.style]
-    return ", ".join([*words, *policy_words(unit), *segment_words(unit)])
+def _name(unit: UnitPlan | UnitProfile) -> str:
+    return unit.name
+
+
+def _decision(unit: UnitPlan) -> tuple[str, ...]:
+    style = "data parallel" if unit.style == "none" else unit.style
+    return (str(unit.layout), style, *policy_words(unit), *segment_words(unit))
 
 
 def prediction_table(plan: Plan) -> Table:
@@ -166,21 +206,25 @@ def units_table(profile: ModelProfile, *, fold: bool = True) -> Table:
     headings = ("unit", "kind", "divisible", "parameters", "forward", "backward", "saved")
     table = empty_table(title, headings, left=3)
 
-    def alike(unit: UnitProfile) -> tuple[object, ...]:
-        return (unit.kind, tuple(s.style for s in unit.splits), unit.name if not fold else "")
-
-    for _, group in groupby(profile.units, alike):
-        run = list(group)
+    rows = folded(profile.units, _name, _kind) if fold else unfolded(profile.units, _name)
+    if any(row.is_block for row in rows):
+        table.caption, table.caption_justify = IN_BLOCKS.capitalize(), "left"
+    for row in rows:
+        kind, *styles = _kind(row.units[0])
         table.add_row(
-            names_of([u.name for u in run]),
-            run[0].kind,
-            ", ".join(s.style for s in run[0].splits) or "no",
-            size(sum(u.parameter_bytes for u in run)),
-            seconds(sum(u.whole.forward(batch) for u in run)),
-            seconds(sum(u.whole.backward(batch) for u in run)),
-            size(sum(u.whole.saved(batch) for u in run)),
+            row.indented,
+            "" if row.is_block else kind,
+            "" if row.is_block else ", ".join(styles) or "no",
+            size(row.mean(lambda u: u.parameter_bytes)),
+            seconds(row.mean(lambda u: u.whole.forward(batch))),
+            seconds(row.mean(lambda u: u.whole.backward(batch))),
+            size(row.mean(lambda u: u.whole.saved(batch))),
         )
     return table
+
+
+def _kind(unit: UnitProfile) -> tuple[str, ...]:
+    return (unit.kind, *(split.style for split in unit.splits))
 
 
 def _devices(node: Node) -> str:

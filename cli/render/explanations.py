@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.table import Table
 
-from ...planner.explain.binding import LimitUse
 from ...planner.explain.compare import policy_words
 from ...planner.explain.device_time import DeviceTime
 from ...planner.explain.what_if import Gain
-from ...planner.explain.why import Alternative, Explanation, UnitExplanation
+from ...planner.explain.why import Alternative, Explanation, LimitUse, UnitExplanation
 from ...planner.schema.text import seconds, size
+from .folding import fold as folded
+from .folding import unfolded
 from .table import empty_table, figures_table, names_of
 
 NEGLIGIBLE = 1e-3
@@ -27,10 +28,18 @@ LIMITS = {
 """What people call the limits of a goal."""
 
 
-def explanation_tables(found: Explanation, objective: str = "time") -> list[Table | str]:
+FOLDED = (
+    "Of units that share a row the costs are added up, inside a block for one of its equal layers "
+    "on average; the steps are the quickest that changing one of these units gives"
+)
+
+
+def explanation_tables(
+    found: Explanation, objective: str = "time", *, fold: bool = True
+) -> list[Table | str]:
     """Each unit's cost and what its alternatives would give, then what binds, then what more of
     anything would buy (of the ``objective`` of the goal)."""
-    shown: list[Table | str] = [_units(found), *_words(found)]
+    shown: list[Table | str] = [_units(found, fold=fold), *_words(found)]
     if found.device_time.alone_s:
         shown.append(_device_time(found.device_time))
     if len(found.limits) > 1:
@@ -41,23 +50,50 @@ def explanation_tables(found: Explanation, objective: str = "time") -> list[Tabl
     return shown
 
 
-def _units(found: Explanation) -> Table:
+def _units(found: Explanation, *, fold: bool) -> Table:
     headings = ("unit", "layout", "compute", "blocking", "exchange", "if instead", "step", "but")
     title = "Each unit, and the step if it alone were decided otherwise"
     table = empty_table(title, headings, left=2)
-    for column in (table.columns[0], *table.columns[6:]):
+    for column in table.columns[6:]:
         column.no_wrap = True
-    for unit in found.units:
+
+    def name(unit: UnitExplanation) -> str:
+        return unit.name
+
+    shown = [unit for unit in found.units if unit.alternatives]
+    rows = folded(shown, name, _decision) if fold else unfolded(shown, name)
+    table.columns[0].no_wrap = not any(row.is_block for row in rows)
+    if any(len(row.units) > 1 for row in rows):
+        table.caption, table.caption_justify = FOLDED, "left"
+    for row in rows:
         costs = (
-            seconds(unit.forward_s + unit.backward_s),
-            seconds(unit.redistribute_s + unit.inner_s),
-            seconds(unit.exchange_s),
+            seconds(row.mean(lambda u: u.forward_s + u.backward_s)),
+            seconds(row.mean(lambda u: u.redistribute_s + u.inner_s)),
+            seconds(row.mean(lambda u: u.exchange_s)),
         )
-        for i, other in enumerate(unit.alternatives):
-            lead = (unit.name, _option(unit), *costs) if i == 0 else ("",) * 5
+        if row.is_block:
+            table.add_row(row.indented, "", *costs, "", "", "")
+            continue
+        for i, other in enumerate(_best_alternatives(row.units)):
+            lead = (row.indented, _option(row.units[0]), *costs) if i == 0 else ("",) * 5
             change = f"{seconds(other.step_s)} ({_percent(other.step_s, found.step_s)})"
             table.add_row(*lead, _option(other), change, _breaks(other))
     return table
+
+
+def _decision(unit: UnitExplanation) -> tuple[str, ...]:
+    return (_option(unit),)
+
+
+def _best_alternatives(units: Sequence[UnitExplanation]) -> list[Alternative]:
+    """Of every alternative that some of the units have the quickest, as many as one of them has."""
+    quickest: dict[tuple[str, str], Alternative] = {}
+    for other in (other for unit in units for other in unit.alternatives):
+        kind = _option(other), _breaks(other)
+        if kind not in quickest or other.step_s < quickest[kind].step_s:
+            quickest[kind] = other
+    most = max(len(unit.alternatives) for unit in units)
+    return sorted(quickest.values(), key=lambda other: other.step_s)[:most]
 
 
 def _option(one: UnitExplanation | Alternative) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ...planner.explain.moments import MemoryTimeline, RankTimeline
-from ...planner.schema.peak import CLASS_NAMES, Moment
+from ...planner.explain.memory_timeline import MemoryTimeline, RankTimeline
+from ...planner.schema.plan import CLASS_NAMES, Moment
 from ...planner.schema.text import size
 from .plots import figure_in
 from .table import empty_table

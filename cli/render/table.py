@@ -11,7 +11,14 @@ from rich.table import Table
 def empty_table(title: str, headings: Iterable[str], left: int = 1) -> Table:
     """The first ``left`` columns are words, the others figures."""
     table = Table(
-        title=title, title_justify="left", title_style="bold", header_style="", box=box.SIMPLE_HEAD
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="",
+        box=box.SIMPLE_HEAD,
+        # a narrower gap between columns, and none around them, leaves names more room
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
     )
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="left" if i < left else "right", overflow="fold")

@@ -16,8 +16,7 @@ from typing import IO
 
 from ...planner.schema.errors import InputError, RunError
 from .law import LIMIT
-from .messages import VARIABLE
-from .settings import Settings, State
+from .protocol import VARIABLE, Settings, State
 
 ANSWER_S = 20.0
 """A pacer that does not answer within so long has gone wrong."""
@@ -37,8 +36,8 @@ def command_of(text: str) -> tuple[str, ...]:
 
 
 class Job:
-    """A background job on this host, which has begun. See ``beside``. ``last`` is the latest
-    state that its pacer has told."""
+    """A background job on this host, which has begun. See ``background_job``. ``last`` is the
+    latest state that its pacer has told."""
 
     last: State
 
@@ -132,7 +131,7 @@ def _close(end: IO[bytes] | None) -> None:
 
 
 @contextlib.contextmanager
-def beside(settings: Settings) -> Iterator[Job]:
+def background_job(settings: Settings) -> Iterator[Job]:
     """A background job that runs inside the block, and has ended after it.
 
     The foreground's ranks, told the job's ``environment``, pace it; as long as there are none it

@@ -1,9 +1,10 @@
 """How much of the time a background job may have, from the foreground's step times alone.
 
-No processes, no clocks: told what a step took and whether the background ran in it, ``Law`` says
-what share it may have next. A step's *slowdown* is its time over the undisturbed time, which is the
-median of steps during which the background is held; which steps these are follows from their number
-alone, so that all hosts of a run hold theirs in the same steps without a word.
+No processes, no clocks: told what a step took and whether the background ran in it,
+``ShareController`` says what share it may have next. A step's *slowdown* is its time over the
+undisturbed time, which is the median of steps during which the background is held; which steps
+these are follows from their number alone, so that all hosts of a run hold theirs in the same steps
+without a word.
 
 Two rules together. The share falls at once in proportion to the excess (harm is taken to grow with
 the share) and rises slowly, so that it settles where the limit is nearly reached. And what a step
@@ -74,7 +75,7 @@ class Summary(NamedTuple):
     disturbed_slowdown: float
 
 
-class Law:
+class ShareController:
     """The feedback for one foreground. ``share`` is what the background may have now, 0 to 1."""
 
     def __init__(self, limit: float = LIMIT) -> None:

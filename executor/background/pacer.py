@@ -18,11 +18,9 @@ import time
 from pathlib import Path
 
 from .child import Child, become_reaper
-from .gate import FOREVER, Gap, Hold, Opening, opening
-from .law import Law, Summary
-from .messages import SIZE, Kind, PacerMessage, unpacked
-from .settings import Settings, State
-from .tally import Tally
+from .gate import FOREVER, Gap, Hold, Opening, Tally, opening
+from .law import ShareController, Summary
+from .protocol import SIZE, Kind, PacerMessage, Settings, State, unpacked
 
 _READ = 256 * SIZE
 _STDIN = 0
@@ -35,8 +33,8 @@ class Foreground:
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self.attached = False
-        self.laws: dict[int, Law] = {}
-        self.current = Law(limit)
+        self.laws: dict[int, ShareController] = {}
+        self.current = ShareController(limit)
         self.began_s = 0.0
         self._gaps: dict[int, Gap] = {}
         self._held_since_s: float | None = None
@@ -47,7 +45,7 @@ class Foreground:
         self.attached = True
         began = record.kind == Kind.BEGAN and record.rank == 0
         if began or record.foreground not in self.laws:
-            self.laws[record.foreground] = Law(self._limit)
+            self.laws[record.foreground] = ShareController(self._limit)
         self.current = self.laws[record.foreground]
         if record.kind == Kind.WAITS:
             self._gaps[record.rank] = Gap(now_s, record.seconds)

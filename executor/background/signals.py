@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..comm.steps import after_each_step
 from ..comm.watchdog import Watchdog
-from .messages import VARIABLE, Kind, PacerMessage
+from .protocol import VARIABLE, Kind, PacerMessage
 
 GAP_S = 0.002
 """Waits that are expected to be shorter are not worth a word: starting and stopping the background

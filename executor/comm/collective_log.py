@@ -46,14 +46,14 @@ class _Sequence:
 class CollectiveLog:
     """What this rank has issued, and what the others have. ``run`` tells runs apart."""
 
-    def __init__(self, store: Store, pulse: Heartbeat, run: int) -> None:
+    def __init__(self, store: Store, heartbeat: Heartbeat, run: int) -> None:
         if not store.has_extended_api():  # type: ignore[attr-defined]
             raise InputError(
                 f"{DEBUG_VARIABLE} compares collectives through a store that can append, which "
                 f"{type(store).__name__} cannot: start with torchrun, or unset it"
             )
         self._store: Any = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        self._pulse, self._run = pulse, run
+        self._heartbeat, self._run = heartbeat, run
         self._sequences: dict[tuple[str, tuple[int, ...]], _Sequence] = {}
         self._reachable = True
         self._lock = threading.RLock()  # a sharded step waits in a thread of its own
@@ -94,7 +94,7 @@ class CollectiveLog:
         absent = [r for r in sorted(group.ranks) if r not in there]
         if not absent:
             return ""
-        names = ", ".join(self._pulse.name(r) for r in absent)
+        names = ", ".join(self._heartbeat.name(r) for r in absent)
         return (
             f" ({name}, its {_ordinal(place + 1)} collective in group {group.label!r}, where "
             f"{names} issues nothing any more)"
@@ -109,7 +109,7 @@ class CollectiveLog:
         there = self._read(sequence, place, name if append else None)
         if there is None:
             return False
-        _compare(self._pulse, sequence.group, place, {r: n for r, (_, n) in there.items()})
+        _compare(self._heartbeat, sequence.group, place, {r: n for r, (_, n) in there.items()})
         if len(there) < sequence.group.size:
             return False
         self._delete(sequence, min(compared for compared, _ in there.values()))
@@ -125,7 +125,7 @@ class CollectiveLog:
 
         def read() -> bytes:
             if mine is not None:
-                line = f"{self._pulse.rank} {sequence.compared} {mine}".replace("\n", " ")
+                line = f"{self._heartbeat.rank} {sequence.compared} {mine}".replace("\n", " ")
                 self._store.append(key, f"{line}\n")
             found: bytes = self._store.get(key)
             return found
@@ -139,7 +139,7 @@ class CollectiveLog:
 
     def _delete(self, sequence: _Sequence, compared: int) -> None:
         """Removes what every rank has compared; one rank does, for all."""
-        if self._pulse.rank == min(sequence.group.ranks):
+        if self._heartbeat.rank == min(sequence.group.ranks):
             for place in range(sequence.deleted, compared):
                 key = self._key(sequence, place)
                 within(lambda key=key: self._store.delete_key(key), REACH_S)  # type: ignore[misc]
@@ -151,17 +151,17 @@ class CollectiveLog:
         return f"meshwright/debug/{self._run}/{group.label}/{first}/{place}"
 
 
-def _compare(pulse: Heartbeat, group: Group, place: int, names: dict[int, str]) -> None:
+def _compare(heartbeat: Heartbeat, group: Group, place: int, names: dict[int, str]) -> None:
     first, *others = sorted(names)
     odd = next((rank for rank in others if names[rank] != names[first]), None)
     if odd is not None:
         sentence = (
-            f"{pulse.name(first)} issues {names[first]} as its {_ordinal(place + 1)} collective in "
-            f"group {group.label!r} while {pulse.name(odd)} issues {names[odd]}: the model or the "
-            "loop takes another path on one of them"
+            f"{heartbeat.name(first)} issues {names[first]} as its {_ordinal(place + 1)} "
+            f"collective in group {group.label!r} while {heartbeat.name(odd)} issues "
+            f"{names[odd]}: the model or the loop takes another path on one of them"
         )
-        pulse.give_up(sentence)
-        pulse.part(group.ranks)
+        heartbeat.give_up(sentence)
+        heartbeat.part(group.ranks)
         raise RunError(sentence)
 
 

@@ -7,7 +7,9 @@ group nothing can overtake. All groups are created in one order on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -17,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from ...planner.schema.layout import Layout
-from .threads import computing_first
 
 Place = int | Layout
 """What groups are made for: the degree of layouts that take all ranks, or a layout that leaves some
@@ -220,3 +221,26 @@ class _Maker:
 
     def _on_stream(self, handle: dist.ProcessGroup) -> bool:
         return self.device == "cuda" and "nccl" in str(dist.get_backend_config(handle))
+
+
+@contextmanager
+def computing_first() -> Iterator[None]:
+    """Threads that are started inside do not interrupt one that computes.
+
+    On CPUs a library's threads wake for every packet. Each time they take the processor from the
+    thread that computes, and its caches. As batch threads (Linux's SCHED_BATCH, which needs no
+    privilege) they get their turn a few milliseconds later and find more packets, which the kernel
+    has kept for them meanwhile: a third of the switches (docs/results/exchange.md). Where a
+    processor is idle they start at once, as ever. Does nothing on other systems, or where the user
+    has chosen a scheduling class.
+    """
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    # New threads inherit the class of the one that starts them.
+    plain = os.sched_param(0)
+    os.sched_setscheduler(0, os.SCHED_BATCH, plain)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, plain)

@@ -76,7 +76,7 @@ class Heartbeat:
             group, mine = dist.group.WORLD, weakref.ref(self)
             assert group is not None
             its, stop = weakref.ref(group), threading.Event()
-            spawn("pulse", lambda: _beat(its, mine, stop), stop)
+            spawn("heartbeat", lambda: _beat(its, mine, stop), stop)
 
     def _gather_hosts(self, limit_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Every rank's mark, and its host's name."""
@@ -163,26 +163,26 @@ class Heartbeat:
 
 
 _ALARM = "meshwright/alarm"
-_pulses: WeakKeyDictionary[dist.ProcessGroup, Heartbeat] = WeakKeyDictionary()
+_heartbeats: WeakKeyDictionary[dist.ProcessGroup, Heartbeat] = WeakKeyDictionary()
 
 
-def pulse_of(rank: int, size: int, limit_s: float) -> Heartbeat:
-    """The pulse in the default process group. Collective the first time."""
+def heartbeat_of(rank: int, size: int, limit_s: float) -> Heartbeat:
+    """The heartbeat in the default process group. Collective the first time."""
     group = dist.group.WORLD
     assert group is not None
-    if group not in _pulses:
+    if group not in _heartbeats:
         store = distributed_c10d._get_default_store()
-        _pulses[group] = Heartbeat(store, rank, size, limit_s)
-        _pulses[group].start()
-    return _pulses[group]
+        _heartbeats[group] = Heartbeat(store, rank, size, limit_s)
+        _heartbeats[group].start()
+    return _heartbeats[group]
 
 
 def _beat(
-    group: weakref.ref[dist.ProcessGroup], pulse: weakref.ref[Heartbeat], stop: threading.Event
+    group: weakref.ref[dist.ProcessGroup], heartbeat: weakref.ref[Heartbeat], stop: threading.Event
 ) -> None:
     number = 0
     while not stop.is_set():
-        mine = pulse()
+        mine = heartbeat()
         if mine is None or group() is None or dist.group.WORLD is not group():
             return
         number += 1

@@ -21,8 +21,7 @@ from torch.distributed import distributed_c10d
 from ...planner.schema.errors import InputError, RunError
 from .collective_log import CollectiveLog, debugging
 from .groups import Group
-from .heartbeat import in_a_file, pulse_of
-from .stacks import ENDED, TIMEOUT_VARIABLE, is_present, where_all_are
+from .heartbeat import Heard, Heartbeat, heartbeat_of, in_a_file
 
 DEFAULT_TIMEOUT_S = 600.0
 POLL_S = 0.25
@@ -58,16 +57,16 @@ class Watchdog:
         self.on_wait: Callable[[], Callable[[], None] | None] | None = None
         """Called when this rank begins to wait for a collective on the host; what it returns, when
         it goes on."""
-        self.pulse = pulse_of(rank, size, timeout_s) if size > 1 else None
+        self.heartbeat = heartbeat_of(rank, size, timeout_s) if size > 1 else None
         self._store = distributed_c10d._get_default_store() if size > 1 else None
         self._prefix = f"meshwright/place/{run}"
         # A store kept in a file grows with each post: only exceptional ones go there.
         self._cheap = self._store is not None and not in_a_file(self._store)
         self._doing = "start"
         self._followed: deque[_Followed] = deque()
-        self._ledger: CollectiveLog | None = None
-        if self.pulse is not None and debugging():
-            self._ledger = CollectiveLog(distributed_c10d._get_default_store(), self.pulse, run)
+        self._log: CollectiveLog | None = None
+        if self.heartbeat is not None and debugging():
+            self._log = CollectiveLog(distributed_c10d._get_default_store(), self.heartbeat, run)
         atexit.register(_say_goodbye, weakref.ref(self))
 
     def post(self, doing: str) -> None:
@@ -81,8 +80,8 @@ class Watchdog:
     def issued(self, what: str, group: Group) -> None:
         """Notes a collective that is about to be issued; in debug mode it is compared with what
         others issue. Raises ``RunError`` where they differ."""
-        if self._ledger is not None:
-            self._ledger.note(group, what)
+        if self._log is not None:
+            self._log.note(group, what)
 
     def follow(self, work: dist.Work, doing: str) -> None:
         """Notes a collective that this rank may never wait for, so that it does not go unseen if
@@ -107,8 +106,8 @@ class Watchdog:
             work.wait()
         else:
             self._wait_and_tell(work, group, doing)
-        if self._ledger is not None:
-            self._ledger.compared(group)
+        if self._log is not None:
+            self._log.compared(group)
         taken = time.perf_counter() - start
         self.waited_s += taken
         return taken
@@ -138,18 +137,18 @@ class Watchdog:
             self._heed_alarm(f"{doing}{lagging}", waited_s)
 
     def _heed_alarm(self, doing: str, waited_s: float) -> None:
-        if self.pulse is None or self.pulse.alarm is None:
+        if self.heartbeat is None or self.heartbeat.alarm is None:
             return
-        by, reason = self.pulse.alarm
+        by, reason = self.heartbeat.alarm
         if reason:
-            raise RunError(f"{self.pulse.name(by)} has given up: {reason}")
-        self._give_up(doing, waited_s, also=f", and {self.pulse.name(by)} has given up waiting")
+            raise RunError(f"{self.heartbeat.name(by)} has given up: {reason}")
+        self._give_up(doing, waited_s, also=f", and {self.heartbeat.name(by)} has given up waiting")
 
     def _compare(self, group: Group) -> str:
         """In debug mode: raises where ranks issue different collectives; who issues none."""
-        if self._ledger is None or self._ledger.compared(group):
+        if self._log is None or self._log.compared(group):
             return ""
-        return self._ledger.lagging(group)
+        return self._log.lagging(group)
 
     def _check_followed(self) -> None:
         while self._followed:
@@ -168,13 +167,13 @@ class Watchdog:
     ) -> NoReturn:
         """Raises the sentence that says where every rank is, and lets the others say theirs.
         ``failure`` is what the collective ended with."""
-        assert self.pulse is not None
+        assert self.heartbeat is not None
         self._publish(f"waits in {doing}")
-        self.pulse.give_up()
-        heard = self.pulse.ask([f"{self._prefix}/{rank}" for rank in range(self.size)])
+        self.heartbeat.give_up()
+        heard = self.heartbeat.ask([f"{self._prefix}/{rank}" for rank in range(self.size)])
         since = f"{doing} since {waited_s:.{1 if waited_s < 10 else 0}f} s"
-        sentence = where_all_are(self.pulse, f"{since}{also}", heard, failure)
-        self.pulse.part(r for r, h in enumerate(heard or []) if is_present(h))
+        sentence = where_all_are(self.heartbeat, f"{since}{also}", heard, failure)
+        self.heartbeat.part(r for r, h in enumerate(heard or []) if is_present(h))
         raise RunError(sentence) from None
 
     def _publish(self, doing: str) -> None:
@@ -225,3 +224,79 @@ def _say_goodbye(reference: weakref.ref[Watchdog]) -> None:
     watch = reference()
     if watch is not None and dist.is_initialized():
         watch.goodbye()
+
+
+ENDED = "has ended"
+"""How the place of a rank begins whose process has ended."""
+TIMEOUT_VARIABLE = "MESHWRIGHT_TIMEOUT_S"
+LISTED = 8
+"""So many other ranks are named in a sentence; the rest are counted."""
+
+
+def where_all_are(
+    heartbeat: Heartbeat, doing: str, heard: list[Heard] | None, failure: str = ""
+) -> str:
+    """This rank waits in ``doing``; where the others are, by what was ``heard`` of them (None: the
+    store does not answer). ``failure`` is what the collective ended with, if it did."""
+    lost = f" and lost the connection to another rank ({failure})" if failure else ""
+    start = f"{heartbeat.name(heartbeat.rank)} waits in {doing}{lost}; "
+    others = [r for r in range(heartbeat.size) if r != heartbeat.rank]
+    if heard is None:
+        gone = "the launcher or rank 0, whichever keeps it, has ended or stalled"
+        if not heartbeat.one_host:
+            gone = "the link or the host between them is gone"
+        return start + (
+            "the process group's store does not answer, so nothing is heard of "
+            f"{_listed([heartbeat.name(r) for r in others])}: {gone}"
+        )
+    silent = [r for r in others if not is_present(heard[r]) and not _ended(heard[r])]
+    shown = (silent + [r for r in others if r not in silent])[:LISTED]
+    places = [f"{heartbeat.name(r)} {_place(heard[r])}" for r in shown]
+    if len(others) > len(shown):
+        places.append(f"{len(others) - len(shown)} more ranks are not listed")
+    failed = bool(failure) and not any(_ended(heard[r]) for r in others)
+    remedy = _remedy(silent=bool(silent), failed=failed, one_host=heartbeat.one_host)
+    return f"{start}{'; '.join(places)}: {remedy}"
+
+
+def is_present(heard: Heard) -> bool:
+    """Whether a rank lives and has not said goodbye."""
+    return heard.alive and not _ended(heard)
+
+
+def _remedy(*, silent: bool, failed: bool, one_host: bool) -> str:
+    """What to look at. On one host there is no link to be cut."""
+    if silent and one_host:
+        return (
+            "a rank that is not heard of has stalled or ended; what it printed last says more, or "
+            "the kernel's log where memory ran out"
+        )
+    if silent:
+        return (
+            "a rank that is not heard of has stalled or ended, or its link is cut; look at its host"
+        )
+    if failed:
+        where = "what the ranks printed last" if one_host else "the link between their hosts"
+        return (
+            f"all ranks still run, so their connections have failed by themselves; look at {where}"
+        )
+    return (
+        "every rank must call the model and backward equally often, with an empty batch where it "
+        f"has no samples; where ranks are only slow, set {TIMEOUT_VARIABLE} to more seconds"
+    )
+
+
+def _ended(heard: Heard) -> bool:
+    return heard.place is not None and heard.place.startswith(ENDED)
+
+
+def _place(heard: Heard) -> str:
+    place = heard.place or "has not called the model yet"
+    if heard.alive or _ended(heard):
+        return place
+    return f"is not heard of any more (its last word: it {place})"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

@@ -7,9 +7,9 @@ library demands. Each is a flat tensor; gradients are views of it, so nothing is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from ...planner.schema.layout import Layout
 from ...planner.schema.plan import ExchangePolicy, FeedbackPolicy
+from ...planner.simulate import slicing
+from ...planner.simulate.slicing import Travelling
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import Members, ShardGradient
@@ -58,7 +60,7 @@ class GradParam:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Entries of one kind can travel together."""
+        """Parameters of one kind can travel together."""
         tensor, policy = self.parameter, (self.exchange, self.ratio, self.released)
         return self.layout, self.degree, tensor.dtype, tensor.device, *policy
 
@@ -75,16 +77,16 @@ class GradParam:
 
 
 Votes = Callable[[], "set[GradParam]"]
-"""Waits for the ranks' votes and returns the entries that some rank has a gradient for."""
+"""Waits for the ranks' votes and returns the parameters that some rank has a gradient for."""
 
 
 class Bucket:
     """Gradients that travel together."""
 
-    def __init__(self, entries: list[GradParam]) -> None:
-        self.entries = entries
-        self.group = entries[0].group
-        self.missing = {e for e in entries if not e.idle}
+    def __init__(self, params: list[GradParam]) -> None:
+        self.params = params
+        self.group = params[0].group
+        self.missing = {p for p in params if not p.idle}
         self.launched = False
         self._flat: Tensor | None = None
         self._views: dict[GradParam, Tensor] = {}
@@ -92,11 +94,11 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        return sum(e.parameter.numel() for e in self.entries)
+        return sum(p.parameter.numel() for p in self.params)
 
     @property
     def bytes(self) -> int:
-        return self.numel * self.entries[0].parameter.element_size()
+        return self.numel * self.params[0].parameter.element_size()
 
     @property
     def sent_bytes(self) -> int:
@@ -107,7 +109,7 @@ class Bucket:
 
     def reset(self) -> None:
         """Forgets the last backward. Gradients keep its memory alive where they are its views."""
-        self.missing = {e for e in self.entries if not e.idle}
+        self.missing = {p for p in self.params if not p.idle}
         self.launched = False
         self._flat, self.work = None, None
         self._views = {}
@@ -117,18 +119,18 @@ class Bucket:
         """Whether nobody else holds these slices, so that nothing travels."""
         return self.group.handle is None
 
-    def fill(self, entry: GradParam) -> None:
+    def fill(self, param: GradParam) -> None:
         """Takes over the parameter's gradient: what has accumulated there, or zeros."""
         if self.alone:
-            self.missing.discard(entry)
+            self.missing.discard(param)
             return
-        view = self._view(entry)
-        gradient = entry.parameter.grad
+        view = self._view(param)
+        gradient = param.parameter.grad
         if gradient is None:
             view.zero_()
         else:
             view.copy_(gradient)
-        self.missing.discard(entry)
+        self.missing.discard(param)
 
     def launch(self) -> None:
         """Starts the sum over the group. Collective, in bucket order."""
@@ -136,28 +138,28 @@ class Bucket:
         if not self.alone and self._flat is not None and self.numel:
             self.work = dist.all_reduce(self._flat, group=self.group.handle, async_op=True)
 
-    def settle(self) -> None:
+    def average(self) -> None:
         """Turns the sum into the average, once it has arrived."""
         if self._flat is not None:
             self._flat.div_(self.group.size)
 
-    def result(self, entry: GradParam) -> Tensor:
-        """The entry's part of the bucket."""
+    def result(self, param: GradParam) -> Tensor:
+        """The parameter's part of the bucket."""
         if not self.alone:
-            return self._views[entry]
-        gradient = entry.parameter.grad
-        return torch.zeros_like(entry.parameter) if gradient is None else gradient
+            return self._views[param]
+        gradient = param.parameter.grad
+        return torch.zeros_like(param.parameter) if gradient is None else gradient
 
-    def _view(self, entry: GradParam) -> Tensor:
+    def _view(self, param: GradParam) -> Tensor:
         if self._flat is None:
-            first = self.entries[0].parameter
+            first = self.params[0].parameter
             self._flat = torch.empty(self.numel, dtype=first.dtype, device=first.device)
             start = 0
-            for other in self.entries:
+            for other in self.params:
                 parameter = other.parameter
                 self._views[other] = _shaped(self._flat, start, parameter)
                 start += parameter.numel()
-        return self._views[entry]
+        return self._views[param]
 
 
 def _shaped(flat: Tensor, start: int, parameter: Tensor) -> Tensor:
@@ -168,62 +170,59 @@ def _shaped(flat: Tensor, start: int, parameter: Tensor) -> Tensor:
     return piece.view(parameter.shape)
 
 
-def make_buckets(entries: Iterable[GradParam], limit_bytes: int) -> list[Bucket]:
-    """Buckets of at most ``limit_bytes`` (of undivided size; more only for a single parameter),
-    in the order of their last entry.
-    """
-    open_: dict[object, list[GradParam]] = {}
-    bytes_: dict[object, int] = {}
-    buckets = []
-    order: dict[GradParam, int] = {}
-    for entry in entries:
-        order[entry] = len(order)
-        size = entry.full_numel * entry.parameter.element_size()
-        kind = entry.kind
-        if open_.get(kind) and bytes_[kind] + size > limit_bytes:
-            buckets.append(Bucket(open_.pop(kind)))
-        if kind not in open_:
-            open_[kind], bytes_[kind] = [], 0
-        open_[kind].append(entry)
-        bytes_[kind] += size
-    buckets += [Bucket(rest) for rest in open_.values()]
-    return sorted(buckets, key=lambda bucket: order[bucket.entries[-1]])
+def make_buckets(params: Sequence[GradParam], message_bytes: int) -> list[Bucket]:
+    """The buckets of parameters in the order of backward, as the planner packs them."""
+    # Undivided sizes, so that members with less of a parameter, or nothing, make the same buckets.
+    packed = slicing.pack_buckets(
+        (Travelling(p.kind, p.unit, p.full_numel * p.parameter.element_size()) for p in params),
+        message_bytes,
+    )
+    return [Bucket([params[i] for i in numbers]) for numbers in packed]
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """A way to exchange gradients, driven by the synchroniser in each backward."""
 
     @property
+    @abstractmethod
     def waited_s(self) -> float:
         """Seconds that this rank has waited for gradients."""
 
+    @abstractmethod
     def reset(self) -> None:
         """Begins a backward."""
 
-    def sent(self, entry: GradParam) -> bool:
-        """Whether the entry's gradient has left in this backward."""
+    @abstractmethod
+    def sent(self, param: GradParam) -> bool:
+        """Whether the gradient has left in this backward."""
 
-    def holds(self, entry: GradParam) -> bool:
-        """Whether this rank holds back some of what it has computed for the entry."""
+    @abstractmethod
+    def ready(self, param: GradParam) -> None:
+        """The gradient is complete."""
 
-    def ready(self, entry: GradParam) -> None:
-        """The entry's gradient is complete."""
-
-    def absorb(self, entry: GradParam) -> None:
-        """The entry's gradient is complete, in a backward after which nothing is exchanged."""
-
-    def foresee(self) -> None:
-        """At the beginning of a backward after which gradients are exchanged: those that it will
-        not compute on this rank need not be waited for."""
-
-    def trail(self) -> int:
-        """Stands for what this rank has put together, and in which order, since the last vote."""
-
+    @abstractmethod
     def end(self, votes: Votes) -> None:
         """Backward is over: sends the rest."""
 
+    def holds(self, param: GradParam) -> bool:
+        """Whether this rank holds back some of what it has computed for the parameter."""
+        return False
 
-class BucketExchange:
+    def absorb(self, param: GradParam) -> None:  # noqa: B027
+        """The gradient is complete, in a backward after which nothing is exchanged. Where it stays
+        in ``grad``, later ones are added to it."""
+
+    def foresee(self) -> None:  # noqa: B027
+        """At the beginning of a backward after which gradients are exchanged: those that it will
+        not compute on this rank need not be waited for."""
+
+    def order_digest(self) -> int:
+        """Stands for what this rank has put together, and in which order, since the last vote; zero
+        where parameters are whole on every rank."""
+        return 0
+
+
+class BucketExchange(Exchange):
     """Sends buckets as they fill, in order, and waits for them at the end of backward.
 
     ``issued(text, sent, group)`` is told of each collective before it is issued, and the bytes that
@@ -241,12 +240,17 @@ class BucketExchange:
         issued: Callable[[str, int, Group], None],
     ) -> None:
         self.buckets = buckets
-        self.waited_s = 0.0
+        self._waited_s = 0.0
         self._watch = watch
-        self.home = {entry: bucket for bucket in buckets for entry in bucket.entries}
+        self.bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
         self._eager = eager
         self._issued = issued
         self._next = 0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for gradients."""
+        return self._waited_s
 
     def reset(self) -> None:
         """Begins a backward."""
@@ -254,31 +258,17 @@ class BucketExchange:
         for bucket in self.buckets:
             bucket.reset()
 
-    def ready(self, entry: GradParam) -> None:
-        """The entry's gradient is complete: it joins its bucket, which leaves if it is its turn."""
-        bucket = self.home[entry]
-        bucket.fill(entry)
-        entry.parameter.grad = bucket.result(entry)
+    def ready(self, param: GradParam) -> None:
+        """The gradient is complete: it joins its bucket, which leaves if it is its turn."""
+        bucket = self.bucket_of[param]
+        bucket.fill(param)
+        param.parameter.grad = bucket.result(param)
         if self._eager and not bucket.missing:
             self._advance(all_of_them=False)
 
-    def absorb(self, entry: GradParam) -> None:
-        """Nothing to do: gradients add up where they are."""
-
-    def foresee(self) -> None:
-        """Nothing to do: no rank waits for a bucket before backward ends."""
-
-    def trail(self) -> int:
-        """Parameters are whole on every rank."""
-        return 0
-
-    def sent(self, entry: GradParam) -> bool:
-        """Whether the entry's bucket has left."""
-        return self.home[entry].launched
-
-    def holds(self, entry: GradParam) -> bool:
-        """Never: buckets send all there is."""
-        return False
+    def sent(self, param: GradParam) -> bool:
+        """Whether the parameter's bucket has left."""
+        return self.bucket_of[param].launched
 
     def end(self, votes: Votes) -> None:
         """Sends what is left, zeros (or what had accumulated before) for gradients not computed;
@@ -287,17 +277,17 @@ class BucketExchange:
         somewhere = votes()
         for number, bucket in enumerate(self.buckets):
             doing = f"the exchange of gradients in bucket {number}"
-            self.waited_s += self._watch.wait(bucket.work, bucket.group, doing)
-            bucket.settle()
-            for entry in bucket.entries:
-                if entry in somewhere:
-                    entry.parameter.grad = entry.show(bucket.result(entry))
+            self._waited_s += self._watch.wait(bucket.work, bucket.group, doing)
+            bucket.average()
+            for param in bucket.params:
+                if param in somewhere:
+                    param.parameter.grad = param.show(bucket.result(param))
         self.reset()
 
     def _flush(self) -> None:
         for bucket in self.buckets:
-            for entry in list(bucket.missing):
-                bucket.fill(entry)
+            for param in list(bucket.missing):
+                bucket.fill(param)
         self._advance(all_of_them=True)
 
     def _advance(self, *, all_of_them: bool) -> None:
@@ -305,7 +295,7 @@ class BucketExchange:
             bucket = self.buckets[self._next]
             if bucket.missing and not all_of_them:
                 return
-            text = f"bucket {self._next} from {bucket.entries[0].name!r}"
+            text = f"bucket {self._next} from {bucket.params[0].name!r}"
             self._issued(text, bucket.sent_bytes, bucket.group)
             bucket.launch()
             self._next += 1

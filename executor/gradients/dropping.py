@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..comm.control import Control, Gathered
 from .buckets import GradParam
-from .lossy import LossyGradGroup
-from .residual import l1
+from .feedback import LossyGradGroup, l1
 from .slices import Slice
 
 
@@ -56,8 +55,8 @@ class Budget:
     ) -> None:
         self.pieces = tuple(pieces)
         self.credit_bytes = 0.0
-        self._all = sum(_bytes(e) for e in (*pieces, *fixed))
-        self._each = ratio * self._all - sum(_bytes(e) for e in fixed)
+        self._all = sum(_bytes(p) for p in (*pieces, *fixed))
+        self._each = ratio * self._all - sum(_bytes(p) for p in fixed)
 
     def choose(
         self, means: dict[GradParam, float], waited: dict[GradParam, int], patience: int
@@ -65,9 +64,9 @@ class Budget:
         """The pieces that are sent in the next backward."""
         # Debts of stale pieces that no budget could pay must not grow for ever.
         credit = max(self.credit_bytes + self._each, -self._all)
-        rows = [Piece(_bytes(e), means[e], waited[e]) for e in self.pieces]
+        rows = [Piece(_bytes(p), means[p], waited[p]) for p in self.pieces]
         sent, self.credit_bytes = choose(rows, credit, patience)
-        return {e for e, goes in zip(self.pieces, sent, strict=True) if goes}
+        return {p for p, goes in zip(self.pieces, sent, strict=True) if goes}
 
 
 class Dropping:
@@ -79,15 +78,15 @@ class Dropping:
         self, grad_groups: Sequence[DroppedGradGroup], control: Control, patience: int
     ) -> None:
         self._control, self._patience = control, patience
-        entries = [entry for grad_group in grad_groups for entry in grad_group.entries]
-        self._pieces = [e for e in entries if not e.whole]
+        params = [param for grad_group in grad_groups for param in grad_group.params]
+        self._pieces = [p for p in params if not p.whole]
         self._budgets = [
             Budget(
                 ratio,
-                [e for e in self._pieces if e.ratio == ratio],
-                [e for e in entries if e.ratio == ratio and e.whole],
+                [p for p in self._pieces if p.ratio == ratio],
+                [p for p in params if p.ratio == ratio and p.whole],
             )
-            for ratio in sorted({e.ratio for e in self._pieces})
+            for ratio in sorted({p.ratio for p in self._pieces})
         ]
         self._waited = dict.fromkeys(self._pieces, 0)
         self._sizes: dict[GradParam, float] = {}
@@ -96,13 +95,13 @@ class Dropping:
         for grad_group in grad_groups:
             grad_group.agreement = self
 
-    def sends(self, entry: GradParam) -> bool:
+    def sends(self, param: GradParam) -> bool:
         """Whether a piece is sent in this backward."""
-        return entry.whole or entry in self._due
+        return param.whole or param in self._due
 
-    def note(self, entry: GradParam, expected: float) -> None:
+    def note(self, param: GradParam, expected: float) -> None:
         """The sum of absolute values that this rank expects of a piece in the next backward."""
-        self._sizes[entry] = expected
+        self._sizes[param] = expected
 
     def begin(self) -> None:
         """Before a backward: decides."""
@@ -111,8 +110,8 @@ class Dropping:
         (sums,) = self._coming.rows()
         self._coming = None
         means = {
-            entry: math.inf if math.isnan(total) else total / (entry.full_numel * entry.group.size)
-            for entry, total in zip(self._pieces, sums, strict=True)
+            param: math.inf if math.isnan(total) else total / (param.full_numel * param.group.size)
+            for param, total in zip(self._pieces, sums, strict=True)
         }
         self._due = set()
         for budget in self._budgets:
@@ -122,9 +121,9 @@ class Dropping:
         """After a backward: counts, and starts to add the norms up."""
         if not self._pieces:
             return
-        for entry in self._pieces:
-            self._waited[entry] = 0 if entry in self._due else self._waited[entry] + 1
-        sizes = [self._sizes.get(entry, 0.0) for entry in self._pieces]
+        for param in self._pieces:
+            self._waited[param] = 0 if param in self._due else self._waited[param] + 1
+        sizes = [self._sizes.get(param, 0.0) for param in self._pieces]
         self._sizes.clear()
         vector = torch.tensor(sizes, dtype=torch.float64, device="cpu")
         self._coming = self._control.total(vector, "the agreement on which gradients are sent")
@@ -133,16 +132,16 @@ class Dropping:
         """What the next decision depends on."""
         self.begin()
         return {
-            "due": [e.name for e in self._pieces if e in self._due],
-            "waited": {e.name: self._waited[e] for e in self._pieces},
+            "due": [p.name for p in self._pieces if p in self._due],
+            "waited": {p.name: self._waited[p] for p in self._pieces},
             "credit_bytes": [budget.credit_bytes for budget in self._budgets],
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Goes on from a ``state``."""
         self._coming = None
-        self._due = {e for e in self._pieces if e.name in set(state["due"])}
-        self._waited = {e: int(state["waited"][e.name]) for e in self._pieces}
+        self._due = {p for p in self._pieces if p.name in set(state["due"])}
+        self._waited = {p: int(state["waited"][p.name]) for p in self._pieces}
         for budget, credit in zip(self._budgets, state["credit_bytes"], strict=True):
             budget.credit_bytes = float(credit)
 
@@ -153,14 +152,14 @@ class DroppedGradGroup(LossyGradGroup):
     agreement: Dropping
     _kept = torch.empty(0, device="cpu")
 
-    def sends(self, entry: GradParam) -> bool:
-        """Whether an entry is sent in this backward."""
-        return self.agreement.sends(entry)
+    def sends(self, param: GradParam) -> bool:
+        """Whether a parameter is sent in this backward."""
+        return self.agreement.sends(param)
 
     def following(self, number: int) -> Slice:
         """Its next slice, whose turn may pass without a message."""
         one = self.slices[number]
-        one.skipped = not self.sends(one.entries[0])
+        one.skipped = not self.sends(one.params[0])
         return one
 
     def send(self, number: int) -> None:
@@ -171,11 +170,11 @@ class DroppedGradGroup(LossyGradGroup):
 
     def _release(self) -> None:
         """What was held of the pieces that are due is sent with what is new."""
-        for entry, feedback in self.feedback.items():
-            if self.sends(entry):
-                gradient = self.gradients[entry]
+        for param, feedback in self.feedback.items():
+            if self.sends(param):
+                gradient = self.gradients[param]
                 # Nothing of it will be held: the next will be about as large as this one.
-                self.agreement.note(entry, l1(gradient))
+                self.agreement.note(param, l1(gradient))
                 feedback.take_all(gradient)
 
     def held_back(self) -> list[Tensor]:
@@ -183,15 +182,15 @@ class DroppedGradGroup(LossyGradGroup):
         found = (feedback.held for feedback in self.feedback.values())
         return [held for held in found if held is not None]
 
-    def hold(self, entry: GradParam) -> None:
+    def hold(self, param: GradParam) -> None:
         """Keeps a piece that is not sent, once: an empty tensor stands for it from then on."""
-        gradient = self.gradients[entry]
+        gradient = self.gradients[param]
         if gradient is self._kept:
             return
         new = l1(gradient)
-        self.agreement.note(entry, l1(self.feedback[entry].add(gradient)) + new)
-        self.gradients[entry] = self._kept
+        self.agreement.note(param, l1(self.feedback[param].add(gradient)) + new)
+        self.gradients[param] = self._kept
 
 
-def _bytes(entry: GradParam) -> int:
-    return entry.full_numel * entry.parameter.element_size()
+def _bytes(param: GradParam) -> int:
+    return param.full_numel * param.parameter.element_size()

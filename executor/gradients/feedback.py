@@ -1,36 +1,116 @@
-"""Where top-k keeps what it has not sent, and what becomes of the gradient's memory meanwhile.
+"""Error feedback: what has been computed of a gradient and not been sent yet, kept for later."""
 
-    residual      the gradient is added to a buffer; its memory lives on for the average that comes
-    in_place      the buffer is the memory of the first gradient, which is never freed: later ones
-                  are added to it and gone at once; the average is put together for the step only
-    mirror        a local copy of the parameter takes the local update at once, and the gradient is
-                  gone; the parameter itself moves by what all ranks have sent, and the copy with it
-    host_mirror   the same, kept on the host
-
-The mirror is kept as its difference from the parameter, which is what has not been sent. A copy m
-of a parameter w that takes m ← m − rate·g, sends elements of w − m, and is put right by what was
-sent as w is, is here d = w − m ← d + rate·g, of which what is sent is taken out; where w moves by
-the average, m = w − d moves with it. That takes the same bytes. Nothing is rounded away where an
-update is small beside its parameter, and a parameter that is loaded, clamped or averaged between
-steps takes its mirror along, where a copy would send the change back as an update.
-"""
+# [Note: Error feedback]
+# A lossy exchange sends a part of each gradient. What is sent and what is held are together what
+# was computed, element by element: what leaves is taken out of what is held, and nothing is rounded
+# away between them (the memory of Stich et al., arXiv 1809.07599). ``dropped`` holds whole
+# gradients. Top-k holds elements, in one of four places, and what becomes of the gradient's memory
+# meanwhile differs:
+#
+#     residual      the gradient is added to a buffer; its memory lives on for the coming average
+#     in_place      the buffer is the memory of the first gradient, which is never freed: later ones
+#                   are added to it and gone at once; the average is put together for the step only
+#     mirror        a local copy of the parameter takes the local update at once, and the gradient
+#                   is gone; the parameter itself moves by what all ranks have sent, the copy too
+#     host_mirror   the same, kept on the host
+#
+# The mirror is kept as its difference from the parameter, which is what has not been sent. A copy m
+# of a parameter w that takes m ← m − rate·g, sends elements of w − m, and is put right by what was
+# sent as w is, is here d = w − m ← d + rate·g, of which what is sent is taken out; where w moves by
+# the average, m = w − d moves with it. That takes the same bytes. Nothing is rounded away where an
+# update is small beside its parameter, and a parameter that is loaded, clamped or averaged between
+# steps takes its mirror along, where a copy would send the change back as an update.
+#
+# planner/cost/feedback.py says what each place takes and which are worth planning.
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...planner.cost.feedback import AT_ONCE, MIRRORS
 from ...planner.schema.errors import InputError
-from ...planner.schema.plan import Plan
+from ...planner.schema.plan import AT_ONCE, MIRRORS, Plan
+from ...planner.simulate import slicing
+from ...planner.simulate.slicing import SliceSpec
 from .buckets import GradParam
+from .flat_shard import flat
 from .momentum import has_momentum
-from .residual import Feedback, Residual, flat_of
+from .slices import GradGroup, Slice, empty_like
+
+
+@dataclass(frozen=True)
+class Lossy:
+    """Settings of the exchanges that send a part.
+
+    ``patience``: a piece that was not sent in so many backwards is sent in the next. The share that
+    top-k sends falls from ``first_ratio`` to the plan's exponentially, in ``stages`` of
+    ``stage_backwards`` each (Deep Gradient Compression's warm-up, Lin et al., arXiv 1712.01887).
+    """
+
+    patience: int = 10
+    first_ratio: float = 0.25
+    stages: int = 4
+    stage_backwards: int = 25
+
+
+class Feedback(Protocol):
+    """What one parameter's exchange holds back, wherever it is kept."""
+
+    @property
+    def held(self) -> Tensor | None:
+        """What has not been sent, in the parameter's shape; None where that is nothing."""
+
+    def add(self, computed: Tensor, rate: float = 1.0) -> Tensor:
+        """Adds ``rate`` times what was computed, and returns what is held now. Takes ``computed``
+        over."""
+
+    def take(self, index: Tensor) -> Tensor:
+        """Takes the elements at ``index`` (as they lie in memory) out, to be sent."""
+
+    def take_all(self, gradient: Tensor) -> None:
+        """Takes everything out and adds it to ``gradient``."""
+
+    def restore(self, held: Tensor | None) -> None:
+        """Holds that, as after a checkpoint."""
+
+
+class Residual:
+    """Feedback that is kept in a buffer of the gradient's size."""
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+
+    @property
+    def held(self) -> Tensor | None:
+        return self._held
+
+    def add(self, computed: Tensor, rate: float = 1.0) -> Tensor:
+        if self._held is None:
+            self._held = computed if rate == 1 else computed.mul_(rate)
+        else:
+            self._held.add_(computed, alpha=rate)
+        return self._held
+
+    def take(self, index: Tensor) -> Tensor:
+        assert self._held is not None
+        elements = flat(self._held)
+        taken = elements[index]
+        elements[index] = 0
+        return taken
+
+    def take_all(self, gradient: Tensor) -> None:
+        if self._held is not None:
+            gradient.add_(self._held)
+        self._held = None
+
+    def restore(self, held: Tensor | None) -> None:
+        self._held = held
 
 
 class HostMirror:
@@ -45,13 +125,11 @@ class HostMirror:
 
     @property
     def held(self) -> Tensor | None:
-        """What has not been sent, on the host."""
         if self._source is not None and self._source.type == "cuda":
             torch.cuda.synchronize(self._source)  # it may still be on its way
         return self._host
 
     def add(self, computed: Tensor, rate: float = 1.0) -> Tensor:
-        """Adds ``rate`` times what was computed, and returns what is held now, on the device."""
         if self._host is None:
             self._host = _on_host(computed)
             self._here = computed.mul_(rate)
@@ -61,24 +139,21 @@ class HostMirror:
         return self._here
 
     def take(self, index: Tensor) -> Tensor:
-        """Takes the elements at ``index`` out, to be sent; the others go back to the host."""
         assert self._here is not None
         assert self._host is not None
-        flat = flat_of(self._here)
-        taken = flat[index]
-        flat[index] = 0
+        elements = flat(self._here)
+        taken = elements[index]
+        elements[index] = 0
         self._host.copy_(self._here, non_blocking=True)
-        self._here, self._source = None, flat.device
+        self._here, self._source = None, elements.device
         return taken
 
     def take_all(self, gradient: Tensor) -> None:
-        """Takes everything out and adds it to ``gradient``."""
         if (held := self.held) is not None:
             gradient.add_(held.to(gradient.device))
         self._host = None
 
     def restore(self, held: Tensor | None) -> None:
-        """Holds that, as after a checkpoint."""
         self._host = None if held is None else _on_host(held).copy_(held)
 
 
@@ -89,21 +164,26 @@ def _on_host(like: Tensor) -> Tensor:
     )
 
 
-def feedback_of(entry: GradParam) -> Feedback:
-    """Where an entry's feedback is kept. A host that is the device needs no copies."""
-    if entry.feedback == "host_mirror" and entry.parameter.device.type != "cpu":
+def l1(tensor: Tensor) -> float:
+    """The sum of absolute values."""
+    return float(torch.linalg.vector_norm(flat(tensor), 1)) if tensor.numel() else 0.0
+
+
+def feedback_of(param: GradParam) -> Feedback:
+    """Where a parameter's feedback is kept. A host that is the device needs no copies."""
+    if param.feedback == "host_mirror" and param.parameter.device.type != "cpu":
         return HostMirror()
     return Residual()
 
 
-def folds(entry: GradParam) -> bool:
-    """Whether an entry's gradient is taken in as soon as it is computed, and not kept."""
-    return not entry.whole and entry.exchange == "topk" and entry.feedback in AT_ONCE
+def folds(param: GradParam) -> bool:
+    """Whether a parameter's gradient is taken in as soon as it is computed, and not kept."""
+    return not param.whole and param.exchange == "topk" and param.feedback in AT_ONCE
 
 
-def mirrors(entry: GradParam) -> bool:
-    """Whether updates are held back of an entry, and not gradients."""
-    return folds(entry) and entry.feedback in MIRRORS
+def mirrors(param: GradParam) -> bool:
+    """Whether updates are held back of a parameter, and not gradients."""
+    return folds(param) and param.feedback in MIRRORS
 
 
 def check_feedback(optimizer: Optimizer | None, plan: Plan) -> None:
@@ -131,13 +211,15 @@ def check_feedback(optimizer: Optimizer | None, plan: Plan) -> None:
             )
 
 
-def settle_feedback(entries: Sequence[GradParam], optimizer: Optimizer | None) -> list[GradParam]:
-    """The entries; those whose mirror could not be updated hold back gradients instead: what the
+def replace_impossible_mirrors(
+    params: Sequence[GradParam], optimizer: Optimizer | None
+) -> list[GradParam]:
+    """The parameters; those whose mirror could not be updated hold back gradients instead: what the
     optimizer does not hold, and parameters that do not lie in one piece."""
     held = set[nn.Parameter]()
     if optimizer is not None:
         held = {p for group in optimizer.param_groups for p in group["params"]}
-    loose = [e for e in entries if mirrors(e) and e.parameter not in held]
+    loose = [p for p in params if mirrors(p) and p.parameter not in held]
     if loose:
         warnings.warn(
             f"the plan mirrors {loose[0].name!r}, which the optimizer that was passed along does "
@@ -145,12 +227,84 @@ def settle_feedback(entries: Sequence[GradParam], optimizer: Optimizer | None) -
             stacklevel=4,
         )
     return [
-        replace(e, feedback="in_place")
-        if mirrors(e) and (e in loose or not _in_one_piece(e.parameter))
-        else e
-        for e in entries
+        replace(p, feedback="in_place")
+        if mirrors(p) and (p in loose or not _in_one_piece(p.parameter))
+        else p
+        for p in params
     ]
 
 
 def _in_one_piece(parameter: nn.Parameter) -> bool:
     return bool(torch.ops.aten.is_non_overlapping_and_dense(parameter.detach()))
+
+
+class LossyGradGroup(GradGroup):
+    """A group whose parameters have feedback, but for those that are sent whole."""
+
+    def __init__(self, unit: int, params: Sequence[GradParam], message_bytes: int) -> None:
+        super().__init__(unit, params, message_bytes)
+        self.feedback: dict[GradParam, Feedback] = {
+            p: feedback_of(p) for p in params if not p.whole
+        }
+
+    def _cut(self, message_bytes: int) -> list[Slice]:
+        sizes, whole = [p.shared_bytes for p in self.params], [p.whole for p in self.params]
+        cuts = slicing.cut_lossy(self.params[0].exchange, sizes, whole, message_bytes)
+        return [self._slice([self.params[i] for i in c.parameters], c) for c in cuts]
+
+    def _slice(self, params: Sequence[GradParam], cut: SliceSpec) -> Slice:
+        return Slice(params, cut)
+
+    def holds(self, param: GradParam) -> bool:
+        """Whether something of the parameter waits to be sent."""
+        feedback = self.feedback.get(param)
+        return feedback is not None and feedback.held is not None and bool(feedback.held.any())
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of what is held, by parameter."""
+        return {
+            param.name: {_held_as(param): held.clone()}
+            for param, feedback in self.feedback.items()
+            if (held := feedback.held) is not None
+        }
+
+    def load(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Holds what a ``state`` of the same parameters says."""
+        for param, feedback in self.feedback.items():
+            saved = state.get(param.name, {})
+            strange = {"residual", "mirror"} & set(saved) - {_held_as(param)}
+            if strange:
+                raise InputError(
+                    f"the exchange state has a {strange.pop()} of {param.name!r} and the plan "
+                    f"keeps a {_held_as(param)}: load it under the plan that saved it"
+                )
+            held = saved.get(_held_as(param))
+            feedback.restore(None if held is None else like(param, held))
+
+
+def _held_as(param: GradParam) -> str:
+    """Gradients are saved alike wherever they were held; updates are something else."""
+    return "mirror" if mirrors(param) else "residual"
+
+
+def like(param: GradParam, value: Any) -> Tensor:
+    """A saved tensor in the memory format, type and place of the parameter's gradient."""
+    parameter = param.parameter.detach()
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        found = tuple(value.shape) if isinstance(value, Tensor) else value
+        raise InputError(
+            f"the exchange state of {param.name!r} has shape {found}, its parameter "
+            f"{tuple(parameter.shape)}: load what this rank saved under the same plan"
+        )
+    return empty_like(param).copy_(value)
+
+
+def hand_over(old: Iterable[GradGroup], new: Iterable[GradGroup]) -> None:
+    """What the old groups hold goes on in the new ones."""
+    known: dict[str, dict[str, Tensor]] = {}
+    for grad_group in old:
+        if isinstance(grad_group, LossyGradGroup):
+            known |= grad_group.state()
+    for grad_group in new:
+        if isinstance(grad_group, LossyGradGroup):
+            grad_group.load(known)

@@ -1,18 +1,20 @@
-"""Who updates which elements of a parameter whose exchange is sharded.
+"""Flat shards: which elements of a parameter each peer averages, keeps state for and updates, and
+what stands in ``grad`` for a gradient of which this rank has its chunk.
 
-The parameter, as it lies in memory, is cut into as many equal chunks as there are peers; each peer
-averages the gradient of its own chunk, keeps the optimizer's state of that chunk, and updates it.
-That depends on nothing but the sizes, so that a checkpoint outlives a change of the slices.
+The parameter, as it lies in memory, is cut into as many equal chunks as there are peers. That
+depends on nothing but the sizes, so that a checkpoint outlives a change of the slices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.schema.errors import RunError
 from ..comm.buffers import alias_for_comm, release_comm_buffers
@@ -20,12 +22,14 @@ from ..comm.control import digest
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import Members, ShardGradient
+from .pending import WaitingGradient, bare, vacating
 
 
 @dataclass(frozen=True, eq=False)
 class Channels:
-    """The process groups of sharded parameters beside that of their gradients, among the same
-    peers: ``gathers`` for updated parameters, ``reads`` for what a user asks of a gradient.
+    """The process groups of sharded parameters besides that of their gradients, among the same
+    peers: ``gathers`` for updated parameters, ``reads`` for what a user asks of a gradient,
+    ``unshards`` for parameters that are put together for each unit that needs them.
 
     ``members`` combines figures of all who hold elements of the parameter: the peers, and where it
     is divided the members of each peer's group too.
@@ -35,8 +39,7 @@ class Channels:
     reads: Group
     members: Members
     watch: Watchdog
-    fetches: Group | None = None
-    """For parameters that are put together for each use."""
+    unshards: Group | None = None
 
 
 class AllMembers(Members):
@@ -53,8 +56,9 @@ class AllMembers(Members):
 
 @dataclass(frozen=True, eq=False)
 class FlatShardSpec:
-    """How the peers share one parameter. It holds no tensor, so that a gradient may hold it."""
+    """How the ``peers`` share one parameter; this rank's chunk is that of number ``slot``."""
 
+    # No tensor: a gradient holds its spec, and would keep the parameter alive that holds it.
     name: str
     shape: torch.Size
     stride: tuple[int, ...]
@@ -68,92 +72,68 @@ class FlatShardSpec:
         return self.shape.numel()
 
     @property
-    def chunk(self) -> int:
+    def chunk_numel(self) -> int:
         """A peer's elements; the last peers may have fewer, or none."""
         return -(-self.numel // self.peers)
 
     @property
     def bounds(self) -> tuple[int, int]:
         """This rank's elements, in the order in which they lie in memory."""
-        start = min(self.slot * self.chunk, self.numel)
-        return start, min(start + self.chunk, self.numel)
+        start = min(self.slot * self.chunk_numel, self.numel)
+        return start, min(start + self.chunk_numel, self.numel)
 
     @property
-    def owned(self) -> int:
+    def own_numel(self) -> int:
         """How many elements are this rank's."""
         start, stop = self.bounds
         return stop - start
 
-    def part(self, whole: Tensor) -> Tensor:
+    def chunk_of(self, whole: Tensor) -> Tensor:
         """This rank's elements: one dim, sharing memory where the format is the parameter's."""
-        start, stop = self.bounds
-        return flat(self._formatted(whole))[start:stop]
-
-    def whole(self, part: Tensor) -> Tensor:
-        """The parts of all peers, in the parameter's shape. Collective over the peers."""
-        self._check_same()
-        padded = part.new_zeros(self.chunk)
-        padded[: part.numel()] = part
-        rows = part.new_empty(self.peers, self.chunk)
-        gather(list(rows), padded, self.channels.reads, self.channels.watch, self.name)
-        return rows.view(-1)[: self.numel].as_strided(self.shape, self.stride)
-
-    def zeros(self, like: Tensor) -> Tensor:
-        """Zeros in the parameter's shape and memory format, of the type of ``like``."""
-        return like.new_empty_strided(self.shape, self.stride).zero_()
-
-    def shown(self, part: Tensor) -> ShardGradient:
-        """The part as a gradient that knows the norm of the whole."""
-        return ShardGradient.of(part, self.channels.members)
-
-    def is_whole(self, value: Any) -> bool:
-        """Whether a value of the optimizer's state is as large as the parameter."""
-        return isinstance(value, Tensor) and value.ndim > 0 and value.shape == self.shape
-
-    def is_part(self, value: Any) -> bool:
-        """Whether it is as large as this rank's chunk."""
-        return isinstance(value, Tensor) and value.shape == (self.owned,)
-
-    def _formatted(self, whole: Tensor) -> Tensor:
         whole = whole.detach().as_subclass(Tensor)
-        if whole.stride() == self.stride:
-            return whole
-        made = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device)
-        return made.copy_(whole)
+        if whole.stride() != self.stride:
+            own_format = torch.empty_strided(
+                self.shape, self.stride, dtype=whole.dtype, device=whole.device
+            )
+            whole = own_format.copy_(whole)
+        return flat(whole)[slice(*self.bounds)]
+
+    def all_gather(self, chunk: Tensor) -> Tensor:
+        """The chunks of all peers, in the parameter's shape. Collective over the peers."""
+        self._check_same()
+        padded = chunk.new_zeros(self.chunk_numel)
+        padded[: chunk.numel()] = chunk
+        rows = chunk.new_empty(self.peers, self.chunk_numel)
+        self._gather(list(rows), padded)
+        return rows.view(-1)[: self.numel].as_strided(self.shape, self.stride)
 
     def _check_same(self) -> None:
         """All peers must ask for the same parameter: what they send would be mixed up else."""
-        mine = torch.tensor([digest(self.name)], dtype=torch.int64)
-        reads, watch = self.channels.reads, self.channels.watch
-        device = "cuda" if reads.on_stream else "cpu"
-        theirs = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(self.peers)]
-        gather(theirs, mine.to(device), reads, watch, self.name)
-        if any(int(other) != int(mine) for other in theirs):
+        device = "cuda" if self.channels.reads.on_stream else "cpu"
+        own = torch.tensor([digest(self.name)], dtype=torch.int64, device=device)
+        names = [torch.empty_like(own) for _ in range(self.peers)]
+        self._gather(names, own)
+        if any(int(other) != int(own) for other in names):
             raise RunError(
                 f"ranks ask for different tensors at once, this one for that of {self.name!r}: its "
                 "elements are shared among the ranks (exchange 'sharded'), so gradients must be "
                 "read on all ranks in one order"
             )
 
-
-def whole_state(state: dict[str, Any], sharing: FlatShardSpec) -> dict[str, Any]:
-    """A parameter's optimizer state with every chunk put together. Collective over its peers."""
-    return {k: sharing.whole(v) if sharing.is_part(v) else v for k, v in state.items()}
-
-
-def gather(rows: list[Tensor], own: Tensor, group: Group, watch: Watchdog, name: str) -> None:
-    """Fills ``rows`` with every peer's ``own``, by their slots, and waits for them."""
-    if not own.numel():
-        return
-    doing = (
-        f"putting {name!r} together, whose elements are shared among the ranks (read gradients "
-        "on all of them)"
-    )
-    watch.issued(doing, group)
-    *theirs, mine = [alias_for_comm(as_bytes(tensor)) for tensor in (*rows, own)]
-    work = dist.all_gather(theirs, mine, group=group.handle, async_op=True)
-    watch.wait(work, group, doing)
-    release_comm_buffers([*theirs, mine])
+    def _gather(self, rows: list[Tensor], own: Tensor) -> None:
+        """Fills ``rows`` with every peer's ``own``, by their slots, and waits for them."""
+        if not own.numel():
+            return
+        doing = (
+            f"putting {self.name!r} together, whose elements are shared among the ranks (read "
+            "gradients on all of them)"
+        )
+        reads, watch = self.channels.reads, self.channels.watch
+        watch.issued(doing, reads)
+        *theirs, mine = buffers = [alias_for_comm(as_bytes(t)) for t in (*rows, own)]
+        work = dist.all_gather(theirs, mine, group=reads.handle, async_op=True)
+        watch.wait(work, reads, doing)
+        release_comm_buffers(buffers)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -164,3 +144,111 @@ def flat(tensor: Tensor) -> Tensor:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same memory in a type that every backend carries."""
     return tensor.view(torch.uint8)
+
+
+class ShardedGradient(WaitingGradient):
+    """Stands in ``grad``, in the parameter's shape, where this rank has the averages of its chunk.
+
+    Norms over all chunks take one small all-reduce, and scaling none, so that unmodified clipping
+    by norm costs no more than elsewhere. Whatever else reads it puts the whole together. Both are
+    collective among those who hold elements: a gradient must be asked for on every rank in one
+    order, and a rank that asks alone gets an error after the time limit.
+    """
+
+    _spec: FlatShardSpec
+    _chunk: Tensor
+    _wait: Callable[[], None]
+
+    @staticmethod
+    def stand_for(
+        parameter: nn.Parameter, spec: FlatShardSpec, chunk: Tensor, wait: Callable[[], None]
+    ) -> ShardedGradient:
+        """A stand-in for the parameter's gradient, whose averages are in ``chunk`` after
+        ``wait()``. To complete it is collective over the peers."""
+
+        def arrive() -> Tensor:
+            wait()
+            whole = spec.all_gather(chunk)
+            return whole if spec.divided is None else ShardGradient.of(whole, spec.divided)
+
+        zeros = vacating(
+            parameter, lambda: chunk.new_empty_strided(spec.shape, spec.stride).zero_()
+        )
+        waiting = ShardedGradient.of(bare(parameter), arrive, zeros)
+        waiting._spec, waiting._chunk, waiting._wait = spec, chunk, wait
+        return waiting
+
+    def take_over(self) -> Tensor:
+        """This rank's elements for a step, once they have come. Whatever is done to the gradient
+        from now on waits until the step has used them, or does not change them."""
+        self.taken = True
+        if self._gradient is None:
+            return self._chunk
+        return self._spec.chunk_of(self._gradient).clone()
+
+    def clear(self) -> None:
+        """Zeros from now on; nothing is waited for, as a step that needs the chunk holds it."""
+        if self._gradient is None:
+            self._gradient, self._arrive = self._vacate(self), None
+        else:
+            self._gradient.zero_()
+
+    def as_chunk(self) -> Tensor:
+        """What norms and scaling are asked of: the chunk, which knows the norm of the whole, or the
+        whole where that has been put together."""
+        if self._gradient is not None:
+            return self._gradient
+        self._wait()
+        return ShardGradient.of(self._chunk, self._spec.channels.members)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not (_is_norm(func, args, kwargs) or _is_scaling(func, args, kwargs)):
+            return super().__torch_function__(func, types, args, kwargs)
+        result = func(*pytree.tree_map_only(WaitingGradient, _chunk_or_whole, args), **kwargs)
+        return args[0] if func in _SCALE_ONE else result
+
+
+def _chunk_or_whole(gradient: WaitingGradient) -> Tensor:
+    return gradient.as_chunk() if isinstance(gradient, ShardedGradient) else gradient.complete()
+
+
+def _is_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call asks for norms of whole gradients that combine from their chunks'."""
+    given = {key for key, value in kwargs.items() if value is not None and value is not False}
+    if func not in _DEFAULT_ORDERS or len(args) > 2 or not given <= {"ord", "p", "dtype"}:
+        return False
+    default = kwargs.get("ord", kwargs.get("p", _DEFAULT_ORDERS[func]))
+    order = args[1] if len(args) > 1 else default
+    if func is torch.linalg.norm:
+        return order is None
+    if order is None or order == "fro":
+        return func in (torch.norm, Tensor.norm)
+    return isinstance(order, int | float) and order >= 0
+
+
+def _is_scaling(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call multiplies gradients in place by one number."""
+    if func is torch._amp_foreach_non_finite_check_and_unscale_:
+        return True
+    if func not in _SCALE_ONE | _SCALE_ALL or len(args) != 2 or kwargs:
+        return False
+    factor = args[1]
+    if isinstance(factor, Tensor):
+        return factor.ndim == 0 and not isinstance(factor, WaitingGradient)
+    return isinstance(factor, int | float)
+
+
+_DEFAULT_ORDERS: dict[Any, Any] = {
+    torch.linalg.vector_norm: 2,
+    torch.linalg.norm: None,
+    torch.norm: "fro",
+    Tensor.norm: "fro",
+    torch._foreach_norm: 2,
+}
+"""What asks for norms, and of which order unless it is given."""
+_SCALE_ONE = {Tensor.mul_, Tensor.div_, Tensor.__imul__, Tensor.__itruediv__}
+_SCALE_ALL = {torch._foreach_mul_, torch._foreach_div_}

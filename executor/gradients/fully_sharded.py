@@ -1,10 +1,9 @@
-"""Parameters that are whole only while they are used (the third stage of ZeRO, Rajbhandari et al.,
-arXiv 1910.02054; FSDP): between uses each peer keeps its chunk, and the memory of the rest is free.
+"""Parameters that are whole only while a unit needs them (the third stage of ZeRO, Rajbhandari et
+al., arXiv 1910.02054; FSDP): otherwise each peer keeps its chunk, and the rest takes no memory.
 
 The exchange of gradients and the step are those of ``sharded``; what differs is that a step gathers
-nothing: the chunks are put together before the unit's forward and again before its backward (see
-``fetching``). The memory of a parameter is emptied and filled in place, as FSDP does, since what
-autograd has saved (views too) keeps the storage and not the parameter.
+nothing: the chunks are put together before the unit's forward and again before its backward, as
+``UnshardManager`` says.
 """
 
 from __future__ import annotations
@@ -13,122 +12,114 @@ import threading
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm.watchdog import Watchdog
 from .buckets import GradParam
 from .flat_shard import flat
 from .pending import bare
-from .sharded import ShardedGradGroup, ShardedSlice, flat_shard_spec
+from .sharded import ShardedGradGroup, ShardedSlice
 
 
-class FetchedSlice(ShardedSlice):
-    """A part of a unit's parameters on its way to all peers, for a use."""
+class UnshardSlice(ShardedSlice):
+    """A part of a unit's parameters on its way to all peers, while the unit needs them."""
 
-    def fetch(self, wholes: Mapping[GradParam, Tensor], chunks: Mapping[GradParam, Tensor]) -> None:
-        """Sends this rank's elements, from its ``chunks``, to all peers, into ``wholes`` where
-        peers have equal chunks there. Collective, in the order of uses."""
-        (first, *more), sharing = self.strips, self.strips[0].sharing
-        if more or sharing.numel != sharing.chunk * sharing.peers:
-            for entry in self.entries:
-                start, stop = flat_shard_spec(entry).bounds
-                wholes[entry][start:stop].copy_(chunks[entry])
-            self.gather(wholes)
+    def unshard(
+        self, wholes: Mapping[GradParam, Tensor], chunks: Mapping[GradParam, Tensor]
+    ) -> None:
+        """Sends this rank's elements, from its ``chunks``, to all peers, into ``wholes``.
+        Collective, in the order of unshards."""
+        if self.in_place:
+            entry = self.params[0]
+            self.gather(wholes, chunks[entry][self.shard_slices[0].own])
             return
-        self._wire, _ = first.rows(wholes[first.entry])
-        self._exact, self._settled = True, False
-        own = chunks[first.entry][first.mine]
-        if own.numel():
-            self._gather(own)
+        for one in self.shard_slices:
+            wholes[one.entry][slice(*one.spec.bounds)].copy_(chunks[one.entry])
+        self.gather(wholes)
 
 
 class FullyShardedGradGroup(ShardedGradGroup):
     """The gradients of a unit, and its parameters: a chunk of each, which lives on, and the whole
-    while something uses it.
+    while something needs it.
 
-    ``there`` and ``coming`` of the whole: its memory holds the parameters; it will, once what has
-    been issued has come. With neither the memory is free.
+    ``resident``: the memory of the whole holds the parameters. ``coming``: it will, once what has
+    been issued has come. With neither that memory is free.
     """
 
     def __init__(self, unit: int, entries: Sequence[GradParam], limit_bytes: int) -> None:
         super().__init__(unit, entries, limit_bytes)
-        self.fetches = tuple(FetchedSlice(s.entries, s.cut) for s in self.slices)
-        for one in self.fetches:
-            channels = one.entries[0].channels
+        self.unshard_slices = tuple(UnshardSlice(s.params, s.cut) for s in self.slices)
+        for one in self.unshard_slices:
+            channels = one.params[0].channels
             assert channels is not None
-            assert channels.fetches is not None, "made for the degrees of fully sharded units"
-            one.gathers = channels.fetches
+            assert channels.unshards is not None, "made for the degrees of fully sharded units"
+            one.gather_group = channels.unshards
         self.resident, self.coming = True, False
         self.exposed = True
         """Whether code that is not the model's forward may hold its memory."""
         self.opened = True
         """Whether anybody may have changed the whole since the chunks were made from it."""
-        self.chunks = {e: bare(e.parameter).new_empty(self.sharings[e].owned) for e in entries}
+        self.chunks = {
+            entry: bare(entry.parameter).new_empty(spec.own_numel)
+            for entry, spec in self.specs.items()
+        }
         self._released = False
         self._issued = threading.Event()
         self._error: BaseException | None = None
 
     # -- the step ------------------------------------------------------------------------------
 
-    def part(self, entry: GradParam) -> Tensor:
-        """Where the averages of this rank's elements will stand once they have settled."""
-        return self.gradients[entry] if self._released else super().part(entry)
+    def average_of(self, entry: GradParam) -> Tensor:
+        """Where the averages of this rank's elements will stand once they have come."""
+        return self.gradients[entry] if self._released else super().average_of(entry)
 
-    def own(self, entry: GradParam) -> Tensor:
+    def chunk_of(self, entry: GradParam) -> Tensor:
         """This rank's elements of the parameter, where they lie."""
         return self.chunks[entry]
 
-    def _gathered(self) -> dict[GradParam, Tensor]:
-        """Nothing: parameters are put together when they are used."""
-        return {}
-
-    def gather(self) -> None:
-        """Nothing travels after an update."""
-
     @property
-    def sharded(self) -> tuple[ShardedSlice, ...]:
-        """The slices that are gathered after a step: none."""
+    def gathered_slices(self) -> tuple[ShardedSlice, ...]:
+        """None after a step: parameters are put together when they are needed."""
         return ()
 
     @property
     def outstanding(self) -> bool:
         """Whether gradients have been sent and are held until they have arrived."""
-        return not self._released and self.trip is None and self.sent == len(self.slices)
+        return not self._released and self.pipeline is None and self.sent == len(self.slices)
 
     def release(self, watch: Watchdog) -> float:
-        """Waits for the averages of this rank's elements and lets go of what has been sent, in the
-        midst of backward. Returns the seconds waited."""
-        self._parts = parts = {entry: self.part(entry) for entry in self.entries}
-        waited = self._average(watch)
-        # That they have been computed must not be forgotten.
-        self.gradients, self._released = parts, True
+        """Waits for the averages of this rank's elements and frees what has been sent, in the midst
+        of backward. Returns the seconds waited."""
+        self._averages = averages = {entry: self.average_of(entry) for entry in self.params}
+        waited = self._wait_for_averages(watch)
+        # Stay among the gradients: at the end of backward what has none is sent as zeros.
+        self.gradients, self._released = averages, True
         return waited
 
     def clear(self) -> None:
-        """Begins anew; gradients live on where others hold them."""
         super().clear()
         self._released = False
 
     # -- the whole -----------------------------------------------------------------------------
 
     def announce(self) -> None:
-        """It will be put together: ``issue`` will have been called when ``land`` is."""
+        """It will be unsharded: ``issue`` will have been called when ``wait_for_unshard`` is."""
         self.coming = True
         self._issued.clear()
 
     def issue(self) -> None:
         """Sends this rank's chunks to all peers once the last step has updated them, and gives the
         parameters memory to be filled: not before, as an update has copies of its own. Never
-        raises: ``land`` does. Collective."""
+        raises: ``wait_for_unshard`` does. Collective."""
         try:
-            if self.trip is not None:
-                self.trip.wait_for(self)
-            for entry in self.entries:
+            if self.pipeline is not None:
+                self.pipeline.wait_for(self)
+            for entry in self.params:
                 data = bare(entry.parameter)
                 resize(data, data.numel())
-            wholes = {e: flat(bare(e.parameter)) for e in self.entries}
-            for one in self.fetches:
-                one.fetch(wholes, self.chunks)
+            wholes = {e: flat(bare(e.parameter)) for e in self.params}
+            for one in self.unshard_slices:
+                one.unshard(wholes, self.chunks)
         except BaseException as error:  # raised where somebody waits for its outcome
             self._error = error
         finally:
@@ -137,15 +128,15 @@ class FullyShardedGradGroup(ShardedGradGroup):
     @property
     def updated(self) -> bool:
         """Whether no step has still to update the chunks."""
-        return self.trip is None or self.trip.past(self)
+        return self.pipeline is None or self.pipeline.has_sent(self)
 
-    def land(self, watch: Watchdog) -> float:
+    def wait_for_unshard(self, watch: Watchdog) -> float:
         """Waits until the parameters are whole. Returns the seconds waited."""
         self._issued.wait()  # each wait of the thread that issues has its limit
         if self._error is not None:
             raise self._error
         doing = f"putting {self.listed} together for a use (read parameters on all ranks)"
-        waited = sum(one.land(watch, doing) for one in self.fetches)
+        waited = sum(one.wait_for_params(watch, doing) for one in self.unshard_slices)
         self.resident, self.coming, self.opened = True, False, False
         return waited
 
@@ -153,30 +144,29 @@ class FullyShardedGradGroup(ShardedGradGroup):
         """Notes in the chunks what may have been done to the whole."""
         if self.resident and self.opened:
             for entry, chunk in self.chunks.items():
-                chunk.copy_(self.sharings[entry].part(bare(entry.parameter)))
+                chunk.copy_(self.specs[entry].chunk_of(bare(entry.parameter)))
 
-    def free(self) -> None:
-        """Keeps this rank's chunks, and gives the rest of the memory back: the storage's own, or
-        where others may hold that one, a new one's."""
+    def reshard(self) -> None:
+        """Keeps this rank's chunks, and gives the rest of the memory back."""
         self.keep_chunks()
-        for entry in self.entries:
-            if self.exposed:
-                _replace(entry.parameter)
-            else:
-                resize(bare(entry.parameter), 0)
+        for entry in self.params:
+            data = bare(entry.parameter)
+            if not self.exposed:
+                # Emptied in place, as FSDP does: what autograd has saved, views too, has the
+                # storage and not the parameter, and finds it filled again after the next unshard.
+                resize(data, 0)
+                continue
+            # Code outside the model's forward may hold a tensor on this storage, which must stay
+            # as it is. So the parameter gets a storage of its own, which is emptied instead.
+            empty = data.new_empty_strided(data.shape, data.stride())
+            resize(empty, 0)
+            with torch._C.DisableTorchFunctionSubclass():
+                entry.parameter.data = empty
         self.resident = self.opened = self.exposed = False
 
 
-def _replace(parameter: nn.Parameter) -> None:
-    """Gives a parameter a storage of its own without memory."""
-    data = bare(parameter)
-    empty = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=data.device)
-    resize(empty, 0)
-    with torch._C.DisableTorchFunctionSubclass():
-        parameter.data = empty
-
-
 def resize(data: Tensor, elements: int) -> None:
-    """Gives a tensor's storage memory for so many elements. An operator, so that what follows the
-    memory of tensors sees it."""
+    """Gives a tensor's storage memory for so many elements."""
+    # An operator of torch's and not ``UntypedStorage.resize_``: dispatch modes that follow the
+    # memory of tensors see operators only.
     torch.ops.inductor.resize_storage_bytes_(data, elements * data.element_size())

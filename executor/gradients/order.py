@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from ...planner.schema.plan import Plan
-from ...planner.simulate.send_order import ReadyGroup, SendSlot, send_order
+from ...planner.simulate.slicing import ReadyGroup, SendSlot, send_order
 from ..comm.control import Control, Gathered
 from .release import placed
 from .slices import GradGroup
@@ -45,7 +45,7 @@ class Orders:
     measured: bool = True
 
     def start(self, grad_groups: Sequence[GradGroup], control: Control) -> Order:
-        """The order of those parcels."""
+        """The order of those groups."""
         return Order(self, grad_groups, control)
 
 
@@ -53,7 +53,7 @@ class Order:
     """The order that is in force."""
 
     def __init__(self, orders: Orders, grad_groups: Sequence[GradGroup], control: Control) -> None:
-        self._orders, self._parcels, self._control = orders, grad_groups, control
+        self._orders, self._grad_groups, self._control = orders, grad_groups, control
         self._seconds = _planned_seconds(orders.plan, grad_groups)
         self._ready: list[list[float]] = []
         self._rates: list[float] = []
@@ -63,14 +63,16 @@ class Order:
         self._end_s = 0.0
         self._most = (0, 0.0)
         self._arriving = threading.Lock()
-        self.turns = self._find(_planned_ready(orders.plan, grad_groups))
+        self.slots = self._find(_planned_ready(orders.plan, grad_groups))
 
     def _find(self, ready_s: Sequence[float]) -> list[SendSlot]:
-        loads = [
+        ready_groups = [
             ReadyGroup(at * LATE, grad_group.unit, () if grad_group.released else tuple(seconds))
-            for at, grad_group, seconds in zip(ready_s, self._parcels, self._seconds, strict=True)
+            for at, grad_group, seconds in zip(
+                ready_s, self._grad_groups, self._seconds, strict=True
+            )
         ]
-        return placed(send_order(loads, urgent=self._orders.urgent), self._parcels)
+        return placed(send_order(ready_groups, urgent=self._orders.urgent), self._grad_groups)
 
     def begin(self) -> None:
         """Before a backward: changes to the order that ranks have agreed on, if there is one."""
@@ -80,8 +82,8 @@ class Order:
         self._coming = None
         rate_s, ready_s = agreed[0], agreed[1:]
         if rate_s > 0:
-            self._seconds = [[s.shared_bytes * rate_s for s in p.slices] for p in self._parcels]
-        self.turns = self._find(ready_s)
+            self._seconds = [[s.shared_bytes * rate_s for s in g.slices] for g in self._grad_groups]
+        self.slots = self._find(ready_s)
 
     def end(self, grad_groups: Sequence[GradGroup]) -> None:
         """After a backward, when everything has left: remembers its times."""
@@ -96,21 +98,21 @@ class Order:
             self._coming = self._control.most(vector, "the agreement on the order of slices")
 
     def _count_left(self) -> None:
-        """The bytes ahead of each parcel's end that the links have not carried yet."""
+        """The bytes ahead of each group's end that the links have not carried yet."""
         if self._most[0]:
             self._rates = [*self._rates[1 - KEPT :], self._most[1]]
         self._end_s, self._left, self._most = time.perf_counter(), {}, (0, 0.0)
         ahead, number = 0, 0
-        for turn in self.turns:
-            grad_group = self._parcels[turn.load]
-            one = grad_group.slices[turn.number]
+        for slot in self.slots:
+            grad_group = self._grad_groups[slot.group]
+            one = grad_group.slices[slot.number]
             if not one.there:
                 ahead, number = ahead + one.bytes, number + 1
             if number >= MANY:
                 self._left[grad_group] = ahead
 
     def arrived(self, grad_group: GradGroup, waited_s: float) -> None:
-        """A parcel has come back after a wait: the links were busy until now. Of a step the wait
+        """A group has come back after a wait: the links were busy until now. Of a step the wait
         with most before it counts; after little, what is measured is mostly the forward between.
         The thread of a sharded step says so too."""
         with self._arriving:
@@ -120,21 +122,21 @@ class Order:
 
 
 def _measured_ready(grad_groups: Sequence[GradGroup]) -> list[float]:
-    """When this rank has had the gradients of each parcel; those of a unit that leaves it idle, not
+    """When this rank has had the gradients of each group; those of a unit that leaves it idle, not
     before those of the units behind it. As ranks begin their backwards at different times, such a
     unit could else seem to be ready before units whose gradients peers wait for in backward, and
     these would wait for what comes after them."""
     behind: dict[int, float] = {}
     latest = 0.0
-    for grad_group in sorted(grad_groups, key=lambda p: -p.unit):
+    for grad_group in sorted(grad_groups, key=lambda g: -g.unit):
         if not grad_group.absent:
             latest = max(latest, grad_group.ready_s)
         behind[grad_group.unit] = latest
-    return [behind[p.unit] if p.absent else p.ready_s for p in grad_groups]
+    return [behind[g.unit] if g.absent else g.ready_s for g in grad_groups]
 
 
 def _planned_ready(plan: Plan, grad_groups: Sequence[GradGroup]) -> list[float]:
-    """When backward is over for each parcel's unit, in the plan's prediction."""
+    """When backward is over for each group's unit, in the plan's prediction."""
     after: list[float] = []
     now = 0.0
     for unit in reversed(plan.units):
@@ -142,10 +144,10 @@ def _planned_ready(plan: Plan, grad_groups: Sequence[GradGroup]) -> list[float]:
         after.append(now)
     after.reverse()
     if now > 0:
-        return [after[min(p.unit, len(after) - 1)] if after else 0.0 for p in grad_groups]
-    last = max((p.unit for p in grad_groups), default=0)
+        return [after[min(g.unit, len(after) - 1)] if after else 0.0 for g in grad_groups]
+    last = max((g.unit for g in grad_groups), default=0)
     return [
-        float(last - p.unit) for p in grad_groups
+        float(last - g.unit) for g in grad_groups
     ]  # a plan without times: in the order of backward
 
 

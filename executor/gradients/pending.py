@@ -1,45 +1,88 @@
-"""Parameters whose update is still on its way: whatever reads or changes one waits for it first.
+"""Parameters and gradients that are on their way: whatever reads or changes one waits for it."""
 
-While its update is pending, a parameter's class is a subclass with ``__torch_function__``. Its
-unit's forward is the usual first touch; a moving average, a norm, ``state_dict`` or ``.data`` wait
-as well. Afterwards the class is its own again, so that nothing costs more than a class assignment.
-"""
+# [Note: Reading a parameter or a gradient that is on its way]
+# Backward and ``step()`` return while gradients still travel. Two tensor subclasses make sure that
+# nobody sees a half-done value, and cost nothing once it is there:
+#
+# - A parameter whose update is pending keeps its object, since optimizers and modules hold it; its
+#   *class* is swapped for one with ``PendingParam`` in front (``suspend``). Any torch function that
+#   may read or change its values lands in ``__torch_function__``, which finishes the update, gives
+#   the parameter its own class back (``resume``) and runs the function again. The unit's forward is
+#   the usual first reader; ``state_dict``, ``.data`` and moving averages wait as well.
+#   ``ResharedParam`` (reshard.py) does the same for parameters whose memory is free.
+# - A gradient is *replaced* in ``grad`` by a ``WaitingGradient``, a wrapper without memory. Readers
+#   get the average, for which the first one waits. ``__torch_dispatch__`` is there as well because
+#   autograd accumulates into ``grad`` below the level of ``__torch_function__``. (After an early
+#   release a ``ReleasedGradient`` stands there, which raises instead.)
+#
+# What asks for the shape, type or place only does not wait (``METADATA``).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from .metadata import METADATA
+_ATTRIBUTES = (
+    "shape", "dtype", "device", "layout", "ndim", "grad_fn", "is_leaf", "is_sparse", "is_cuda",
+    "is_meta", "requires_grad",
+)  # fmt: skip
+_METHODS = (
+    "size", "stride", "dim", "numel", "nelement", "element_size", "__len__", "is_floating_point",
+    "is_complex", "is_contiguous",
+)  # fmt: skip
+METADATA: frozenset[Any] = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+        *(getattr(Tensor, name) for name in _METHODS),
+        torch.is_floating_point,
+        torch.is_complex,
+    ]
+)
+"""Torch functions that look at shape, type and place only."""
+
+_GRAD: Any = Tensor.grad
+PARAM_METADATA = METADATA | {
+    _GRAD.__get__,
+    _GRAD.__set__,
+    _GRAD.__delete__,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+}
+"""What neither reads nor changes the values of a parameter."""
+_GRAD_METADATA = METADATA | {Tensor.requires_grad_}
+"""What neither reads nor changes the values of a gradient."""
 
 _FINISH = "_meshwright_finish"
 
 
-class Pending:
+class PendingParam:
     """Mixed into the class of a parameter whose update has not been applied yet."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in OUTSIDE:
+        if func in PARAM_METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, kwargs))
         for leaf in leaves:
-            if isinstance(leaf, Pending):
-                leaf._finish_beside(leaves)
+            # Finishing one gives the parameters of its whole unit their own class back.
+            if isinstance(leaf, PendingParam):
+                leaf._finish_for(leaves)
         return func(*args, **(kwargs or {}))
 
-    def _finish_beside(self, leaves: list[Any]) -> None:
-        """Waits, as one of the arguments of a function."""
+    def _finish_for(self, arguments: list[Any]) -> None:
+        """Waits for it, as one of the ``arguments`` of a function."""
         finish(self)
 
+    # Both would otherwise copy the swapped class, and the callback, along with the values.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         finish(self)
         return self.__deepcopy__(memo)  # its own class's
@@ -50,20 +93,21 @@ class Pending:
 
 
 def suspend(
-    parameter: nn.Parameter, apply: Callable[[], None], kind: type[Pending] = Pending
+    parameter: nn.Parameter, apply: Callable[[], None], kind: type[PendingParam] = PendingParam
 ) -> None:
-    """Makes ``parameter`` wait: the first touch calls ``apply()``, which must ``resume`` it.
+    """Makes ``parameter`` wait: its first reader calls ``apply()``, which must ``resume`` it.
     ``kind`` is what is mixed into its class meanwhile."""
     parameter.__dict__[_FINISH] = apply
+    # The class is swapped and not the object, which optimizers and modules hold.
     parameter.__class__ = _pending_class(type(parameter), kind)  # type: ignore[arg-type]
 
 
 def resume(parameter: nn.Parameter) -> None:
     """The parameter is as any other again."""
-    if isinstance(parameter, Pending):
+    if isinstance(parameter, PendingParam):
         del parameter.__dict__[_FINISH]
         classes: Any = type(parameter).__mro__  # ours and the mixins, then its own
-        parameter.__class__ = next(c for c in classes if not issubclass(c, Pending))
+        parameter.__class__ = next(c for c in classes if not issubclass(c, PendingParam))
 
 
 def finish(parameter: Any) -> None:
@@ -77,17 +121,122 @@ def bare(parameter: nn.Parameter) -> Tensor:
         return parameter.data
 
 
-@cache
-def _pending_class(own: type, kind: type[Pending]) -> type:
+@cache  # one class for all: what is cached by type, in torch or elsewhere, holds from step to step
+def _pending_class(own: type, kind: type[PendingParam]) -> type:
     return type(own.__name__, (kind, own), {"__module__": own.__module__})
 
 
-_GRAD: Any = Tensor.grad
-OUTSIDE = METADATA | {
-    _GRAD.__get__,
-    _GRAD.__set__,
-    _GRAD.__delete__,
-    Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook,
-}
-"""What does not read or change the values."""
+class GradStandIn(Tensor):
+    """Stands in ``grad``, without memory. Whatever reads it gets what ``complete`` returns."""
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> Self:
+        """A stand-in with the shape, the type and the device of a tensor."""
+        made: Self = Tensor._make_wrapper_subclass(
+            cls,
+            tensor.shape,
+            strides=tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=False,
+        )
+        return made
+
+    def complete(self) -> Tensor:
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Zeros from now on."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _GRAD_METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        # Both forms of ``zero_grad(set_to_none=False)``: zeros need no average to wait for.
+        if func is Tensor.zero_:
+            args[0].clear()
+            return args[0]
+        if func is torch._foreach_zero_:
+            return _clear_all(*args, **kwargs)
+        args, kwargs = _completed((args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = _completed((args, kwargs or {}))  # autograd adds to it, say
+        return func(*args, **kwargs)
+
+
+def _completed(tree: Any) -> Any:
+    return pytree.tree_map_only(GradStandIn, lambda gradient: gradient.complete(), tree)
+
+
+def _clear_all(self: list[Tensor]) -> None:
+    for gradient in self:
+        if isinstance(gradient, GradStandIn):
+            gradient.clear()
+    rest = [t for t in self if not isinstance(t, GradStandIn)]
+    if rest:
+        torch._foreach_zero_(rest)
+
+
+class WaitingGradient(GradStandIn):
+    """Stands for a gradient that ranks still exchange; after that, for the gradient.
+
+    ``taken`` says that a step has taken the gradient over: it is applied before anything changes
+    it, and zeros take its place without a wait.
+    """
+
+    taken: bool
+    _arrive: Callable[[], Tensor] | None
+    _vacate: Vacate
+    _gradient: Tensor | None
+
+    @classmethod
+    def of(cls, like: Tensor, arrive: Callable[[], Tensor], vacate: Vacate) -> Self:
+        """A stand-in with the shape of ``like``. ``arrive()`` waits for the gradient, ``vacate``
+        gives zeros that stand in its place. Neither may hold the stand-in: it would live, and the
+        gradient with it, until the garbage collector comes."""
+        waiting = cls.like(like)
+        waiting.taken, waiting._gradient = False, None
+        waiting._arrive, waiting._vacate = arrive, vacate
+        return waiting
+
+    def complete(self) -> Tensor:
+        """The gradient; waits for it the first time."""
+        if self._gradient is None:
+            assert self._arrive is not None
+            self._gradient, self._arrive = self._arrive(), None
+        return self._gradient
+
+    def clear(self) -> None:
+        """Zeros from now on."""
+        if self._gradient is None and self.taken:
+            self._gradient, self._arrive = self._vacate(self), None
+        else:
+            self.complete().zero_()
+
+
+Vacate = Callable[[WaitingGradient], Tensor]
+"""Gives the zeros that take the place of a stand-in."""
+
+
+def vacating(parameter: nn.Parameter, zeros: Callable[[], Tensor]) -> Vacate:
+    """``zeros()``, put into the parameter's ``grad`` where the stand-in is still there."""
+    # Weak, as Python's garbage collector does not see through a parameter's grad.
+    its = weakref.ref(parameter)
+
+    def vacate(waiting: WaitingGradient) -> Tensor:
+        made, parameter = zeros(), its()
+        if parameter is not None and parameter.grad is waiting:
+            parameter.grad = made
+        return made
+
+    return vacate

@@ -12,34 +12,79 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...planner.schema.errors import RunError
+from ...planner.schema.plan import ExchangePolicy
 from ..comm.control import Control
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
-from .absent import AbsentGradGroup
-from .buckets import GradParam, Votes
-from .foresight import left_out
+from .buckets import Exchange, GradParam, Votes
+from .dropping import DroppedGradGroup, Dropping
+from .feedback import Lossy, hand_over
+from .flat_shard import ShardedGradient
 from .fully_sharded import FullyShardedGradGroup
-from .lossy import hand_over
 from .order import Orders
-from .policies import PARCELS, picking_of, start_policies
+from .pending import WaitingGradient, vacating
 from .release import Release
-from .residual import Lossy
-from .sharded import ShardedGradGroup
-from .sharded_gradient import ShardedGradient
+from .sharded import ShardedGradGroup, ShardedStepPipeline
 from .slices import GradGroup, as_sent, make_grad_groups
 from .sparse import SparseGradient, completed, stand_for
-from .step_pipeline import ShardedStepPipeline, StepStage
-from .unshard import UnshardManager, make_room
-from .waiting import WaitingGradient, vacating
+from .topk import TopkGradGroup, TopkState
+from .unshard import UnshardManager
+
+GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {
+    "dense": GradGroup,
+    "sharded": ShardedGradGroup,
+    "fully_sharded": FullyShardedGradGroup,
+    "dropped": DroppedGradGroup,
+    "topk": TopkGradGroup,
+}
+"""Which class carries out an exchange policy: the place to add one."""
 
 
-class PriorityExchange:
+class Policy(Protocol):
+    """What the groups of one policy share, told of every backward."""
+
+    name: str
+
+    def begin(self) -> None:
+        """Before a backward."""
+
+    def end(self) -> None:
+        """After a backward, when everything has left."""
+
+    def state(self) -> dict[str, Any]:
+        """What the next backwards depend on, but for what groups hold."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on from a ``state``."""
+
+
+def start_policies(
+    grad_groups: Sequence[GradGroup], control: Control, lossy: Lossy
+) -> list[Policy]:
+    """Those that the groups need, in one order on all ranks."""
+    dropped = [g for g in grad_groups if isinstance(g, DroppedGradGroup)]
+    topk = [g for g in grad_groups if isinstance(g, TopkGradGroup)]
+    policies: list[Policy] = []
+    if dropped:
+        policies.append(Dropping(dropped, control, lossy.patience))
+    if topk:
+        policies.append(TopkState(topk, lossy))
+    return policies
+
+
+def topk_state_of(policies: Sequence[Policy]) -> TopkState | None:
+    """What groups of top-k share, if there are any."""
+    return next((p for p in policies if isinstance(p, TopkState)), None)
+
+
+class PriorityExchange(Exchange):
     """Sends slices in the agreed order and shows gradients that wait when touched.
 
     ``issued(text, sent, group)`` is told of each collective before it is issued, and the bytes that
@@ -49,8 +94,8 @@ class PriorityExchange:
 
     def __init__(
         self,
-        entries: Iterable[GradParam],
-        limit_bytes: int,
+        params: Iterable[GradParam],
+        message_bytes: int,
         orders: Orders,
         control: Control,
         watch: Watchdog,
@@ -60,10 +105,10 @@ class PriorityExchange:
         eager: bool = True,
     ) -> None:
         self._eager = eager
-        self.grad_groups = make_grad_groups(entries, limit_bytes, PARCELS, AbsentGradGroup)
+        self.grad_groups = make_grad_groups(params, message_bytes, GROUP_CLASSES)
         self.policies = start_policies(self.grad_groups, control, lossy or Lossy())
-        self.home = {
-            entry: grad_group for grad_group in self.grad_groups for entry in grad_group.entries
+        self.group_of = {
+            param: grad_group for grad_group in self.grad_groups for param in grad_group.params
         }
         self.release = Release(self.grad_groups)
         self._waited_s = 0.0
@@ -75,28 +120,30 @@ class PriorityExchange:
         self._unused: set[GradParam] = set()
         self._fresh: ShardedGradGroup | None = None
         """What has just been taken, in the midst of autograd's work on one of its gradients."""
-        fully = [p for p in self.grad_groups if isinstance(p, FullyShardedGradGroup)]
-        self.uses = UnshardManager(fully, watch, issued, self.finish) if fully else None
+        fully = [g for g in self.grad_groups if isinstance(g, FullyShardedGradGroup)]
+        self.unshard_manager = UnshardManager(fully, watch, issued, self.finish)
 
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has waited for gradients, and for parameters put together."""
-        return self._waited_s + (self.uses.waited_s if self.uses is not None else 0.0)
+        return self._waited_s + self.unshard_manager.waited_s
 
     @property
     def busy(self) -> bool:
         """Whether slices are on their way, or a step's are still to be sent."""
         away = (
-            p for p in self.grad_groups if isinstance(p, ShardedGradGroup) and p.trip is not None
+            g
+            for g in self.grad_groups
+            if isinstance(g, ShardedGradGroup) and g.pipeline is not None
         )
         slices = (one for grad_group in self.grad_groups for one in grad_group.slices)
-        return any(not p.there for p in away) or any(not one.there for one in slices)
+        return any(not g.there for g in away) or any(not one.there for one in slices)
 
     def follow(self, before: PriorityExchange) -> None:
         """Goes on with what another exchange, of other parameters of the same model, has held."""
         hand_over(before.grad_groups, self.grad_groups)
         self.release.updater = before.release.updater
-        old, new = picking_of(before.policies), picking_of(self.policies)
+        old, new = topk_state_of(before.policies), topk_state_of(self.policies)
         if old is not None and new is not None:
             new.load(old.state())
             new.momentum = old.momentum
@@ -115,119 +162,120 @@ class PriorityExchange:
         for policy in self.policies:
             policy.begin()
         self._next, self._unused, self._fresh = 0, set(), None
-        for entry in (e for e in self.home if e.idle):  # must not hold back what comes after it
-            self._unused.add(entry)
-            self._take_unused(entry)
+        for param in (p for p in self.group_of if p.idle):  # must not hold back what comes after it
+            self._unused.add(param)
+            self._take_unused(param)
         self._start_s = time.perf_counter()
 
-    def sent(self, entry: GradParam) -> bool:
-        """Whether the entry's gradient has left in this backward."""
-        grad_group = self.home[entry]
-        return grad_group.travelling or self.release.over(grad_group)
+    def sent(self, param: GradParam) -> bool:
+        """Whether the parameter's gradient has left in this backward."""
+        grad_group = self.group_of[param]
+        return grad_group.in_flight or self.release.over(grad_group)
 
-    def holds(self, entry: GradParam) -> bool:
-        """Whether this rank holds back some of what it has computed for the entry."""
-        return self.home[entry].holds(entry)
+    def holds(self, param: GradParam) -> bool:
+        """Whether this rank holds back some of what it has computed for the parameter."""
+        return self.group_of[param].holds(param)
 
-    def ready(self, entry: GradParam) -> None:
-        """The entry's gradient is complete: its slices leave if it is their turn; those that have
-        taken what they send when autograd has let go of it, which is with the next gradient."""
-        grad_group = self.home[entry]
+    def ready(self, param: GradParam) -> None:
+        """The gradient is complete: its slices leave if it is their turn; those that have taken
+        what they send when autograd has let go of it, which is with the next gradient."""
+        grad_group = self.group_of[param]
         if self._fresh is not None:
             self._fresh = None
             self._advance()
-        self._take(entry, as_sent(entry))
-        if isinstance(grad_group.gradients[entry], SparseGradient) or not grad_group.sends(entry):
-            self._show(entry)  # its memory is free from here on
+        self._take(param, as_sent(param))
+        if isinstance(grad_group.gradients[param], SparseGradient) or not grad_group.sends(param):
+            self._show(param)  # its memory is free from here on
         if grad_group.full:
             grad_group.ready_s = time.perf_counter() - self._start_s
         if self._eager and grad_group.full:
-            if self.uses is not None:
-                self._waited_s += make_room(grad_group, self.uses.grad_groups, self._watch)
+            self.unshard_manager.make_room(grad_group)
             if isinstance(grad_group, ShardedGradGroup):
                 self._show_all(grad_group)
-                grad_group.take()
+                grad_group.pack()
                 self._fresh = grad_group
             self._advance()
             self._release()
 
     def foresee(self) -> None:
-        """Fully sharded parcels leave in backward as peers wait for them there, to hold no more
+        """Fully sharded groups leave in backward as peers wait for them there, to hold no more
         gradients than planned: what this backward will not compute is sent as zeros at once."""
-        if self.uses is None:
+        if not self.unshard_manager.grad_groups:
             return
-        absent = left_out([entry.parameter for entry in self.home])
+        absent = left_out([param.parameter for param in self.group_of])
         with torch.no_grad():
-            for grad_group in self.uses.grad_groups:
-                for entry in () if self.uses.hidden(grad_group) else grad_group.entries:
-                    if entry.parameter in absent:
-                        self._unused.add(entry)
-                        self._take_unused(entry)
+            for grad_group in self.unshard_manager.grad_groups:
+                if self.unshard_manager.used_without_grad(grad_group):
+                    continue
+                for param in grad_group.params:
+                    if param.parameter in absent:
+                        self._unused.add(param)
+                        self._take_unused(param)
             if self._eager:
                 self._advance()
 
-    def trail(self) -> int:
+    def order_digest(self) -> int:
         """Of the uses of fully sharded parameters."""
-        return self.uses.trail() if self.uses is not None else 0
+        return self.unshard_manager.take_order_digest()
 
-    def absorb(self, entry: GradParam) -> None:
+    def absorb(self, param: GradParam) -> None:
         """The gradient of a backward after which nothing is exchanged: its memory is free where it
         can be added to what is held."""
-        if self.home[entry].absorb(entry, as_sent(entry)):
-            entry.parameter.grad = None
+        if self.group_of[param].absorb(param, as_sent(param)):
+            param.parameter.grad = None
 
-    def _take(self, entry: GradParam, gradient: Tensor) -> None:
-        grad_group = self.home[entry]
-        average = grad_group.fold(entry, gradient)
-        if average is not None:
-            gradient = stand_for(average, entry, gradient, self._finishing(grad_group))
-        grad_group.gradients[entry] = gradient
+    def _take(self, param: GradParam, gradient: Tensor) -> None:
+        grad_group = self.group_of[param]
+        folded = isinstance(grad_group, TopkGradGroup) and grad_group.fold(param, gradient)
+        if folded:
+            gradient = stand_for(folded, param, gradient, self._finishing(grad_group))
+        grad_group.gradients[param] = gradient
 
     def _advance(self) -> None:
-        turns = self._orders.turns
-        while self._next < len(turns):
-            turn = turns[self._next]
-            grad_group = self.grad_groups[turn.load]
+        slots = self._orders.slots
+        while self._next < len(slots):
+            slot = slots[self._next]
+            grad_group = self.grad_groups[slot.group]
             if not grad_group.full or grad_group is self._fresh:
                 return
-            following = grad_group.following(turn.number)
+            following = grad_group.following(slot.number)
             if not following.skipped:
-                entry = following.entries[0]
-                text = f"slice {turn.number} of {entry.name!r}"
-                self._issued(text, following.sent_bytes, entry.group)
-            self._send(grad_group, turn.number)
+                param = following.params[0]
+                text = f"slice {slot.number} of {param.name!r}"
+                self._issued(text, following.sent_bytes, param.group)
+            self._send(grad_group, slot.number)
             self._next += 1
 
     def _send(self, grad_group: GradGroup, number: int) -> None:
-        if not grad_group.travelling:  # from now on its memory is the library's
+        if not grad_group.in_flight:  # from now on its memory is the library's
             self._show_all(grad_group)
         grad_group.send(number)
 
     def _show_all(self, grad_group: GradGroup) -> None:
-        for entry in grad_group.entries:
-            if entry not in self._unused:
-                self._show(entry)
+        for param in grad_group.params:
+            if param not in self._unused:
+                self._show(param)
 
     def end(self, votes: Votes) -> None:
         """Backward is over: the rest leaves, zeros (or what had accumulated before) for gradients
         that were not computed here. Waits only where this rank must know whether others have a
         gradient that it has not."""
         for grad_group in self.grad_groups:
-            for entry in grad_group.entries:
-                if entry not in grad_group.gradients and not self.release.over(grad_group):
-                    self._unused.add(entry)
-                    self._take_unused(entry)
+            for param in grad_group.params:
+                if param not in grad_group.gradients and not self.release.over(grad_group):
+                    self._unused.add(param)
+                    self._take_unused(param)
         self._fresh = None
         self._advance()
-        assert self._next == len(self._orders.turns), "a slice was left behind"
+        assert self._next == len(self._orders.slots), "a slice was left behind"
         self._orders.end(self.grad_groups)
         self._votes = votes
         if self._unused:
             somewhere = self._check_votes()
-            for entry in self._unused & somewhere:
-                self._show(entry)
-            for entry in self._unused - somewhere:
-                self.home[entry].forget(entry)
+            for param in self._unused & somewhere:
+                self._show(param)
+            for param in self._unused - somewhere:
+                self.group_of[param].forget(param)
         self._release()
         for policy in self.policies:
             policy.end()
@@ -235,16 +283,16 @@ class PriorityExchange:
     def _release(self) -> None:
         """Waits for the gradients that are released early and have left, and applies them."""
         for grad_group in self.release.due():
-            shown = [e for e in grad_group.entries if isinstance(e.parameter.grad, WaitingGradient)]
+            shown = [p for p in grad_group.params if isinstance(p.parameter.grad, WaitingGradient)]
             self.finish(grad_group)
             if self.release.updater is not None:
                 self.release.updater.update(shown)
 
-    def _take_unused(self, entry: GradParam) -> None:
+    def _take_unused(self, param: GradParam) -> None:
         """What is sent of a gradient that may stay as it is: a copy."""
-        held = as_sent(entry)
-        self.home[entry].idle.add(entry)
-        self._take(entry, held.clone() if held is entry.parameter.grad else held)
+        held = as_sent(param)
+        self.group_of[param].idle.add(param)
+        self._take(param, held.clone() if held is param.parameter.grad else held)
 
     def _check_votes(self) -> set[GradParam]:
         votes, self._votes = self._votes, None
@@ -252,20 +300,20 @@ class PriorityExchange:
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def _show(self, entry: GradParam) -> None:
+    def _show(self, param: GradParam) -> None:
         # Weak references, as Python's garbage collector does not see through a parameter's grad.
-        grad_group, parameter = self.home[entry], entry.parameter
+        grad_group, parameter = self.group_of[param], param.parameter
         if isinstance(grad_group, ShardedGradGroup):
-            self._show_part(grad_group, entry)
+            self._show_chunk(grad_group, param)
             return
-        if not grad_group.sends(entry):
-            grad_group.hold(entry)
+        if not grad_group.sends(param):
+            grad_group.hold(param)
             parameter.grad = None
             return
-        if isinstance(grad_group.gradients[entry], SparseGradient):
-            parameter.grad = grad_group.gradients[entry]
+        if isinstance(grad_group.gradients[param], SparseGradient):
+            parameter.grad = grad_group.gradients[param]
             return
-        finish, gradient = self._finishing(grad_group), entry.show(grad_group.gradients[entry])
+        finish, gradient = self._finishing(grad_group), param.show(grad_group.gradients[param])
 
         def arrive() -> Tensor:
             finish()
@@ -275,7 +323,7 @@ class PriorityExchange:
         parameter.grad = WaitingGradient.of(gradient, arrive, vacate)
 
     def _finishing(self, grad_group: GradGroup) -> Callable[[], None]:
-        """Finishes a parcel, if it and this exchange are still there."""
+        """Finishes a group, if it and this exchange are still there."""
         myself, mine = weakref.ref(self), weakref.ref(grad_group)
 
         def finish() -> None:
@@ -285,42 +333,45 @@ class PriorityExchange:
 
         return finish
 
-    def _show_part(self, grad_group: ShardedGradGroup, entry: GradParam) -> None:
-        part, sharing, grad_group.changed = grad_group.part(entry), grad_group.sharings[entry], True
+    def _show_chunk(self, grad_group: ShardedGradGroup, param: GradParam) -> None:
+        average, grad_group.changed = grad_group.average_of(param), True
         myself, mine = weakref.ref(self), weakref.ref(grad_group)
 
-        def settle() -> None:
+        def wait() -> None:
             exchange, grad_group = myself(), mine()
-            if exchange is not None and grad_group is not None and grad_group.awaits(part):
+            if exchange is not None and grad_group is not None and grad_group.awaits(average):
                 exchange.finish(grad_group)
 
-        vacate = vacating(entry.parameter, lambda: sharing.zeros(part))
-        entry.parameter.grad = ShardedGradient.standing(sharing, part, settle, vacate)
+        param.parameter.grad = ShardedGradient.stand_for(
+            param.parameter, grad_group.specs[param], average, wait
+        )
 
     def complete(self) -> None:
         """Puts gradients together that ranks still have in chunks or in parts, as more will be
         added to them. Collective; nothing to do where ``zero_grad`` has come between."""
-        for entry, grad_group in self.home.items():
-            completed(entry.parameter)
-            gradient = entry.parameter.grad
+        for param, grad_group in self.group_of.items():
+            completed(param.parameter)
+            gradient = param.parameter.grad
             if isinstance(grad_group, ShardedGradGroup) and isinstance(gradient, ShardedGradient):
-                entry.parameter.grad = gradient.complete()
+                param.parameter.grad = gradient.complete()
 
-    def trip(self, updates: Mapping[ShardedGradGroup, Callable[[], None]]) -> ShardedStepPipeline:
-        """The way of a step's sharded parcels in forward order, with what updates their chunks.
-        Their gathers count as issued now: the debug mode compares what ranks have issued at points
-        of the thread that trains."""
+    def step_pipeline(
+        self, updates: Mapping[ShardedGradGroup, Callable[[], None]]
+    ) -> ShardedStepPipeline:
+        """The step of sharded groups, in forward order, with what updates their chunks. Their
+        gathers count as issued now: the debug mode compares what ranks have issued at points of the
+        thread that trains."""
         self._check_votes()
         for grad_group in updates:
-            for number, one in enumerate(grad_group.sharded):
-                text = f"gathering {number} of {one.entries[0].name!r}"
-                self._issued(text, one.sent_bytes, one.gathers)
-        stages = [StepStage(grad_group, apply) for grad_group, apply in updates.items()]
-        return ShardedStepPipeline(stages, copy.copy(self._watch), self._orders.arrived)
+            for number, one in enumerate(grad_group.gathered_slices):
+                text = f"gathering {number} of {one.params[0].name!r}"
+                self._issued(text, one.sent_bytes, one.gather_group)
+        # A copy: its thread's waits are not those of the thread that trains.
+        return ShardedStepPipeline(updates, copy.copy(self._watch), self._orders.arrived)
 
     def finish(self, grad_group: GradGroup) -> None:
-        """Waits for a parcel, applies the step that took it over, and shows plain gradients."""
-        if not grad_group.travelling:
+        """Waits for a group, applies the step that took it over, and shows plain gradients."""
+        if not grad_group.in_flight:
             return
         # In the midst of anybody's forward: state that is made here outlives that forward.
         with torch.inference_mode(False), torch.no_grad():
@@ -328,17 +379,19 @@ class PriorityExchange:
             self._arrive(grad_group)
 
     def finish_all(self) -> None:
-        """The same for every parcel, in the order in which they are needed."""
+        """The same for every group, in the order in which they are needed."""
         for grad_group in self.grad_groups:
             self.finish(grad_group)
 
     def _work_while_waiting(self, wanted: GradGroup) -> None:
-        """Applies other updates that have to be applied anyway, while the wanted parcel comes."""
+        """Applies other updates that have to be applied anyway, while the wanted group comes."""
         for grad_group in self.grad_groups:
             if wanted.there:
                 return
             early = (
-                grad_group is not wanted and grad_group.update is not None and not grad_group.swells
+                grad_group is not wanted
+                and grad_group.update is not None
+                and not grad_group.needs_room
             )
             if early and grad_group.there:
                 self._arrive(grad_group)
@@ -346,19 +399,19 @@ class PriorityExchange:
     def _arrive(self, grad_group: GradGroup) -> None:
         if grad_group.sent < len(grad_group.slices):
             raise RunError(
-                f"the gradient of {grad_group.entries[0].name!r} was touched in backward while it "
+                f"the gradient of {grad_group.params[0].name!r} was touched in backward while it "
                 "was on its way: read gradients after backward"
             )
         self._check_votes()
-        waited_s = grad_group.settle(self._watch)
+        waited_s = grad_group.wait_and_average(self._watch)
         self._waited_s += waited_s
         self._orders.arrived(grad_group, waited_s)
         update, gradients = grad_group.update, grad_group.gradients
         grad_group.clear()
-        for entry, gradient in gradients.items():
-            shown = entry.parameter.grad
+        for param, gradient in gradients.items():
+            shown = param.parameter.grad
             if isinstance(shown, WaitingGradient) and not isinstance(shown, SparseGradient):
-                entry.parameter.grad = entry.show(gradient)
+                param.parameter.grad = param.show(gradient)
         if update is not None:
             update()
 
@@ -366,12 +419,30 @@ class PriorityExchange:
 def waiting_grad_groups(
     exchange: PriorityExchange, parameters: Sequence[torch.nn.Parameter]
 ) -> dict[GradGroup, list[GradParam]]:
-    """The parcels that still travel and hold gradients of these parameters."""
+    """The groups that still travel and hold gradients of these parameters."""
     wanted = set(parameters)
     found: dict[GradGroup, list[GradParam]] = {}
-    for entry, grad_group in exchange.home.items():
-        gradient = entry.parameter.grad
-        waits = isinstance(gradient, WaitingGradient) and grad_group.travelling
-        if waits and entry.parameter in wanted:
-            found.setdefault(grad_group, []).append(entry)
+    for param, grad_group in exchange.group_of.items():
+        gradient = param.parameter.grad
+        waits = isinstance(gradient, WaitingGradient) and grad_group.in_flight
+        if waits and param.parameter in wanted:
+            found.setdefault(grad_group, []).append(param)
     return found
+
+
+def left_out(parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:
+    """Those of the parameters that the backward which is going on will not add a gradient to. None
+    where it adds to none at all, as ``torch.autograd.grad`` does."""
+    try:
+        found = {parameter for parameter in parameters if not _will_come(parameter)}
+    except RuntimeError:  # one of them is what torch.autograd.grad was asked for
+        return set()
+    return set() if len(found) == len(parameters) else found
+
+
+def _will_come(parameter: nn.Parameter) -> bool:
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        made = parameter.view_as(parameter).grad_fn
+        assert made is not None
+        node: Any = made.next_functions[0][0]  # the same one for as long as any graph has it
+    return bool(torch._C._will_engine_execute_node(node))

@@ -7,50 +7,44 @@ later. What stands before them in the order is then ready on every rank that wai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...planner.schema.errors import InputError
-from ...planner.simulate.send_order import SendSlot
+from ...planner.simulate.slicing import SendSlot
 from .buckets import GradParam
+from .pending import GradStandIn
 from .slices import GradGroup
-from .waiting import VALUELESS, stand_in
 
-
-class Updater(Protocol):
-    """Who applies gradients in backward."""
-
-    def begin_backward(self) -> None:
-        """Before a backward that may apply some."""
-
-    def update(self, entries: Sequence[GradParam]) -> None:
-        """Applies the entries' gradients, which are complete, and frees them."""
+Settings = list[dict[str, Any]]
+"""The hyperparameters of each group of an optimizer."""
 
 
 class Release:
-    """The parcels of one exchange whose gradients are released early."""
+    """The groups of one exchange whose gradients are released early."""
 
     def __init__(self, grad_groups: Iterable[GradGroup]) -> None:
-        self._parcels = [p for p in grad_groups if p.released]
+        self._released = [g for g in grad_groups if g.released]
         self._left: list[GradGroup] = []
-        self.updater: Updater | None = None
+        self.updater: EarlyUpdates | None = None
 
     def begin(self) -> None:
         """Before a backward."""
-        self._left = list(self._parcels)
-        if self._parcels and self.updater is not None:
+        self._left = list(self._released)
+        if self._released and self.updater is not None:
             self.updater.begin_backward()
 
     def over(self, grad_group: GradGroup) -> bool:
-        """Whether a parcel's gradients have been applied in this backward."""
+        """Whether a group's gradients have been applied in this backward."""
         return grad_group.released and grad_group not in self._left
 
     def due(self) -> Iterator[GradGroup]:
         """Those that have left and not been applied in this backward."""
-        for grad_group in [p for p in self._left if p.sent == len(p.slices)]:
+        for grad_group in [g for g in self._left if g.sent == len(g.slices)]:
             self._left.remove(grad_group)
             yield grad_group
 
@@ -62,54 +56,116 @@ def placed(turns: Sequence[SendSlot], grad_groups: Sequence[GradGroup]) -> list[
     for number in reversed(range(len(grad_groups))):
         grad_group = grad_groups[number]
         if grad_group.released:
-            later = (i for i, t in enumerate(found) if grad_groups[t.load].unit < grad_group.unit)
+            later = (i for i, t in enumerate(found) if grad_groups[t.group].unit < grad_group.unit)
             at = next(later, len(found))
             found[at:at] = [SendSlot(number, one) for one in range(len(grad_group.slices))]
     return found
 
 
-class ReleasedGradient(Tensor):
-    """Stands in ``grad``, without memory, for a gradient that was applied in backward, until the
-    step: whoever would clip, unscale or read it is told, instead of finding nothing to do."""
+class EarlyUpdates:
+    """One optimizer's updates in backward. ``apply(parameters)`` updates some by their gradients.
+
+    The step that follows must have meant the same. So what the user may do between backward and
+    ``step()``, and would be too late, is refused: other hyperparameters, a gradient scaler, a
+    closure, and no step at all.
+    """
+
+    def __init__(self, optimizer: Optimizer, apply: Callable[[list[nn.Parameter]], None]) -> None:
+        self._optimizer, self._apply = optimizer, apply
+        self._updated: set[nn.Parameter] = set()
+        self._settings: Settings = []
+
+    def begin_backward(self) -> None:
+        """Refuses a backward that would update parameters twice before one step."""
+        if self._updated:
+            raise InputError(
+                "the gradients of the last backward were applied in it, as the plan releases them "
+                "early, and no step() has followed: call step() after each backward that "
+                "exchanges (no_sync and micro_batches add up), or plan with --forbid early-release"
+            )
+
+    def update(self, entries: Sequence[GradParam]) -> None:
+        """Applies and frees the gradients of those entries that are the optimizer's."""
+        held = {p for group in self._optimizer.param_groups for p in group["params"]}
+        own = [entry for entry in entries if entry.parameter in held]
+        if not own:
+            return
+        if not self._updated:
+            self._settings = _settings(self._optimizer)
+        # The state that the optimizer makes here outlives this backward.
+        with torch.inference_mode(False), torch.no_grad():
+            self._apply([entry.parameter for entry in own])
+        for entry in own:
+            self._updated.add(entry.parameter)
+            entry.parameter.grad = ReleasedGradient.of(entry.parameter, entry.name)
+
+    def end(self, *, closure: bool, scaled: bool) -> None:
+        """The step after a backward: it must be as gradients were applied."""
+        if closure or scaled:
+            what = "a closure" if closure else "a gradient scaler"
+            raise InputError(
+                f"step() was called with {what}, and the plan applies gradients in backward (early "
+                "release), before it: do without, or plan with --forbid early-release"
+            )
+        if self._updated:
+            self._check_settings()
+        for parameter in self._updated:
+            if isinstance(parameter.grad, ReleasedGradient):
+                parameter.grad = None
+        self._updated.clear()
+
+    def _check_settings(self) -> None:
+        for before, after in zip(self._settings, _settings(self._optimizer), strict=False):
+            for name, value in before.items():
+                now = after.get(name)
+                if not _equal(value, now):
+                    raise InputError(
+                        f"the optimizer's {name} was {value} in backward, where the plan applies "
+                        f"gradients (early release), and is {now} at step(): change it after "
+                        "step(), or plan with --forbid early-release"
+                    )
+
+
+def _settings(optimizer: Optimizer) -> Settings:
+    return [{k: v for k, v in g.items() if k != "params"} for g in copied(optimizer.param_groups)]
+
+
+def copied(groups: Settings) -> Settings:
+    """The groups of an optimizer with their hyperparameters as they are now."""
+    return [
+        {k: v.clone() if isinstance(v, Tensor) and k != "params" else v for k, v in g.items()}
+        for g in groups
+    ]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return bool(torch.as_tensor(one).equal(torch.as_tensor(other)))
+    return bool(one == other)
+
+
+class ReleasedGradient(GradStandIn):
+    """Stands for a gradient that was applied in backward, until the step: whoever would clip,
+    unscale or read it gets an error, instead of finding nothing to do."""
 
     parameter_name: str
 
     @staticmethod
-    def of(like: Tensor, name: str) -> ReleasedGradient:
-        """A stand-in for the gradient of the parameter ``like`` of that name."""
-        released = stand_in(ReleasedGradient, like.shape, like.stride(), like)
+    def of(parameter: Tensor, name: str) -> ReleasedGradient:
+        """A stand-in for the gradient of the parameter of that name."""
+        released = ReleasedGradient.like(parameter)
         released.parameter_name = name
         return released
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ReleasedGradient({self.parameter_name!r})"
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in VALUELESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func is Tensor.zero_:
-            return args[0]
-        if func is torch._foreach_zero_:
-            rest = [t for t in args[0] if not isinstance(t, ReleasedGradient)]
-            return torch._foreach_zero_(rest) if rest else None
-        raise _gone((args, kwargs))
+    def complete(self) -> Tensor:
+        raise InputError(
+            f"the gradient of {self.parameter_name!r} was applied and freed in backward, as the "
+            "plan releases it early, so it cannot be clipped, unscaled, read or added to: leave "
+            "that out, or plan with --forbid early-release"
+        )
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        raise _gone((args, kwargs))
-
-
-def _gone(tree: Any) -> InputError:
-    leaves = torch.utils._pytree.tree_leaves(tree)
-    one = next(leaf for leaf in leaves if isinstance(leaf, ReleasedGradient))
-    return InputError(
-        f"the gradient of {one.parameter_name!r} was applied and freed in backward, as the plan "
-        "releases it early, so it cannot be clipped, unscaled, read or added to: leave that out, "
-        "or plan with --forbid early-release"
-    )
+    def clear(self) -> None:
+        """Nothing is left to clear."""

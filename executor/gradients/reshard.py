@@ -1,134 +1,260 @@
-"""A parameter whose elements are shared among the peers and whose memory is free (or may be soon).
+"""A parameter whose elements are shared among the peers and whose memory is free, or may be soon:
+how its readers are noticed, and how it is saved and loaded."""
 
-Whatever touches it puts it together, on every rank in one order. Saving and loading do not: what is
-saved is this rank's chunk (``LocalChunk``), and a whole that is copied into it goes to the chunk.
-"""
+# [Note: Resharded parameters]
+# A fully sharded parameter stays the same object with the same shape while its storage is empty.
+# Its class is swapped for one with ``ResharedParam`` in front (``suspend`` in pending.py), so that
+# every torch function that needs the values comes here first and has the whole unsharded, on every
+# rank in one order. The storage is emptied and filled in place (``resize`` in fully_sharded.py):
+# what autograd has saved has the storage, and finds the values there again. The hooks on saved
+# tensors in ``UnshardManager`` notice when autograd takes it out.
+#
+# Three functions are answered without the whole, as ranks may call them alone: a copy of a whole
+# tensor into it (``load_state_dict``) goes to the chunk; ``detach`` while a ``state_dict`` is made
+# gives a placeholder, for which the chunk is put into the state; the version counter counts steps.
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ...planner.schema.errors import RunError
-from .pending import OUTSIDE, Pending
+from ...planner.schema.errors import InputError, RunError
+from ..redistribution.shards import LocalPart
+from .buckets import GradParam
+from .flat_shard import FlatShardSpec
+from .fully_sharded import FullyShardedGradGroup
+from .pending import PARAM_METADATA, PendingParam, bare
 
-USE = "_meshwright_use"
-"""Where a parameter keeps who looks after it."""
-SAVING = "_meshwright_saving"
+if TYPE_CHECKING:
+    from .unshard import UnshardManager
+
+SHARDED = "_meshwright_sharded"
+"""Where a parameter keeps a reference to who unshards it."""
+_SAVING = "_meshwright_saving"
 """Where it keeps what stands for it in a ``state_dict``, while one is made."""
 
 _VERSION: Any = Tensor._version
-_OUTSIDE = OUTSIDE | {_VERSION.__get__, Tensor.is_inference}
-"""What does not need the memory. The version counts a step when that is called."""
+_WITHOUT_MEMORY = PARAM_METADATA | {_VERSION.__get__, Tensor.is_inference}
 
 
-class ResharedParam(Pending):
+class ShardedParam(NamedTuple):
+    """A fully sharded parameter, and who unshards it."""
+
+    manager: UnshardManager
+    grad_group: FullyShardedGradGroup
+    entry: GradParam
+
+    @property
+    def spec(self) -> FlatShardSpec:
+        return self.grad_group.specs[self.entry]
+
+    def peek(self) -> Tensor:
+        """This rank's chunk, to be read on this rank alone."""
+        return self.manager.peek(self.grad_group, self.entry)
+
+    def chunk(self) -> Tensor:
+        """This rank's chunk, to be changed, on all ranks alike."""
+        return self.manager.chunk(self.grad_group, self.entry)
+
+
+class ShardedParamRef:
+    """What a parameter knows of that. Called, it unshards the parameter."""
+
+    def __init__(
+        self, manager: UnshardManager, grad_group: FullyShardedGradGroup, entry: GradParam
+    ) -> None:
+        # Weak: the parameter may outlive them.
+        self._manager, self._grad_group = weakref.ref(manager), weakref.ref(grad_group)
+        self._entry = entry
+
+    def get(self) -> ShardedParam | None:
+        """The parameter, if those who unshard it are still there."""
+        manager, grad_group = self._manager(), self._grad_group()
+        if manager is None or grad_group is None:
+            return None
+        return ShardedParam(manager, grad_group, self._entry)
+
+    def __call__(self) -> None:
+        param = self.get()
+        if param is not None:
+            param.manager.unshard([param.grad_group], ())
+
+    def __reduce__(self) -> Any:
+        return bool, ()  # it stands in the parameter's __dict__, and is not saved with it
+
+
+def sharded_param(parameter: Tensor) -> ShardedParam | None:
+    """A parameter that is fully sharded, and who unshards it; None where it is not."""
+    reference = parameter.__dict__.get(SHARDED)
+    return reference.get() if isinstance(reference, ShardedParamRef) else None
+
+
+class ResharedParam(PendingParam):
     """Mixed into the class of such a parameter."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _OUTSIDE:
+        if func in _WITHOUT_MEMORY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         plain_copy = func is Tensor.copy_ and not torch.is_grad_enabled()
-        if plain_copy and isinstance(args[0], ResharedParam) and _copied(*args[:2]):
+        if plain_copy and isinstance(args[0], ResharedParam) and _copied_to_chunk(*args[:2]):
             return args[0]
-        if func is Tensor.detach and SAVING in args[0].__dict__:
-            return args[0].__dict__[SAVING]
+        if func is Tensor.detach and _SAVING in args[0].__dict__:
+            return args[0].__dict__[_SAVING]
         leaves = pytree.tree_leaves((args, kwargs))
-        with _touching(next((t for t in leaves if isinstance(t, ResharedParam)), None)):
+        with _whole_for(next((t for t in leaves if isinstance(t, ResharedParam)), None)):
             return super().__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with _touching(self):
+        with _whole_for(self):
             return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with _touching(self):
+        with _whole_for(self):
             return super().__reduce_ex__(protocol)
 
-    def _finish_beside(self, leaves: list[Any]) -> None:
-        """All of them together: one must not be freed for another."""
+    def _finish_for(self, arguments: list[Any]) -> None:
+        # All arguments together: to unshard one could reshard another.
         myself: Any = self
-        used = use_of(myself)
-        if used is None:
+        param = sharded_param(myself)
+        if param is None:
             raise RunError(
                 f"a parameter of shape {list(myself.shape)} is read whose model is gone, and with "
                 "it what other ranks have of it: keep the model as long as its parameters"
             )
-        tensors = [t for t in leaves if isinstance(t, Tensor)]
-        mine = [use_of(t) for t in tensors if isinstance(t, ResharedParam)]
-        fetcher = used.fetcher
-        fetcher.touch([u.grad_group for u in mine if u and u.fetcher is fetcher], tensors)
+        tensors = [t for t in arguments if isinstance(t, Tensor)]
+        params = [sharded_param(t) for t in tensors if isinstance(t, ResharedParam)]
+        groups = [p.grad_group for p in params if p and p.manager is param.manager]
+        param.manager.unshard(groups, tensors)
 
 
-class Use(NamedTuple):
-    """Who looks after a parameter."""
-
-    fetcher: Any
-    grad_group: Any
-    entry: Any
+def _whole_for(parameter: Any) -> AbstractContextManager[None]:
+    """Outside the model's forward, what is unsharded here is watched again when it ends."""
+    param = sharded_param(parameter) if parameter is not None else None
+    return param.manager.around_read() if param is not None else nullcontext()
 
 
-class Keeper:
-    """The same, as the parameter knows it. It is not saved with the parameter."""
-
-    def __init__(self, fetcher: Any, grad_group: Any, entry: Any) -> None:
-        # Weak: the parameter may outlive them.
-        self._fetcher, self._parcel, self._entry = (
-            weakref.ref(fetcher),
-            weakref.ref(grad_group),
-            entry,
-        )
-
-    def use(self) -> Use | None:
-        """Who they are, if they are still there."""
-        fetcher, grad_group = self._fetcher(), self._parcel()
-        return (
-            None if fetcher is None or grad_group is None else Use(fetcher, grad_group, self._entry)
-        )
-
-    def __call__(self) -> None:
-        """Makes the parameter whole."""
-        used = self.use()
-        if used is not None:
-            used.fetcher.touch([used.grad_group], ())
-
-    def __reduce__(self) -> Any:
-        return bool, ()
-
-
-def use_of(parameter: Tensor) -> Use | None:
-    """Who looks after a parameter that is fully sharded; None where it is not."""
-    keeper = parameter.__dict__.get(USE)
-    return keeper.use() if isinstance(keeper, Keeper) else None
-
-
-def _touching(parameter: Any) -> AbstractContextManager[None]:
-    """Something touches that parameter, and perhaps others: for so long only."""
-    used = use_of(parameter) if parameter is not None else None
-    around: AbstractContextManager[None] = used.fetcher.around_touch() if used else nullcontext()
-    return around
-
-
-def _copied(target: Any, source: Any) -> bool:
+def _copied_to_chunk(target: Any, source: Any) -> bool:
     """Copies a whole tensor into the chunk of ``target``; False where that is not what it is."""
     if source is target:
         return True
-    used = use_of(target)
-    if used is None or not isinstance(source, Tensor) or isinstance(source, Pending):
+    param = sharded_param(target)
+    if param is None or not isinstance(source, Tensor) or isinstance(source, PendingParam):
         return False
     if source.shape != target.shape or source.is_meta:
         return False
-    chunk = used.fetcher.chunk(used.grad_group, used.entry)
-    sharing = used.grad_group.sharings[used.entry]
-    chunk.copy_(sharing.part(source.to(chunk.device, chunk.dtype)))
-    torch.autograd.graph.increment_version(target)
+    chunk = param.chunk()
+    chunk.copy_(param.spec.chunk_of(source.to(chunk.device, chunk.dtype)))
+    torch.autograd.graph.increment_version(target)  # as the copy into the whole would have
     return True
+
+
+class LocalChunk(LocalPart):
+    """A parameter in a ``state_dict`` of which this rank has a chunk: the elements from ``slot``
+    times the chunk's size on, in the order in which they lie in memory. ``peers`` is the number of
+    chunks, ``held_shape`` the shape of what they make up together."""
+
+    peers: int
+    slot: int
+    held_shape: tuple[int, ...]
+
+    @staticmethod
+    def of(chunk: Tensor, spec: FlatShardSpec) -> LocalChunk:
+        """A rank's chunk, described."""
+        marked = chunk.as_subclass(LocalChunk)
+        marked.peers, marked.slot, marked.held_shape = spec.peers, spec.slot, tuple(spec.shape)
+        return marked
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalChunk:
+        copied = self.as_subclass(Tensor).clone().as_subclass(LocalChunk)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def fits(self, spec: FlatShardSpec) -> bool:
+        """Whether it is the same chunk of the same whole."""
+        place = self.peers, self.slot, self.held_shape
+        return place == (spec.peers, spec.slot, tuple(spec.shape))
+
+
+torch.serialization.add_safe_globals([LocalChunk])  # so that torch.load reads it back by default
+
+
+def install_chunks(model: nn.Module, sharded: Mapping[nn.Parameter, FlatShardSpec]) -> None:
+    """Makes the modules whose parameters are fully sharded save and load this rank's chunks."""
+    for module in model.modules():
+        if any(p in sharded for p in module._parameters.values() if p is not None):
+            module.register_state_dict_pre_hook(_before_saving)  # type: ignore[no-untyped-call]
+            module.register_state_dict_post_hook(_after_saving)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]
+
+
+def _sharded_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardedParam]]:
+    for leaf, parameter in module._parameters.items():
+        param = sharded_param(parameter) if parameter is not None else None
+        if parameter is not None and param is not None:
+            yield leaf, parameter, param
+
+
+def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:
+        for _, parameter, param in _sharded_params(module):
+            parameter.__dict__[_SAVING] = LocalChunk.of(param.peek(), param.spec)
+
+
+def _after_saving(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for leaf, parameter, _ in _sharded_params(module):
+        described = parameter.__dict__.pop(_SAVING, None)
+        if described is not None and prefix + leaf in state:
+            state[prefix + leaf] = described
+
+
+def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for leaf, parameter, param in _sharded_params(module):
+        value, spec = state.get(prefix + leaf), param.spec
+        if not isinstance(value, LocalChunk):
+            param.chunk()  # reshards it, so that the whole which is copied goes to the chunk
+            continue
+        if not value.fits(spec):
+            raise InputError(
+                f"{prefix + leaf!r} is chunk {value.slot} of {value.peers} of shape "
+                f"{list(value.held_shape)}, this rank has chunk {spec.slot} of {spec.peers} "
+                f"of shape {list(spec.shape)}: load a full_state_dict"
+            )
+        param.chunk().copy_(value.as_subclass(Tensor))
+        torch.autograd.graph.increment_version(parameter)  # as a copy into the whole would
+        state[prefix + leaf] = parameter  # which torch copies onto itself: nothing is left to do
+
+
+def held_parameters(model: nn.Module) -> list[Tensor]:
+    """What this rank has in memory of a model's parameters now: chunks, and what is whole."""
+    held = []
+    for parameter in model.parameters():
+        param = sharded_param(parameter)
+        held.append(bare(parameter))
+        if param is not None:
+            held.append(param.peek())
+    return held
+
+
+def whole_chunks(
+    model: nn.Module, sharded: Mapping[nn.Parameter, FlatShardSpec]
+) -> Iterator[tuple[str, Any]]:
+    """A model's state entry by entry, chunks put together. Collective over their peers."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    done: dict[nn.Parameter, Tensor] = {}  # tied parameters are gathered once
+    for name, value in model.state_dict().items():
+        if isinstance(value, LocalChunk):
+            parameter = named[name]
+            if parameter not in done:
+                done[parameter] = sharded[parameter].all_gather(value.as_subclass(Tensor))
+            value = done[parameter]
+        yield name, value

@@ -1,4 +1,4 @@
-"""Gradients of one unit on their way, in slices: what is sent, and what has come back."""
+"""Gradients on their way, in slices: what is sent, and what has come back."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.schema.plan import SHARDING, ExchangePolicy
-from ...planner.simulate.slicing import SliceSpec, cut, grouped
+from ...planner.simulate import slicing
+from ...planner.simulate.slicing import SliceSpec, Travelling
 from ..comm.buffers import alias_for_comm, release_comm_buffers
 from ..comm.watchdog import Watchdog
 from ..comm.worker_threads import abandon
 from .buckets import GradParam
+from .flat_shard import flat
 from .pending import bare
-from .sparse import SparseAverage
 
 
 class Slice:
     """One collective: a part of a large gradient where it lies, or copies of small ones."""
 
-    def __init__(self, entries: Sequence[GradParam], cut: SliceSpec) -> None:
-        self.entries = tuple(entries)
+    def __init__(self, params: Sequence[GradParam], cut: SliceSpec) -> None:
+        self.params = tuple(params)
         self.cut = cut
         self.work: dist.Work | None = None
         self._wire: Tensor | None = None
-        self._carried: list[Tensor] = []
+        self._comm_tensors: list[Tensor] = []
         """The tensors that the library has."""
-        self._settled = True
+        self._arrived = True
         self.skipped = False
         """Whether its turn passes without a message, on all ranks alike."""
 
@@ -39,34 +40,34 @@ class Slice:
     @property
     def bytes(self) -> int:
         """What a member has of it."""
-        numel = sum(e.parameter.numel() for e in self.entries)
-        return numel * self.entries[0].parameter.element_size() // self.cut.parts
+        numel = sum(p.parameter.numel() for p in self.params)
+        return numel * self.params[0].parameter.element_size() // self.cut.parts
 
     @property
     def shared_bytes(self) -> int:
         """What every rank takes it to have, whatever its own member has of it, or if it has
         nothing: all must find the same order of slices."""
-        share = sum(e.shared_bytes for e in self.entries) // self.cut.parts
+        share = sum(p.shared_bytes for p in self.params) // self.cut.parts
         # Of an all-reduce that takes as long as the way of gradients to those who own elements.
-        return share // 2 if self.entries[0].exchange in SHARDING else share
+        return share // 2 if self.params[0].exchange in SHARDING else share
 
     @property
     def sent_bytes(self) -> int:
         """What a ring sends for it."""
-        size = self.entries[0].group.size
+        size = self.params[0].group.size
         return 2 * (size - 1) * self.bytes // size
 
     def send(self, gradients: dict[GradParam, Tensor]) -> None:
         """Starts the sum over the group. Collective, in the order of all slices."""
-        group = self.entries[0].group
+        group = self.params[0].group
         self._wire = self._load(gradients)
-        self._settled = False
+        self._arrived = False
         if group.handle is not None and self._wire.numel():
-            self._carried = [alias_for_comm(self._wire)]
-            self.work = dist.all_reduce(self._carried[0], group=group.handle, async_op=True)
+            self._comm_tensors = [alias_for_comm(self._wire)]
+            self.work = dist.all_reduce(self._comm_tensors[0], group=group.handle, async_op=True)
 
     def _load(self, gradients: dict[GradParam, Tensor]) -> Tensor:
-        flats = [_flat(gradients[entry]) for entry in self.entries]
+        flats = [flat(gradients[param]) for param in self.params]
         if len(flats) > 1:
             return torch.cat(flats)
         start, stop = (flats[0].numel() * (self.cut.part + i) // self.cut.parts for i in (0, 1))
@@ -77,25 +78,27 @@ class Slice:
         """Whether it has come back."""
         return self.work is None or self.work.is_completed()
 
-    def settle(self, gradients: dict[GradParam, Tensor], watch: Watchdog, doing: str) -> float:
+    def wait_and_average(
+        self, gradients: dict[GradParam, Tensor], watch: Watchdog, doing: str
+    ) -> float:
         """Waits, and turns the sum into the average. Returns the seconds waited."""
-        if self._settled:
+        if self._arrived:
             return 0.0
         assert self._wire is not None
-        group = self.entries[0].group
+        group = self.params[0].group
         waited = watch.wait(self.work, group, doing)
         if group.handle is not None:
             self._wire.div_(group.size)
-        if len(self.entries) > 1:
-            flats = [_flat(gradients[entry]) for entry in self.entries]
+        if len(self.params) > 1:
+            flats = [flat(gradients[param]) for param in self.params]
             torch._foreach_copy_(flats, torch.split(self._wire, [f.numel() for f in flats]))
-        self._settle()
+        self._finish()
         return waited
 
-    def _settle(self) -> None:
+    def _finish(self) -> None:
         """It has come, and what was made of it stands where it belongs."""
-        release_comm_buffers(self._carried)
-        self._settled, self._wire, self._carried, self.work = True, None, [], None
+        release_comm_buffers(self._comm_tensors)
+        self._arrived, self._wire, self._comm_tensors, self.work = True, None, [], None
 
 
 class GradGroup:
@@ -106,22 +109,22 @@ class GradGroup:
     absent = False
     """Whether it stands for what other ranks exchange."""
 
-    def __init__(self, unit: int, entries: Sequence[GradParam], limit_bytes: int) -> None:
+    def __init__(self, unit: int, params: Sequence[GradParam], message_bytes: int) -> None:
         self.unit = unit
-        self.entries = tuple(entries)
-        self.slices = tuple(self._cut(limit_bytes))
+        self.params = tuple(params)
+        self.slices = tuple(self._cut(message_bytes))
         self.gradients: dict[GradParam, Tensor] = {}
         self.ready_s = 0.0
         self.sent = 0
         self.idle: set[GradParam] = set()
-        """The entries that this backward has computed nothing for on this rank."""
+        """The parameters that this backward has computed nothing for on this rank."""
         self.update: Callable[[], None] | None = None
         """Applies the step that has taken these gradients over."""
 
-    def _cut(self, limit_bytes: int) -> list[Slice]:
+    def _cut(self, message_bytes: int) -> list[Slice]:
         # Cut by shares of the undivided size, so that all members have as many slices.
-        cuts = cut([e.shared_bytes for e in self.entries], limit_bytes)
-        return [self.made_of([self.entries[i] for i in c.parameters], c) for c in cuts]
+        cuts = slicing.cut([p.shared_bytes for p in self.params], message_bytes)
+        return [self.made_of([self.params[i] for i in c.parameters], c) for c in cuts]
 
     @property
     def bytes(self) -> int:
@@ -131,15 +134,15 @@ class GradGroup:
     @property
     def released(self) -> bool:
         """Whether its gradients are applied and freed in backward."""
-        return self.entries[0].released
+        return self.params[0].released
 
     @property
     def full(self) -> bool:
         """Whether all of its gradients are computed."""
-        return len(self.gradients) == len(self.entries)
+        return len(self.gradients) == len(self.params)
 
     @property
-    def travelling(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether slices have left and not been waited for."""
         return self.sent > 0
 
@@ -149,7 +152,7 @@ class GradGroup:
         return self.sent == len(self.slices) and all(s.there for s in self.slices)
 
     @property
-    def swells(self) -> bool:
+    def needs_room(self) -> bool:
         """Whether to take it in needs room beside what travels, which there is when those before
         it have been."""
         return False
@@ -160,47 +163,42 @@ class GradGroup:
 
     def send(self, number: int) -> None:
         """Sends its next slice."""
-        assert number == self.sent, "slices of a parcel leave in their order"
+        assert number == self.sent, "slices of a group leave in their order"
         self.sent += 1
         sent = self.slices[number]
         if not sent.skipped:
             sent.send(self.gradients)
 
-    def absorb(self, entry: GradParam, gradient: Tensor) -> bool:
+    def absorb(self, param: GradParam, gradient: Tensor) -> bool:
         """Takes in the gradient of a backward after which nothing is sent. False where it stays,
         for later ones to be added to it."""
         return False
 
-    def fold(self, entry: GradParam, gradient: Tensor) -> SparseAverage | None:
-        """Takes a gradient in at once, where its memory is not needed any more, and returns what
-        will come of it; None where it travels as it is."""
-        return None
-
-    def sends(self, entry: GradParam) -> bool:
-        """Whether anything of the entry is sent in this backward; if not, it is held."""
+    def sends(self, param: GradParam) -> bool:
+        """Whether anything of the parameter is sent in this backward; if not, it is held."""
         return True
 
-    def holds(self, entry: GradParam) -> bool:
-        """Whether something of the entry waits to be sent."""
+    def holds(self, param: GradParam) -> bool:
+        """Whether something of the parameter waits to be sent."""
         return False
 
-    def hold(self, entry: GradParam) -> None:
-        """Keeps what an entry that is not sent has computed."""
+    def hold(self, param: GradParam) -> None:
+        """Keeps what a parameter that is not sent has computed."""
         raise NotImplementedError("what is sent densely is never held")
 
-    def forget(self, entry: GradParam) -> None:
-        """No rank has anything of the entry: what was sent of it does not count."""
+    def forget(self, param: GradParam) -> None:
+        """No rank has anything of the parameter: what was sent of it does not count."""
 
-    def settle(self, watch: Watchdog) -> float:
+    def wait_and_average(self, watch: Watchdog) -> float:
         """Waits for all slices; the gradients are averages then. Returns the seconds waited."""
         doing = f"the exchange of the gradients of {self.listed}"
-        return sum(s.settle(self.gradients, watch, doing) for s in self.slices)
+        return sum(s.wait_and_average(self.gradients, watch, doing) for s in self.slices)
 
     @property
     def listed(self) -> str:
         """Its parameters in words."""
-        names = ", ".join(repr(e.name) for e in self.entries[:2])
-        more = len(self.entries) - 2
+        names = ", ".join(repr(p.name) for p in self.params[:2])
+        more = len(self.params) - 2
         return f"{names} and {more} more" if more > 0 else names
 
     def clear(self) -> None:
@@ -208,66 +206,73 @@ class GradGroup:
         self.gradients, self.idle, self.sent, self.update = {}, set(), 0, None
 
 
+class AbsentSlice(Slice):
+    """A slice that other ranks exchange. Its turn passes without a message."""
+
+    @property
+    def bytes(self) -> int:
+        """About what a member has of it there."""
+        return self.shared_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Nothing."""
+        return 0
+
+
+class AbsentGradGroup(GradGroup):
+    """Gradients that other ranks exchange, while this one has nothing of their parameters: it
+    counts their slices, as all ranks order all slices alike."""
+
+    made_of = AbsentSlice
+    absent = True
+
+
 DENSE: Mapping[ExchangePolicy, type[GradGroup]] = {"dense": GradGroup}
 
 
 def make_grad_groups(
-    entries: Iterable[GradParam],
-    limit_bytes: int,
+    params: Iterable[GradParam],
+    message_bytes: int,
     kinds: Mapping[ExchangePolicy, type[GradGroup]] = DENSE,
-    absent: type[GradGroup] | None = None,
 ) -> list[GradGroup]:
-    """The parcels in forward order, each with its parameters in the order of backward; ``kinds``
-    says which parcel carries out a policy, ``absent`` which one stands for what others exchange.
-
-    One for each unit and its peers; units that follow each other and are small together share one,
-    as each message has its latency.
-    """
-    every = list(entries)  # the last unit comes first
-    groups = grouped((entry.kind, entry.unit, entry.shared_bytes) for entry in every)
-    found = [[every[i] for i in group] for group in groups]
-    grad_groups = [
-        _kind(mine[0], kinds, absent)(mine[-1].unit, mine, limit_bytes) for mine in found
-    ]
-    return sorted(grad_groups, key=lambda grad_group: grad_group.unit)
-
-
-def _kind(
-    entry: GradParam,
-    kinds: Mapping[ExchangePolicy, type[GradGroup]],
-    absent: type[GradGroup] | None,
-) -> type[GradGroup]:
-    """Where nothing travels, nothing is saved by leaving it behind."""
-    if entry.idle and absent is not None:
-        return absent
-    return GradGroup if entry.group.handle is None else kinds[entry.exchange]
+    """The groups in forward order, each with its parameters in the order of backward, as the
+    planner packs them; ``kinds`` says which class carries out a policy."""
+    every = list(params)  # the last unit comes first
+    packed = slicing.pack_units(Travelling(p.kind, p.unit, p.shared_bytes) for p in every)
+    found = []
+    for numbers in packed:
+        mine = [every[i] for i in numbers]
+        first = mine[0]
+        kind = kinds[first.exchange]
+        if first.idle:
+            kind = AbsentGradGroup
+        elif first.group.handle is None:
+            kind = GradGroup  # where nothing travels, nothing is saved by leaving it behind
+        found.append(kind(mine[-1].unit, mine, message_bytes))
+    return sorted(found, key=lambda grad_group: grad_group.unit)
 
 
-def as_sent(entry: GradParam) -> Tensor:
+def as_sent(param: GradParam) -> Tensor:
     """The parameter's gradient in the memory format in which slices are cut, the same on all peers:
     the parameter's own where that is dense. The gradient itself where it has it."""
-    gradient = entry.parameter.grad
-    if gradient is not None and gradient.stride() == _stride(entry):
+    gradient = param.parameter.grad
+    if gradient is not None and gradient.stride() == _stride(param):
         return gradient
-    made = empty_like(entry)
+    made = empty_like(param)
     return made.zero_() if gradient is None else made.copy_(gradient)
 
 
-def empty_like(entry: GradParam) -> Tensor:
+def empty_like(param: GradParam) -> Tensor:
     """A new tensor in that memory format."""
-    parameter = entry.parameter
+    parameter = param.parameter
     return torch.empty_strided(
-        parameter.shape, _stride(entry), dtype=parameter.dtype, device=parameter.device
+        parameter.shape, _stride(param), dtype=parameter.dtype, device=parameter.device
     )
 
 
-def _stride(entry: GradParam) -> tuple[int, ...]:
-    parameter = bare(entry.parameter)
+def _stride(param: GradParam) -> tuple[int, ...]:
+    parameter = bare(param.parameter)
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()
-
-
-def _flat(gradient: Tensor) -> Tensor:
-    """All elements in the order in which they lie in memory."""
-    return gradient.as_strided((gradient.numel(),), (1,))

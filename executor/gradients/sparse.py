@@ -16,8 +16,8 @@ from ...planner.schema.errors import RunError
 from ..redistribution.shard_gradient import ShardGradient
 from .buckets import GradParam
 from .feedback import mirrors
-from .residual import flat_of
-from .waiting import WaitingGradient, vacating
+from .flat_shard import flat
+from .pending import WaitingGradient, vacating
 
 Groups = list[dict[str, Any]]
 Part = tuple[Tensor, Tensor]
@@ -29,10 +29,11 @@ class SparseAverage:
     values were multiplied with: the learning rate of a mirror, else 1. ``like`` has the form of the
     dense gradient."""
 
-    def __init__(self, entry: GradParam, rate: float, like: Tensor) -> None:
-        self.name, self.rate, self.updates = entry.name, rate, mirrors(entry)
-        # The entry holds the parameter, whose grad will hold this: no collector sees through that.
-        self._peers, self._members = entry.group.size, entry.members
+    def __init__(self, param: GradParam, rate: float, like: Tensor) -> None:
+        self.name, self.rate, self.updates = param.name, rate, mirrors(param)
+        # Not the GradParam: it holds the parameter, whose grad will hold this, and Python's garbage
+        # collector does not see through a parameter's grad.
+        self._peers, self._members = param.group.size, param.members
         self._form = like.shape, like.stride(), like.dtype, like.device
         self._parts: list[Part] | None = None
 
@@ -53,12 +54,12 @@ class SparseAverage:
         """The gradient as the user sees it: the average before it was multiplied with the rate."""
         assert self._parts is not None
         gradient = self._empty().zero_()
-        flat = flat_of(gradient)
+        elements = flat(gradient)
         for values, index in self._parts:
-            flat.index_add_(0, index, values)
-        flat.div_(self._peers)
+            elements.index_add_(0, index, values)
+        elements.div_(self._peers)
         if self.rate:  # a rate of zero has sent zeros
-            flat.div_(self.rate)
+            elements.div_(self.rate)
         return self._shown(gradient)
 
     def _empty(self) -> Tensor:
@@ -72,10 +73,10 @@ class SparseAverage:
         """Subtracts updates from the parameter, as plain SGD would with that learning rate."""
         assert self._parts is not None
         assert self.updates
-        flat = flat_of(parameter.detach())
+        elements = flat(parameter.detach())
         scale = rate / self.rate if self.rate else 0.0
         for values, index in self._parts:
-            flat.index_add_(0, index, values, alpha=-scale / self._peers)
+            elements.index_add_(0, index, values, alpha=-scale / self._peers)
 
 
 class SparseGradient(WaitingGradient):
@@ -85,9 +86,9 @@ class SparseGradient(WaitingGradient):
 
 
 def stand_for(
-    average: SparseAverage, entry: GradParam, like: Tensor, finish: Callable[[], None]
+    average: SparseAverage, param: GradParam, like: Tensor, finish: Callable[[], None]
 ) -> SparseGradient:
-    """What stands in an entry's ``grad``, in the form of ``like``; ``finish()`` waits until the
+    """What stands in a parameter's ``grad``, in the form of ``like``; ``finish()`` waits until the
     average has come."""
 
     def arrive() -> Tensor:
@@ -100,7 +101,7 @@ def stand_for(
             )
         return average.dense()
 
-    waiting = SparseGradient.of(like, arrive, vacating(entry.parameter, average.zeros))
+    waiting = SparseGradient.of(like, arrive, vacating(param.parameter, average.zeros))
     waiting.average = average
     return waiting
 

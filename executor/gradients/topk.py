@@ -9,23 +9,23 @@ the order of ranks: all get the same sum, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.simulate.slicing import cut
+from ...planner.simulate.slicing import SliceSpec
+from ..comm.buffers import alias_for_comm
+from ..comm.watchdog import Watchdog
 from .buckets import GradParam
-from .feedback import folds, mirrors
-from .lossy import LossyGradGroup, like
+from .feedback import Lossy, LossyGradGroup, folds, like, mirrors
+from .flat_shard import flat
 from .momentum import Momentum
-from .residual import Lossy, flat_of
 from .slices import Slice
-from .sparse import SparseAverage
-from .topk_message import TopkSlice, topk_elements
+from .sparse import SparseAverage, SparseGradient
 
-MOST_ELEMENTS = 2**31 - 1
-"""Elements are numbered in int32."""
 STRIDE, SPARSE, SAMPLED_FROM = 61, 8, 10_000
 """Of parameters from ``SAMPLED_FROM`` elements on one in ``STRIDE`` is looked at for the threshold,
 where at most one in ``SPARSE`` is sent: of a million elements, choosing one in twenty takes 3.4 ms
@@ -41,7 +41,7 @@ def ratio_at(ratio: float, backwards: int, lossy: Lossy) -> float:
 
 
 class TopkState:
-    """What the parcels of top-k share: how far the warm-up is, and the optimizer's momentum."""
+    """What the groups of top-k share: how far the warm-up is, and the optimizer's momentum."""
 
     name = "topk"
 
@@ -49,23 +49,23 @@ class TopkState:
         self._lossy = lossy
         self._backwards = 0
         self.momentum: Momentum | None = None
-        self.parameters = [e.parameter for p in grad_groups for e in p.feedback]
-        self.mirrored = [e.parameter for p in grad_groups for e in p.feedback if mirrors(e)]
+        self.parameters = [p.parameter for g in grad_groups for p in g.feedback]
+        self.mirrored = [p.parameter for g in grad_groups for p in g.feedback if mirrors(p)]
         for grad_group in grad_groups:
-            grad_group.picking = self
+            grad_group.topk = self
 
-    def count(self, entry: GradParam) -> int:
-        """How many elements of an entry each rank sends in this backward."""
-        return topk_elements(entry.parameter.numel(), self.share(entry))
+    def count(self, param: GradParam) -> int:
+        """How many elements of a parameter each rank sends in this backward."""
+        return topk_elements(param.parameter.numel(), self.share(param))
 
-    def share(self, entry: GradParam) -> float:
+    def share(self, param: GradParam) -> float:
         """The share of them."""
-        return ratio_at(entry.ratio, self._backwards, self._lossy)
+        return ratio_at(param.ratio, self._backwards, self._lossy)
 
-    def rate(self, entry: GradParam) -> float:
+    def rate(self, param: GradParam) -> float:
         """The learning rate that is in force for a mirror."""
         assert self.momentum is not None, "checked when the plan was applied"
-        return self.momentum.rate(entry.parameter, entry.name)
+        return self.momentum.rate(param.parameter, param.name)
 
     def begin(self) -> None:
         """Before a backward."""
@@ -87,13 +87,13 @@ class TopkState:
         self._backwards = int(state["backwards"])
 
 
-def largest(flat: Tensor, count: int) -> Tensor:
+def largest(elements: Tensor, count: int) -> Tensor:
     """The numbers of the ``count`` elements with the largest magnitudes.
 
     As in Deep Gradient Compression a sample tells about where the threshold is. The choice among
     those above it is exact; where they are too few, it is made among all.
     """
-    sizes = flat.abs()
+    sizes = elements.abs()
     if len(sizes) >= SAMPLED_FROM and count * SPARSE <= len(sizes):
         # Half as many again as are wanted, and some more where the sample says little.
         enough = 3 * count // (2 * STRIDE) + 8
@@ -104,30 +104,106 @@ def largest(flat: Tensor, count: int) -> Tensor:
     return sizes.topk(count, sorted=False).indices
 
 
+def topk_elements(numel: int, share: float) -> int:
+    """How many of so many elements are a share of them: at least one."""
+    return min(numel, ceil(share * numel))
+
+
+def _unpacked(part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The values and the numbers of a message."""
+    count = part.numel() // (dtype.itemsize + torch.int32.itemsize)
+    # Copies, as messages of other ranks begin at bytes that no multiple of the type's size need be.
+    values = part[: count * dtype.itemsize].clone().view(dtype)
+    return values, part[count * dtype.itemsize :].clone().view(torch.int32)
+
+
+class TopkSlice(Slice):
+    """One collective: some elements of one parameter, with their numbers."""
+
+    def __init__(self, param: GradParam) -> None:
+        super().__init__([param], SliceSpec((0,)))
+        self._parts: list[Tensor] = []
+        self._share, self._message_bytes = 0.0, 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a ring sends for it: each rank's message passes every other rank."""
+        return (self.params[0].group.size - 1) * self._message_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Those of a gradient whose sum would take a ring as long."""
+        return self.params[0].group.size * self._message_bytes // 2
+
+    @property
+    def shared_bytes(self) -> int:
+        """What every rank takes it to have, as if members had equally much."""
+        (param,) = self.params
+        width = param.parameter.element_size()
+        count = ceil(self._share * (param.shared_bytes // width))
+        return param.group.size * count * (width + torch.int32.itemsize) // 2
+
+    def expect(self, share: float) -> None:
+        """Says which share of the elements it will carry."""
+        parameter = self.params[0].parameter
+        size = parameter.element_size() + torch.int32.itemsize
+        self._share, self._message_bytes = share, topk_elements(parameter.numel(), share) * size
+
+    def send_elements(self, values: Tensor, index: Tensor) -> None:
+        """Starts to show these elements to all peers. Collective, in the order of all slices."""
+        self._arrived = False
+        group = self.params[0].group
+        # One message of both: half the latency of two.
+        message = torch.cat([values.view(torch.uint8), index.int().view(torch.uint8)])
+        wire = message.new_empty(group.size * message.numel())
+        self._wire, self._parts = message, list(wire.chunk(group.size)) if len(values) else []
+        if len(values):
+            *parts, mine = self._comm_tensors = [alias_for_comm(t) for t in (*self._parts, message)]
+            self.work = dist.all_gather(parts, mine, group=group.handle, async_op=True)
+
+    def wait_and_average(
+        self, gradients: dict[GradParam, Tensor], watch: Watchdog, doing: str
+    ) -> float:
+        """Waits, and makes the dense average. Returns the seconds waited."""
+        if self._arrived:
+            return 0.0
+        (param,) = self.params
+        waited = watch.wait(self.work, param.group, doing)
+        gradient = gradients[param]
+        parts = [_unpacked(part, gradient.dtype) for part in self._parts]
+        if isinstance(gradient, SparseGradient):
+            gradient.average.fill(parts)
+        else:
+            average = flat(gradient).zero_()
+            for values, index in parts:
+                average.index_add_(0, index, values)
+            average.div_(param.group.size)
+        self._parts = []
+        self._finish()
+        return waited
+
+
 class TopkGradGroup(LossyGradGroup):
     """Gradients of which the largest elements are sent; the others are held."""
 
-    picking: TopkState
+    topk: TopkState
 
-    def __init__(self, unit: int, entries: Sequence[GradParam], limit_bytes: int) -> None:
-        super().__init__(unit, entries, limit_bytes)
+    def __init__(self, unit: int, params: Sequence[GradParam], message_bytes: int) -> None:
+        super().__init__(unit, params, message_bytes)
         self.velocities: dict[GradParam, Tensor] = {}
-        self._picks: dict[GradParam, tuple[Tensor, Tensor]] = {}
+        self._chosen: dict[GradParam, tuple[Tensor, Tensor]] = {}
         self._absorbed: set[GradParam] = set()
-        """The entries that backwards before this one have added to without an exchange."""
+        """The parameters that backwards before this one have added to without an exchange."""
 
-    def _cut(self, limit_bytes: int) -> list[Slice]:
-        whole = [e for e in self.entries if e.whole]
-        packs = cut([e.shared_bytes for e in whole], limit_bytes)
-        slices = [Slice([whole[i] for i in c.parameters], c) for c in packs]
-        for entry in self.entries:
-            if not entry.whole:
-                slices.append(one := TopkSlice(entry))
-                one.expect(entry.ratio)
-        return slices
+    def _slice(self, params: Sequence[GradParam], cut: SliceSpec) -> Slice:
+        if params[0].whole:
+            return Slice(params, cut)
+        one = TopkSlice(params[0])
+        one.expect(params[0].ratio)
+        return one
 
     @property
-    def swells(self) -> bool:
+    def needs_room(self) -> bool:
         """What has come is copied out of its messages, and put together for most updates."""
         return any(isinstance(one, TopkSlice) for one in self.slices)
 
@@ -135,7 +211,7 @@ class TopkGradGroup(LossyGradGroup):
         """Its next slice, with as many elements as this backward sends."""
         one = self.slices[number]
         if isinstance(one, TopkSlice):
-            one.expect(self.picking.share(one.entries[0]))
+            one.expect(self.topk.share(one.params[0]))
         return one
 
     def send(self, number: int) -> None:
@@ -144,88 +220,88 @@ class TopkGradGroup(LossyGradGroup):
         if not isinstance(one, TopkSlice):
             super().send(number)
             return
-        assert number == self.sent, "slices of a parcel leave in their order"
+        assert number == self.sent, "slices of a group leave in their order"
         self.sent += 1
-        (entry,) = one.entries
-        picks = self._picks.pop(entry, None)
-        one.send_picked(*(picks or self._pick(entry, self.gradients[entry].clone(), 1.0)))
+        (param,) = one.params
+        picks = self._chosen.pop(param, None)
+        one.send_elements(*(picks or self._choose(param, self.gradients[param].clone(), 1.0)))
 
-    def absorb(self, entry: GradParam, gradient: Tensor) -> bool:
+    def absorb(self, param: GradParam, gradient: Tensor) -> bool:
         """Takes in the gradient of a backward after which nothing is sent, where that is the same
         as to take it in with the last. False where it stays."""
-        momentum, feedback = self.picking.momentum, self.feedback.get(entry)
-        if feedback is None or not folds(entry):
+        momentum, feedback = self.topk.momentum, self.feedback.get(param)
+        if feedback is None or not folds(param):
             return False
         gradient = gradient.as_subclass(Tensor)
-        if momentum is not None and momentum.gathers(entry.parameter):
-            known = self.velocities.get(entry)
-            fresh = entry not in self._absorbed
-            velocity = momentum.gather(entry.parameter, known, gradient, fresh=fresh)
+        if momentum is not None and momentum.gathers(param.parameter):
+            known = self.velocities.get(param)
+            fresh = param not in self._absorbed
+            velocity = momentum.gather(param.parameter, known, gradient, fresh=fresh)
             if velocity is None:
                 return False
-            self.velocities[entry] = velocity
-            self._absorbed.add(entry)
+            self.velocities[param] = velocity
+            self._absorbed.add(param)
             return True
-        feedback.add(gradient, self.picking.rate(entry) if mirrors(entry) else 1.0)
+        feedback.add(gradient, self.topk.rate(param) if mirrors(param) else 1.0)
         feedback.take(torch.empty(0, dtype=torch.int64, device=gradient.device))  # none is sent
         return True
 
-    def holds(self, entry: GradParam) -> bool:
-        """Whether something of the entry waits to be sent."""
-        return entry in self._absorbed or super().holds(entry)
+    def holds(self, param: GradParam) -> bool:
+        """Whether something of the parameter waits to be sent."""
+        return param in self._absorbed or super().holds(param)
 
-    def fold(self, entry: GradParam, gradient: Tensor) -> SparseAverage | None:
+    def fold(self, param: GradParam, gradient: Tensor) -> SparseAverage | None:
         """Takes a gradient in as soon as it is computed, where its memory is not needed for the
         average: the choice is made, and what will come of it is returned."""
-        if not folds(entry):
+        if not folds(param):
             return None
         gradient = gradient.as_subclass(Tensor)  # of a divided parameter it may know its members
-        rate = self.picking.rate(entry) if mirrors(entry) else 1.0
-        average = SparseAverage(entry, rate, gradient)
-        self._picks[entry] = self._pick(entry, gradient, rate)
+        rate = self.topk.rate(param) if mirrors(param) else 1.0
+        average = SparseAverage(param, rate, gradient)
+        self._chosen[param] = self._choose(param, gradient, rate)
         return average
 
-    def _pick(self, entry: GradParam, gradient: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-        """The values and the numbers of what is sent of an entry. Takes ``gradient`` over."""
-        new, velocity = self._new(entry, gradient)
-        held = self.feedback[entry].add(new, rate)
-        index = largest(flat_of(held), self.picking.count(entry))
-        values = self.feedback[entry].take(index)
+    def _choose(self, param: GradParam, gradient: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        """The values and the numbers of what is sent of a parameter. Takes ``gradient`` over."""
+        new, velocity = self._new(param, gradient)
+        held = self.feedback[param].add(new, rate)
+        index = largest(flat(held), self.topk.count(param))
+        values = self.feedback[param].take(index)
         if velocity is not None and held is not new:  # where it is, nothing was held before
-            delayed = values != flat_of(new)[index].mul_(rate)
-            flat_of(velocity).index_fill_(0, index[delayed], 0)
+            delayed = values != flat(new)[index].mul_(rate)
+            flat(velocity).index_fill_(0, index[delayed], 0)
         return values, index
 
-    def _new(self, entry: GradParam, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _new(self, param: GradParam, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         """(what is to be applied of this backward, in the gradient's memory; the velocity behind it
         if there is one)."""
-        momentum = self.picking.momentum
+        momentum = self.topk.momentum
         # What this rank has not used leaves its velocity alone, as torch's SGD does without a grad.
-        fresh = entry not in self._absorbed
-        self._absorbed.discard(entry)
-        unused = entry in self.idle and fresh
-        if momentum is None or unused or not momentum.corrects(entry.parameter):
+        fresh = param not in self._absorbed
+        self._absorbed.discard(param)
+        unused = param in self.idle and fresh
+        if momentum is None or unused or not momentum.corrects(param.parameter):
             return gradient, None
-        known = self.velocities.get(entry)
-        velocity, new = momentum.advance(entry.parameter, known, gradient, fresh=fresh)
+        known = self.velocities.get(param)
+        velocity, new = momentum.advance(param.parameter, known, gradient, fresh=fresh)
         if velocity is not None:
-            self.velocities[entry] = velocity
+            self.velocities[param] = velocity
         return new, velocity
 
-    def forget(self, entry: GradParam) -> None:
-        """No rank has anything of the entry: what was sent of it does not count."""
-        if entry in self.feedback:
-            self.feedback[entry].restore(None)
+    def forget(self, param: GradParam) -> None:
+        """No rank has anything of the parameter: what was sent of it does not count."""
+        if param in self.feedback:
+            self.feedback[param].restore(None)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Copies of what is held and of the velocities, by parameter."""
         state = super().state()
-        for entry, velocity in self.velocities.items():
-            state.setdefault(entry.name, {})["velocity"] = velocity.clone()
+        for param, velocity in self.velocities.items():
+            state.setdefault(param.name, {})["velocity"] = velocity.clone()
         return state
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Goes on from a ``state`` of the same parameters."""
         super().load(state)
-        saved = {e: state.get(e.name, {}).get("velocity") for e in self.feedback}
-        self.velocities = {e: like(e, value) for e, value in saved.items() if value is not None}
+        saved = {p: state.get(p.name, {}).get("velocity") for p in self.feedback}
+        self.velocities = {p: like(p, value) for p, value in saved.items() if value is not None}

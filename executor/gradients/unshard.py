@@ -1,23 +1,23 @@
-"""When the parameters of fully sharded units are whole: from a use until the next unit's.
+"""When the parameters of fully sharded units are whole: from the moment in which something needs
+them until the next unit's turn."""
 
-A use is noticed by what it does: whoever touches a parameter whose memory is free
-(``ResharedParam``), in forward as a rule, and whatever autograd has saved of it and takes out again
-in backward. So units that run twice, or by another way than their modules' forward, are right as
-well, for one more gather each time. While a unit works, the parameters of the one that followed it
-last time are on their way already.
-
-In forward a unit's parameters are freed when the next one is touched; in backward when its
-gradients are complete, or when that backward is over. All ranks must use the units in one order, as
-each use is collective. One thread at a time issues on the process group of uses: the one that
-trains, or while the chunks of a unit still wait for their update, one that waits in its stead.
-"""
+# [Note: Unshard and reshard]
+# What needs a unit's parameters is noticed by what it does: whoever touches a parameter whose
+# memory is free (``ResharedParam``), in forward as a rule, and whatever autograd has saved of it
+# and takes out again in backward (hooks on saved tensors). So units that run twice, or by another
+# way than their modules' forward, are right as well, for one more all-gather each time. While a
+# unit works, the parameters of the one that followed it last time are already on their way.
+#
+# In forward a unit is resharded when the next one is unsharded; in backward when its gradients are
+# complete, or when that backward is over. All ranks must unshard the units in one order, as each
+# time is collective; votes at the end of backward compare ``order_digest``.
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
@@ -29,18 +29,20 @@ from torch.autograd import Variable
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 from ..comm.worker_threads import as_here, spawn
+from .buckets import GradParam
 from .fully_sharded import FullyShardedGradGroup
-from .pending import Pending, resume, suspend
-from .reshard import USE, Keeper, ResharedParam
+from .pending import PendingParam, resume, suspend
+from .reshard import SHARDED, ResharedParam, ShardedParamRef
 from .slices import GradGroup
 
 Saved = tuple[Tensor, int, FullyShardedGradGroup | None]
-"""What autograd saves of a tensor: itself, its version, and the parcel that holds its memory."""
+"""What autograd saves of a tensor: itself, its version, and the group that holds its memory."""
 
 
 class UnshardManager:
-    """The uses of an exchange's fully sharded parcels, in forward order. ``settle(parcel)`` ends
-    what a step has left to do for one, ``issued`` is told of each collective before it is issued.
+    """Unshards and reshards an exchange's fully sharded groups, in forward order; perhaps none.
+    ``finish_step(group)`` ends what a step has left to do for one, ``issued`` is told of each
+    collective before it is issued.
     """
 
     def __init__(
@@ -48,25 +50,26 @@ class UnshardManager:
         grad_groups: Sequence[FullyShardedGradGroup],
         watch: Watchdog,
         issued: Callable[[str, int, Group], None],
-        settle: Callable[[FullyShardedGradGroup], None],
+        finish_step: Callable[[FullyShardedGradGroup], None],
     ) -> None:
         self.grad_groups = tuple(grad_groups)
         self.waited_s = 0.0
-        self._watch, self._announce, self._settle = watch, issued, settle
-        self._issuer = Issuer()
-        self._inside = self._graded = False
-        self._task = -1
+        self._watch, self._announce, self._finish_step = watch, issued, finish_step
+        self._issue_queue = IssueQueue()
+        self._in_forward = self._forward_has_grad = False
+        self._backward = -1
         """The backward that is going on, as autograd numbers them."""
         self._complete: dict[FullyShardedGradGroup, int] = {}
+        """How many gradients of each group this backward has completed."""
         self._current: FullyShardedGradGroup | None = None
-        self._trail = 0
-        self._ungraded: set[FullyShardedGradGroup] = set()
-        self._followed_by: dict[tuple[bool, FullyShardedGradGroup], FullyShardedGradGroup] = {}
-        self._homes: dict[int, FullyShardedGradGroup] = {}
-        self._hooks: list[Any] = []
+        self._order_digest = 0
+        self._without_grad: set[FullyShardedGradGroup] = set()
+        self._following: dict[tuple[bool, FullyShardedGradGroup], FullyShardedGradGroup] = {}
+        """Which group came after one last time, in backward (True) and in forward."""
+        self._by_storage: dict[int, FullyShardedGradGroup] = {}
         for before, after in zip(self.grad_groups, self.grad_groups[1:], strict=False):
-            self._followed_by[False, before] = after
-            self._followed_by[True, after] = before
+            self._following[False, before] = after
+            self._following[True, after] = before
         with _out_of_graph():
             for grad_group in self.grad_groups:
                 self._free(grad_group)
@@ -74,14 +77,14 @@ class UnshardManager:
 
     def _attach(self, grad_group: FullyShardedGradGroup) -> Iterator[Any]:
         # Weak references, as Python's garbage collector does not see through a parameter's hooks.
-        myself, mine = weakref.ref(self), weakref.ref(grad_group)
+        manager_ref, group_ref = weakref.ref(self), weakref.ref(grad_group)
 
         def ready(_: nn.Parameter) -> None:
-            fetcher, grad_group = myself(), mine()
-            if fetcher is not None and grad_group is not None:
-                fetcher._completed(grad_group)
+            manager, grad_group = manager_ref(), group_ref()
+            if manager is not None and grad_group is not None:
+                manager._gradient_complete(grad_group)
 
-        for entry in grad_group.entries:
+        for entry in grad_group.params:
             parameter: Any = entry.parameter
             yield parameter.register_post_accumulate_grad_hook(ready)
 
@@ -89,10 +92,10 @@ class UnshardManager:
         """All parameters are whole, as any other, from now on. Collective."""
         with _out_of_graph():
             for grad_group in self.grad_groups:
-                self._want(grad_group)
+                self._unshard(grad_group)
                 self._open(grad_group)
-                for entry in grad_group.entries:
-                    del entry.parameter.__dict__[USE]
+                for entry in grad_group.params:
+                    del entry.parameter.__dict__[SHARDED]
         for hook in self._hooks:
             hook.remove()
 
@@ -101,232 +104,252 @@ class UnshardManager:
     @contextmanager
     def around_forward(self) -> Iterator[None]:
         """One forward of the whole model: what autograd saves in it knows where it comes from."""
-        self._inside, self._current = True, None
-        self._graded = torch.is_grad_enabled()
-        if self._graded:
-            self._ungraded.clear()
+        if not self.grad_groups:
+            yield
+            return
+        self._in_forward, self._current = True, None
+        self._forward_has_grad = torch.is_grad_enabled()
+        if self._forward_has_grad:
+            self._without_grad.clear()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            self._inside = False
-            self._rest_all()
+            self._in_forward = False
+            self._watch_all()
         with _out_of_graph():  # the last unit's are the first that backward needs
-            self._evict({self._current} if torch.is_grad_enabled() else set())
+            self._reshard_all(but={self._current} if torch.is_grad_enabled() else ())
 
     @contextmanager
-    def around_touch(self) -> Iterator[None]:
-        """One function outside the model's forward: parameters are touched by it, and no more."""
-        if self._inside or _task() >= 0:
+    def around_read(self) -> Iterator[None]:
+        """One function outside the model's forward reads parameters, which is noticed each time."""
+        if self._in_forward or _current_backward() >= 0:
             yield
             return
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            self._rest_all()
+            self._watch_all()
 
-    def _rest_all(self) -> None:
-        for grad_group in self.grad_groups:
-            if grad_group.resident:
-                self._rest(grad_group)
-
-    def touch(self, grad_groups: Iterable[FullyShardedGradGroup], beside: Iterable[Tensor]) -> None:
-        """Something uses the parameters of ``grad_groups``, and perhaps those ``beside``."""
-        if self._inside and self._graded and not torch.is_grad_enabled():
-            self._ungraded.update(grad_groups)
+    def unshard(
+        self, grad_groups: Iterable[FullyShardedGradGroup], arguments: Iterable[Tensor]
+    ) -> None:
+        """A function needs the parameters of ``grad_groups``, which are among its ``arguments``."""
+        wanted = set(grad_groups)
+        if self._in_forward and self._forward_has_grad and not torch.is_grad_enabled():
+            self._without_grad.update(wanted)
         with _out_of_graph():
-            wanted = set(grad_groups)
-            kept = {self._home(tensor) for tensor in beside} | wanted
-            if _task() < 0:
-                self._evict(kept | self._next(wanted))
+            needed = {self._group_of(tensor) for tensor in arguments} | wanted
+            if _current_backward() < 0:
+                self._reshard_all(but=needed | self._next_after(wanted))
             for grad_group in self.grad_groups:  # in one order on all ranks
                 if grad_group in wanted:
-                    self._use(grad_group)
+                    self._unshard_and_prefetch(grad_group)
                     self._open(grad_group)
 
-    def _use(self, grad_group: FullyShardedGradGroup) -> None:
-        """Makes a parcel whole, and sees to the next one."""
-        self._begin_task()
-        self._request(grad_group)
-        backward = self._task >= 0
-        if self._inside or backward:
+    def _unshard_and_prefetch(self, grad_group: FullyShardedGradGroup) -> None:
+        self._begin_backward()
+        self._start_unshard(grad_group)
+        backward = self._backward >= 0
+        if self._in_forward or backward:
             if self._current is not None and self._current is not grad_group:
-                self._followed_by[backward, self._current] = grad_group
+                self._following[backward, self._current] = grad_group
             self._current = grad_group
-            for following in self._next({grad_group}):
-                self._request(following)
-        self._want(grad_group)
+            # Issued before its own are waited for, so that the link never idles between the two.
+            for following in self._next_after({grad_group}):
+                self._start_unshard(following)
+        self._unshard(grad_group)
 
-    def hidden(self, grad_group: FullyShardedGradGroup) -> bool:
-        """Whether the last forward has used a parcel where autograd did not see it, so that a
+    def used_without_grad(self, grad_group: FullyShardedGradGroup) -> bool:
+        """Whether the last forward has used a group where autograd did not see it, so that a
         backward inside backward may compute gradients (reentrant checkpointing)."""
-        return grad_group in self._ungraded
+        return grad_group in self._without_grad
 
-    def trail(self) -> int:
-        """Stands for the parcels put together since it was last asked, in their order."""
-        found, self._trail = self._trail, 0
+    def take_order_digest(self) -> int:
+        """Stands for the groups that were unsharded since it was last asked, in their order."""
+        found, self._order_digest = self._order_digest, 0
         return found
 
-    def _next(self, used: set[FullyShardedGradGroup]) -> set[FullyShardedGradGroup]:
-        """Those that are used next, as far as can be known."""
-        backward = _task() >= 0
-        if not (self._inside or backward):
+    def _next_after(self, used: set[FullyShardedGradGroup]) -> set[FullyShardedGradGroup]:
+        """Those that are needed next, as far as can be known."""
+        backward = _current_backward() >= 0
+        if not (self._in_forward or backward):
             return set()
-        found = {self._followed_by.get((backward, grad_group)) for grad_group in used}
-        return {p for p in found if p is not None and not (backward and self._done(p))}
+        found = {self._following.get((backward, grad_group)) for grad_group in used}
+        return {g for g in found if g is not None and not (backward and self._is_complete(g))}
 
     # -- backward ------------------------------------------------------------------------------
 
-    def _begin_task(self) -> None:
-        task = _task()
-        if task == self._task:
+    def _begin_backward(self) -> None:
+        """Notices a new backward, at its first unshard or gradient."""
+        backward = _current_backward()
+        if backward == self._backward:
             return
-        self._task = task
-        if task >= 0:
+        self._backward = backward
+        if backward >= 0:
             self._complete, self._current = {}, None
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         with _out_of_graph():
-            self._evict(set())
-        self._task, self._current = -1, None
+            self._reshard_all()
+        self._backward, self._current = -1, None
 
-    def _completed(self, grad_group: FullyShardedGradGroup) -> None:
-        """One more gradient of a parcel is complete."""
-        self._begin_task()
+    def _gradient_complete(self, grad_group: FullyShardedGradGroup) -> None:
+        self._begin_backward()
         self._complete[grad_group] = self._complete.get(grad_group, 0) + 1
-        if self._done(grad_group):
+        if self._is_complete(grad_group):
             with _out_of_graph():
-                self._release(grad_group)
+                self._reshard(grad_group)
 
-    def _done(self, grad_group: FullyShardedGradGroup) -> bool:
-        return self._complete.get(grad_group, 0) >= len(grad_group.entries)
+    def make_room(self, grad_group: GradGroup) -> None:
+        """Before a group's gradients leave: waits until those of the group before it in backward
+        are the only ones on their way, so that a backward takes no more memory where the network is
+        slow."""
+        if not isinstance(grad_group, FullyShardedGradGroup):
+            return
+        away = [g for g in reversed(self.grad_groups) if g is not grad_group and g.outstanding]
+        for i, other in enumerate(away):
+            if i < len(away) - 1 or other.arrived:
+                self.waited_s += other.release(self._watch)
+
+    def _is_complete(self, grad_group: FullyShardedGradGroup) -> bool:
+        return self._complete.get(grad_group, 0) >= len(grad_group.params)
 
     # -- what autograd saves -------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Saved:
-        return tensor, tensor._version, self._home(tensor)
+        return tensor, tensor._version, self._group_of(tensor)
 
     def _unpack(self, saved: Saved) -> Tensor:
         tensor, version, grad_group = saved
+        # Autograd does not compare versions of what hooks have packed, so it is done here.
         if tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: a tensor of shape {list(tensor.shape)} is at version "
                 f"{tensor._version}, expected version {version}"
             )
-        known = grad_group is self._current and self._task == _task()
-        if grad_group is not None and not (known and grad_group.resident):
+        is_current = grad_group is self._current and self._backward == _current_backward()
+        if grad_group is not None and not (is_current and grad_group.resident):
             with _out_of_graph():
-                self._use(grad_group)
+                self._unshard_and_prefetch(grad_group)
         return tensor
 
-    def _home(self, tensor: Tensor) -> FullyShardedGradGroup | None:
-        return self._homes.get(storage_of(tensor))
+    def _group_of(self, tensor: Tensor) -> FullyShardedGradGroup | None:
+        return self._by_storage.get(_storage_of(tensor))
 
-    # -- states of a parcel --------------------------------------------------------------------
+    # -- states of a group ---------------------------------------------------------------------
 
-    def _request(self, grad_group: FullyShardedGradGroup) -> None:
-        """Sees to it that a parcel becomes whole. Collective, in the order of uses."""
+    def _start_unshard(self, grad_group: FullyShardedGradGroup) -> None:
+        """Sees to it that a group becomes whole. Collective, in one order on all ranks."""
         if grad_group.resident or grad_group.coming:
             return
-        self._trail = crc32(grad_group.unit.to_bytes(4, "little"), self._trail)
-        for number, one in enumerate(grad_group.fetches):
-            text = f"gathering {number} of {one.entries[0].name!r} for a use"
-            self._announce(text, one.sent_bytes, one.gathers)
+        self._order_digest = crc32(grad_group.unit.to_bytes(4, "little"), self._order_digest)
+        for number, one in enumerate(grad_group.unshard_slices):
+            text = f"gathering {number} of {one.params[0].name!r} for a use"
+            self._announce(text, one.sent_bytes, one.gather_group)
         grad_group.announce()
-        aside = not grad_group.updated and not any(e.group.on_stream for e in grad_group.entries)
-        self._issuer.submit(grad_group.issue, aside=aside)
+        # On a device's streams all is issued by the thread that trains, in one order on all ranks.
+        on_stream = any(entry.group.on_stream for entry in grad_group.params)
+        in_thread = not grad_group.updated and not on_stream
+        self._issue_queue.submit(grad_group.issue, in_thread=in_thread)
 
-    def _want(self, grad_group: FullyShardedGradGroup) -> None:
-        """Waits until a parcel is whole."""
-        self._request(grad_group)
+    def _unshard(self, grad_group: FullyShardedGradGroup) -> None:
+        """Waits until a group is whole."""
+        self._start_unshard(grad_group)
         if grad_group.coming:
-            self.waited_s += grad_group.land(self._watch)
-            self._settle_step(grad_group)
-            for entry in grad_group.entries:
-                self._homes[storage_of(entry.parameter)] = grad_group
-
-    def _settle_step(self, grad_group: FullyShardedGradGroup) -> None:
-        if grad_group.trip is not None:
-            self._settle(grad_group)
+            self.waited_s += grad_group.wait_for_unshard(self._watch)
+            if grad_group.pipeline is not None:
+                self._finish_step(grad_group)
+            for entry in grad_group.params:
+                self._by_storage[_storage_of(entry.parameter)] = grad_group
 
     def _open(self, grad_group: FullyShardedGradGroup) -> None:
-        """Its parameters are as any other, until they rest or are freed."""
+        """Its parameters are as any other, until they are watched again or resharded."""
         grad_group.opened = True
-        grad_group.exposed |= not (self._inside or _task() >= 0)
-        for entry in grad_group.entries:
+        grad_group.exposed |= not (self._in_forward or _current_backward() >= 0)
+        for entry in grad_group.params:
             resume(entry.parameter)
 
-    def _rest(self, grad_group: FullyShardedGradGroup) -> None:
+    def _watch_group(self, grad_group: FullyShardedGradGroup) -> None:
         """Whoever touches its parameters is noticed."""
-        for entry in grad_group.entries:
-            if not isinstance(entry.parameter, Pending):
-                keeper = Keeper(self, grad_group, entry)
-                suspend(entry.parameter, keeper, ResharedParam)
-                entry.parameter.__dict__[USE] = keeper
+        for entry in grad_group.params:
+            if not isinstance(entry.parameter, PendingParam):
+                reference = ShardedParamRef(self, grad_group, entry)
+                suspend(entry.parameter, reference, ResharedParam)
+                entry.parameter.__dict__[SHARDED] = reference
 
-    def _evict(self, kept: set[Any]) -> None:
-        """Frees all but those."""
+    def _watch_all(self) -> None:
         for grad_group in self.grad_groups:
-            if grad_group not in kept:
-                self._release(grad_group)
+            if grad_group.resident:
+                self._watch_group(grad_group)
 
-    def _release(self, grad_group: FullyShardedGradGroup) -> None:
-        if grad_group.coming:
-            self._want(grad_group)
+    def _reshard(self, grad_group: FullyShardedGradGroup) -> None:
+        if grad_group.coming:  # its memory is the library's until what was issued has come
+            self._unshard(grad_group)
         if grad_group.resident:
             self._free(grad_group)
 
+    def _reshard_all(self, but: Collection[FullyShardedGradGroup | None] = ()) -> None:
+        for grad_group in self.grad_groups:
+            if grad_group not in but:
+                self._reshard(grad_group)
+
     def _free(self, grad_group: FullyShardedGradGroup) -> None:
-        for entry in grad_group.entries:
-            self._homes.pop(storage_of(entry.parameter), None)
-        grad_group.free()
-        self._rest(grad_group)
+        for entry in grad_group.params:
+            self._by_storage.pop(_storage_of(entry.parameter), None)
+        grad_group.reshard()
+        self._watch_group(grad_group)
 
     # -- chunks --------------------------------------------------------------------------------
 
-    def peek(self, grad_group: FullyShardedGradGroup, entry: Any) -> Tensor:
+    def peek(self, grad_group: FullyShardedGradGroup, entry: GradParam) -> Tensor:
         """This rank's elements of a parameter as they are now. Waits for a step; communicates
         nothing, and leaves everything where it is: other ranks need not do the same."""
         with _out_of_graph():
-            self._settle_step(grad_group)
+            if grad_group.pipeline is not None:
+                self._finish_step(grad_group)
             grad_group.keep_chunks()
         return grad_group.chunks[entry]
 
-    def chunk(self, grad_group: FullyShardedGradGroup, entry: Any) -> Tensor:
+    def chunk(self, grad_group: FullyShardedGradGroup, entry: GradParam) -> Tensor:
         """The same, to be changed: the whole is free from then on. On all ranks alike."""
         with _out_of_graph():
-            self._settle_step(grad_group)
-            if grad_group.resident or grad_group.coming:
-                self._release(grad_group)
+            if grad_group.pipeline is not None:
+                self._finish_step(grad_group)
+            self._reshard(grad_group)
         return grad_group.chunks[entry]
 
-    def depart(self, grad_group: FullyShardedGradGroup) -> None:
+    def start_step(self, grad_group: FullyShardedGradGroup) -> None:
         """A step is about to update the chunks: the whole is out of date."""
         with _out_of_graph():
-            self._release(grad_group)
+            self._reshard(grad_group)
 
 
-class Issuer:
+class IssueQueue:
     """Runs pieces of work in the order in which they are submitted: at once, or in a thread that
     ends when there is nothing left to do."""
+
+    # One thread at a time issues on the process group of unshards, else their order could differ
+    # between ranks: the one that trains, or while chunks still wait for their update, one that
+    # waits in its stead.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[Callable[[], None]] = deque()
         self._running = False
 
-    def submit(self, work: Callable[[], None], *, aside: bool) -> None:
-        """Does it now unless ``aside``, or others have to be done first."""
+    def submit(self, work: Callable[[], None], *, in_thread: bool) -> None:
+        """Does it now unless ``in_thread``, or others have to be done first."""
         with self._lock:
             start = not self._running
-            if self._running or aside:
+            if self._running or in_thread:
                 self._waiting.append(as_here(work))
                 self._running = True
-        if start and aside:
-            spawn("meshwright uses", self._run)
+        if start and in_thread:
+            spawn("meshwright unshard", self._run)
         elif start:
             work()
 
@@ -348,27 +371,15 @@ def _out_of_graph() -> Iterator[None]:
         yield
 
 
-def _task() -> int:
+def _current_backward() -> int:
     """The number of the backward that this thread is in, −1 outside."""
     return torch._C._current_graph_task_id()
 
 
-def storage_of(tensor: Tensor) -> int:
+def _storage_of(tensor: Tensor) -> int:
     """What tensors that share memory have in common; 0 where one has none of its own."""
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return 0
-
-
-def make_room(
-    grad_group: GradGroup, grad_groups: Sequence[FullyShardedGradGroup], watch: Watchdog
-) -> float:
-    """Before a parcel's gradients leave: waits until those of the parcel before it in backward are
-    the only ones on their way, so that a backward takes no more memory where the network is slow.
-    Returns the seconds waited."""
-    if not isinstance(grad_group, FullyShardedGradGroup):
-        return 0.0
-    away = [p for p in reversed(grad_groups) if p is not grad_group and p.outstanding]
-    return sum(p.release(watch) for i, p in enumerate(away) if i < len(away) - 1 or p.arrived)

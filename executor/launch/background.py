@@ -19,7 +19,7 @@ from ...planner.schema.goal import BACKGROUND_LIMIT
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import load
 from ..background.job import check_limit, command_of
-from ..background.settings import GRACE_S, Settings
+from ..background.protocol import GRACE_S, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -143,10 +143,9 @@ def train(file: Path) -> None:
     # Importing these takes seconds, in which it may be told already.
     from ...models.target import try_out, workload
     from ..apply import apply
-    from .feeding import drawing
     from .start import start_process_group
     from .tasks import LEARNING_RATE
-    from .train import optimizer_for, timed_step
+    from .train import drawing, optimizer_for, timed_step
 
     plan = _check_plan(str(file))
     chosen = workload(plan.target)

@@ -15,9 +15,8 @@ from ...planner.schema.cluster import Cluster
 from ...planner.schema.errors import InputError, MemoryRunError
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import save
-from ..background.job import Job, beside
+from ..background.job import Job, background_job
 from .background import Background, outlook, over_step_limit
-from .device import device_name
 from .outcomes import hardly_ran, has_ended, sentence
 from .overflow import with_a_plan_that_fits
 from .processes import Ranks, check_plan, run_ranks
@@ -29,7 +28,7 @@ from .report import (
     collect,
     report_of_script,
 )
-from .start import cores
+from .start import cores, device_name
 from .tasks import PLAN, Task, run_task
 from .worker import STDOUT_TO_STDERR
 
@@ -53,7 +52,7 @@ def launch(
         at_end(report)
         return report
     here = range(ranks.node_rank * ranks.nproc, (ranks.node_rank + 1) * ranks.nproc)
-    with beside(background.settings()) as job, _stopped_with_run(job, say):
+    with background_job(background.settings()) as job, _stopped_with_run(job, say):
         say(outlook(plan, here))
         if (late := over_step_limit(plan, background.limit)) is not None:
             say(late)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..background.gate import Hold
-from ..background.settings import State
+from ..background.protocol import State
 
 HARDLY = 0.01
 """A job that used less of a processor beside the foreground has hardly run."""

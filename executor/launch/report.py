@@ -32,7 +32,7 @@ from ...planner.schema.record import (
     load,
     save,
 )
-from ..background.settings import State
+from ..background.protocol import State
 from ..comm.steps import after_each_step
 from ..parallel import run_of
 from .train import Measured

@@ -119,9 +119,8 @@ def verify_task(task: Task, folder: Path, device: torch.device) -> Verification:
 def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
     from ...models.target import planned, try_out
     from ..apply import apply
-    from .feeding import accuracy, drawing
     from .report import report_of_training
-    from .train import optimizer_for, run_steps
+    from .train import accuracy, drawing, optimizer_for, run_steps
 
     plan = load(Plan, folder / PLAN)
     chosen = planned(plan.target)

@@ -5,22 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...models.units.storages import tensors_in
 from ...models.workload import Batch, Workload
-from ...planner.schema.goal import Goal
+from ...planner.schema.goal import OPTIMIZERS, Goal
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import Bytes, Count, Record, Seconds
 from ..apply import apply
 from ..gradients.dropping import DroppedGradGroup
+from ..gradients.reshard import held_parameters
 from ..gradients.slices import GradGroup
 from ..memory.peak import peak_bytes
 from ..micro import micro_batches
-from ..optimizer.chunks import held_parameters
 from ..parallel import is_parallel, run_of
 from ..run import Run
 
@@ -108,11 +110,11 @@ def _unlike(run: Run) -> int:
     """How many steps it takes to see what a step may take: two, as the second's forward runs while
     the first's gradients live; where pieces wait in turn, until each of them has been sent once,
     and the forward that updates the last."""
-    dropped = [p for p in _parcels(run) if isinstance(p, DroppedGradGroup) and p.feedback]
+    dropped = [p for p in _grad_groups_of(run) if isinstance(p, DroppedGradGroup) and p.feedback]
     return run.lossy.patience + 2 if dropped else 2
 
 
-def _parcels(run: Run) -> Sequence[GradGroup]:
+def _grad_groups_of(run: Run) -> Sequence[GradGroup]:
     return run.priority.grad_groups if run.priority is not None else ()
 
 
@@ -168,14 +170,10 @@ def share_of(batch: Batch, run: Run) -> Batch:
 
 def optimizer_for(goal: Goal, parameters: object, rate: float = 1e-3) -> torch.optim.Optimizer:
     """An optimizer of the goal's kind."""
-    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "sgd": torch.optim.SGD,
-        "momentum": torch.optim.SGD,
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-    }
+    kind: Callable[..., torch.optim.Optimizer]
+    kind = getattr(torch.optim, OPTIMIZERS[goal.optimizer].torch_class)
     options = {"momentum": 0.9} if goal.optimizer == "momentum" else {}
-    return kinds[goal.optimizer](parameters, lr=rate, **options)
+    return kind(parameters, lr=rate, **options)
 
 
 def _drawing(workload: Workload, plan: Plan) -> Callable[[int], Batch]:
@@ -194,7 +192,7 @@ def _standing(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[
     yield from workload.model.buffers()
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
-    for grad_group in _parcels(run_of(workload.model)):
+    for grad_group in _grad_groups_of(run_of(workload.model)):
         yield from grad_group.held_back() if isinstance(grad_group, DroppedGradGroup) else ()
 
 
@@ -235,3 +233,55 @@ def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) ->
         samples_per_s=batch / step_s if step_s else 0.0,
         losses=tuple(sum(part) for part in zip(*(row[6:] for row in rows), strict=True)),
     )
+
+
+EVALUATED = 64
+"""Samples of one forward when a rank evaluates its share: bounds memory, not the result."""
+
+
+def drawing(workload: Workload, batch: int) -> Callable[[int], Batch]:
+    """Gives the global batch of each step, the same on every rank: the training data in an order
+    that is drawn anew for each pass, or random batches where the workload has no data."""
+    if workload.data is None:
+        return lambda number: _random(workload, batch, number)
+    data = workload.data("train")
+    size = min(batch, data.size)
+    steps = data.size // size
+
+    def draw(number: int) -> Batch:
+        order = torch.randperm(
+            data.size, generator=torch.Generator().manual_seed(number // steps), device="cpu"
+        )
+        start = number % steps * size
+        return data.take(order[start : start + size])
+
+    return draw
+
+
+def _random(workload: Workload, batch: int, number: int) -> Batch:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(number)
+        return workload.make_batch(batch)
+
+
+def accuracy(workload: Workload, device: torch.device) -> float | None:
+    """The share of right predictions on the test data, every rank predicting its part; None where
+    the workload has none. Collective; the model is left in training mode."""
+    if workload.data is None or workload.accuracy is None:
+        return None
+    run = run_of(workload.model)
+    whole = workload.data("test")
+    mine = share_of(whole, run)
+    # As many forwards on every rank, since divided units need all of them.
+    pieces = ceil(ceil(whole.size / run.world.size) / EVALUATED)
+    right = 0.0
+    workload.model.eval()
+    with torch.no_grad():
+        for i in range(pieces):
+            part = mine.slice(mine.size * i // pieces, mine.size * (i + 1) // pieces).to(device)
+            output = workload.model(*part.args, **part.kwargs)
+            right += part.size * workload.accuracy(output, part.target) if part.size else 0.0
+    workload.model.train()
+    total = torch.tensor(right, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / whole.size

@@ -1,16 +1,31 @@
 """Steps that are applied later: ``step()`` takes gradients over while they are still exchanged, and
-each unit's parameters are updated when they are needed.
+each unit's parameters are updated when they are needed."""
 
-What a step does is settled when it is called: the hyperparameters of all groups are copied and the
-gradients are taken over, so that schedulers and ``zero_grad`` afterwards change nothing. Each unit
-is updated by the optimizer's own ``step``, called on a view of it that holds that unit's parameters
-and shares its state.
-"""
+# [Note: Lazy optimizer steps]
+# ``optimizer.step`` is replaced on the object by a function that returns before anything has come.
+# What a step does is fixed in it: the hyperparameters of all groups are copied, and of each
+# gradient that is on its way it is noted that this step has taken it over. So schedulers and
+# ``zero_grad`` afterwards change nothing. Then, for each group of gradients that travel together:
+#
+# - dense and lossy exchanges: its parameters are suspended (pending.py). Their first reader, as a
+#   rule the unit's next forward, waits for the gradients, has the optimizer update these
+#   parameters, and applies other updates whose gradients are there while it waits
+#   (``PriorityExchange.finish``). What has come already is updated in ``step()``.
+# - sharded exchanges: a thread waits, updates chunks and gathers parameters (see [Note: Sharded
+#   steps pipeline] in gradients/sharded.py).
+# - early release: backward has updated them already (gradients/release.py), and ``step()`` checks
+#   that it meant the same.
+#
+# Who waits else: ``state_dict`` of model and optimizer, the next ``step()``, the next backward, the
+# end of the process. A unit is updated by the optimizer's own ``step``, called on a view of it that
+# holds that unit's parameters and shares its state. An optimizer that cannot work like that steps
+# as ever, and so waits for all gradients.
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -20,35 +35,37 @@ from torch.optim import Optimizer
 
 from ...planner.schema.errors import InputError
 from ..gradients.buckets import GradParam
+from ..gradients.flat_shard import FlatShardSpec, ShardedGradient
+from ..gradients.fully_sharded import FullyShardedGradGroup
 from ..gradients.momentum import Momentum
-from ..gradients.pending import resume, suspend
+from ..gradients.pending import WaitingGradient, resume, suspend
 from ..gradients.priority import PriorityExchange, waiting_grad_groups
-from ..gradients.sharded import ShardedGradGroup
+from ..gradients.release import EarlyUpdates, copied
+from ..gradients.sharded import ShardedGradGroup, ShardedStepPipeline
 from ..gradients.slices import GradGroup
 from ..gradients.sparse import SparseGradient, completed, moved
-from ..gradients.waiting import WaitingGradient
-from .early import EarlyUpdates
-from .sharded_steps import Sharings, StepOn, cut_state, step_grad_groups
-from .state import ELEMENTWISE
+from .state import shard_state, updates_elementwise
 
 Groups = list[dict[str, Any]]
+StepOn = Callable[[Groups, dict[Any, Any]], None]
+"""The optimizer's own step on groups of parameters and their state."""
 
 
 class LazySteps:
-    """The steps of one optimizer. ``exchange()`` is the exchange in force, ``sharings`` says how
+    """The steps of one optimizer. ``exchange()`` is the exchange in force, ``sharded`` says how
     ranks share the parameters that are updated in chunks."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         exchange: Callable[[], PriorityExchange],
-        sharings: Sharings,
+        sharded: Mapping[nn.Parameter, FlatShardSpec],
         momentum: Momentum | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._exchange = exchange
         self._momentum = momentum
-        self._told = False
+        self._warned = False
         self.early = EarlyUpdates(optimizer, self._release)
         before = optimizer.step
         self._own: Any = type(optimizer).step
@@ -60,29 +77,28 @@ class LazySteps:
         if hasattr(before, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-        optimizer.register_state_dict_pre_hook(lambda _: self.finish())
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: self.finish())
-        if sharings:
-            cut_state(optimizer, sharings)
-            optimizer.register_load_state_dict_post_hook(lambda o: cut_state(o, sharings))
+        optimizer.register_state_dict_pre_hook(lambda _: self._finish())
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: self._finish())
+        if sharded:
+            shard_state(optimizer, sharded)
+            optimizer.register_load_state_dict_post_hook(lambda o: shard_state(o, sharded))
 
-    def finish(self) -> None:
-        """Applies what is still pending."""
+    def _finish(self) -> None:
         self._exchange().finish_all()
 
     def _step(self, closure: Any) -> Any:
         exchange = self._exchange()
         if any(grad_group.released for grad_group in exchange.grad_groups):
-            self.early.end(closure=closure is not None, scaled=_scaled(self._optimizer))
+            self.early.end(closure=closure is not None, scaled=_is_scaled(self._optimizer))
         for grad_group in exchange.grad_groups:
             if grad_group.update is not None:  # of a step before, which no forward has needed
                 exchange.finish(grad_group)
-        sharded = [p for p in exchange.grad_groups if isinstance(p, ShardedGradGroup)]
+        sharded = [g for g in exchange.grad_groups if isinstance(g, ShardedGradGroup)]
         if sharded:
             return self._step_sharded(exchange, sharded, closure)
-        if closure is not None or _scaled(self._optimizer) or not self._able():
-            return self._at_once(closure)
-        self._take_over(exchange, _snapshot(self._groups()), set())
+        if closure is not None or _is_scaled(self._optimizer) or not self._can_be_lazy():
+            return self._step_at_once(closure)
+        self._take_over(exchange, copied(self._groups()), set())
         return None
 
     def _release(self, parameters: list[nn.Parameter]) -> None:
@@ -96,91 +112,35 @@ class LazySteps:
         self._apply(_only(parted, rest))
 
     def _take_over(
-        self, exchange: PriorityExchange, settled: Groups, sharded: set[nn.Parameter]
+        self, exchange: PriorityExchange, groups: Groups, sharded: set[nn.Parameter]
     ) -> None:
         """Applies what is there, and postpones the rest but for ``sharded`` parameters."""
-        parameters = [p for group in settled for p in group["params"] if p not in sharded]
+        parameters = [p for group in groups for p in group["params"] if p not in sharded]
         later = waiting_grad_groups(exchange, parameters)
-        taken = {entry.parameter for entries in later.values() for entry in entries}
-        for parameter in set(parameters) - taken:
+        postponed = {entry.parameter for entries in later.values() for entry in entries}
+        for parameter in set(parameters) - postponed:
             completed(parameter)
-        self._apply(_only(settled, [p for p in parameters if p not in taken]))
+        self._apply(_only(groups, [p for p in parameters if p not in postponed]))
         for grad_group, entries in later.items():
-            self._postpone(exchange, grad_group, entries, settled)
-
-    def _step_sharded(
-        self, exchange: PriorityExchange, grad_groups: list[ShardedGradGroup], closure: Any
-    ) -> Any:
-        """A step of which some parameters are updated in chunks. The optimizers that can be had
-        here call a closure once, before anything else."""
-        reason = _reason(self._optimizer, self._own)
-        if reason is not None:
-            raise InputError(
-                f"optimizer {type(self._optimizer).__name__} {reason}, which cannot be while the "
-                "plan shards the exchange of some units: do without, or plan with exchange 'dense'"
-            )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        settled = _snapshot(self._groups())
-        mine = {entry.parameter for grad_group in grad_groups for entry in grad_group.entries}
-        self._take_over(exchange, settled, mine)
-        scaled = _scaled(self._optimizer)
-        if scaled:
-            exchange.finish_all()  # the scaler takes these away after the step
-        on_stream = any(e.group.on_stream for grad_group in grad_groups for e in grad_group.entries)
-        state, step_on = self._optimizer.state, self._stepper()
-        with torch.no_grad():
-            aside = not (scaled or on_stream)
-            step_grad_groups(exchange, grad_groups, settled, state, step_on, aside=aside)
-        return loss
-
-    def _groups(self) -> Groups:
-        groups = self._optimizer.param_groups
-        if self._momentum is None:
-            return groups
-        self._momentum.step()
-        return self._momentum.without(groups)
-
-    def _at_once(self, closure: Any) -> Any:
-        """The optimizer's own step, which waits for every gradient that it reads."""
-        optimizer = self._optimizer
-        for entry in self._exchange().home if closure is None else ():
-            completed(entry.parameter)
-        if self._momentum is None:
-            return self._own(optimizer, *(() if closure is None else (closure,)))
-        loss = None
-        if closure is not None:  # SGD calls it once, first; its backward needs the true groups
-            with torch.enable_grad():
-                loss = closure()
-            for entry in self._exchange().home:
-                completed(entry.parameter)
-        before = optimizer.param_groups
-        optimizer.param_groups = self._groups()
-        try:
-            self._own(optimizer)
-        finally:
-            optimizer.param_groups = before
-        return loss
+            self._postpone(exchange, grad_group, entries, groups)
 
     def _postpone(
         self,
         exchange: PriorityExchange,
         grad_group: GradGroup,
         entries: list[GradParam],
-        settled: Groups,
+        groups: Groups,
     ) -> None:
         parameters = [entry.parameter for entry in entries]
-        gradients = grad_group.gradients
+        gradients = grad_group.gradients  # zero_grad may replace ``grad``, and not these
 
         def update() -> None:
             for parameter in parameters:
                 resume(parameter)
-            rest = [e for e in entries if not moved(e.parameter, gradients[e], settled)]
+            rest = [e for e in entries if not moved(e.parameter, gradients[e], groups)]
             _with_gradients(
-                {e.parameter: _shown(e, gradients[e]) for e in rest},
-                lambda: self._apply(_only(settled, [e.parameter for e in rest])),
+                {e.parameter: _dense(e, gradients[e]) for e in rest},
+                lambda: self._apply(_only(groups, [e.parameter for e in rest])),
             )
 
         grad_group.update = update
@@ -190,11 +150,89 @@ class LazySteps:
             gradient.taken = True
             suspend(parameter, lambda: exchange.finish(grad_group))
 
-    def _apply(self, groups: Groups) -> None:
-        """The optimizer's own step on some parameters."""
-        self._stepper()(groups, self._optimizer.state)
+    def _step_sharded(
+        self, exchange: PriorityExchange, grad_groups: list[ShardedGradGroup], closure: Any
+    ) -> Any:
+        """A step of which some parameters are updated in chunks. The optimizers that can be had
+        here call a closure once, before anything else."""
+        reason = _reason(self._optimizer)
+        if reason is not None:
+            raise InputError(
+                f"optimizer {type(self._optimizer).__name__} {reason}, which cannot be while the "
+                "plan shards the exchange of some units: do without, or plan with exchange 'dense'"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = copied(self._groups())
+        sharded = {entry.parameter for grad_group in grad_groups for entry in grad_group.params}
+        self._take_over(exchange, groups, sharded)
+        is_scaled = _is_scaled(self._optimizer)
+        if is_scaled:
+            exchange.finish_all()  # the scaler takes its scale away after the step
+        on_stream = any(e.group.on_stream for grad_group in grad_groups for e in grad_group.params)
+        with torch.no_grad():
+            pipeline = self._pipeline(exchange, grad_groups, groups)
+            if is_scaled or on_stream:
+                pipeline.run()
+            else:
+                pipeline.start()
+        return loss
 
-    def _stepper(self) -> StepOn:
+    def _pipeline(
+        self, exchange: PriorityExchange, grad_groups: Sequence[ShardedGradGroup], groups: Groups
+    ) -> ShardedStepPipeline:
+        """What updates this rank's chunks as gradients arrive, and gathers the parameters."""
+        # Groups that other ranks have gradients of are among them: gathers are collective.
+        changed = [
+            g
+            for g in grad_groups
+            if g.changed or any(e.parameter.grad is not None for e in g.params)
+        ]
+        state, step_on = self._optimizer.state, self._own_step()
+        pipeline = exchange.step_pipeline(
+            {g: _chunk_update(g, groups, state, step_on) for g in changed}
+        )
+        for grad_group in changed:
+            _postpone_sharded(exchange, grad_group, pipeline)
+        return pipeline
+
+    def _groups(self) -> Groups:
+        groups = self._optimizer.param_groups
+        if self._momentum is None:
+            return groups
+        self._momentum.step()
+        return self._momentum.without(groups)
+
+    def _step_at_once(self, closure: Any) -> Any:
+        """The optimizer's own step, which waits for every gradient that it reads."""
+        optimizer = self._optimizer
+        if closure is None:
+            self._complete_all()
+        if self._momentum is None:
+            return self._own(optimizer, *(() if closure is None else (closure,)))
+        loss = None
+        if closure is not None:  # SGD calls it once, first; its backward needs the true groups
+            with torch.enable_grad():
+                loss = closure()
+            self._complete_all()
+        before = optimizer.param_groups
+        optimizer.param_groups = self._groups()
+        try:
+            self._own(optimizer)
+        finally:
+            optimizer.param_groups = before
+        return loss
+
+    def _complete_all(self) -> None:
+        for entry in self._exchange().group_of:
+            completed(entry.parameter)
+
+    def _apply(self, groups: Groups) -> None:
+        self._own_step()(groups, self._optimizer.state)
+
+    def _own_step(self) -> StepOn:
         """The optimizer's own step, as the optimizer is now."""
         optimizer = self._optimizer
         attributes = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
@@ -202,6 +240,7 @@ class LazySteps:
         def step_on(groups: Groups, state: dict[Any, Any]) -> None:
             if not any(group["params"] for group in groups):
                 return
+            # A view: an object of its class without ``__init__``, with other groups and state.
             view: Any = object.__new__(type(optimizer))
             view.__dict__.update(attributes)
             view.param_groups = [group for group in groups if group["params"]]
@@ -210,19 +249,68 @@ class LazySteps:
 
         return step_on
 
-    def _able(self) -> bool:
-        """Whether the optimizer works parameter by parameter; says so where not."""
-        optimizer = self._optimizer
-        reason = _reason(optimizer, self._own)
+    def _can_be_lazy(self) -> bool:
+        """Whether the optimizer works parameter by parameter; warns once where not."""
+        reason = _reason(self._optimizer)
         if reason is None:
             return True
-        if not self._told:
-            self._told = True
-            name = type(optimizer).__name__
+        if not self._warned:
+            self._warned = True
+            name = type(self._optimizer).__name__
             warnings.warn(
                 f"optimizer {name} {reason}: each step waits for all gradients", stacklevel=4
             )
         return False
+
+
+def _chunk_update(
+    grad_group: ShardedGradGroup, groups: Groups, state: dict[Any, Any], step_on: StepOn
+) -> Callable[[], None]:
+    """The optimizer's step on this rank's chunks of a group's parameters, to be done later with
+    the gradients that there are now. Their state stands under the real parameters."""
+    chunks: dict[nn.Parameter, nn.Parameter] = {}
+    for entry, spec in grad_group.specs.items():
+        parameter, gradient = entry.parameter, entry.parameter.grad
+        if gradient is None:
+            continue
+        chunks[parameter] = chunk = nn.Parameter(grad_group.chunk_of(entry))
+        if isinstance(gradient, ShardedGradient):
+            chunk.grad = gradient.take_over()
+        else:
+            chunk.grad = spec.chunk_of(gradient).clone()  # it may be zeroed before it is used
+    own = [{**g, "params": [chunks[p] for p in g["params"] if p in chunks]} for g in groups]
+
+    def update() -> None:
+        states: dict[Any, Any] = defaultdict(dict)
+        states.update({c: state[p] for p, c in chunks.items() if p in state})
+        step_on(own, states)
+        state.update({p: states[c] for p, c in chunks.items() if c in states})
+
+    return update
+
+
+def _postpone_sharded(
+    exchange: PriorityExchange, grad_group: ShardedGradGroup, pipeline: ShardedStepPipeline
+) -> None:
+    """Makes parameters wait, when touched, for their update and the chunks of the others."""
+    parameters = [entry.parameter for entry in grad_group.params]
+    suspended = parameters
+    if isinstance(grad_group, FullyShardedGradGroup):
+        suspended = []  # they wait to be unsharded anyway, which waits for the pipeline
+        exchange.unshard_manager.start_step(grad_group)
+    grad_group.start_step(pipeline)
+
+    def update() -> None:
+        for parameter in suspended:
+            resume(parameter)
+            torch.autograd.graph.increment_version(parameter)
+
+    grad_group.update = update
+    for parameter in parameters:
+        # What autograd has saved of it is not what it saved any more, from now on.
+        torch.autograd.graph.increment_version(parameter)
+    for parameter in suspended:
+        suspend(parameter, lambda: exchange.finish(grad_group))
 
 
 def releases_not(optimizer: Optimizer | None) -> str | None:
@@ -232,8 +320,7 @@ def releases_not(optimizer: Optimizer | None) -> str | None:
             "the plan releases gradients early, that is applies them in backward, and no optimizer "
             "was given: pass it with the model, or plan with --forbid early-release"
         )
-    own: Any = type(optimizer).step
-    reason = _reason(optimizer, own)
+    reason = _reason(optimizer)
     if reason is None:
         return None
     return (
@@ -243,38 +330,27 @@ def releases_not(optimizer: Optimizer | None) -> str | None:
     )
 
 
-def _scaled(optimizer: Optimizer) -> bool:
-    """Whether a gradient scaler has handed its scale to the optimizer."""
-    return hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
-
-
-def _shown(entry: GradParam, gradient: Tensor) -> Tensor:
-    """A gradient as an optimizer wants it; one that came in parts for as long as the step needs."""
-    if isinstance(gradient, SparseGradient):
-        return gradient.average.dense()
-    return entry.show(gradient)
-
-
-def _reason(optimizer: Optimizer, own: Any) -> str | None:
+def _reason(optimizer: Optimizer) -> str | None:
     """Why an optimizer cannot update one unit at a time."""
-    known = [getattr(torch.optim, name) for name in ELEMENTWISE]
-    if not any(own is cls.step for cls in known):
+    if not updates_elementwise(optimizer):
         return "is not known to update each parameter by itself"
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if hooks:
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "has step hooks"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "is differentiable"
     return None
 
 
-def _snapshot(groups: Groups) -> Groups:
-    """The groups with their hyperparameters as they are now."""
+def _is_scaled(optimizer: Optimizer) -> bool:
+    """Whether a gradient scaler has handed its scale to the optimizer."""
+    return hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
 
-    def copied(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) else value
 
-    return [{k: v if k == "params" else copied(v) for k, v in g.items()} for g in groups]
+def _dense(entry: GradParam, gradient: Tensor) -> Tensor:
+    """A gradient as an optimizer wants it; one that came in parts for as long as the step needs."""
+    if isinstance(gradient, SparseGradient):
+        return gradient.average.dense()
+    return entry.show(gradient)
 
 
 def _only(groups: Groups, parameters: list[nn.Parameter]) -> Groups:

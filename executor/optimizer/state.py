@@ -7,17 +7,17 @@ that hold it stay valid.
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...planner.schema.errors import InputError
+from ...planner.schema.goal import OptimizerName
 from ..comm.watchdog import Watchdog
-from ..gradients.flat_shard import FlatShardSpec, whole_state
+from ..gradients.flat_shard import FlatShardSpec
 from ..redistribution.shards import Shard
-
-OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
 
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop",
@@ -27,27 +27,36 @@ ELEMENTWISE = (
 a slice is updated as it would be within the whole."""
 
 
-def check(optimizer: torch.optim.Optimizer, divided: set[nn.Parameter]) -> None:
+def updates_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is that of one of them: a subclass may not change it."""
+    own: Any = type(optimizer).step
+    return any(own is getattr(torch.optim, name).step for name in ELEMENTWISE)
+
+
+def check(optimizer: torch.optim.Optimizer, divided: set[nn.Parameter], *, sharded: bool) -> None:
     """Refuses optimizers that look at whole matrices where the plan divides them, and warns of
-    those that are not known.
+    those that are not known. Where it ``sharded`` an exchange, those are refused as well.
     """
     held = {p for group in optimizer.param_groups for p in group["params"]}
-    if not held & divided:
-        return
-    names = {cls.__name__ for cls in type(optimizer).__mro__ if _of_torch(cls)}
-    if names & set(ELEMENTWISE):
-        return
     name = type(optimizer).__name__
-    if _of_torch(type(optimizer)):
-        raise InputError(
-            f"optimizer {name} looks at whole parameters and the plan divides some: use one that "
-            f"works element by element, such as AdamW, or plan with data parallelism only"
+    names = {cls.__name__ for cls in type(optimizer).__mro__ if _of_torch(cls)}
+    if held & divided and not names & set(ELEMENTWISE):
+        if _of_torch(type(optimizer)):
+            raise InputError(
+                f"optimizer {name} looks at whole parameters and the plan divides some: use one "
+                "that works element by element, such as AdamW, or plan with data parallelism only"
+            )
+        warnings.warn(
+            f"optimizer {name} is not known to work element by element: where the plan divides a "
+            "parameter it sees this rank's slice only",
+            stacklevel=3,
         )
-    warnings.warn(
-        f"optimizer {name} is not known to work element by element: where the plan divides a "
-        "parameter it sees this rank's slice only",
-        stacklevel=3,
-    )
+    if sharded and not updates_elementwise(optimizer):
+        raise InputError(
+            f"optimizer {name} is not known to work element by element, and the plan shards the "
+            f"exchange of some units: use one of {', '.join(ELEMENTWISE)}, or plan with exchange "
+            "'dense'"
+        )
 
 
 def check_holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -69,14 +78,25 @@ def slice_state(optimizer: torch.optim.Optimizer, shards: dict[nn.Parameter, Sha
     for parameter, shard in shards.items():
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == shard.full_shape and value.ndim:
+            if _has_shape(value, shard.full_shape):
                 state[key] = shard.take(value).clone()
+
+
+def shard_state(
+    optimizer: torch.optim.Optimizer, sharded: Mapping[nn.Parameter, FlatShardSpec]
+) -> None:
+    """Replaces state of a parameter's full shape by this rank's chunk of it."""
+    for parameter, spec in sharded.items():
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if _has_shape(value, spec.shape):
+                state[key] = spec.chunk_of(value).clone()
 
 
 def gather_optimizer_state(
     optimizer: torch.optim.Optimizer,
     shards: dict[nn.Parameter, Shard],
-    sharings: dict[nn.Parameter, FlatShardSpec],
+    sharded: dict[nn.Parameter, FlatShardSpec],
     watch: Watchdog,
 ) -> dict[str, Any]:
     """``optimizer.state_dict()`` with the state of divided parameters, and of those that ranks
@@ -84,15 +104,22 @@ def gather_optimizer_state(
     gathered: dict[str, Any] = optimizer.state_dict()
     whole = dict(gathered["state"])
     for index, parameter in _numbered(optimizer).items():
-        if parameter in sharings and index in whole:
-            whole[index] = whole_state(whole[index], sharings[parameter])
-        shard = shards.get(parameter)
-        if shard is None or index not in whole:
+        if index not in whole:
             continue
-        whole[index] = {
-            key: shard.gather(value, watch) if _sliced(value, parameter) else value
-            for key, value in whole[index].items()
-        }
+        # Chunks first: what they make up may be the slice of a divided parameter.
+        if parameter in sharded:
+            spec = sharded[parameter]
+            chunk = torch.Size([spec.own_numel])
+            whole[index] = {
+                k: spec.all_gather(v) if isinstance(v, Tensor) and v.shape == chunk else v
+                for k, v in whole[index].items()
+            }
+        if parameter in shards:
+            shard = shards[parameter]
+            whole[index] = {
+                k: shard.gather(v, watch) if _has_shape(v, parameter.shape) else v
+                for k, v in whole[index].items()
+            }
     return {**gathered, "state": whole}
 
 
@@ -108,26 +135,24 @@ def scatter_optimizer_state(
         )
     local = dict(state["state"])
     for index, parameter in _numbered(optimizer).items():
-        shard = shards.get(parameter)
-        if shard is None or index not in local:
-            continue
-        local[index] = {
-            key: shard.take(value)
-            if isinstance(value, Tensor) and value.ndim and value.shape == shard.full_shape
-            else value
-            for key, value in local[index].items()
-        }
+        if index in local and parameter in shards:
+            shard = shards[parameter]
+            local[index] = {
+                k: shard.take(v) if _has_shape(v, shard.full_shape) else v
+                for k, v in local[index].items()
+            }
     optimizer.load_state_dict({**state, "state": local})
 
 
-def _sliced(value: Any, parameter: nn.Parameter) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    """Whether a value of the state has an element for each of the parameter's. A step count, which
+    is a scalar, has not, though a parameter may be one."""
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == shape
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
     """Parameters by the numbers that ``state_dict`` gives them."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return dict(enumerate(parameters))
+    return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
 
 def ready(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:

@@ -1,7 +1,5 @@
-"""One unit that takes a part of the ranks: what it is given, and what it leaves where it was made.
-
-On a rank that it leaves idle its modules are not run. What they would have returned is known from a
-rank that ran them: every rank is told once, for each shape of the input.
+"""One unit that takes a part of the ranks: what it gets, and what it leaves where it was made. See
+[Note: Burst units, idle ranks and the anchor] in bursts.py.
 """
 
 from __future__ import annotations
@@ -15,15 +13,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...models.spec import SplitSpec
-from ...planner.cost.ownership import Form, box, input_placement, output_placement, sample_bounds
+from ...planner.cost.ownership import box, input_placement, output_placement
 from ...planner.schema.errors import RunError
 from ...planner.schema.plan import UnitPlan
-from .bursts import Bursts, Want, want
+from .bursts import Bursts
+from .cache import UnitInput, unit_input
 from .lazy import LazyRedistributed
 
 
+# A named tuple would be a node of the output's pytree, and taken apart.
 @dataclass(frozen=True)
-class _Looks:
+class _Description:
     """A tensor without its samples."""
 
     shape: tuple[int, ...]
@@ -39,9 +39,13 @@ class BurstUnit:
         self.idle = unit.layout.place(self.position) is None
         self.needs = input_placement(unit.layout, unit.style)
         self.leaves = output_placement(unit.layout, unit.style)
+        # Of all members, where the output is sliced.
+        sliced = self.leaves.form == "feature_shard" and spec is not None
+        self._features = spec.features if sliced and spec is not None else 1
+        self._feature_dim = spec.feature_dim if sliced and spec is not None else None
         self._parameters: list[nn.Parameter] = []
         self._in_place = False
-        self._moved: list[Tensor] = []
+        self._inputs: list[Tensor] = []
         self._key: tuple[object, ...] = ()
 
     def attach(self, modules: Sequence[nn.Module]) -> None:
@@ -60,36 +64,38 @@ class BurstUnit:
         last.register_forward_hook(leave)
         if self.idle:
             for module in modules:
+                # Hooks still run around it, so that this rank comes to every collective.
                 module.forward = _skip
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The call's inputs in the form that the unit needs. Collective."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        looks = [(tuple(v.shape[1:]), v.dtype) for v in leaves if isinstance(v, Tensor)]
+        shapes = [(tuple(v.shape[1:]), v.dtype) for v in leaves if isinstance(v, Tensor)]
         # Not numbers, which may count a rank's own samples: ranks must have the same key.
-        told = [v for v in leaves if v is None or isinstance(v, bool | str)]
-        self._key = (self.unit.name, *looks, *told, module.training)
-        self._moved = []
+        flags = [v for v in leaves if v is None or isinstance(v, bool | str)]
+        self._key = (self.unit.name, *shapes, *flags, module.training)
+        self._inputs = []
         for i, index in enumerate(self.unit.batched_inputs):
             if isinstance(leaves[index], Tensor):
-                sliced = self.needs.form == "features" and i > 0
-                wanted = self._want("whole" if sliced else self.needs.form, i)
-                leaves[index] = self.bursts.bring(leaves[index], wanted, alone=self._in_place)
-                self._moved.append(leaves[index])
+                # Only the first input of a row unit is sliced.
+                sliced = self.needs.form == "feature_shard" and i > 0
+                form = "replicate" if sliced else self.needs.form
+                need = unit_input(self.unit, self.spec, form, i)
+                leaves[index] = self.bursts.redistribute(
+                    leaves[index], need, changes=self._in_place
+                )
+                self._inputs.append(leaves[index])
         return pytree.tree_unflatten(leaves, structure)
-
-    def _want(self, form: Form, index: int) -> Want:
-        return want(self.unit, self.spec, form, f"the input of unit {self.unit.name!r}", index)
 
     def leave(self, output: Any) -> Any:
         """The output as the rest of the model may use it."""
         local = self._empty() if self.idle else self._described(output)
-        moved, self._moved = self._moved, []
-        return pytree.tree_map_only(Tensor, self._hold, self._tie(local, moved))
+        inputs, self._inputs = self._inputs, []
+        return pytree.tree_map_only(Tensor, self._lazy, self._tie(local, inputs))
 
     def _described(self, output: Any) -> Any:
-        """The output, which idle ranks have been told the looks of."""
-        rows = box(self.bursts.counts(), self.leaves, self._length, self.position)
+        """The output, whose shape idle ranks have been told."""
+        rows = box(self.bursts.counts(), self.leaves, self._features, self.position)
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and (not leaf.ndim or leaf.shape[0] != rows.hi - rows.lo):
                 raise RunError(
@@ -97,61 +103,58 @@ class BurstUnit:
                     f"has {rows.hi - rows.lo} samples, and it leaves ranks idle: only tensors with "
                     "the samples in dim 0 can travel; give it all ranks"
                 )
+
+        def describe(tensor: Tensor) -> _Description:
+            shape = list(tensor.shape)
+            if self._feature_dim is not None:
+                shape[self._feature_dim] = self._features
+            return _Description(tuple(shape[1:]), tensor.dtype)
+
         self.bursts.describe(
-            self.unit.layout, self._key, lambda: pytree.tree_map_only(Tensor, self._looks, output)
+            self.unit.layout, self._key, lambda: pytree.tree_map_only(Tensor, describe, output)
         )
         return output
 
-    @property
-    def _length(self) -> int:
-        """The length of the sliced dimension, of all members."""
-        return self.spec.features if self.leaves.form == "features" and self.spec else 1
-
-    def _looks(self, tensor: Tensor) -> _Looks:
-        shape = list(tensor.shape)
-        if self.leaves.form == "features" and self.spec is not None:
-            shape[self.spec.feature_dim] = self.spec.features
-        return _Looks(tuple(shape[1:]), tensor.dtype)
-
     def _empty(self) -> Any:
         """What stands for the output where the unit is not run."""
-        looks = self.bursts.describe(self.unit.layout, self._key, lambda: None)
-        device = next((t.device for t in self._moved), torch.device("cpu"))
+        description = self.bursts.describe(self.unit.layout, self._key, lambda: None)
+        device = next((t.device for t in self._inputs), torch.device("cpu"))
 
-        def empty(of: _Looks) -> Tensor:
-            return torch.empty((0, *of.shape), dtype=of.dtype, device=device)
+        def empty(one: _Description) -> Tensor:
+            return torch.empty((0, *one.shape), dtype=one.dtype, device=device)
 
-        return pytree.tree_map_only(_Looks, empty, looks)
+        return pytree.tree_map_only(_Description, empty, description)
 
-    def _tie(self, output: Any, moved: list[Tensor]) -> Any:
+    def _tie(self, output: Any, inputs: list[Tensor]) -> Any:
         """The output, with a graph whose moves are the same on every rank."""
-        able = [p.requires_grad for p in self._parameters] + [t.requires_grad for t in moved]
-        if not (torch.is_grad_enabled() and any(able)):
+        wanted = [p.requires_grad for p in self._parameters] + [t.requires_grad for t in inputs]
+        if not (torch.is_grad_enabled() and any(wanted)):
             return output
         leaves, structure = pytree.tree_flatten(output)
         places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor) and _real(v)]
         if places:
             given = [leaves[i] for i in places]
-            tied = _Tie.apply(self.bursts.anchor, len(places), self.idle, *given, *moved)  # type: ignore[no-untyped-call]
+            anchor = self.bursts.anchor
+            tied = _Tie.apply(anchor, len(places), self.idle, *given, *inputs)  # type: ignore[no-untyped-call]
             for place, tensor in zip(places, tied, strict=True):
                 leaves[place] = tensor
         return pytree.tree_unflatten(leaves, structure)
 
-    def _hold(self, local: Tensor) -> LazyRedistributed:
+    def _lazy(self, local: Tensor) -> LazyRedistributed:
         """A tensor that stays where it was made until it is needed elsewhere."""
-        bursts, source, length = self.bursts, self.leaves, self._length
-        start, stop = sample_bounds(bursts.counts(), bursts.home.layout, self.position)
-        shape, dim = [stop - start, *local.shape[1:]], None
-        if source.form == "features" and self.spec is not None:
-            dim = self.spec.feature_dim % local.ndim
-            shape[dim] = length
+        bursts, features, dim = self.bursts, self._features, self._feature_dim
+        start, stop, _, _ = box(bursts.counts(), bursts.outside_units, 1, self.position)
+        shape = [stop - start, *local.shape[1:]]
+        if dim is not None:
+            dim %= local.ndim
+            shape[dim] = features
         doing = f"the output of unit {self.unit.name!r}"
-        goal = Want("", 0, bursts.home, length, dim, doing)
+        outside = UnitInput("", 0, bursts.outside_units, features, dim, doing)
 
-        def bring() -> Tensor:
-            return bursts.travel(local, source, length, dim, goal)
+        def redistribute() -> Tensor:
+            return bursts.move(local, self.leaves, outside)
 
-        return LazyRedistributed.of(local, torch.Size(shape), dim, None, bring, source)
+        return LazyRedistributed.of(local, torch.Size(shape), dim, None, redistribute, self.leaves)
 
 
 def _skip(*args: Any, **kwargs: Any) -> Any:

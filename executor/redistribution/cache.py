@@ -1,14 +1,12 @@
-"""What divided units have been brought in the forward that runs: the next one that needs the same
-tensor in the same form gets the same, and nothing moves again (see
-``planner/cost/shared_redistribution``).
+"""Which redistributed tensors the units of one forward share.
 
-Only where a backward may follow: what a unit was brought it has saved then, and the next one saves
-no more. The first forward of a kind tells which tensors have several takers, so that later ones
-hold no other.
+What is the same redistribution is said in planner/cost/redistribution.py (see
+[Note: Shared redistributions] there); here stands what has moved in the forward that runs.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,93 +14,132 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...planner.cost.ownership import TensorPlacement
+from ...models.spec import SplitSpec
+from ...planner.cost.ownership import Form, TensorPlacement, data_parallel_placement
+from ...planner.cost.redistribution import SharedRedistribution, shared_redistribution
+from ...planner.schema.plan import UnitPlan
 from .lazy import LazyRedistributed
 
 
-class SharedRedistribution(NamedTuple):
-    """Which input of which unit takes a tensor, and how it is needed; ``features`` along ``dim``
-    are sliced (1 and None: none are)."""
+class UnitInput(NamedTuple):
+    """Input ``number`` of a unit, and how the unit needs it: ``features`` along ``dim`` are sliced
+    (1 and None: none are). ``doing`` names its redistribution in reports."""
 
     unit: str
     number: int
-    wanted: TensorPlacement
+    target: TensorPlacement
     features: int
     dim: int | None
-
-    @property
-    def form(self) -> tuple[TensorPlacement, int, int | None]:
-        """What two takers of one tensor can share."""
-        return self.wanted, self.features, self.dim
+    doing: str
 
 
-First = tuple[str, int, int]
-"""The first taking of a tensor in a forward: the unit, which of its inputs, which of its calls."""
+def unit_input(unit: UnitPlan, spec: SplitSpec | None, form: Form, number: int = 0) -> UnitInput:
+    """What ``unit`` needs of its input ``number`` in that form."""
+    features, dim = 1, None
+    if form == "feature_shard":
+        assert spec is not None, "what is divided has a specification"
+        features, dim = spec.features, spec.feature_dim
+    doing = f"the input of unit {unit.name!r}"
+    return UnitInput(unit.name, number, TensorPlacement(unit.layout, form), features, dim, doing)
 
 
-class _Got(NamedTuple):
-    """What takers got, as it arrived."""
+FirstUse = tuple[str, int, int, bool]
+"""The first use of a tensor in a forward: the unit, which of its inputs, which of its calls, and
+whether gradients are wanted."""
+
+
+class _Moved(NamedTuple):
+    """What units got, and its version when it arrived."""
 
     tensor: Tensor
     version: int
 
 
 @dataclass
-class _Tensor:
-    """A tensor as it was when it was first taken, who took it first, and what the takers got."""
+class _Entry:
+    """A tensor as it was when a unit first needed it, which units needed it, and what they got."""
 
     tensor: Tensor
     version: int
-    first: First
-    got: dict[tuple[TensorPlacement, int, int | None], _Got] = field(default_factory=dict)
-    takers: int = 0
+    first: FirstUse
+    users: list[UnitInput] = field(default_factory=list)
+    moved: dict[SharedRedistribution, _Moved] = field(default_factory=dict)
 
 
 class RedistributionCache:
-    """The tensors of one forward after the other."""
+    """The tensors that units have got in the forward that runs.
 
-    def __init__(self) -> None:
-        self._taken: dict[int, _Tensor] = {}
-        self._calls: dict[tuple[str, int], int] = {}
+    The first forward of a kind tells which tensors have several users. Where all ranks run all
+    units, later forwards hold only these, and only where a backward may follow: what a unit got it
+    has saved for backward then, and the next one saves no more. With ``prefetch`` (units on parts
+    of the ranks) a tensor moves to all its users when the first of them needs it.
+    """
+
+    def __init__(self, world_size: int, *, prefetch: bool = False) -> None:
+        self._outside_units = data_parallel_placement(world_size)
+        self._prefetch = prefetch
+        self._entries: dict[int, _Entry] = {}
+        self._users: dict[FirstUse, list[UnitInput]] = {}
+        self._calls: Counter[tuple[str, int]] = Counter()
         self._open = False
-        self._several: set[First] = set()
-        self._known: set[First] = set()
 
     def begin(self) -> None:
         """Before a forward."""
-        self._taken, self._calls, self._open = {}, {}, True
+        self._entries, self._open = {}, True
+        self._calls.clear()
 
-    def end(self, *, whole: bool) -> None:
-        """After a forward, which ran to its end if it was ``whole``."""
-        for one in self._taken.values() if whole else ():
-            self._known.add(one.first)
-            if one.takers > 1:
-                self._several.add(one.first)
-        self._taken, self._open = {}, False
+    def end(self, *, complete: bool) -> None:
+        """After a forward; one that did not ``complete`` tells nothing about users."""
+        if complete:
+            for entry in self._entries.values():
+                if self._prefetch or len(entry.users) > 1 or entry.first not in self._users:
+                    self._users[entry.first] = entry.users
+        self._entries, self._open = {}, False
 
     def get(
-        self, tensor: Tensor, taking: SharedRedistribution, bring: Callable[[], Tensor]
+        self,
+        tensor: Tensor,
+        need: UnitInput,
+        move: Callable[[Tensor, UnitInput], Tensor],
+        *,
+        changes: bool = False,
     ) -> Tensor:
-        """The tensor as ``taking`` needs it: what another got, or what ``bring`` fetches."""
-        if not (self._open and torch.is_grad_enabled()):
-            return bring()  # in backward, what runs again holds nothing beyond its own unit
-        one = self._taken.get(id(tensor))
-        if one is None or one.version != version_of(tensor):
-            first = self._first(taking)
-            if first in self._known and first not in self._several:
-                return bring()
-            one = self._taken[id(tensor)] = _Tensor(tensor, version_of(tensor), first)
-        one.takers += 1
-        there = one.got.get(taking.form)
-        if there is None or version_of(there.tensor) != there.version:  # changed by who got it
-            arrived = bring()
-            there = one.got[taking.form] = _Got(arrived, version_of(arrived))
-        return there.tensor
+        """The tensor as it is needed: what another unit got, or what ``move`` makes of it. A unit
+        that ``changes`` it in place does not prefetch it for others."""
+        if not self._prefetch and not (self._open and torch.is_grad_enabled()):
+            return move(tensor, need)  # in backward, what runs again holds nothing beyond its unit
+        entry = self._entries.get(id(tensor))
+        if entry is None or entry.version != version_of(tensor):
+            first = self._first_use(need)
+            users = self._users.get(first)
+            if not self._prefetch and users is not None and len(users) == 1:
+                return move(tensor, need)
+            # The entry refers to the tensor, so no other can get its id while the entry lives.
+            entry = self._entries[id(tensor)] = _Entry(tensor, version_of(tensor), first)
+            if self._prefetch and users is not None and not changes:
+                for user in users:
+                    self._moved(entry, user, move)
+        entry.users.append(need)
+        return self._moved(entry, need, move)
 
-    def _first(self, taking: SharedRedistribution) -> First:
-        key = taking.unit, taking.number
-        self._calls[key] = self._calls.get(key, 0) + 1
-        return *key, self._calls[key]
+    def _moved(
+        self, entry: _Entry, need: UnitInput, move: Callable[[Tensor, UnitInput], Tensor]
+    ) -> Tensor:
+        tensor = entry.tensor
+        source = tensor.source if isinstance(tensor, LazyRedistributed) else self._outside_units
+        key = shared_redistribution(id(tensor), source, need.target, need.features, need.dim)
+        known = entry.moved.get(key)
+        # A unit may have changed in place what it got. Where units leave ranks idle this must not
+        # be asked: an idle rank changes nothing, and all ranks have to issue the same moves.
+        if known is None or (not self._prefetch and version_of(known.tensor) != known.version):
+            arrived = move(tensor, need)
+            known = entry.moved[key] = _Moved(arrived, version_of(arrived))
+        return known.tensor
+
+    def _first_use(self, need: UnitInput) -> FirstUse:
+        key = need.unit, need.number
+        self._calls[key] += 1
+        return *key, self._calls[key], torch.is_grad_enabled()
 
 
 def version_of(tensor: Tensor) -> int:

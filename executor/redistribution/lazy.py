@@ -1,5 +1,5 @@
-"""A tensor that a column unit has left as features: it goes home when anything but its next unit
-touches it.
+"""The output of a unit as the unit leaves it: it is redistributed when something else than the next
+unit asks for its values. See [Note: Forms of a divided tensor] in redistribute.py.
 """
 
 from __future__ import annotations
@@ -15,56 +15,61 @@ from ...planner.cost.ownership import TensorPlacement
 
 
 class LazyRedistributed(Tensor):
-    """All samples of the group and this member's features (``local``), shown in the shape that the
-    tensor has at home. Any torch function first brings it there, once (``home``), and then runs.
+    """What this rank has of a tensor (``local``, placed as ``source`` says), shown in the shape
+    that this rank's own samples have. Any torch function first materializes it, once, and runs on
+    that.
 
-    ``source`` and ``dim_held`` (the dimension that is sliced, if one is) tell a following unit what
-    ``local`` is, ``owner`` among whom.
+    ``sharded_dim`` (the dim that is sliced, if one is) and ``owner`` (the members that hold the
+    slices) tell a following unit what ``local`` is.
     """
 
     local: Tensor
-    dim_held: int | None
+    sharded_dim: int | None
     owner: object
     source: TensorPlacement
-    _bring: Callable[[], Tensor] | None
-    _home: Tensor | None
-    _fresh: int
-    """The version of what was brought home, before anybody changed it in place."""
+    _redistribute: Callable[[], Tensor] | None
+    _materialized: Tensor | None
+    _first_version: int
 
     @staticmethod
     def of(
         local: Tensor,
         shape: torch.Size,
-        dim: int | None,
+        sharded_dim: int | None,
         owner: object,
-        bring: Callable[[], Tensor],
+        redistribute: Callable[[], Tensor],
         source: TensorPlacement,
     ) -> LazyRedistributed:
-        """A stand-in for the tensor of ``shape`` that ``bring()`` would fetch."""
-        held = Tensor._make_wrapper_subclass(
+        """A stand-in for the tensor of ``shape`` that ``redistribute()`` makes of ``local``."""
+        # A wrapper without storage: torch sees shape, dtype and device, and nothing can read values
+        # past ``__torch_function__``. Autograd follows the materialized tensor, not this one.
+        lazy = Tensor._make_wrapper_subclass(
             LazyRedistributed, shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
-        held.local, held.dim_held, held.owner, held.source = local, dim, owner, source
-        held._bring, held._home, held._fresh = bring, None, 0
-        return held
+        lazy.local, lazy.sharded_dim, lazy.owner, lazy.source = local, sharded_dim, owner, source
+        lazy._redistribute, lazy._materialized, lazy._first_version = redistribute, None, 0
+        return lazy
 
-    def home(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """The tensor with this rank's own samples and all features. Collective the first time."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self._home is None:
-                assert self._bring is not None
-                # Its graph must not depend on whether the first touch wanted gradients.
+            if self._materialized is None:
+                assert self._redistribute is not None
+                # Its graph must not depend on whether the first use wanted gradients.
                 with torch.set_grad_enabled(self.local.requires_grad):
-                    self._home, self._bring = self._bring(), None
-                    self._fresh = _version(self._home)
-            return self._home
+                    # The closure holds ``local``'s graph: it goes as soon as it has run.
+                    self._materialized, self._redistribute = self._redistribute(), None
+                    self._first_version = _version(self._materialized)
+            return self._materialized
 
     @property
     def changes(self) -> int:
-        """How often what was brought home has been changed in place: if at all, ``local`` is not
+        """How often the materialized tensor has been changed in place: if at all, ``local`` is not
         what the model means any more."""
         with torch._C.DisableTorchFunctionSubclass():
-            return 0 if self._home is None else _version(self._home) - self._fresh
+            if self._materialized is None:
+                return 0
+            return _version(self._materialized) - self._first_version
 
     @classmethod
     def __torch_function__(
@@ -73,16 +78,14 @@ class LazyRedistributed(Tensor):
         if func in _SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        args, kwargs = pytree.tree_map_only(
-            LazyRedistributed, LazyRedistributed.home, (args, kwargs)
-        )
-        return func(*args, **(kwargs or {}))
+        args, kwargs = materialize((args, kwargs or {}))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise AssertionError(f"{func} met a tensor that has not been brought home")
+        raise AssertionError(f"{func} met a tensor that has not been materialized")
 
 
 def _version(tensor: Tensor) -> int:
@@ -104,21 +107,21 @@ _SHAPE = {
 
 
 def materialize(tree: Any) -> Any:
-    """The tree with every held tensor brought home."""
-    return pytree.tree_map_only(LazyRedistributed, LazyRedistributed.home, tree)
+    """The tree with the values of every lazy tensor in it."""
+    return pytree.tree_map_only(LazyRedistributed, LazyRedistributed.materialize, tree)
 
 
-def show_to_backward_hooks(model: nn.Module, units: Iterable[str]) -> None:
-    """Brings home what goes into and comes out of modules that have backward hooks: torch ties
+def materialize_for_backward_hooks(model: nn.Module, units: Iterable[str]) -> None:
+    """Materializes what goes into and comes out of modules that have backward hooks: torch ties
     those to the tensors themselves, which a stand-in is not. ``units`` are the modules of units,
-    inside which no tensor is held."""
+    inside which no tensor is lazy."""
     inside = tuple(f"{path}." for path in units)
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return materialize((args, kwargs)) if _watched(module) else None
+        return materialize((args, kwargs)) if _has_backward_hooks(module) else None
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        return materialize(output) if _watched(module) else None
+        return materialize(output) if _has_backward_hooks(module) else None
 
     for name, module in model.named_modules():
         if not name.startswith(inside):
@@ -126,5 +129,5 @@ def show_to_backward_hooks(model: nn.Module, units: Iterable[str]) -> None:
             module.register_forward_hook(leave)
 
 
-def _watched(module: nn.Module) -> bool:
+def _has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)

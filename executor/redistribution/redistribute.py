@@ -1,23 +1,47 @@
 """Moves a tensor between the forms in which a group's members hold it.
 
-Which pieces go where is what ``planner.cost.ownership.transfers`` says, nothing else. One autograd
-function does all moves: forward it gathers pieces; its backward runs the same pieces the other way
-and adds what comes back, for a sample that several members used has a gradient from each. The sum
-of partial results in forward is that same transpose, and the gather is its backward.
+What goes where is what ``planner.cost.redistribution`` says, nothing else. One autograd function
+does all moves: forward it gathers boxes; its backward runs the same boxes the other way and adds
+what comes back, for a sample that several members used has a gradient from each. The sum of partial
+results in forward is that same transpose, and the gather is its backward.
 """
+
+# [Note: Forms of a divided tensor]
+#
+# Between units a tensor is in one of two forms (planner/cost/ownership.py): ``batch_shard``, every
+# rank its own samples, or ``feature_shard``, every member of a group its slice of the features of
+# all the group's samples. Units need their input in one of these, or as ``replicate``, all samples
+# of the group with all features. Who moves it, and when:
+#
+# - The input of a divided unit moves in the pre-hook of the unit's first module
+#   (``Boundary.enter``), that of a unit on a part of the ranks in ``BurstUnit.enter``. What another
+#   unit needs alike has moved already (cache.py; [Note: Shared redistributions] in
+#   planner/cost/redistribution.py).
+# - The output of a column unit is a feature shard. It moves when something asks for its values: it
+#   is a ``LazyRedistributed`` (lazy.py), which the next unit takes as it is where that unit is
+#   divided in the same way, and any torch function first materializes as the rank's own samples.
+# - The partial sums of a row or pair unit are reduced to each member's own samples inside the unit
+#   (``Boundary.reduce``), so its output is a batch shard.
+# - The model's output is materialized when its forward ends (``Run.finish``), what recomputed
+#   regions save before that (executor/memory/regions.py).
+#
+# Backward needs nothing of its own: every move is a ``_Move`` in the autograd graph, whose backward
+# is the move the other way. All members run the same units in the same order, so their moves meet.
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.cost.ownership import Box, Form, TensorPlacement, box, transfers
+from ...planner.cost.ownership import Box, Form, TensorPlacement
+from ...planner.cost.redistribution import Transfer, position_transfers
 from ...planner.schema.errors import RunError
 from ...planner.schema.layout import Layout, data_parallel
 from ..comm.buffers import alias_for_comm, release_comm_buffers
@@ -25,54 +49,62 @@ from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 
 
-class Piece(NamedTuple):
-    """What goes to, or comes from, one member: samples and features within the local tensor."""
-
-    member: int
-    box: Box
-
-
-@dataclass(frozen=True)
-class Route:
-    """One member's part in a move: the shape it has and needs, what it sends and receives.
-
-    Boxes count from the start of the tensor that the member holds. ``quiet`` says that nothing
-    moves between any members.
-    """
+class Route(NamedTuple):
+    """One member's ``PositionTransfers``: peers are members of the group, and boxes count from the
+    start of the tensor that the member holds."""
 
     have: Box
     need: Box
-    send: tuple[Piece, ...]
-    receive: tuple[Piece, ...]
+    send: tuple[Transfer, ...]
+    receive: tuple[Transfer, ...]
     quiet: bool = False
+
+    def reversed(self) -> Route:
+        """The same boxes the other way."""
+        return Route(self.need, self.have, self.receive, self.send, self.quiet)
 
 
 @lru_cache(maxsize=4096)
-def route(counts: tuple[int, ...], source: Form, target: Form, features: int, member: int) -> Route:
-    """The part of ``member`` where a group whose members feed ``counts`` samples goes from form
-    ``source`` to ``target``. ``features`` is the length of the dimension that is sliced.
-    """
-    start, end = _held(source, len(counts)), _held(target, len(counts))
-    have, need = box(counts, start, features, member), box(counts, end, features, member)
-    moves = transfers(counts, start, end, features, local=True)
+def route(
+    counts: tuple[int, ...],
+    source: TensorPlacement,
+    target: TensorPlacement,
+    features: int,
+    position: int,
+    first: int = 0,
+) -> Route:
+    """A position's part where positions that feed ``counts`` samples go from ``source`` to
+    ``target``; ``features`` is the length of the dim that is sliced. Members count from position
+    ``first``."""
+    have, need, send, receive, quiet = position_transfers(
+        counts, source, target, features, position
+    )
     return Route(
         have,
         need,
-        tuple(Piece(m.target, _inside(m.box, have)) for m in moves if m.source == member),
-        tuple(Piece(m.source, _inside(m.box, need)) for m in moves if m.target == member),
+        tuple(Transfer(t.peer - first, _inside(t.box, have)) for t in send),
+        tuple(Transfer(t.peer - first, _inside(t.box, need)) for t in receive),
+        quiet,
     )
 
 
-def _held(form: Form, degree: int) -> TensorPlacement:
-    """A form within one group, which is a world of its own: samples are at home there."""
-    layout = data_parallel(degree) if form == "samples" else Layout(groups=1, degree=degree)
+def group_route(
+    counts: tuple[int, ...], source: Form, target: Form, features: int, member: int
+) -> Route:
+    """The part of ``member`` in a move inside one group, whose members feed ``counts`` samples: the
+    group is a world of its own."""
+    ends = (_in_group(form, len(counts)) for form in (source, target))
+    return route(counts, *ends, features, member)
+
+
+def _in_group(form: Form, degree: int) -> TensorPlacement:
+    batch = form == "batch_shard"
+    layout = data_parallel(degree) if batch else Layout(groups=1, degree=degree)
     return TensorPlacement(layout, form)
 
 
-def _inside(piece: Box, outer: Box) -> Box:
-    return Box(
-        piece.lo - outer.lo, piece.hi - outer.lo, piece.left - outer.left, piece.right - outer.left
-    )
+def _inside(box: Box, outer: Box) -> Box:
+    return Box(box.lo - outer.lo, box.hi - outer.lo, box.left - outer.left, box.right - outer.left)
 
 
 @dataclass
@@ -85,6 +117,16 @@ class Meter:
     sent_bytes: int = 0
     moved_bytes: int = 0
     exchanged_bytes: int = 0
+
+
+class _Step(NamedTuple):
+    """How a tensor moves: along ``route``, features in ``dim`` (None: only samples move), called
+    ``doing`` in reports; with ``add`` boxes that arrive are added to zeros."""
+
+    route: Route
+    dim: int | None
+    doing: str
+    add: bool
 
 
 class Mover:
@@ -106,81 +148,71 @@ class Mover:
         self._issued = issued
 
     def move(
-        self, tensor: Tensor, way: Route, dim: int | None, doing: str, *, reduce: bool = False
+        self, tensor: Tensor, route: Route, dim: int | None, doing: str, *, add: bool = False
     ) -> Tensor:
-        """The tensor as ``way`` leads it; with ``reduce`` backwards along it, adding the pieces.
+        """The tensor after its way along ``route``; with ``add`` overlapping boxes are summed.
 
         ``dim`` is the dimension of features, None where only samples move. Collective.
         """
         if dim is not None and dim < 0:
             dim += tensor.ndim
-        self._check(tensor, way.need if reduce else way.have, dim, doing)
-        return _Move.apply(tensor, self, way, dim, doing, reduce)  # type: ignore[no-any-return, no-untyped-call]
-
-    def _check(self, tensor: Tensor, held: Box, dim: int | None, doing: str) -> None:
-        if tensor.shape[0] != held.hi - held.lo or (
-            dim is not None and tensor.shape[dim] != held.right - held.left
+        have = route.have
+        if tensor.shape[0] != have.hi - have.lo or (
+            dim is not None and tensor.shape[dim] != have.right - have.left
         ):
             raise RunError(
                 f"{doing} got a tensor of shape {list(tensor.shape)} where it holds "
-                f"{held.hi - held.lo} samples: tensors that enter or leave a divided unit need "
+                f"{have.hi - have.lo} samples: tensors that enter or leave a divided unit need "
                 "the model's samples in dim 0"
             )
+        return _Move.apply(tensor, self, _Step(route, dim, doing, add))  # type: ignore[no-any-return, no-untyped-call]
 
-    def shift(
-        self, tensor: Tensor, way: Route, dim: int | None, doing: str, reduce: bool
-    ) -> Tensor:
+    def run(self, tensor: Tensor, step: _Step) -> Tensor:
         """The move itself, without autograd."""
-        out, into, shape = way.send, way.receive, way.need
-        if reduce:
-            out, into, shape = way.receive, way.send, way.have
+        (_, need, send, receive, quiet), dim = step.route, step.dim
         size = list(tensor.shape)
-        size[0] = shape.hi - shape.lo
+        size[0] = need.hi - need.lo
         if dim is not None:
-            size[dim] = shape.right - shape.left
-        result = tensor.new_zeros(size) if reduce else tensor.new_empty(size)
+            size[dim] = need.right - need.left
+        result = tensor.new_zeros(size) if step.add else tensor.new_empty(size)
         received = {}
-        if not (way.quiet or self.outside):
-            lengths = [_numel(size, p.box, dim) for p in into]
-            received = self._swap(tensor, out, lengths, into, dim, doing)
-        for piece in into:  # in the order of members, so that sums are the same in every run
-            part = _part(result, piece.box, dim)
-            if piece.member == self.group.member:
-                own = next(p.box for p in out if p.member == piece.member)
-                arrived = _part(tensor, own, dim)
+        if not (quiet or self.outside):
+            received = self._all_to_all(tensor, step, size)
+        for member, box in receive:  # in the order of members, so that sums repeat in every run
+            part = _part(result, box, dim)
+            if member == self.group.member:
+                kept = next(t.box for t in send if t.peer == member)
+                arrived = _part(tensor, kept, dim)
             else:
-                arrived = received[piece.member].view(part.shape)
-            part.add_(arrived) if reduce else part.copy_(arrived)
+                arrived = received[member].view(part.shape)
+            if step.add:
+                part.add_(arrived)
+            else:
+                part.copy_(arrived)
         return result
 
-    def _swap(
-        self,
-        tensor: Tensor,
-        out: Sequence[Piece],
-        lengths: Sequence[int],
-        into: Sequence[Piece],
-        dim: int | None,
-        doing: str,
-    ) -> dict[int, Tensor]:
-        """Sends the pieces in ``out`` to the other members; what they send, flat, by member."""
+    def _all_to_all(self, tensor: Tensor, step: _Step, size: Sequence[int]) -> dict[int, Tensor]:
+        """Sends the boxes of other members; what these send, flat, by member. ``size`` is the
+        result's."""
+        (_, _, send, receive, _), dim, doing, _ = step
         me, slots = self.group.member, self.group.slots
-        sends = {p.member: _part(tensor, p.box, dim) for p in out if p.member != me}
-        expects = {p.member: n for p, n in zip(into, lengths, strict=True) if p.member != me}
+        sends = {t.peer: _part(tensor, t.box, dim) for t in send if t.peer != me}
+        expects = {t.peer: _numel(size, t.box, dim) for t in receive if t.peer != me}
         order = sorted(range(self.group.size), key=slots.__getitem__)
         width = tensor.element_size()
         flat = [sends[m].reshape(-1) for m in order if m in sends]
         waits = bool(expects) or self.group.on_stream
-        # One piece is sent from where it lies, which nothing touches while this rank waits (a
+        # One box is sent from where it lies, which nothing touches while this rank waits (a
         # gradient that is one number, seen as many, lies nowhere).
-        still = waits and len(flat) == 1 and flat[0].stride(0) == 1
-        buffer = flat[0] if still else torch.cat([tensor.new_empty(0), *flat])
+        in_place = waits and len(flat) == 1 and flat[0].stride(0) == 1
+        buffer = flat[0] if in_place else torch.cat([tensor.new_empty(0), *flat])
         arriving = tensor.new_empty(sum(expects.values()))
         self._issued(doing, 0, self.group)
-        # Bytes travel, so that every type does.
-        carried = [alias_for_comm(tensor.view(torch.uint8)) for tensor in (arriving, buffer)]
+        # Bytes travel, so that every dtype does.
+        aliases = [alias_for_comm(tensor.view(torch.uint8)) for tensor in (arriving, buffer)]
         work = dist.all_to_all_single(
-            carried[0],
-            carried[1],
+            aliases[0],
+            aliases[1],
             [expects.get(m, 0) * width for m in order],
             [sends[m].numel() * width if m in sends else 0 for m in order],
             group=self.group.handle,
@@ -189,49 +221,42 @@ class Mover:
         self.meter.moves += 1
         if waits:
             self.meter.seconds += self.watch.wait(work, self.group, doing)
-            release_comm_buffers(carried)
+            release_comm_buffers(aliases)
         else:  # who only gives need not wait until others take
             self.watch.follow(work, doing)
         self.meter.sent_bytes += buffer.numel() * width
         self.meter.moved_bytes += buffer.numel() * width
-        arrived, start = {}, 0
-        for member in (m for m in order if m in expects):
-            arrived[member] = arriving.narrow(0, start, expects[member])
-            start += expects[member]
-        return arrived
+        members = [m for m in order if m in expects]
+        parts = torch.split(arriving, [expects[m] for m in members])
+        return dict(zip(members, parts, strict=True))
 
 
 class _Move(torch.autograd.Function):
-    """``Mover.shift``, whose backward is the same move the other way."""
+    """``Mover.run``, whose backward is the same move the other way."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Tensor,
-        mover: Mover,
-        way: Route,
-        dim: int | None,
-        doing: str,
-        reduce: bool,
-    ) -> Tensor:
-        ctx.move = (mover, way, dim, doing, reduce)
-        return mover.shift(tensor, way, dim, doing, reduce)
+    def forward(ctx: Any, tensor: Tensor, mover: Mover, step: _Step) -> Tensor:
+        ctx.mover, ctx.step = mover, step
+        return mover.run(tensor, step)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        mover, way, dim, doing, reduce = ctx.move
+        route, dim, doing, add = ctx.step
+        # Applied as a function of its own, so that a gradient of the gradient moves too.
         back = doing if doing.endswith("backward") else f"{doing}, backward"
-        moved = _Move.apply(gradients[0], mover, way, dim, back, not reduce)  # type: ignore[no-untyped-call]
-        return moved, None, None, None, None, None
+        step = _Step(route.reversed(), dim, back, not add)
+        moved = _Move.apply(gradients[0], ctx.mover, step)  # type: ignore[no-untyped-call]
+        return moved, None, None
 
 
-def _part(tensor: Tensor, piece: Box, dim: int | None) -> Tensor:
-    part = tensor[piece.lo : piece.hi]
-    return part if dim is None else part.narrow(dim, piece.left, piece.right - piece.left)
+def _part(tensor: Tensor, box: Box, dim: int | None) -> Tensor:
+    part = tensor[box.lo : box.hi]
+    return part if dim is None else part.narrow(dim, box.left, box.right - box.left)
 
 
-def _numel(size: Sequence[int], piece: Box, dim: int | None) -> int:
-    count = piece.hi - piece.lo
-    for i, length in enumerate(size[1:], start=1):
-        count *= piece.right - piece.left if i == dim else length
-    return count
+def _numel(size: Sequence[int], box: Box, dim: int | None) -> int:
+    """The elements of a box of a tensor of that size."""
+    shape = [box.hi - box.lo, *size[1:]]
+    if dim is not None:
+        shape[dim] = box.right - box.left
+    return prod(shape)

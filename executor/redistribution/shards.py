@@ -1,9 +1,8 @@
-"""Divided parameters and buffers: which slice this member holds, and the whole from all slices."""
+"""Divided parameters and buffers: which slice this rank holds, and the whole from all slices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from ...models.spec import ParameterCut
 from ...models.splits import join_parameter, slice_parameter
 from ...planner.schema.errors import InputError
-from ..comm.groups import Group
+from ...planner.schema.layout import Layout, Style
+from ...planner.schema.plan import UnitPlan
+from ..comm.groups import Group, Place, World
 from ..comm.watchdog import Watchdog
 
 
@@ -36,6 +37,10 @@ class LocalShard(Tensor):
     def place(self) -> tuple[int, int, int, int, tuple[int, ...]]:
         """All that says which slice it is."""
         return self.dim_cut, self.blocks, self.degree, self.member, self.full_shape
+
+
+NOWHERE = -1
+"""The ``member`` of a ``LocalShard`` on a rank that its unit leaves idle."""
 
 
 class LocalPart(Tensor):
@@ -58,12 +63,15 @@ class Shard:
 
     def take(self, full: Tensor) -> Tensor:
         """This member's slice of the whole."""
+        self._check_shape(full)
+        return slice_parameter(full, self.cut, self.degree, self.group.member)
+
+    def _check_shape(self, full: Tensor) -> None:
         if full.shape != self.full_shape:
             raise InputError(
                 f"{self.names[0]!r} has shape {list(full.shape)}, expected "
                 f"{list(self.full_shape)}: load a state of the same model"
             )
-        return slice_parameter(full, self.cut, self.degree, self.group.member)
 
     def describe(self, local: Tensor) -> Tensor:
         """The slice as it stands in a ``state_dict``. Communicates nothing."""
@@ -140,6 +148,123 @@ class Shard:
         return torch.Size(shape)
 
 
+@dataclass(frozen=True, eq=False)
+class SubsetShard(Shard):
+    """A parameter or buffer of a unit that takes a part of the ranks. It lives where it is used:
+    a rank that the unit leaves idle has an empty tensor in its place, and gradients, optimizer
+    state and memory are those of the ranks that compute. A gathered state is sent from the unit's
+    first position to all; ``state_dict``, which never communicates, has an empty ``LocalShard`` on
+    idle ranks.
+
+    ``group`` are all ranks, in the order of positions; ``slice_`` is this rank's slice where
+    ``members`` of each group divide the tensor."""
+
+    layout: Layout
+    world: World
+    members: int = 1
+    slice_: Shard | None = None
+
+    @property
+    def degree(self) -> int:
+        """Over how many members it is divided."""
+        return self.members
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank has it, or a slice of it."""
+        return self.layout.place(self.world.position) is not None
+
+    def take(self, full: Tensor) -> Tensor:
+        """What this rank has of the whole."""
+        self._check_shape(full)
+        if not self.here:
+            return full.new_empty(0)
+        return full if self.slice_ is None else self.slice_.take(full)
+
+    def describe(self, local: Tensor) -> Tensor:
+        """What this rank has as it stands in a ``state_dict``."""
+        if self.here:
+            return local if self.slice_ is None else self.slice_.describe(local)
+        shard = local.as_subclass(LocalShard)
+        shard.dim_cut, shard.blocks, shard.degree, shard.member = 0, 0, self.degree, NOWHERE
+        shard.full_shape = tuple(self.full_shape)
+        return shard
+
+    def accept(self, value: Tensor) -> Tensor:
+        """What this rank has out of what a ``state_dict`` offers."""
+        if isinstance(value, LocalShard) and (value.member == NOWHERE) == self.here:
+            raise InputError(
+                f"{self.names[0]!r} lives on other ranks in the state that is loaded: load a "
+                "full_state_dict"
+            )
+        if not self.here:
+            plain = value.to_local() if isinstance(value, DTensor) else value
+            return torch.empty(0, dtype=plain.dtype, device=plain.device)
+        return self.take(value) if self.slice_ is None else self.slice_.accept(value)
+
+    def gather(self, local: Tensor, watch: Watchdog) -> Tensor:
+        """The whole, on every rank. Collective over all."""
+        if not self.here:
+            full = local.new_empty(self.full_shape)
+        elif self.slice_ is not None:
+            full = self.slice_.gather(local, watch)
+        else:
+            full = local.detach().clone(memory_format=torch.contiguous_format)
+        doing = f"fetching {self.names[0]!r}"
+        watch.issued(doing, self.group)
+        source = self.world.placement[self.layout.first]
+        wire = full.contiguous().view(-1).view(torch.uint8)
+        work = dist.broadcast(wire, src=source, group=self.group.handle, async_op=True)
+        watch.wait(work, self.group, doing)
+        return wire.view(full.dtype).view(self.full_shape)
+
+
+@dataclass
+class ModelShards:
+    """What this rank holds of the parameters and buffers that a plan divides.
+
+    ``places`` and ``styles`` are those of the unit that a module belongs to, by the module's name,
+    where the unit is divided or leaves ranks idle.
+    """
+
+    parameters: dict[nn.Parameter, Shard] = field(default_factory=dict)
+    buffers: dict[int, Shard] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    styles: dict[str, Style] = field(default_factory=dict)
+    _gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.buffers or tensor in self.parameters
+
+    def add(self, tensor: Tensor, shard: Shard) -> None:
+        """Notes what this rank keeps of a tensor that is about to be sliced."""
+        if not isinstance(tensor, nn.Parameter):
+            self.buffers[id(tensor)] = shard
+        elif tensor not in self.parameters:
+            self.parameters[tensor] = shard
+            if tensor.grad is not None:
+                # Off until the parameter is sliced: torch takes no gradient of another shape.
+                self._gradients[tensor], tensor.grad = tensor.grad, None
+
+    def slice_gradients(self) -> None:
+        """Gives the parameters, which have been sliced, their part of the gradients they had."""
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = self.parameters[parameter].take(gradient)
+        self._gradients.clear()
+
+    def add_modules(self, model: nn.Module, unit: UnitPlan, place: Place) -> None:
+        """Notes place and style of the unit for every module inside it."""
+        for path in unit.modules:
+            for name, _ in model.get_submodule(path).named_modules(prefix=path):
+                self.places[name], self.styles[name] = place, unit.style
+
+    @property
+    def by_name(self) -> dict[str, Shard]:
+        """Each divided parameter's and buffer's slice, under all of its names."""
+        shards = [*self.parameters.values(), *self.buffers.values()]
+        return {name: shard for shard in shards for name in shard.names}
+
+
 def aliases(model: nn.Module) -> dict[int, list[str]]:
     """All names of each parameter and buffer, by the tensor's identity."""
     names: dict[int, list[str]] = {}
@@ -149,8 +274,3 @@ def aliases(model: nn.Module) -> dict[int, list[str]]:
     ):
         names.setdefault(id(tensor), []).append(name)
     return names
-
-
-def by_name(shards: Sequence[Shard]) -> dict[str, Shard]:
-    """Each name's shard."""
-    return {name: shard for shard in shards for name in shard.names}

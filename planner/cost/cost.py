@@ -19,29 +19,31 @@ from functools import cached_property
 
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
-from ..schema.goal import Goal
+from ..schema.goal import OPTIMIZERS, Goal
 from ..schema.layout import data_parallel
 from ..schema.options import Decisions, Option
+from ..schema.plan import MIRRORS, Plan
 from ..schema.profile import EdgeProfile, ModelProfile, UnitProfile
 from .collectives import Fabric, all_gather_s, all_reduce_s, reduce_scatter_s
 from .compute import backward_s, batch_counts, busiest_samples, forward_s, saved_bytes, shard_bytes
 from .exchange import Exchanges
-from .feedback import LINEAR, MIRRORS, copied_bytes
-from .flows import moved_by_areas
-from .movement import Moved, moved, moved_s
 from .ownership import TensorPlacement, input_placement, output_placement
-from .prefetch_overlap import Beside, besides
-from .segment_memory import run_again_first
+from .redistribution import Reals, Traffic, redistribution_s, traffic
 from .step_time import LINKS, Chain, empty_chain
-from .unit_cost import NO_MOVE, EdgeCost, OnLink, UnitCost, after, offloaded, recomputed, released
+from .unit_cost import (
+    NO_MOVE,
+    EdgeCost,
+    OnLink,
+    UnitCost,
+    after,
+    offloaded,
+    recomputed,
+    released,
+    rerun_segments,
+)
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
-
-
-MANY = 128
-"""Positions from which redistributions are counted by areas: piece by piece a thousand take a tenth
-of a second for each pair of layouts."""
 
 
 class CostModel(Exchanges):
@@ -70,7 +72,19 @@ class CostModel(Exchanges):
         self.counts = batch_counts(goal.batch, self.world_size, micro_batches)
         self._units: dict[tuple[int, Option], UnitCost] = {}
         self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
-        self._moved: dict[tuple[TensorPlacement, TensorPlacement, int], Moved] = {}
+        self._traffic: dict[tuple[TensorPlacement, TensorPlacement, int], Traffic] = {}
+
+    @classmethod
+    def of_plan(
+        cls, plan: Plan, profile: ModelProfile, cluster: Cluster, goal: Goal | None = None
+    ) -> CostModel:
+        """The costs by which ``plan`` was made from the profile and the cluster, or the same with
+        another ``goal``."""
+        return cls(
+            profile, cluster, goal or plan.goal, micro_batches=plan.micro_batches,
+            placement=plan.placement, bucket_bytes=plan.bucket_bytes,
+            sliced=plan.schedule == "priority",
+        )  # fmt: skip
 
     @cached_property
     def baseline(self) -> Decisions:
@@ -81,16 +95,11 @@ class CostModel(Exchanges):
         """The costs of another profile of the same model, all else being equal. What moves between
         layouts does not depend on the profile, and is worked out for both together."""
         made = CostModel(
-            profile, self.cluster, self.goal, self.micro_batches, self.placement,
-            self.bucket_bytes, self.sliced,
+            profile, self.cluster, self.goal, micro_batches=self.micro_batches,
+            placement=self.placement, bucket_bytes=self.bucket_bytes, sliced=self.sliced,
         )  # fmt: skip
-        made._moved = self._moved
+        made._traffic = self._traffic
         return made
-
-    @cached_property
-    def besides(self) -> tuple[Beside, ...]:
-        """What units hold while others work."""
-        return besides(self)
 
     # -- costs -----------------------------------------------------------------------------------
 
@@ -148,9 +157,10 @@ class CostModel(Exchanges):
         return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)
 
     def _copies_s(self, option: Option, trained_bytes: int) -> float:
-        """What a mirror on the host adds to backward, which waits for its copies."""
-        copied = copied_bytes(option.feedback, trained_bytes)
-        return copied / (self.cluster.host_bytes_per_s or 1.0) if copied else 0.0
+        """What a mirror on the host adds to backward, which waits for its copies both ways."""
+        if option.feedback != "host_mirror":
+            return 0.0
+        return 2.0 * trained_bytes / (self.cluster.host_bytes_per_s or 1.0)
 
     def _update_s(self, option: Option, trained_bytes: int) -> float:
         """The update of a member's shard, of its part of it where the exchange is sharded; and for
@@ -211,40 +221,39 @@ class CostModel(Exchanges):
         return self._edges[key]
 
     def arrival(self, e: int, decisions: Sequence[Option]) -> EdgeCost:
-        """What edge ``e`` costs in a plan: nothing where an earlier unit that needs the same
-        tensors alike has got them (``taking``)."""
+        """What edge ``e`` costs in a plan: nothing where an earlier unit has got the same
+        tensors in the same placement."""
         a, b = self.ends[e]
         cost = self.edge(e, decisions[a], decisions[b])
         moves = cost.received_bytes or cost.backward.sent_bytes
-        return NO_MOVE if moves and self.brought_before(e, decisions) else cost
+        return NO_MOVE if moves and self.redistributed_before(e, decisions) else cost
 
     def _edge(
         self, edge: EdgeProfile, source: TensorPlacement, target: TensorPlacement
     ) -> EdgeCost:
-        sliced = "features" in (source.form, target.form)
+        sliced = "feature_shard" in (source.form, target.form)
         features = edge.features if sliced else 1
-        move = self.moved(source, target, features)
-        link = LINKS.index(move.level)
+        moved = self._moved(source, target, features)
+        link, sent, received = moved.level.item(), moved.sent.item(), moved.received.item()
         element = edge.bytes_per_sample / features
         back = edge.gradient_bytes_per_sample / features
+        forward_s, backward_s = (self.move_s(moved, size).item() for size in (element, back))
         return EdgeCost(
-            OnLink(self._move_s(move, element), link, move.sent * element),
-            OnLink(self._move_s(move, back), link, move.received * back),
-            move.received * element,
+            OnLink(forward_s, link, sent * element),
+            OnLink(backward_s, link, received * back),
+            received * element,
         )
 
-    def _move_s(self, move: Moved, element_bytes: float) -> float:
-        """A redistribution, with the executor's own work around it."""
-        seconds = moved_s(self.fabric, move, element_bytes)
-        return seconds + self.cluster.overhead.move_s if seconds else 0.0
+    def move_s(self, moved: Traffic, element_bytes: float) -> Reals:
+        """[source, target] seconds of redistributions, with the executor's own work around each."""
+        seconds = redistribution_s(self.fabric, moved, element_bytes)
+        return seconds + self.cluster.overhead.move_s * (seconds > 0)
 
-    def moved(self, source: TensorPlacement, target: TensorPlacement, features: int) -> Moved:
-        """What going from ``source`` to ``target`` moves, remembered."""
+    def _moved(self, source: TensorPlacement, target: TensorPlacement, features: int) -> Traffic:
         key = (source, target, features)
-        if key not in self._moved:
-            measure = moved_by_areas if self.world_size >= MANY else moved
-            self._moved[key] = measure(self.fabric, self.counts, source, target, features)
-        return self._moved[key]
+        if key not in self._traffic:
+            self._traffic[key] = traffic(self.fabric, self.counts, (source,), (target,), features)
+        return self._traffic[key]
 
     def chain(self, decisions: Sequence[Option]) -> Chain:
         """All costs of the decisions, in forward order, as the step formulas take them."""
@@ -252,7 +261,7 @@ class CostModel(Exchanges):
         for k, option in enumerate(decisions):
             self.write_unit(chain, k, option)
             self.write_entry(chain, k, decisions)
-        run_again_first(chain, decisions)
+        rerun_segments(chain, decisions)
         return chain
 
     def write_unit(self, chain: Chain, k: int, option: Option) -> None:
@@ -289,7 +298,7 @@ def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:
         reason = "asks for offload: state host_bytes_per_s of every device in the cluster"
     elif option.feedback == "host_mirror" and model.cluster.host_bytes_per_s is None:
         reason = "asks for 'host_mirror': state host_bytes_per_s of every device in the cluster"
-    elif option.feedback in MIRRORS and model.goal.optimizer not in LINEAR:
+    elif option.feedback in MIRRORS and not OPTIMIZERS[model.goal.optimizer].linear:
         reason = (
             f"asks for {option.feedback!r} with optimizer {model.goal.optimizer!r}: only the "
             "update of SGD is linear in the gradient, so use 'in_place'"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
-from math import ceil, inf
+from math import ceil, inf, prod
+from typing import NamedTuple
 
 from ..schema.layout import Layout
 from ..schema.options import Option
-from ..schema.profile import ModelProfile
+from ..schema.profile import ModelProfile, ParameterProfile
 from .collectives import (
     Fabric,
     Rings,
@@ -26,6 +27,32 @@ from .unit_cost import OnLink
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 NUMBER_BYTES = 4
 """Of the number that says where a picked gradient element belongs (int32)."""
+MOST_NUMBERED = 2**31 - 1
+"""A parameter with more elements cannot be numbered so, and is sent whole."""
+
+
+def sent_whole(dims: int, numel: int, *, of_norm: bool) -> bool:
+    """Whether a lossy exchange sends a parameter whole: biases, scales, and what normalises are
+    few elements, and training is sensitive to them."""
+    return dims <= 1 or of_norm or numel > MOST_NUMBERED
+
+
+class Gradient(NamedTuple):
+    """One parameter's gradient on its way, by its canonical name. ``kind`` is what those have in
+    common that may share a message: the layout among whose groups they are averaged, and the
+    exchange.
+
+    ``full_bytes`` is its size undivided, ``shared_bytes`` a member's share, the same for all
+    members, ``payload_bytes`` what a member has of the tensor exchanged. ``whole`` says that a
+    lossy exchange does not send it in part."""
+
+    name: str
+    unit: int
+    kind: Option
+    full_bytes: int
+    shared_bytes: int
+    payload_bytes: int
+    whole: bool
 
 
 class Exchanges(Structure):
@@ -40,23 +67,33 @@ class Exchanges(Structure):
     ) -> None:
         super().__init__(profile)
         self.fabric, self.bucket_bytes, self.sliced = fabric, bucket_bytes, sliced
-        self._gradients: dict[tuple[int, Option], tuple[tuple[int, int], ...]] = {}
+        self._gradients: dict[tuple[int, Option], tuple[Gradient, ...]] = {}
         self._exchanges: dict[tuple[Layout, str, float], OnLink] = {}
         self._rings: dict[tuple[Layout, str], Rings] = {}
 
-    def gradients(self, k: int, option: Option) -> tuple[tuple[int, int], ...]:
-        """(undivided, a member's payload) bytes of the gradients of unit ``k`` that travel, in the
-        order of backward."""
+    def gradients(self, k: int, option: Option) -> tuple[Gradient, ...]:
+        """The gradients of unit ``k`` that other ranks have too, in the order of backward."""
         key = (k, option)
         if key not in self._gradients:
-            unit, layout = self.profile.units[k], option.layout
-            trained = [p for p in self.owned[k] if p.trainable and layout.groups > 1]
-            shards = [shard_bytes(unit, option.style, layout.degree, (p,)) for p in trained]
-            self._gradients[key] = tuple(
-                (p.bytes, self.payload_bytes(option, shard))
-                for p, shard in zip(reversed(trained), reversed(shards), strict=True)
-            )
+            trained = [p for p in reversed(self.owned[k]) if p.trainable]
+            found = (self._gradient(k, option, p) for p in trained)
+            self._gradients[key] = tuple(g for g in found if g.kind.layout.groups > 1)
         return self._gradients[key]
+
+    def _gradient(self, k: int, option: Option, parameter: ParameterProfile) -> Gradient:
+        unit, layout = self.profile.units[k], option.layout
+        # Buckets are predicted as if what a style leaves whole were averaged with the rest.
+        split = unit.split(option.style) if self.sliced and layout.degree > 1 else None
+        if split is not None and parameter.shared not in {name for name, _ in split.sharded}:
+            # What a style leaves whole is the same on all members: they are peers of each other.
+            layout = Layout(groups=layout.size, degree=1, first=layout.first)
+        kind = Option(layout, exchange=option.exchange, ratio=option.ratio)
+        kind = kind._replace(early_release=option.early_release)
+        shape = parameter.shape
+        whole = sent_whole(len(shape), prod(shape), of_norm=unit.kind == "norm")
+        size = shard_bytes(unit, option.style, option.layout.degree, (parameter,))
+        payload = self.payload_bytes(kind, size)
+        return Gradient(parameter.shared, k, kind, parameter.bytes, size, payload, whole)
 
     def closes_bucket(self, k: int, option: Option) -> bool:
         """Whether a gradient of the unit is larger than a bucket: it has one to itself, and what

@@ -1,7 +1,6 @@
-"""Who owns which samples and features of a tensor, and what must move to change that.
+"""Who owns which samples and features of a tensor.
 
-This is the one statement of ownership: the cost model counts the bytes of ``transfers`` and the
-executor's redistribution moves exactly those pieces.
+This is the one statement of ownership: the cost model, the memory model and the executor read it.
 
 Samples are numbered over the whole batch in the order of positions: position 0 feeds the first
 ``counts[0]`` samples, position 1 the next ``counts[1]``, and so on. Features are numbered along
@@ -10,21 +9,34 @@ one dimension of the tensor (output features of a linear unit, channels of a con
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ..schema.layout import Layout, Style, data_parallel
 
-Form = Literal["samples", "features", "whole"]
+Form = Literal["batch_shard", "feature_shard", "replicate"]
 """How a layout's positions hold a tensor.
 
-``samples``   each position its own samples, with all features.
-``features``  each position all samples of its group, with its slice of the features.
-``whole``     each position all samples of its group, with all features (needed at entry, or
-              partial sums at exit; never what is left standing between units).
+``batch_shard``    each position its own samples, with all features.
+``feature_shard``  each position all samples of its group, with its slice of the features.
+``replicate``      each position all samples of its group, with all features (a unit's input, or
+                   partial sums before they are reduced; never a unit's output).
 """
+
+INPUT_FORM: dict[Style, Form] = {
+    "none": "batch_shard",
+    "column": "replicate",
+    "pair": "replicate",
+    "row": "feature_shard",
+}
+"""What a unit needs of its input."""
+
+Boxes = npt.NDArray[np.int64]
+"""Rows lo, hi, left, right: samples ``[lo, hi)`` and features ``[left, right)`` of a tensor."""
 
 
 class TensorPlacement(NamedTuple):
@@ -42,47 +54,20 @@ class Box(NamedTuple):
     left: int
     right: int
 
-    @property
-    def empty(self) -> bool:
-        return self.lo >= self.hi or self.left >= self.right
 
-    @property
-    def area(self) -> int:
-        """Samples times features."""
-        return 0 if self.empty else (self.hi - self.lo) * (self.right - self.left)
-
-    def meet(self, other: Box) -> Box:
-        """What both boxes contain."""
-        return Box(
-            max(self.lo, other.lo),
-            min(self.hi, other.hi),
-            max(self.left, other.left),
-            min(self.right, other.right),
-        )
-
-
-class Transfer(NamedTuple):
-    """One piece that position ``target`` needs and position ``source`` owns."""
-
-    source: int
-    target: int
-    box: Box
-
-
-def home(world_size: int) -> TensorPlacement:
+def data_parallel_placement(world_size: int) -> TensorPlacement:
     """How the model's input and output are held: every position its own samples."""
-    return TensorPlacement(data_parallel(world_size), "samples")
+    return TensorPlacement(data_parallel(world_size), "batch_shard")
 
 
 def input_placement(layout: Layout, style: Style) -> TensorPlacement:
     """What a unit needs of its input."""
-    form: Form = {"none": "samples", "column": "whole", "pair": "whole", "row": "features"}[style]  # type: ignore[assignment]
-    return TensorPlacement(layout, form)
+    return TensorPlacement(layout, INPUT_FORM[style])
 
 
 def output_placement(layout: Layout, style: Style) -> TensorPlacement:
     """How a unit leaves its output (after its own reduction, for ``row`` and ``pair``)."""
-    return TensorPlacement(layout, "features" if style == "column" else "samples")
+    return TensorPlacement(layout, "feature_shard" if style == "column" else "batch_shard")
 
 
 def feature_bounds(features: int, degree: int, member: int) -> tuple[int, int]:
@@ -105,81 +90,62 @@ def group_bounds(counts: Sequence[int], layout: Layout) -> list[int]:
     return [starts[-1] * g // layout.groups for g in range(layout.groups + 1)]
 
 
-def sample_bounds(counts: Sequence[int], layout: Layout, position: int) -> tuple[int, int]:
-    """The samples ``[lo, hi)`` that a position holds in form ``samples``."""
-    place = layout.place(position)
-    if place is None:
-        return 0, 0
-    if layout.first == 0 and layout.size == len(counts):
-        start = sum(counts[:position])
-        return start, start + counts[position]
-    group, member = place
-    bounds = group_bounds(counts, layout)
-    lo, size = bounds[group], bounds[group + 1] - bounds[group]
-    return lo + size * member // layout.degree, lo + size * (member + 1) // layout.degree
-
-
-def box(counts: Sequence[int], held: TensorPlacement, features: int, position: int) -> Box:
-    """What a position holds of a tensor with ``features`` features."""
-    place = held.layout.place(position)
-    if place is None:
-        return Box(0, 0, 0, 0)
-    if held.form == "samples":
-        return Box(*sample_bounds(counts, held.layout, position), 0, features)
-    group, member = place
-    bounds = group_bounds(counts, held.layout)
-    lo, hi = bounds[group], bounds[group + 1]
-    if held.form == "whole":
-        return Box(lo, hi, 0, features)
-    return Box(lo, hi, *feature_bounds(features, held.layout.degree, member))
-
-
-def transfers(
-    counts: Sequence[int],
-    source: TensorPlacement,
-    target: TensorPlacement,
-    features: int,
-    *,
-    local: bool = False,
-) -> list[Transfer]:
-    """The pieces that each position needs under ``target`` and does not own under ``source``.
-
-    ``source`` must not be ``whole``, so that every piece has one owner. With ``local`` the pieces
-    that a position needs and owns itself are listed too (source equal to target). In order of
-    target, then source.
+def boxes(counts: Sequence[int], placement: TensorPlacement, features: int) -> Boxes:
+    """[4, position] what each position holds of a tensor with ``features`` features. Idle positions
+    have no samples of all features.
     """
-    if source.form == "whole":
-        raise ValueError("a tensor held whole has several owners: nothing says which one sends")
-    owned = [box(counts, source, features, p) for p in source.layout.positions]
-    # Owners that hold samples are sorted by where these begin, so only few need a look.
-    starts = [b.lo for b in owned]
-    first = source.layout.first
-    found = []
-    for position in target.layout.positions:
-        need = box(counts, target, features, position)
-        if need.empty:
-            continue
-        end = bisect_right(starts, need.hi - 1)
-        for index in range(_begin(starts, need.lo, source), end):
-            piece = owned[index].meet(need)
-            if not piece.empty and (local or first + index != position):
-                found.append(Transfer(first + index, position, piece))
+    layout = placement.layout
+    table = np.zeros((4, len(counts)), dtype=np.int64)
+    table[3] = features
+    bounds = np.array(group_bounds(counts, layout), dtype=np.int64)
+    low, high = (np.repeat(b, layout.degree) for b in (bounds[:-1], bounds[1:]))
+    member = np.tile(np.arange(layout.degree), layout.groups)
+    left, right = np.zeros_like(low), np.full_like(low, features)
+    if placement.form == "feature_shard":
+        slices = [feature_bounds(features, layout.degree, m) for m in range(layout.degree)]
+        left, right = np.array(slices, dtype=np.int64)[member].T
+    elif placement.form == "batch_shard" and layout.size == len(counts):
+        # Every position keeps the samples that it feeds, however uneven the group.
+        high = np.cumsum(np.array(counts, dtype=np.int64))
+        low = high - np.array(counts, dtype=np.int64)
+    elif placement.form == "batch_shard":
+        size = high - low
+        low, high = (low + size * m // layout.degree for m in (member, member + 1))
+    table[:, layout.first : layout.first + layout.size] = low, high, left, right
+    return table
+
+
+def box(counts: Sequence[int], placement: TensorPlacement, features: int, position: int) -> Box:
+    """What one position holds: its row of ``boxes``."""
+    return Box(*boxes(counts, placement, features)[:, position].tolist())
+
+
+class PositionClass(NamedTuple):
+    """Positions that take equal parts in all layouts in use, with the ``samples`` of their group
+    under each of these."""
+
+    positions: tuple[int, ...]
+    samples: dict[Layout, int | None]
+
+
+def group_samples(counts: tuple[int, ...], layout: Layout) -> list[int | None]:
+    """For each position the samples of its group, None where it takes no part."""
+    bounds = group_bounds(counts, layout)
+    found: list[int | None] = [None] * len(counts)
+    for g in range(layout.groups):
+        for position in layout.group(g):
+            found[position] = bounds[g + 1] - bounds[g]
     return found
 
 
-def _begin(starts: list[int], lo: int, source: TensorPlacement) -> int:
-    """The first owner that can hold sample ``lo``: the owners of one group start alike."""
-    index = bisect_right(starts, lo) - 1
-    while index > 0 and starts[index - 1] >= starts[index]:
-        index -= 1
-    return max(index, 0)
-
-
-def traffic(moves: Sequence[Transfer], positions: int) -> tuple[list[int], list[int]]:
-    """(sent, received) samples × features of each position; pieces kept in place count nothing."""
-    sent, received = [0] * positions, [0] * positions
-    for move in moves:
-        if move.source != move.target:
-            sent[move.source] += move.box.area
-            received[move.target] += move.box.area
-    return sent, received
+def position_classes(counts: tuple[int, ...], layouts: Sequence[Layout]) -> list[PositionClass]:
+    """The positions, those together that take equal parts in all of the layouts."""
+    different = list(dict.fromkeys(layouts))
+    columns = [group_samples(counts, layout) for layout in different]
+    classes: dict[tuple[int | None, ...], list[int]] = {}
+    for position, key in enumerate(zip(*columns, strict=True)):
+        classes.setdefault(key, []).append(position)
+    return [
+        PositionClass(tuple(positions), dict(zip(different, key, strict=True)))
+        for key, positions in classes.items()
+    ]

@@ -7,7 +7,8 @@ from functools import cached_property
 
 from ..schema.options import Option, tied_units
 from ..schema.profile import ModelProfile, ParameterProfile
-from .shared_redistribution import brought_before, shared_redistributions
+from .ownership import input_placement, output_placement
+from .redistribution import SharedRedistribution, edge_redistribution, edge_tensors
 
 
 class Structure:
@@ -40,13 +41,31 @@ class Structure:
         return tuple(tuple(e for e, (a, _) in enumerate(self.ends) if a == k) for k in units)
 
     @cached_property
-    def alike(self) -> tuple[tuple[int, ...], ...]:
-        """For each edge those that carry the same tensors to units before its own."""
-        return shared_redistributions(self.profile.edges, self.ends)
+    def same_tensors_before(self) -> tuple[tuple[int, ...], ...]:
+        """For each edge those that carry the same tensors to units before its own (or to the same,
+        listed before)."""
+        same: dict[object, list[int]] = {}
+        found: list[tuple[int, ...]] = [()] * len(self.ends)
+        for e in sorted(range(len(self.ends)), key=lambda e: (self.ends[e][1], e)):
+            before = same.setdefault(edge_tensors(self.profile.edges[e]), [])
+            found[e] = tuple(before)
+            before.append(e)
+        return tuple(found)
 
-    def brought_before(self, e: int, decisions: Sequence[Option]) -> bool:
-        """Whether what edge ``e`` brings is there already, as an earlier unit needed it alike."""
-        return brought_before(self.profile.edges, self.ends, self.alike[e], e, decisions)
+    def redistributed_before(self, e: int, decisions: Sequence[Option]) -> bool:
+        """Whether an earlier unit needs the tensors of edge ``e`` as its target does, so that they
+        have moved already (see [Note: Shared redistributions] in cost/redistribution.py)."""
+        earlier = self.same_tensors_before[e]
+        if not earlier:
+            return False
+
+        def of(edge: int) -> SharedRedistribution:
+            a, b = self.ends[edge]
+            source, target = output_placement(*decisions[a][:2]), input_placement(*decisions[b][:2])
+            return edge_redistribution(self.profile.edges[edge], source, target)
+
+        mine = of(e)
+        return any(of(other) == mine for other in earlier)
 
     @cached_property
     def entered_after(self) -> tuple[frozenset[int], ...]:
@@ -55,7 +74,7 @@ class Structure:
         found: list[set[int]] = [set() for _ in self.profile.units]
         for e, (a, b) in enumerate(self.ends):
             found[a].add(b)
-            for earlier in self.alike[e]:
+            for earlier in self.same_tensors_before[e]:
                 found[self.ends[earlier][1]].add(b)
         return tuple(frozenset(units) for units in found)
 

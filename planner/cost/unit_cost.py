@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..schema.options import Option
+import numpy as np
+
+from ..schema.options import Option, segments_of
+from .step_time import Chain
 
 
 class OnLink(NamedTuple):
@@ -81,3 +85,13 @@ def released(cost: UnitCost, option: Option) -> UnitCost:
         released=cost.exchange,
         slice_s=0.0,
     )
+
+
+def rerun_segments(chain: Chain, decisions: Sequence[Option]) -> None:
+    """Moves the second forwards of a segment's units in ``chain`` to where they are: before the
+    backward of its last unit."""
+    for first, last in segments_of(decisions):
+        before = slice(first, last)
+        chain.backward_s[last] += chain.forward_s[before].sum()
+        left = chain.backward_s[before] - chain.forward_s[before]
+        chain.backward_s[before] = np.maximum(left, 0.0)  # below zero by rounding only

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from ..schema.goal import Pin
 from ..schema.plan import (
     LOSSY,
@@ -160,3 +162,12 @@ def _text(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(_text(part) for part in value)
     return f"{value.unit} {value.wish}" if isinstance(value, Pin) else str(value)
+
+
+def with_exchange(plan: Plan, policy: ExchangePolicy) -> Plan:
+    """The plan by priority with every unit's exchange under ``policy``. Its prediction stays that
+    of the plan that it was made from."""
+    units = tuple(
+        msgspec.structs.replace(u, exchange=policy, feedback="residual") for u in plan.units
+    )
+    return msgspec.structs.replace(plan, schedule="priority", units=units)

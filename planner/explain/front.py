@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..cost.budget import single_device_s
 from ..cost.cost import CostModel
 from ..schema.goal import Goal
 from ..schema.record import Count, Record, Seconds
-from ..solve.heuristic.splits import placed
+from ..solve.heuristic.relaxations import alone_s
 from ..solve.objective import value
 from ..solve.problem import Problem, Result
 from ..solve.solver import solve
@@ -80,7 +79,7 @@ def described_front(
         target=problem.profile.target,
         batch=problem.goal.batch,
         ranks=problem.cluster.world_size,
-        alone_s=alone_s(problem),
+        alone_s=_single_device_s(problem),
         points=tuple(best),
     )
 
@@ -91,7 +90,7 @@ def _described(problem: Problem, point: Point) -> FrontPoint:
     return FrontPoint(
         step_s=plan.prediction.step_s,
         gpu_seconds=plan.prediction.gpu_seconds,
-        amplification=plan.prediction.gpu_seconds / max(alone_s(problem), 1e-300),
+        amplification=plan.prediction.gpu_seconds / max(_single_device_s(problem), 1e-300),
         samples_per_s=plan.prediction.samples_per_s,
         speedup=plan.speedup,
         layouts=tuple(dict.fromkeys(layouts)),
@@ -106,7 +105,7 @@ def front(
 ) -> tuple[Point, ...]:
     """At most ``points`` points, fastest first; none where no plan fits. ``time_limit_s`` is for
     each of them."""
-    problem = placed(problem)
+    problem = problem.placed()
     ends = [
         _asked(problem, goal, solver, time_limit_s)
         for goal in (with_goal(problem, objective="time"), _economical(problem))
@@ -135,7 +134,7 @@ def within(
     problem: Problem, limit_gpu_s: float, solver: str = "auto", time_limit_s: float | None = None
 ) -> Point | None:
     """The fastest plan that uses at most so many device-seconds, None where none was found."""
-    limit = limit_gpu_s / alone_s(problem)
+    limit = limit_gpu_s / _single_device_s(problem)
     goal = with_goal(problem, objective="time", amplification_limit=limit)
     point = _asked(problem, goal, solver, time_limit_s)
     return None if point is None else point._replace(limit_gpu_s=limit_gpu_s)
@@ -149,10 +148,9 @@ def cheapest_within(
     return _asked(problem, goal, solver, time_limit_s)
 
 
-def alone_s(problem: Problem) -> float:
+def _single_device_s(problem: Problem) -> float:
     """Seconds that one device would take for the whole batch: what amplification is counted in."""
-    model = CostModel(problem.profile, problem.cluster, problem.goal)
-    return sum(single_device_s(model, k) for k in range(len(problem.profile.units)))
+    return alone_s(CostModel(problem.profile, problem.cluster, problem.goal))
 
 
 def with_goal(problem: Problem, **changes: object) -> Goal:
@@ -170,9 +168,6 @@ def _asked(problem: Problem, goal: Goal, solver: str, time_limit_s: float | None
     if result.plan is None or result.decisions is None:
         return None
     plan = result.plan
-    model = CostModel(
-        asked.profile, asked.cluster, goal, plan.micro_batches, plan.placement,
-        plan.bucket_bytes, plan.schedule == "priority",
-    )  # fmt: skip
+    model = CostModel.of_plan(plan, asked.profile, asked.cluster, goal)
     found = value(model, result.decisions, plan.schedule)
     return Point(found.step_s, found.gpu_seconds, result)

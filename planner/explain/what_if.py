@@ -1,4 +1,4 @@
-"""What more would buy: bandwidth, memory, devices. Every answer comes from planning again.
+"""What more would buy: bandwidth, memory, devices, micro-batches; and what one device would do.
 
 Each question changes one thing of the cluster or the goal and asks the solver anew, so that the
 decisions may change with it; nothing is extrapolated.
@@ -6,25 +6,35 @@ decisions may change with it; nothing is extrapolated.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
+from ..cost.cost import CostModel
 from ..schema.cluster import Cluster, CollectiveCurve, Level, LevelName
 from ..schema.curve import Curve
 from ..schema.errors import InputError
 from ..schema.plan import Plan
+from ..schema.profile import ModelProfile
 from ..schema.record import Count, Record, Seconds
+from ..solve.evaluate import excess, rank_memory
+from ..solve.heuristic.fitting import held_back
+from ..solve.heuristic.relaxations import alone_s
 from ..solve.heuristic.resize import NoLinksError, how_resized, resized, resized_problem
-from ..solve.problem import Problem, Result
+from ..solve.heuristic.schedules import WORTHWHILE
+from ..solve.problem import Problem, Relaxation, Result
 from ..solve.solver import settled, solve, solvers
 
 GBIT_BYTES = 125_000_000
 GIB = 2**30
-
-
-__all__ = ["Gain", "Size", "Sizes", "gains", "gains_of", "resized", "resized_problem", "sizes"]
+MOST_MICRO_BATCHES = 8
+"""More micro-batches than this are not tried: a unit's samples get few and its kernels slow."""
+EFFORT_S = 5.0
+"""Seconds after which no further number of micro-batches is tried."""
+NO_LINKS = "the cluster states no links between nodes: probe two hosts, or describe such a cluster"
+"""Why nothing is said of more devices where one host was measured."""
 
 
 class Gain(Record, frozen=True, kw_only=True):
@@ -104,10 +114,6 @@ def gains_of(plan: Plan, problem: Problem, time_limit_s: float | None = None) ->
     if unchanged.objective_s is None:
         return ()
     return gains(asked, unchanged, solver, time_limit_s)
-
-
-NO_LINKS = "the cluster states no links between nodes: probe two hosts, or describe such a cluster"
-"""Why nothing is said of more devices where one host was measured."""
 
 
 def _changes(problem: Problem) -> list[tuple[str, Problem | str]]:
@@ -245,3 +251,59 @@ def _with_memory(problem: Problem, more_bytes: int) -> Problem:
         for node in problem.cluster.nodes
     )
     return replace(problem, cluster=msgspec.structs.replace(problem.cluster, nodes=nodes))
+
+
+# A plan that had to recompute, to shard or to divide so as to fit may be slower than the same batch
+# in more micro-batches, which hold fewer feature maps at a time. The training loop goes through
+# them, so they are the user's to allow: they are tried and named, not taken.
+def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
+    """The number of micro-batches beyond those that the goal allows with which a plan by the
+    heuristic is quickest, by so much that it is worth the change; None where there is none, or
+    where memory does not hold the plan back.
+
+    ``problem`` is the one that ``plan`` answers. Every number is planned for.
+    """
+    allowed = problem.goal.micro_batches
+    if not (problem.capability.micro_batches and held_back(plan)):
+        return None
+    end, best = time.perf_counter() + EFFORT_S, None
+    step_s = plan.prediction.step_s * (1 - WORTHWHILE)
+    count = 2 * max(allowed)
+    while count <= MOST_MICRO_BATCHES and count * problem.cluster.world_size <= problem.goal.batch:
+        goal = msgspec.structs.replace(problem.goal, micro_batches=(count,))
+        found = solve(replace(problem, goal=goal, progress=None), "heuristic").plan
+        if found is not None and found.prediction.step_s < step_s:
+            best, step_s = found, found.prediction.step_s
+        count *= 2
+        if time.perf_counter() > end:
+            break
+    return None if best is None else _named(plan, best)
+
+
+def _named(plan: Plan, better: Plan) -> Relaxation:
+    count = better.micro_batches
+    counts = ",".join(map(str, dict.fromkeys((*plan.goal.micro_batches, count))))
+    took, takes = (_milliseconds(p.prediction.step_s) for p in (plan, better))
+    sentence = (
+        f"in {count} micro-batches the same batch would take {takes} a step under this memory "
+        f"limit, where this plan takes {took}: allow them with --micro-batches {counts}"
+    )
+    return Relaxation("micro_batches", count, sentence)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def quicker_on_single_device_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float | None:
+    """Seconds of one device for the plan's whole batch at once, where these are fewer than the
+    plan's step and the model fits in that device's memory as it is; else None."""
+    if plan.world_size == 1:
+        return None
+    goal = msgspec.structs.replace(plan.goal, pins=())  # their layouts are of more devices
+    model = CostModel(profile, resized(cluster, 1), goal)
+    single_s = alone_s(model)
+    if single_s >= plan.prediction.step_s:
+        return None
+    fits = excess(model, rank_memory(model, model.baseline)).over_bytes <= 0
+    return single_s if fits else None

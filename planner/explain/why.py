@@ -2,33 +2,86 @@
 
 One unit at a time (with the units tied to it) is given every other option that it could have, the
 formula ranks them, and the best are simulated. Nothing else changes with it: what the whole plan
-would gain from more of anything is ``sensitivity``'s, which plans again.
+would gain from more of anything is ``what_if``'s, which plans again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 
+from ..cost.budget import (
+    energy_budget,
+    gpu_seconds,
+    gpu_seconds_limit,
+    lost_energy,
+    unit_amplification,
+)
 from ..cost.cost import CostModel
+from ..cost.step_time import LINKS, binding_term
 from ..memory.unit_memory import MemoryModel
 from ..schema.capability import PLAIN, Capability
-from ..schema.cluster import Cluster
+from ..schema.cluster import Cluster, LevelName
 from ..schema.errors import InputError
-from ..schema.goal import Goal
 from ..schema.layout import Layout, Style
 from ..schema.options import Decisions, Option
-from ..schema.plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan
+from ..schema.plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, ScheduleName
 from ..schema.profile import ModelProfile
 from ..schema.record import Bytes, Index, Record, Seconds
-from ..simulate.schedule import ScheduleName
+from ..simulate.events import Simulation
+from ..simulate.schedule import COMPUTE
 from ..solve.evaluate import Evaluation, decisions_of, evaluation, excess
 from ..solve.heuristic.space import Point, Space
-from .binding import MEMORY, BindingTerm, LimitUse, broken, limit_uses, term_of
 from .device_time import DeviceTime, device_time
-from .exposure import Exposure, Part, exposures, largest_part
-from .what_if import Gain
+from .what_if import Gain, with_bandwidth
+
+ROUNDING = 1 + 1e-9
+MEMORY, GPU_SECONDS, UNIT, STEP, FIDELITY, PINS = (
+    "memory_limit_bytes",
+    "amplification_limit",
+    "unit_amplification_limit",
+    "time_limit_s",
+    "min_fidelity",
+    "pins",
+)
+
+
+Part = Literal["compute", "blocking", "exchange"]
+
+
+class Exposure(NamedTuple):
+    """Seconds of a step that a rank waits for one message of gradients: the units whose gradients
+    it carries, and the link."""
+
+    units: tuple[str, ...]
+    link: str
+    seconds: float
+
+
+class LimitUse(Record, frozen=True, kw_only=True):
+    """One limit (the goal's field, memory's also where it is the device's own): how much of it a
+    plan uses, both in the limit's unit (bytes, device-seconds, seconds, times one device's time,
+    share of the gradient's energy that is not sent)."""
+
+    limit: str
+    used: float
+    available: float
+
+    @property
+    def kept(self) -> bool:
+        """Whether the plan keeps it."""
+        return self.used <= self.available * ROUNDING + 1e-12
+
+
+class BindingTerm(Record, frozen=True, kw_only=True):
+    """The term that the step's formula is equal to: the gradients of all units up to ``unit`` on
+    ``link``, sent while backward comes down to it (by priority: before forward comes up to it).
+    Both are None where it is what the rank itself computes and waits for."""
+
+    link: str | None = None
+    unit: str | None = None
 
 
 class Alternative(Record, frozen=True, kw_only=True):
@@ -111,20 +164,18 @@ def explain(
     cluster: Cluster,
     *,
     capability: Capability = PLAIN,
-    schedule: ScheduleName | None = None,
     best: int = 3,
 ) -> Explanation:
     """Explains ``plan``, made from ``profile`` and ``cluster``, with ``best`` alternatives of each
-    unit. ``schedule`` is the plan's unless told."""
+    unit."""
     check_belongs(plan, profile, cluster)
-    schedule = schedule or plan.schedule
-    model = _model(plan, profile, cluster, plan.goal, schedule)
+    model, schedule = CostModel.of_plan(plan, profile, cluster), plan.schedule
     decisions = decisions_of(plan)
     done = evaluation(model, decisions, schedule=schedule)
     # what pins and unit limits forbid is an alternative too, one that breaks them
     free = msgspec.structs.replace(plan.goal, pins=(), unit_amplification_limit=None)
-    open_ = _model(plan, profile, cluster, free, schedule)
-    point = Point(Space(open_, capability), MemoryModel(open_), schedule)
+    free_model = CostModel.of_plan(plan, profile, cluster, free)
+    point = Point(Space(free_model, capability), MemoryModel(free_model), schedule)
     units = []
     for k in range(len(decisions)):
         point.move_to(decisions)
@@ -136,7 +187,7 @@ def explain(
         step_s=done.prediction.step_s,
         slowed_s=done.prediction.step_s * plan.goal.slowdown,
         baseline_s=plan.baseline.step_s,
-        bound_by=largest_part(done.simulation),
+        bound_by=largest_part(done.simulation)[0],
         term=term_of(done, schedule),
         limits=limit_uses(done),
         binding=tuple(_binding(done, units)),
@@ -147,20 +198,6 @@ def explain(
         exposed=tuple(exposures(done)),
         units=tuple(units),
         device_time=device_time(done),
-    )
-
-
-def _model(
-    plan: Plan, profile: ModelProfile, cluster: Cluster, goal: Goal, schedule: ScheduleName
-) -> CostModel:
-    return CostModel(
-        profile,
-        cluster,
-        goal,
-        plan.micro_batches,
-        plan.placement,
-        plan.bucket_bytes,
-        schedule == "priority",
     )
 
 
@@ -175,6 +212,58 @@ def _binding(done: Evaluation, units: Sequence[UnitExplanation]) -> Iterator[str
         if (a.gpu_seconds if economical else a.step_s) < ours * (1 - 1e-9)
     ]
     yield from dict.fromkeys(limit for a in better for limit in a.breaks)
+
+
+class Bottleneck(NamedTuple):
+    """The largest part of a step of ``step_s``, and what would shorten it with the same decisions.
+
+    ``link`` is where most of the communication that the rank waits for goes over, and ``faster_s``
+    the step with twice its bandwidth; None where nothing is waited for. ``recompute_s`` is
+    computing that is done again for lack of memory. ``may_drop`` says that a lossy exchange was not
+    allowed although it was measured what it would keep.
+    """
+
+    part: Part
+    part_s: float
+    step_s: float
+    recompute_s: float
+    link: LevelName | None = None
+    faster_s: float | None = None
+    may_drop: bool = False
+
+
+def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Bottleneck:
+    """What bounds ``plan``, made from ``profile`` and ``cluster``. Nothing is searched: the plan is
+    simulated as it is, and once more with the faster link."""
+    model, decisions = CostModel.of_plan(plan, profile, cluster), decisions_of(plan)
+    done = evaluation(model, decisions, schedule=plan.schedule)
+    part, part_s = largest_part(done.simulation)
+    recomputed = (unit.forward_s for unit in plan.units if unit.memory == "recompute")
+    found = Bottleneck(
+        part, part_s, done.prediction.step_s, sum(recomputed) * plan.micro_batches,
+        may_drop=not plan.goal.allow_lossy and any(unit.fidelity for unit in profile.units),
+    )  # fmt: skip
+    waited: dict[LevelName, float] = {}
+    for link, seconds in _waited(done):
+        waited[link] = waited.get(link, 0.0) + seconds
+    level = cluster.level(max(waited, key=lambda name: waited[name])) if waited else None
+    if level is None:
+        return found
+    faster = CostModel.of_plan(
+        plan, profile, with_bandwidth(cluster, level.name, level.bytes_per_s)
+    )
+    after = evaluation(faster, decisions, schedule=plan.schedule)
+    return found._replace(link=level.name, faster_s=after.prediction.step_s)
+
+
+def _waited(done: Evaluation) -> Iterator[tuple[LevelName, float]]:
+    """Seconds for which the rank waits for each link: exposed messages and blocking communication
+    (under the schedule by priority several steps of it, which does not change what is most)."""
+    for exposed in exposures(done):
+        yield exposed.link, exposed.seconds  # type: ignore[misc]
+    for span in done.simulation.spans:
+        if span.phase != "exchange" and span.resource != COMPUTE:
+            yield span.resource, span.end_s - span.start_s  # type: ignore[misc]
 
 
 def check_belongs(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
@@ -248,3 +337,90 @@ def _unit(done: Evaluation, k: int, alternatives: tuple[Alternative, ...]) -> Un
         with_it=tuple(units[o].name for o in done.model.ties[k] if o != k),
         alternatives=alternatives,
     )
+
+
+def term_of(done: Evaluation, schedule: ScheduleName) -> BindingTerm | None:
+    """The term that binds a plan's step; None where units begin at other positions than the first
+    (branches side by side), for which there is no formula."""
+    if any(option.layout.first for option in done.decisions):
+        return None
+    found = binding_term(done.chain, priority=schedule == "priority")
+    if found is None:
+        return BindingTerm()
+    link, k = found
+    return BindingTerm(link=LINKS[link], unit=done.model.profile.units[k].name)
+
+
+def limit_uses(done: Evaluation) -> tuple[LimitUse, ...]:
+    """The limits that there are, and what the plan uses of each as it is predicted (solvers keep
+    them by the formula)."""
+    model, decisions, goal = done.model, done.decisions, done.model.goal
+    tight = excess(model, done.memory)
+    found = [_use(MEMORY, tight.needed_bytes, tight.available_bytes)]
+    step_s = done.prediction.step_s
+    if goal.amplification_limit is not None:
+        used = gpu_seconds(model, decisions, step_s)
+        found.append(_use(GPU_SECONDS, used, gpu_seconds_limit(model)))
+    if goal.unit_amplification_limit is not None:
+        most = max(unit_amplification(model, k, o) for k, o in enumerate(decisions))
+        found.append(_use(UNIT, most, goal.unit_amplification_limit))
+    if goal.time_limit_s is not None:
+        found.append(_use(STEP, step_s * goal.slowdown, goal.time_limit_s))
+    if goal.allow_lossy:
+        lost = sum(lost_energy(model, k, o) for k, o in enumerate(decisions))
+        found.append(_use(FIDELITY, lost, energy_budget(model)))
+    return tuple(found)
+
+
+def _use(limit: str, used: float, available: float) -> LimitUse:
+    return LimitUse(limit=limit, used=float(used), available=float(available))
+
+
+def broken(done: Evaluation) -> tuple[str, ...]:
+    """The limits that a plan does not keep, pins among them."""
+    over = [use.limit for use in limit_uses(done) if not use.kept]
+    return (*over, PINS) if _unpinned(done.model, done.decisions) else tuple(over)
+
+
+def _unpinned(model: CostModel, decisions: Sequence[Option]) -> bool:
+    units = zip(model.profile.units, decisions, strict=True)
+    return not all(model.goal.permits(u.name, o.layout, o.style) for u, o in units)
+
+
+def largest_part(simulation: Simulation) -> tuple[Part, float]:
+    """What a step takes longest for, and how long."""
+    parts: dict[Part, float] = {
+        "compute": simulation.compute_s,
+        "blocking": simulation.blocking_s,
+        "exchange": simulation.exposed_s,
+    }
+    return max(parts.items(), key=lambda part: part[1])
+
+
+def exposures(done: Evaluation) -> Iterator[Exposure]:
+    """Each message's part in the stalls of the step, those without one left out."""
+    units = done.model.profile.units
+    stalls = list(_stalls(done.simulation))
+    for index, message in enumerate(done.step.messages):
+        seconds = sum(
+            max(min(span.end_s, end) - max(span.start_s, start), 0.0)
+            for span in done.simulation.spans
+            if span.message == index
+            for start, end in stalls
+        )
+        if seconds > 0:
+            yield Exposure(tuple(units[k].name for k in message.units), message.link, seconds)
+
+
+def _stalls(simulation: Simulation) -> Iterator[tuple[float, float]]:
+    """When the rank neither computes nor communicates for itself."""
+    last = 0.0
+    for span in simulation.spans:
+        if span.phase == "exchange":
+            continue
+        if span.start_s > last:
+            yield last, span.start_s
+        last = max(last, span.end_s)
+    end = max((s.end_s for s in simulation.spans), default=0.0)
+    if end > last:  # no update follows the exchange
+        yield last, end

@@ -1,9 +1,9 @@
 """The step time and the memory timeline as rows that are linear in what each unit costs.
 
 A unit's decision is a vector of *figures*: seconds of forward, backward, update, of collectives by
-link, and bytes by class. Both formulas of ``step`` are the largest of many sums of these, and the
-memory timeline is a limit on as many others. A row belongs to a unit j, and what unit k adds to it
-depends only on whether k stands before j, at it or after it:
+link, and bytes by field. Both formulas of ``step_time`` are the largest of many sums of these, and
+the memory timeline is a limit on as many others. A row belongs to a unit j, and what unit k adds to
+it depends only on whether k stands before j, at it or after it:
 
     row_j = Σ_{k<j} before·x_k + at·x_j + Σ_{k>j} after·x_k
 
@@ -11,20 +11,14 @@ so that a family of rows (a *track*: one for each link, and one for memory in fo
 backward) is three short vectors, a *total* (one row for all units) is one, and all rows of a plan
 are two running sums. Weights on the rows turn into a price for each unit's figures in the same way.
 
-    track            before                at                       after
-    time on link l   gradients on the wire, compute and waiting, as ``step`` has them
-    memory forward   standing + saved      + workspace + received   standing (by priority
-                                           + beside                 + gradients)
-    memory backward  standing + saved      + gradients, maps, …     standing + gradients
-                                           + beside
-    memory leaving   standing + saved      + gradients, leaving     standing + gradients
-                                           + beside
-    memory update    standing + gradients  + renewed                standing + gradients
-                     (by priority standing + saved for units before, as it is in the next forward)
+Seconds: one track for each link, with gradients on the wire, compute and waiting, as ``step_time``
+has them. Bytes: one track for each of ``MEMORY_POINTS``, as ``timeline.points`` states them (see
+[Note: The memory timeline] in planner/memory/timeline.py); only the rerun of segments has none, as
+segments are chosen later.
 
-Buckets in flight are the smaller of two sums, which is not linear; a share of the exchanged bytes
-that is never more stands for them (the chord under a concave function; none where units close what
-is open).
+The unfilled part of open buckets is the smaller of two sums, which is not linear; a share of the
+bucketed bytes that is never more stands for it (the chord under a concave function; none where
+units close what is open).
 """
 
 from __future__ import annotations
@@ -35,18 +29,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..cost.prefetch_overlap import Beside
 from ..cost.step_time import LINKS, Chain, Terms, Vector, priority_terms
-from ..cost.unit_bytes import OWN
 from ..simulate.schedule import ScheduleName
+from . import timeline
+from .prefetch_overlap import PrefetchOverlap
+from .timeline import Family
 
 Matrix = npt.NDArray[np.float64]
 
 _VECTORS = ("forward", "backward", "update")
 _PER_LINK = ("inner_forward", "inner_backward", "exchange", "entry_forward", "entry_backward")
-_BYTES = (*OWN, "received", "beside_forward", "beside_backward")
+_BYTES = (*timeline.FIGURES, "received", "neighbours_forward", "neighbours_backward")
 """Bytes, as ``UnitBytes.figures`` has them; what a unit receives, and what others have there while
-it works, follow from other units' decisions too (``write_beside``)."""
+it works, follow from other units' decisions too (``write_neighbours``)."""
 FIGURES: tuple[str, ...] = (
     *_VECTORS,
     *(f"{name}.{link}" for name in _PER_LINK for link in LINKS),
@@ -61,12 +56,14 @@ the seconds of its compute), and seconds of one slice of its exchange (see ``sli
 AT = {name: i for i, name in enumerate(FIGURES)}
 ENTRY: tuple[int, ...] = tuple(i for i, n in enumerate(FIGURES) if n.startswith("entry_"))
 RECEIVED = AT["received"]
-BESIDE: tuple[int, ...] = (AT["beside_forward"], AT["beside_backward"])
-OWN_BYTES = slice(AT["standing"], AT["received"])
+NEIGHBOURS: tuple[int, ...] = (AT["neighbours_forward"], AT["neighbours_backward"])
+OWN_BYTES = slice(AT["persistent"], AT["received"])
 """The figures of memory that are a unit's own."""
 SLICES: tuple[int, ...] = tuple(AT[f"slice.{link}"] for link in LINKS)
 LOST_FIGURE = AT["lost"]
 EXCHANGES: tuple[int, ...] = tuple(AT[f"exchange.{link}"] for link in LINKS)
+MEMORY_POINTS = ("forward", "backward", "update", "exchange")
+"""The families of ``timeline.Points`` that have a track, in the order of the tracks."""
 ALWAYS, UPDATE, LOST = range(3)
 """The totals: Σ(F+B+U+A) or what the barrier has instead, memory at the update, energy lost."""
 
@@ -81,6 +78,10 @@ class Rows(NamedTuple):
     after: Matrix
     totals: Matrix
     timed: int
+
+    def memory_track(self, point: str) -> int:
+        """The number of the track of one of ``MEMORY_POINTS``."""
+        return self.timed + MEMORY_POINTS.index(point)
 
 
 class Values(NamedTuple):
@@ -156,33 +157,23 @@ def _unit_chain() -> Chain:
     return Chain(**fields)
 
 
-def _memory(
-    micro_batches: int, bucket: float, *, sliced: bool, together: bool
-) -> tuple[Matrix, Matrix, Matrix, Matrix]:
-    """(before, at, after) for memory in forward, in backward, at each unit's update and as its
-    gradients leave, and the total of the update. With micro-batches all gradients stand always.
-    """
-    eye = np.eye(len(FIGURES))
-    figure = {name: eye[AT[name]] for name in _BYTES}
-    standing = figure["standing"] + (figure["gradients"] if micro_batches > 1 else 0.0)
-    own = figure["standing"] + figure["gradients"]
-    backward = own + figure["travelling"]
-    early = standing + bucket * figure["exchanged"]
-    work = figure["saved"] + figure["workspace"] + figure["received"]
-    pending = backward if sliced and micro_batches == 1 else standing
-    others = backward + (figure["renewed"] if together else 0.0)
-    past = figure["standing"] + figure["saved"] if sliced else others
-    left = standing + figure["saved"]
-    before = np.stack([left, early + figure["saved"], past, left])
-    at = np.stack([
-        standing + work + figure["beside_forward"],
-        own + work + figure["map_gradients"] + figure["fresh"] - figure["spared"]
-        + figure["beside_backward"],
-        backward + figure["renewed"],
-        backward + figure["leaving"] + figure["beside_backward"],
-    ])  # fmt: skip
-    after = np.stack([pending, backward, others, backward])
-    return before, at, after, backward[None]
+def _figures_of(fields: Sequence[str]) -> Vector:
+    """Coefficients of the figures of a sum of fields; what is there at every point is one figure,
+    and fields of segments and buckets are none."""
+    together = ["persistent" if name in timeline.Persistent._fields else name for name in fields]
+    return timeline.indicator(tuple(together), FIGURES)
+
+
+def _memory(stated: timeline.Points, bucket: float) -> tuple[Family, Vector]:
+    """The tracks of memory, and the total of the update: all gradients, with none of its
+    temporaries. It is looser than the update's track, which few plans need."""
+    families = [getattr(stated, name) for name in MEMORY_POINTS]
+    before, at, after = (
+        np.stack([_figures_of(getattr(point, side)) for point in families])
+        for side in ("before", "at", "after")
+    )
+    before[MEMORY_POINTS.index("backward"), AT["bucketed"]] += bucket
+    return Family(before, at, after), _figures_of(stated.backward.after)
 
 
 def rows(
@@ -193,35 +184,34 @@ def rows(
     units at once."""
     terms = step_terms(_unit_chain(), micro_batches, schedule)
     sliced = schedule == "priority"
-    before, at, after, update = _memory(micro_batches, bucket, sliced=sliced, together=together)
+    stated = timeline.points(many=micro_batches > 1, sliced=sliced, together=together)
+    memory, update = _memory(stated, bucket)
     return Rows(
-        before=np.concatenate([terms.before, before]),
-        at=np.concatenate([terms.at, at]),
-        after=np.concatenate([terms.after, after]),
-        totals=np.concatenate([terms.always[None], update, np.eye(len(FIGURES))[AT["lost"]][None]]),
+        before=np.concatenate([terms.before, memory.before]),
+        at=np.concatenate([terms.at, memory.at]),
+        after=np.concatenate([terms.after, memory.after]),
+        totals=np.stack([terms.always, update, np.eye(len(FIGURES))[AT["lost"]]]),
         timed=len(LINKS),
     )
 
 
-def write_beside(figures: Matrix, besides: Sequence[Beside]) -> None:
+def write_neighbours(figures: Matrix, overlaps: Sequence[PrefetchOverlap]) -> None:
     """Writes into a plan's ``figures`` [unit, figure] what others have at each unit's points."""
-    figures[:, list(BESIDE)] = 0.0
-    for one in besides:
-        figures[:, AT[one.point]] += one.added(figures[:, AT[one.figure]])
+    figures[:, list(NEIGHBOURS)] = 0.0
+    for overlap in overlaps:
+        figures[:, AT[overlap.point]] += overlap.added(figures[:, AT[overlap.field]])
 
 
-def bucket_share(exchanged_bytes: float, bucket_bytes: int) -> float:
+def bucket_share(bucketed_bytes: float, bucket_bytes: int) -> float:
     """The share of the gradients still to be exchanged that open buckets take at least, where units
-    exchange at most ``exchanged_bytes`` together."""
-    return min(1.0, bucket_bytes / max(exchanged_bytes, 1.0))
+    exchange at most ``bucketed_bytes`` together."""
+    return min(1.0, bucket_bytes / max(bucketed_bytes, 1.0))
 
 
 def values(rows_: Rows, figures: Matrix) -> Values:
     """The rows of a plan whose units have ``figures`` [unit, figure]."""
-    before, at, after = (figures @ m.T for m in (rows_.before, rows_.at, rows_.after))
-    ahead = before.cumsum(axis=0) - before
-    behind = after[::-1].cumsum(axis=0)[::-1] - after
-    return Values((ahead + at + behind).T, rows_.totals @ figures.sum(axis=0))
+    family = Family(rows_.before, rows_.at, rows_.after)
+    return Values(family.values(figures.T), rows_.totals @ figures.sum(axis=0))
 
 
 def slice_waits(figures: Matrix) -> Matrix:

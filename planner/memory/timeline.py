@@ -1,53 +1,316 @@
 """What a rank holds at each point of a step.
 
-The points are each unit's forward in order, each unit's backward in reverse, and the update. Alive
-are, in bytes:
-
-    weights        shards and buffers, always; divided over the groups where the parameters are
-                   sharded too (``gathering`` says what is whole while units work)
-    optimizer      its state, always, divided over the groups where the exchange is sharded
-    residuals      what a lossy exchange has not sent (see ``feedback``), always
-    gradients      of weights, from a unit's backward to the end of the step, by priority to its
-                   own update in the next forward; with micro-batches always, since the last
-                   micro-batch adds to those of the others
-    feature_maps   what units behind have made and backward needs, until their own backward is over:
-                   all of it (keep), their output (recompute), nothing (offload)
-    map_gradients  gradients of feature maps and what else the unit at work needs in backward; with
-                   early release, and with feedback in place or in mirrors, its weight gradients
-                   too, which are gone when it has finished. As weight gradients leave at the end
-                   of a unit's backward: what that takes for a moment, and the gradients of feature
-                   maps on their way to units before
-    buffers        in flight: what a redistribution receives, the part of open buckets that is not
-                   filled yet, a new gradient until it is copied into its bucket or added, and
-                   copies of gradients that travel
-    workspace      temporaries of the unit at work, of its update, and those of its feature maps
-                   that are only there meanwhile (recompute, offload); and what other units have
-                   there while it works (``beside``), those of its segment among them (``inside``)
-
-How long a gradient lives depends on the wire, so it counts to the end of the step, and under
-priority to its unit's next forward, whatever its exchange. The figures are additive: a unit's
-choice adds bytes to each point, and a plan holds their sum (open buckets aside). The point of a
-unit's backward is the fuller of two: while it is at work, and as its gradients leave, when its own
-feature maps are gone. That of the last unit of a segment is the fullest of three: all of the
-segment runs again before its backward begins.
-What the framework itself takes (allocator slack, a CUDA context) is not counted.
+``points`` is the one statement of it: ``timeline`` and ``fullest_bytes`` evaluate it for a plan,
+and ``rows`` turns it into rows that are linear in the units' decisions, for the solvers.
 """
+
+# [Note: The memory timeline]
+#
+# A step has five families of points, each with one point for every unit j of the model:
+#
+#     forward     unit j runs its forward
+#     backward    unit j runs its backward
+#     update      the optimizer updates unit j
+#     exchange    the weight gradients of unit j leave, at the end of its backward: its own feature
+#                 maps have gone, copies of the gradients may have come
+#     rerun       the segment that ends with unit j runs its forward again, before j's backward
+#
+# Units hold bytes by their decision (``UnitBytes``), and a point counts some fields of the units
+# before j, some of unit j itself and some of the units after it. That is all that ``points`` says.
+# A field counts in the same way at every point where it counts, so each point is a sum over units:
+# evaluated it is a number, and handed to a solver it is a linear row.
+#
+# What lives when, by the classes that people see (``CLASS_OF`` assigns each field to one):
+#
+#     weights        always: shards and buffers. Where parameters are sharded too (fully_sharded)
+#                    each rank's chunk; what is whole while units work is workspace
+#     optimizer      always: its state, divided over the groups where the exchange is sharded
+#     residuals      always: what a lossy exchange has not sent (see ``gradient_buffers``)
+#     gradients      of weights, from a unit's backward to the end of the step; by priority to its
+#                    own update, which comes in the next forward; with micro-batches always, as the
+#                    last micro-batch adds to those of the others
+#     feature_maps   from a unit's forward to the end of its backward: all of them (keep), only its
+#                    output (recompute), none (offload)
+#     map_gradients  while a unit's backward runs. With early release, and with feedback in place or
+#                    in mirrors, its weight gradients are among these, as they go when it ends
+#     buffers        what a redistribution receives; the part of open buckets that is not filled
+#                    yet; a new gradient until it is copied into its bucket or added to another; and
+#                    copies of gradients until their exchange has been waited for
+#     workspace      temporaries of the unit at work, of its update, its feature maps that are there
+#                    only meanwhile (recompute, offload), and what other units hold there while it
+#                    works (``prefetch_overlap``, ``checkpoint_segments``)
+#
+# How long a gradient lives depends on the network, which cannot be planned to the byte. So it
+# counts to the latest moment: the end of the step, or under priority its unit's next forward.
+# What the framework itself takes (allocator slack, a CUDA context) is not counted.
+#
+# Two quantities are not linear, and rows know them only in part. The unfilled part of open buckets
+# is the smaller of two sums (``rows`` takes a share of it, the integer program adds a binary). The
+# bytes of segments follow from several units at once; segments are chosen after the search.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..cost.segment_memory import Inside
 from ..cost.step_time import Vector
-from ..cost.unit_bytes import FIELD, STANDING
-from ..schema.peak import CLASS_NAMES, Moment, Phase
+from ..schema.plan import CLASS_NAMES, Moment, Phase
 
 Table = npt.NDArray[np.float64]
+Fields = tuple[str, ...]
+
+
+class Persistent(NamedTuple):
+    """Bytes of one unit that are there at every point of a step. ``residual`` is what a lossy
+    exchange has not sent."""
+
+    weights: float = 0.0
+    optimizer: float = 0.0
+    residual: float = 0.0
+
+
+class PerPhase(NamedTuple):
+    """Bytes of one unit that are there at some points of a step.
+
+    gradients          of its weights, as far as they stay after its backward
+    comm_buffers       copies of gradients that live until their exchange has been waited for
+    saved              feature maps that stay from forward to backward
+    map_gradients      gradients of feature maps while its backward is at work
+    new_grad           new weight gradients that are not kept as they are
+    never_together     what of its gradients and feature maps is never there at the same time
+    workspace          temporaries, and feature maps that are there only while it works
+    bucketed           the part of its gradients that travels in buckets
+    exchange_temp      what there is besides as its gradients leave: copies, what top-k's choice
+                       takes, gradients of feature maps
+    update_temp        temporaries of its parameters' update
+    recomputed         feature maps that are made again in backward
+    segment_input      of a unit in a segment: what enters it and no other unit saves
+    output_gradients   of a unit in a segment: gradients of feature maps that are there as its
+                       backward begins
+    """
+
+    gradients: float = 0.0
+    comm_buffers: float = 0.0
+    saved: float = 0.0
+    map_gradients: float = 0.0
+    new_grad: float = 0.0
+    never_together: float = 0.0
+    workspace: float = 0.0
+    bucketed: float = 0.0
+    exchange_temp: float = 0.0
+    update_temp: float = 0.0
+    recomputed: float = 0.0
+    segment_input: float = 0.0
+    output_gradients: float = 0.0
+
+
+class Neighbours(NamedTuple):
+    """Bytes of one unit that are there while other units work (see ``prefetch_overlap``):
+    parameters that are whole only while they are used, their gradients on their way, and feature
+    maps that come back from the host early."""
+
+    unsharded: float = 0.0
+    gradients_sent: float = 0.0
+    offloaded: float = 0.0
+
+
+class UnitBytes(NamedTuple):
+    """What one unit holds on a position, in bytes."""
+
+    persistent: Persistent = Persistent()
+    phases: PerPhase = PerPhase()
+    neighbours: Neighbours = Neighbours()
+
+    @property
+    def column(self) -> tuple[float, ...]:
+        """All fields, in the order of ``UNIT_FIELDS``."""
+        return (*self.persistent, *self.phases, *self.neighbours)
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """The fields in the order of ``FIGURES``: ``Persistent`` as one sum, then the others."""
+        return (sum(self.persistent), *self.phases, *self.neighbours)
+
+    def released_early(self) -> UnitBytes:
+        """With gradients that are applied and gone when the unit's backward has finished."""
+        old = self.phases
+        own = old.gradients + old.comm_buffers
+        phases = old._replace(
+            map_gradients=old.map_gradients + old.gradients,
+            exchange_temp=old.exchange_temp + own + old.update_temp,
+            gradients=0.0,
+            comm_buffers=0.0,
+            bucketed=0.0,
+            update_temp=0.0,
+        )
+        return self._replace(phases=phases)
+
+
+FIGURES: Fields = ("persistent", *PerPhase._fields, *Neighbours._fields)
+"""The names of ``UnitBytes.figures``."""
+UNIT_FIELDS: Fields = (*Persistent._fields, *PerPhase._fields, *Neighbours._fields)
+OTHERS_FIELDS: Fields = (
+    "received", "neighbours_forward", "neighbours_backward", "unfilled_buckets", "open_buckets",
+    "segment_outputs", "segment_remade", "segment_rerun",
+)  # fmt: skip
+"""Bytes at a unit's points that follow from several units' decisions: the largest tensor that a
+redistribution brings; what others hold in its forward and in its backward; the part of open buckets
+that is not filled, as its backward works and before it begins; and of its segment the outputs that
+are there in its forward, the feature maps made again before its own, and what running all of it
+again takes at most."""
+FIELDS: Fields = (*UNIT_FIELDS, *OTHERS_FIELDS)
+FIELD = {name: i for i, name in enumerate(FIELDS)}
+"""The row of each field in a table [field, unit]."""
+
+CLASS_OF = {
+    "weights": "weights",
+    "optimizer": "optimizer",
+    "residual": "residuals",
+    "gradients": "gradients",
+    "comm_buffers": "buffers",
+    "saved": "feature_maps",
+    "map_gradients": "map_gradients",
+    "new_grad": "buffers",
+    "never_together": "feature_maps",
+    "workspace": "workspace",
+    "exchange_temp": "map_gradients",
+    "update_temp": "workspace",
+    "output_gradients": "map_gradients",
+    "received": "buffers",
+    "neighbours_forward": "workspace",
+    "neighbours_backward": "workspace",
+    "unfilled_buckets": "buffers",
+    "open_buckets": "buffers",
+    "segment_outputs": "workspace",
+    "segment_remade": "workspace",
+    "segment_rerun": "workspace",
+}
+"""The class of memory that each field counts to."""
+SUBTRACTED = ("never_together",)
+"""Fields that are taken off; all others add up."""
+
+
+class Point(NamedTuple):
+    """One family of points: the fields that units before unit j hold there, unit j itself, and
+    units after it."""
+
+    phase: Phase
+    before: Fields
+    at: Fields
+    after: Fields
+
+
+class Points(NamedTuple):
+    """The families of points of a step."""
+
+    forward: Point
+    backward: Point
+    update: Point
+    exchange: Point
+    rerun: Point
+
+
+@lru_cache
+def points(*, many: bool, sliced: bool, together: bool) -> Points:
+    """What lives at each point. ``many`` says that there are several micro-batches, ``sliced`` that
+    gradients travel by priority and are applied in the next forward, and ``together`` that the
+    temporaries of all units' updates are there at once."""
+    always = Persistent._fields
+    kept = (*always, "gradients") if many else always
+    past = (*kept, "saved")
+    complete = (*always, "gradients", "comm_buffers")
+    work = ("saved", "workspace", "received")
+    # The barrier applies all gradients at the end of the step. By priority those of a unit are
+    # applied just before its next forward, when the units before it have saved feature maps again.
+    updated = (*always, "saved") if sliced else complete
+    others = ("update_temp",) if together else ()
+    return Points(
+        forward=Point(
+            "forward",
+            before=past,
+            at=(*kept, *work, "neighbours_forward", "segment_outputs"),
+            after=complete if sliced and not many else kept,
+        ),
+        backward=Point(
+            "backward",
+            before=past,
+            at=(
+                *always, "gradients", *work, "map_gradients", "new_grad", "never_together",
+                "neighbours_backward", "unfilled_buckets", "segment_remade",
+            ),
+            after=complete,
+        ),
+        update=Point(
+            "update",
+            before=(*updated, *others),
+            at=(*complete, "update_temp", *(("segment_outputs",) if sliced else ())),
+            after=(*complete, *others),
+        ),
+        exchange=Point(
+            "backward",
+            before=past,
+            at=(*complete, "exchange_temp", "neighbours_backward", "segment_remade"),
+            after=complete,
+        ),
+        rerun=Point(
+            "backward",
+            before=past,
+            at=(
+                *kept, "saved", "output_gradients", "neighbours_backward", "open_buckets",
+                "segment_rerun",
+            ),
+            after=complete,
+        ),
+    )  # fmt: skip
+
+
+def indicator(fields: Fields, columns: Sequence[str]) -> Vector:
+    """By column 1 for a field that counts, -1 for one that is taken off, else 0. Fields that
+    ``columns`` lacks are left out."""
+    found = np.zeros(len(columns))
+    for name in fields:
+        if name in columns:
+            found[columns.index(name)] = -1.0 if name in SUBTRACTED else 1.0
+    return found
+
+
+class Family(NamedTuple):
+    """Coefficients of families of points or rows: ``before``, ``at``, ``after`` [family, field]."""
+
+    before: Table
+    at: Table
+    after: Table
+
+    def values(self, table: Table) -> Table:
+        """[family, unit] for a ``table`` [field, unit]: two running sums."""
+        before, found, after = (part @ table for part in self)
+        # Sums of the others, not of all less a unit's own: bytes are compared with limits, and a
+        # difference of large sums would round them up.
+        found[:, 1:] += before[:, :-1].cumsum(axis=1)
+        found[:, :-1] += after[:, :0:-1].cumsum(axis=1)[:, ::-1]
+        return found
+
+
+@lru_cache
+def _coefficients(stated: Points) -> Family:
+    """The statement over ``FIELDS``."""
+    return Family(*(
+        np.stack([indicator(getattr(point, side), FIELDS) for point in stated])
+        for side in ("before", "at", "after")
+    ))  # fmt: skip
+
+
+@lru_cache
+def _by_class(stated: Points) -> Family:
+    """The statement over ``FIELDS``, family by family and in each class by class."""
+    classes = np.array([[float(CLASS_OF.get(f) == name) for f in FIELDS] for name in CLASS_NAMES])
+    return Family(*(
+        (part[:, None] * classes).reshape(-1, len(FIELDS)) for part in _coefficients(stated)
+    ))  # fmt: skip
 
 
 class MemoryPoint(NamedTuple):
@@ -72,207 +335,70 @@ class MemoryPoint(NamedTuple):
 
 def moment_of(point: MemoryPoint, names: Sequence[str]) -> Moment:
     """The point with its unit's name, in whole bytes."""
-    held = {name: round(max(float(getattr(point, name)), 0.0)) for name in CLASS_NAMES}
-    return Moment(unit=names[point.unit], phase=point.phase, **held)
+    rounded = {name: round(max(float(getattr(point, name)), 0.0)) for name in CLASS_NAMES}
+    return Moment(unit=names[point.unit], phase=point.phase, **rounded)
 
 
-@dataclass(frozen=True)
-class Holding:
-    """What the units of one position hold: ``table`` [field of ``UnitBytes``, unit], and for each
-    unit ``received``, the largest tensor that a redistribution brings, and what others have there
-    while it works (``beside_forward``, ``beside_backward``).
-
-    ``buckets_bytes`` is the most that buckets being filled may take together, of which a unit that
-    works has closed ``closed_bytes``; gradients are views of these. ``sliced`` gradients have none,
-    and are applied as the next forward needs them; ``together`` says that the update's temporaries
-    are those of all units at once.
-    """
+class PositionMemory(NamedTuple):
+    """What the units of one position hold: ``table`` [field of ``FIELDS``, unit], and the points at
+    which it counts. ``sliced`` as in ``points``."""
 
     table: Table
-    received: Vector
-    beside_forward: Vector
-    beside_backward: Vector
-    segments: Inside
-    buckets_bytes: float
-    closed_bytes: Vector
+    points: Points
     sliced: bool
-    together: bool
 
-    def __getitem__(self, name: str) -> Vector:
-        """A field of ``UnitBytes`` by unit."""
+    def __call__(self, name: str) -> Vector:
+        """A field by unit."""
         found: Vector = self.table[FIELD[name]]
         return found
 
-    @property
-    def units(self) -> range:
-        """Their numbers."""
-        return range(self.table.shape[1])
-
-
-class _Alive(NamedTuple):
-    """By unit what lives as its backward is reached: feature maps (forward has them too), weight
-    gradients, copies of later units' that travel, and open buckets' unfilled parts (``opened``
-    before anything of the unit's own); ``pending`` and ``coming`` are the gradients and copies that
-    are there in its forward, ``renewing`` what lives while the unit is updated."""
-
-    maps: Vector
-    gradients: Vector
-    travelling: Vector
-    unfilled: Vector
-    opened: Vector
-    pending: Vector
-    coming: Vector
-    renewing: Vector
-
-    def working(self, held: Holding) -> Vector:
-        """By unit what lives while its backward is at work, beside what always does."""
-        found: Vector = (
-            self.maps + self.gradients + self.travelling + self.unfilled + held.received
-            + held["workspace"] + held["map_gradients"] + held["fresh"] - held["spared"]
-            + held.beside_backward + held.segments.made
-        )  # fmt: skip
+    def totals(self) -> Table:
+        """[family of ``Points``, unit] of all bytes alive; none where no segment runs again."""
+        # Shares such as a sixth are rounded in floating point. A plan that needs its limit to the
+        # byte must not seem to need 1e-11 more.
+        found = _coefficients(self.points).values(self.table).round(3)
+        found[RERUN, self("segment_rerun") + self("output_gradients") <= 0] = 0.0
         return found
 
-    def leaving(self, held: Holding) -> Vector:
-        """By unit what lives as its gradients leave, beside what always does."""
-        found: Vector = (
-            self.maps - held["saved"] + self.gradients + self.travelling + held["travelling"]
-            + held["leaving"] + held.beside_backward + held.segments.made
-        )  # fmt: skip
-        return found
 
-    def running_again(self, held: Holding, micro_batches: int) -> Vector:
-        """By unit what lives while the segment that it ends runs again, beside what always does;
-        nothing where it ends none."""
-        own = held["gradients"] if micro_batches == 1 else 0.0
-        found: Vector = (
-            self.maps + self.gradients - own + self.travelling + self.opened
-            + held.beside_backward + held.segments.again
-        )  # fmt: skip
-        return np.where(held.segments.again > 0, found, 0.0)
+FORWARD, BACKWARD, UPDATE, EXCHANGE, RERUN = range(5)
+"""The families, as ``Points`` lists them."""
 
 
-def _alive(held: Holding, micro_batches: int) -> _Alive:
-    own, copies, renewed = held["gradients"], held["travelling"], held["renewed"]
-    maps = held["saved"].cumsum()
-    to_come = held["exchanged"].cumsum()
-    opened = np.minimum(to_come, held.buckets_bytes)
-    unfilled = np.minimum(to_come - held["exchanged"], held.buckets_bytes - held.closed_bytes)
-    many, every = micro_batches > 1, float(own.sum() + copies.sum())
-    gradients = np.full_like(maps, own.sum()) if many else _from(own)
-    travelling, none = _from(copies) - copies, np.zeros_like(maps)
-    pending, coming = gradients if many else none, none
-    if held.sliced:  # in the next forward, before the unit's own feature maps
-        renewing = maps - held["saved"] + held.segments.entering + _from(own + copies) + renewed
-        if not many:
-            pending, coming = _from(own) - own, travelling
-    else:
-        renewing = every + (np.full_like(maps, renewed.sum()) if held.together else renewed)
-    return _Alive(maps, gradients, travelling, unfilled, opened, pending, coming, renewing)
+def timeline(position: PositionMemory) -> list[MemoryPoint]:
+    """What a position holds at each point of a step's last micro-batch, class by class: of each
+    unit's forward, in reverse of its backward, and of the update that takes most."""
+    totals, table = position.totals(), position.table
+    parts = _by_class(position.points).values(table).reshape(len(totals), len(CLASS_NAMES), -1)
+    # What is never there together is first of all feature maps that have gone. Beyond these it is
+    # gradients that are not there yet.
+    names = list(CLASS_NAMES)
+    beyond = np.maximum(position("never_together") - position("saved"), 0.0)
+    parts[BACKWARD, names.index("feature_maps")] += beyond
+    parts[BACKWARD, names.index("gradients")] -= beyond
+
+    def point(family: int, k: int) -> MemoryPoint:
+        return MemoryPoint(k, position.points[family].phase, *parts[family, :, k].tolist())
+
+    units = range(table.shape[1])
+    ways = np.array((BACKWARD, EXCHANGE, RERUN))
+    fullest = ways[totals[ways].argmax(axis=0)]
+    return [
+        *(point(FORWARD, k) for k in units),
+        *(point(int(fullest[k]), k) for k in reversed(units)),
+        point(UPDATE, int(totals[UPDATE].argmax())),
+    ]
 
 
-def _from(values: Vector) -> Vector:
-    """For each unit the sum of its own and later units' values."""
-    found: Vector = values[::-1].cumsum()[::-1]
-    return found
+def fullest_bytes(position: PositionMemory) -> tuple[Vector, Vector]:
+    """For each unit the largest total of its forward and backward, and that of its update."""
+    totals = position.totals()
+    work: Vector = totals[[FORWARD, BACKWARD, EXCHANGE, RERUN]].max(axis=0)
+    return work, totals[UPDATE]
 
 
-def timeline(held: Holding, micro_batches: int) -> list[MemoryPoint]:
-    """What a position holds at each point of a step's last micro-batch, and at the update."""
-    alive = _alive(held, micro_batches)
-    ways = np.stack([
-        alive.working(held), alive.leaving(held), alive.running_again(held, micro_batches)
-    ])  # fmt: skip
-    points = [_forward(held, alive, k) for k in held.units]
-    for k in reversed(held.units):
-        way = int(ways[:, k].argmax())
-        points.append(
-            _running_again(held, alive, k, micro_batches)
-            if way == 2
-            else (_backward, _leaving)[way](held, alive, k)
-        )
-    return [*points, _update(held, alive)]
-
-
-def _point(held: Holding, unit: int, phase: Phase, **bytes_: float) -> MemoryPoint:
-    standing = held.table[:STANDING].sum(axis=1)
-    return MemoryPoint(unit, phase, *standing.tolist(), **{k: float(v) for k, v in bytes_.items()})
-
-
-def _forward(held: Holding, alive: _Alive, k: int) -> MemoryPoint:
-    return _point(
-        held, k, "forward",
-        gradients=alive.pending[k],
-        feature_maps=alive.maps[k],
-        buffers=held.received[k] + alive.coming[k],
-        workspace=held["workspace"][k] + held.beside_forward[k] + held.segments.entering[k],
-    )  # fmt: skip
-
-
-def _backward(held: Holding, alive: _Alive, k: int) -> MemoryPoint:
-    buffers = alive.unfilled[k] + alive.travelling[k] + held["fresh"][k] + held.received[k]
-    spared = min(held["spared"][k], held["saved"][k])
-    return _point(
-        held, k, "backward",
-        gradients=alive.gradients[k] - (held["spared"][k] - spared),
-        feature_maps=alive.maps[k] - spared,
-        map_gradients=held["map_gradients"][k],
-        buffers=buffers,
-        workspace=held["workspace"][k] + held.beside_backward[k] + held.segments.made[k],
-    )  # fmt: skip
-
-
-def _leaving(held: Holding, alive: _Alive, k: int) -> MemoryPoint:
-    return _point(
-        held, k, "backward",
-        gradients=alive.gradients[k],
-        feature_maps=alive.maps[k] - held["saved"][k],
-        map_gradients=held["leaving"][k],
-        buffers=alive.travelling[k] + held["travelling"][k],
-        workspace=held.beside_backward[k] + held.segments.made[k],
-    )  # fmt: skip
-
-
-def _running_again(held: Holding, alive: _Alive, k: int, micro_batches: int) -> MemoryPoint:
-    own = held["gradients"][k] if micro_batches == 1 else 0.0
-    arriving = held["arriving"][k]
-    return _point(
-        held, k, "backward",
-        gradients=alive.gradients[k] - own,
-        feature_maps=alive.maps[k],
-        map_gradients=arriving,
-        buffers=alive.travelling[k] + alive.opened[k],
-        workspace=held.beside_backward[k] + held.segments.again[k] - arriving,
-    )  # fmt: skip
-
-
-def _update(held: Holding, alive: _Alive) -> MemoryPoint:
-    """The update that takes most."""
-    k = int(alive.renewing.argmax())
-    later = slice(k, None) if held.sliced else slice(None)
-    every = held.together or slice(k, k + 1)
-    return _point(
-        held, k, "update",
-        gradients=held["gradients"][later].sum(),
-        feature_maps=held["saved"][:k].sum() if held.sliced else 0.0,
-        buffers=held["travelling"][later].sum(),
-        workspace=held["renewed"][every].sum() + (held.segments.entering[k] if held.sliced else 0),
-    )  # fmt: skip
-
-
-def peak_bytes(held: Holding, micro_batches: int) -> tuple[float, int]:
+def peak_bytes(position: PositionMemory) -> tuple[float, int]:
     """(the largest total of the timeline, the unit at work there), without making the table."""
-    most = np.maximum(*fullest_bytes(held, micro_batches))
+    most = position.totals().max(axis=0)
     k = int(most.argmax())
     return float(most[k]), k
-
-
-def fullest_bytes(held: Holding, micro_batches: int) -> tuple[Vector, Vector]:
-    """For each unit the largest total of its forward and backward, and that of its update."""
-    alive = _alive(held, micro_batches)
-    always = held.table[:STANDING].sum()
-    work = alive.maps + held["workspace"] + held.received
-    forward = alive.pending + alive.coming + work + held.beside_forward + held.segments.entering
-    backward = np.maximum(alive.working(held), alive.leaving(held))
-    backward = np.maximum(backward, alive.running_again(held, micro_batches))
-    return always + np.maximum(forward, backward), always + alive.renewing

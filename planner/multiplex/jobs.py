@@ -112,10 +112,7 @@ def foreground_of(
     """The job of a plan that was made from ``profile`` for ``cluster``."""
 
     def step(made: ModelProfile) -> StepTimelines:
-        model = CostModel(
-            made, cluster, plan.goal, plan.micro_batches, plan.placement, plan.bucket_bytes,
-            plan.schedule == "priority",
-        )  # fmt: skip
+        model = CostModel.of_plan(plan, made, cluster)
         return timelines(model, decisions, plan.schedule)
 
     alone = step(profile)

@@ -1,7 +1,7 @@
 """One step of a plan as each kind of device sees it: when it computes, when it communicates.
 
 Devices that take the same part in every unit see the same step and are told once. The step is that
-of the simulation by which a plan is predicted (``simulate``, ``lanes``): it has the times of the
+of the simulation by which a plan is predicted (``simulate_decisions``): it has the times of the
 busiest device, of which the others do what concerns their units and their share of the samples.
 """
 
@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 from ..cost.compute import backward_s, busiest_samples, forward_s
 from ..cost.cost import CostModel
-from ..cost.positions import PositionClass, position_classes
+from ..cost.ownership import PositionClass, position_classes
 from ..schema.options import Decisions, Option
 from ..schema.plan import ScheduleName
-from ..simulate.events import Span, simulate
-from ..simulate.grad_groups import step_of
-from ..simulate.rank_classes import simulate_lanes
-from ..simulate.schedule import COMPUTE
+from ..simulate.events import Span
+from ..simulate.rank_classes import simulate_decisions
+from ..simulate.schedule import COMPUTE, step_of
 from ..solve.evaluate import rank_memory
 
 STEADY = 5
@@ -66,11 +65,8 @@ class StepTimelines(NamedTuple):
 def timelines(model: CostModel, decisions: Decisions, schedule: ScheduleName) -> StepTimelines:
     """The step of those decisions in the steady state."""
     step = step_of(model, decisions, model.chain(decisions), schedule)
-    noise, steps = model.cluster.interference, 1 if schedule == "barrier" else STEADY
-    if any(option.layout.first for option in decisions):
-        found = simulate_lanes(model, decisions, step.messages, schedule, noise, steps=steps)
-    else:
-        found = simulate(step, noise, steps)
+    steps = 1 if schedule == "barrier" else STEADY
+    found = simulate_decisions(model, decisions, step, steps)
     until_s = found.step_s  # the barrier's one step begins at zero
     if schedule == "priority":
         until_s = max((s.end_s for s in found.spans if s.phase != "exchange"), default=0.0)

@@ -2,14 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple, get_args
 
 from .errors import InputError
 from .layout import Layout, Style
 from .record import Bytes, Count, Positive, Record, Share, Slowdown
 
-STATE_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
-"""Optimizer state as multiples of the parameters' bytes."""
+OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
+
+
+# Read from torch.optim (2.13), which the planner never imports: hence classes by name.
+STATE_COPIES = {
+    "SGD": 0,
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Adadelta": 2,
+    "Adagrad": 1,
+    "RMSprop": 1,
+}
+"""Values that optimizers of torch keep for each of a parameter's, by the name of their class and
+without the options that keep more."""
+STATE_OPTIONS = ("momentum", "amsgrad", "centered")
+"""Options of theirs that keep one value more."""
+
+
+class Optimizer(NamedTuple):
+    """What an optimizer needs, as multiples of the bytes that it updates.
+
+    ``torch_class`` is its class in ``torch.optim``, ``state_copies`` what it keeps. Its step copies
+    ``update_copies`` times one parameter after the other (CPU), ``update_copies_together`` times
+    all of them at once (``foreach``, CUDA). ``linear``: its update is linear in the gradient.
+    """
+
+    torch_class: str
+    state_copies: int
+    update_copies: int = 0
+    update_copies_together: int = 0
+    linear: bool = False
+
+
+OPTIMIZERS: dict[OptimizerName, Optimizer] = {
+    "sgd": Optimizer("SGD", STATE_COPIES["SGD"], linear=True),
+    "momentum": Optimizer("SGD", STATE_COPIES["SGD"] + 1, linear=True),
+    "adam": Optimizer("Adam", STATE_COPIES["Adam"], 2, 1),
+    "adamw": Optimizer("AdamW", STATE_COPIES["AdamW"], 2, 1),
+}
+"""The optimizers that plans are made for."""
+
+MOST = 2**53
+"""Times are predicted in floating point, which holds every count up to here."""
+OBJECTIVES = {"step": "time", "gpu-seconds": "gpu_seconds"}
+"""What users call what shall be least, and what ``Goal`` calls it."""
 
 BACKGROUND_LIMIT = 1.1
 """Default of what a background job may slow a step by."""
@@ -69,7 +117,7 @@ class Goal(Record, frozen=True, kw_only=True):
 
     batch: Count
     memory_limit_bytes: Bytes | None = None
-    optimizer: Literal["sgd", "momentum", "adam", "adamw"] = "sgd"
+    optimizer: OptimizerName = "sgd"
     micro_batches: tuple[Count, ...] = (1,)
     batch_statistics: BatchStatistics = "local"
     allow_lossy: bool = False
@@ -107,4 +155,98 @@ class Goal(Record, frozen=True, kw_only=True):
     @property
     def state_copies(self) -> int:
         """Optimizer state as a multiple of the parameters' bytes."""
-        return STATE_COPIES[self.optimizer]
+        return OPTIMIZERS[self.optimizer].state_copies
+
+
+def make_goal(
+    batch: int,
+    *,
+    memory_limit_bytes: int | None = None,
+    optimizer: str = "sgd",
+    micro_batches: Sequence[int] = (1,),
+    batch_statistics: str = "local",
+    objective: str = "step",
+    step_limit_s: float | None = None,
+    amplification_limit: float | None = None,
+    unit_amplification_limit: float | None = None,
+    background_limit: float | None = None,
+    min_fidelity: float | None = None,
+    allow_lossy: bool = False,
+    slice_bytes: Sequence[int] = (),
+    pins: Sequence[Pin] = (),
+    all_layouts: bool = False,
+) -> Goal:
+    """The goal of those values, each checked; raises ``InputError``. With a ``background_limit``
+    another job may run beside the plan and slow it by so much."""
+    _at_least_one("batch", batch)
+    if memory_limit_bytes is not None:
+        _at_least_one("memory limit", memory_limit_bytes)
+    if not micro_batches:
+        raise InputError("no counts of micro-batches: name at least one, such as 1")
+    for count in micro_batches:
+        _at_least_one("number of micro-batches", count)
+    _one_of("optimizer", optimizer, OPTIMIZERS)
+    _one_of("batch statistics", batch_statistics, get_args(BatchStatistics))
+    _one_of("objective", objective, OBJECTIVES)
+    _above_zero("step limit", step_limit_s)
+    _above_zero("amplification limit", amplification_limit)
+    _above_zero("unit amplification limit", unit_amplification_limit)
+    if background_limit is not None and not 1 < background_limit < math.inf:
+        raise InputError(
+            f"a background limit of {background_limit:g} cannot be held: give more than 1, such as "
+            f"{BACKGROUND_LIMIT:g} for a step that takes up to a tenth longer"
+        )
+    return Goal(
+        batch=batch,
+        memory_limit_bytes=memory_limit_bytes,
+        optimizer=optimizer,  # type: ignore[arg-type]
+        micro_batches=tuple(dict.fromkeys(micro_batches)),
+        batch_statistics=batch_statistics,  # type: ignore[arg-type]
+        objective=OBJECTIVES[objective],  # type: ignore[arg-type]
+        time_limit_s=step_limit_s,
+        amplification_limit=amplification_limit,
+        unit_amplification_limit=unit_amplification_limit,
+        background=background_limit is not None,
+        background_limit=BACKGROUND_LIMIT if background_limit is None else background_limit,
+        allow_lossy=allow_lossy,
+        min_fidelity=_fidelity(min_fidelity, allow_lossy),
+        slice_bytes=tuple(dict.fromkeys(slice_bytes)),
+        pins=tuple(pins),
+        all_layouts=all_layouts,
+    )
+
+
+def _fidelity(least: float | None, allow_lossy: bool) -> float:
+    """The share of the gradient's energy that must be sent at once."""
+    if not allow_lossy:
+        if least is not None:
+            raise InputError(
+                f"a least fidelity of {least:g} bounds a lossy exchange, which is not allowed: "
+                "add --allow-lossy (allow_lossy=True, lossy=True of auto_parallelize)"
+            )
+        return 1.0
+    if least is None or least == 1:
+        raise InputError(
+            "a lossy exchange that keeps the whole gradient saves nothing: say how much of its "
+            "energy must be sent, with --min-fidelity 0.9 (min_fidelity=0.9)"
+        )
+    if not 0 <= least < 1:
+        raise InputError(f"a least fidelity of {least:g} is no share: give 0 to 1, such as 0.9")
+    return least
+
+
+def _above_zero(what: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise InputError(f"a {what} of {value:g} cannot be: give more than 0")
+
+
+def _at_least_one(what: str, value: int) -> None:
+    if value < 1:
+        raise InputError(f"a {what} of {value} cannot be: give at least 1")
+    if value > MOST:
+        raise InputError(f"a {what} of {value} cannot be: give at most {MOST}")
+
+
+def _one_of(what: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise InputError(f"unknown {what} {value!r}: choose from {', '.join(known)}")

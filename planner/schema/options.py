@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from .capability import Capability, degrees
-from .goal import Goal
+from .goal import OPTIMIZERS, Goal, OptimizerName
 from .layout import Layout, Style, data_parallel
-from .plan import LOSSY, SHARDING, ExchangePolicy, FeedbackPolicy, MemoryPolicy
+from .plan import LOSSY, MIRRORS, SHARDING, ExchangePolicy, FeedbackPolicy, MemoryPolicy
 from .profile import ModelProfile, UnitProfile
 
 
@@ -43,6 +44,17 @@ class Option(NamedTuple):
 
 Decisions = tuple[Option, ...]
 """One option for each unit of a profile, in its order."""
+
+
+def segments_of(decisions: Sequence[Option]) -> list[tuple[int, int]]:
+    """The first and the last unit of each segment that is recomputed together."""
+    found, at = [], 0
+    for segment, members in groupby(decisions, lambda option: option.segment):
+        count = len(list(members))
+        if segment:
+            found.append((at, at + count - 1))
+        at += count
+    return found
 
 
 def tied_units(profile: ModelProfile) -> tuple[tuple[int, ...], ...]:
@@ -84,3 +96,25 @@ def ties_agree(units: Sequence[UnitProfile], options: Sequence[Option]) -> bool:
         for parameter in unit.parameters:
             cuts.setdefault(parameter.shared, set()).add(sharded.get(parameter.shared))
     return all(len(dims) == 1 for dims in cuts.values())
+
+
+def feedbacks(
+    exchange: str,
+    optimizer: OptimizerName,
+    known: tuple[FeedbackPolicy, ...],
+    host_bytes_per_s: float | None,
+) -> tuple[FeedbackPolicy, ...]:
+    """The feedback policies that are worth planning of those known, the one without copies first.
+
+    In place never holds more than a residual, and a mirror never more than in place, in the same
+    time: of those that the executor has and the optimizer allows, one is planned. A mirror on the
+    host is a choice besides, as its copies take time.
+    """
+    if exchange != "topk":
+        return ("residual",)
+    able = [f for f in known if f not in MIRRORS or OPTIMIZERS[optimizer].linear]
+    order: tuple[FeedbackPolicy, ...] = ("mirror", "in_place", "residual")
+    best: FeedbackPolicy = next((f for f in order if f in able), "residual")
+    if "host_mirror" in able and host_bytes_per_s is not None:
+        return best, "host_mirror"
+    return (best,)

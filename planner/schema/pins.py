@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from itertools import product
 from typing import NamedTuple, get_args
@@ -23,7 +24,6 @@ from .capability import Capability
 from .errors import InputError
 from .goal import Goal, Pin
 from .layout import Layout, Style, lattice
-from .nearest import nearest, quoted
 from .options import Option, allowed, tied_units, ties_agree
 from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy
 from .profile import FIXED_KINDS, ModelProfile
@@ -38,6 +38,9 @@ POLICIES: tuple[str, ...] = (
 )
 ALWAYS = ("keep", "dense", "residual")
 """Policies that a unit falls back on."""
+LEAST_LIKE = 0.6
+"""Names are proposed from this ratio of ``SequenceMatcher`` on, difflib's own default."""
+MOST_NAMES = 3
 
 
 class Wishes(NamedTuple):
@@ -223,3 +226,30 @@ class _States:
 def _words(state: State) -> str:
     layout, style = state
     return str(layout) if style == "none" else f"{layout} {style}"
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """At most three of ``names``, those most like ``name`` first; capitals and wildcards do not
+    count. Of dotted names the last part may be what was written, or the first ones."""
+    word = name.strip("*?").casefold()
+    found = [(_likeness(word, other.casefold()), other) for other in names]
+    near = sorted((f for f in found if f[0] >= LEAST_LIKE), key=lambda f: -f[0])
+    return [other for _, other in near[:MOST_NAMES]]
+
+
+def _likeness(word: str, other: str) -> float:
+    parts = other.split(".")
+    whole = _ratio(word, other)
+    # Less than the whole name, where two are as like: "fc" is "fc" before it is "block.fc".
+    ends = max(_ratio(word, ".".join(parts[-k:])) for k in range(1, len(parts) + 1))
+    starts = max(_ratio(word, ".".join(parts[:k])) for k in range(1, len(parts) + 1))
+    return max(whole, 0.95 * ends, 0.95 * starts)
+
+
+def _ratio(first: str, second: str) -> float:
+    return SequenceMatcher(None, first, second, autojunk=False).ratio()
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Names to choose from, in a sentence."""
+    return " or ".join(repr(name) for name in names)

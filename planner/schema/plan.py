@@ -6,7 +6,6 @@ from typing import Literal
 
 from .goal import Goal
 from .layout import Layout, Style
-from .peak import Moment
 from .profile import UnitKind
 from .record import Bytes, Count, Document, Index, Record, Seconds
 
@@ -17,7 +16,11 @@ SHARDING: tuple[ExchangePolicy, ...] = ("sharded", "fully_sharded")
 LOSSY: tuple[ExchangePolicy, ...] = ("dropped", "topk")
 """A part of the gradient waits for a later step."""
 FeedbackPolicy = Literal["residual", "in_place", "mirror", "host_mirror"]
-"""Where top-k keeps what it has not sent. See ``cost.feedback``."""
+"""Where top-k keeps what it has not sent. See ``memory.gradient_buffers``."""
+AT_ONCE: tuple[FeedbackPolicy, ...] = ("in_place", "mirror", "host_mirror")
+"""Those in which a gradient is taken in as soon as it is computed, and its memory is free."""
+MIRRORS: tuple[FeedbackPolicy, ...] = ("mirror", "host_mirror")
+"""Those that hold back updates. They need an optimizer whose update is linear in the gradient."""
 Status = Literal["optimal", "feasible", "heuristic", "manual"]
 ScheduleName = Literal["barrier", "priority"]
 """How gradients travel: in buckets, first in, first out, all waited for (``barrier``); in slices,
@@ -51,6 +54,51 @@ class UnitPlan(Record, frozen=True, kw_only=True):
     backward_s: Seconds = 0.0
     blocking_s: Seconds = 0.0
     exchange_s: Seconds = 0.0
+
+
+Phase = Literal["forward", "backward", "update"]
+
+CLASS_NAMES = {
+    "weights": "weights",
+    "optimizer": "optimizer state",
+    "residuals": "residuals",
+    "gradients": "weight gradients",
+    "feature_maps": "feature maps",
+    "map_gradients": "feature map gradients",
+    "buffers": "buffers in flight",
+    "workspace": "workspace",
+}
+"""The classes of memory, and what people call them."""
+
+
+class Moment(Record, frozen=True, kw_only=True):
+    """Bytes alive at one point of a step, by class, while ``unit`` is at work."""
+
+    unit: str
+    phase: Phase
+    weights: Bytes
+    optimizer: Bytes
+    residuals: Bytes
+    gradients: Bytes
+    feature_maps: Bytes
+    map_gradients: Bytes
+    buffers: Bytes
+    workspace: Bytes
+
+    @property
+    def total(self) -> int:
+        """All bytes alive."""
+        return sum(self.by_class().values())
+
+    def by_class(self) -> dict[str, int]:
+        """Bytes by class, in the order of ``CLASS_NAMES``."""
+        return {name: getattr(self, name) for name in CLASS_NAMES}
+
+    @property
+    def largest(self) -> str:
+        """The class that takes most, in words."""
+        held = self.by_class()
+        return CLASS_NAMES[max(held, key=lambda name: held[name])]
 
 
 class Prediction(Record, frozen=True, kw_only=True):

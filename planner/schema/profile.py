@@ -167,7 +167,7 @@ class EdgeProfile(Record, frozen=True, kw_only=True):
     part of it that comes back in backward (none for token numbers and masks). ``features`` is the
     length of the dimension that a ``column`` source slices, or that a ``row`` target needs sliced.
     Edges of one source with the same number in ``tensors`` carry the same tensors, so that units
-    which need them alike get them together (``cost.shared_redistribution``).
+    which need them alike get them together (``cost.redistribution``).
     """
 
     source: str

@@ -10,12 +10,13 @@ step formulas are held against, and what a plan predicts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ..cost.step_time import LINKS
 from ..schema.cluster import Interference
-from .schedule import COMPUTE, Message, Step, Work
+from .schedule import COMPUTE, Message, ScheduleName, Step, Work
 
 ALONE = Interference()
 
@@ -45,9 +46,18 @@ class Simulation(NamedTuple):
     update_s: float
     spans: tuple[Span, ...]
 
+    @staticmethod
+    def of(
+        step_s: float, compute_s: float, blocking_s: float, update_s: float, spans: Iterable[Span]
+    ) -> Simulation:
+        """What remains of the step is exposed."""
+        exposed_s = max(step_s - compute_s - blocking_s, 0.0)
+        ordered = tuple(sorted(spans, key=lambda s: s.start_s))
+        return Simulation(step_s, compute_s, blocking_s, exposed_s, update_s, ordered)
 
-class _Task:
-    """A message under way."""
+
+class _Sending:
+    """A message that is ready or under way."""
 
     __slots__ = ("index", "key", "left_s", "message", "since_s", "step")
 
@@ -57,16 +67,15 @@ class _Task:
         self.since_s: float | None = None
 
 
-class _Run:
+class _StepRun:
     """The state of a simulation: the clock, the rank's place in its work, what links carry."""
 
     def __init__(self, step: Step, steps: int, interference: Interference) -> None:
         self.step, self.interference = step, interference
         self.now_s = 0.0
-        self.waiting: dict[str, list[tuple[tuple[float, int], _Task]]] = {
-            link: [] for link in LINKS
-        }
-        self.carried: dict[str, _Task | None] = dict.fromkeys(LINKS)
+        self.waiting: dict[str, list[tuple[tuple[float, int], _Sending]]]
+        self.waiting = {link: [] for link in LINKS}
+        self.sending: dict[str, _Sending | None] = dict.fromkeys(LINKS)
         self.missing = self._messages_by_unit(steps)
         self.ready_at: dict[int, list[tuple[int, Message]]] = {}
         for index, message in enumerate(step.messages):
@@ -84,6 +93,7 @@ class _Run:
 
     def run(self, work: Work, step: int) -> None:
         """Does one piece of the rank's work and whatever links carry meanwhile."""
+        # Under priority a unit is updated in the next step's forward, with this step's gradients.
         gate = step if self.step.schedule == "barrier" else step - 1
         while gate >= 0 and any(self.missing[gate].get(k) for k in work.awaits):
             self._advance(None, float("inf"))
@@ -98,15 +108,16 @@ class _Run:
     def _release(self, unit: int, step: int) -> None:
         for index, message in self.ready_at.get(unit, ()):
             self.released += 1
+            # Equal urgency leaves the order in which messages get ready: first in, first out.
             urgency = 0.0 if self.step.schedule == "barrier" else message.urgency
             key = urgency, self.released
-            heappush(self.waiting[message.link], (key, _Task(index, message, step, key)))
+            heappush(self.waiting[message.link], (key, _Sending(index, message, step, key)))
 
     def _advance(self, work: Work | None, left: float) -> float:
         """Runs to the next event; returns what is left of the work."""
-        held = work.resource if work else None
-        tasks = [t for link in LINKS if (t := self._serve(link, link == held))]
-        computing = held == COMPUTE
+        resource = work.resource if work else None
+        tasks = [t for link in LINKS if (t := self._serve(link, blocked=link == resource))]
+        computing = resource == COMPUTE
         work_rate = 1 / self.interference.compute_slowdown if computing and tasks else 1.0
         rate = 1 / self.interference.communication_slowdown if computing else 1.0
         passed = min([t.left_s / rate for t in tasks], default=float("inf"))
@@ -115,15 +126,17 @@ class _Run:
         span = min(passed, until_done)
         self.now_s += span
         for task in tasks:
+            # Not by subtraction where it ends: what rounding leaves would be an event of its own.
             task.left_s = 0.0 if task.left_s / rate <= span else task.left_s - span * rate
             if not task.left_s:
                 self._arrive(task)
         return 0.0 if until_done <= span else left - span * work_rate
 
-    def _serve(self, link: str, held: bool) -> _Task | None:
-        """The message that a link carries now, or None if it is idle or ``held`` by the rank."""
-        current, queue = self.carried[link], self.waiting[link]
-        if held:
+    def _serve(self, link: str, *, blocked: bool) -> _Sending | None:
+        """The message that a link carries now, or None if it is idle, or ``blocked`` by what the
+        rank itself waits for."""
+        current, queue = self.sending[link], self.waiting[link]
+        if blocked:
             self._pause(current)
             return None
         if queue and (current is None or self.step.preempt):
@@ -133,28 +146,33 @@ class _Run:
                 if current is not None:
                     self._pause(current)
                     heappush(queue, (current.key, current))
-                self.carried[link] = current = best
+                self.sending[link] = current = best
         if current is not None and current.since_s is None:
             current.since_s = self.now_s
         return current
 
-    def _pause(self, task: _Task | None) -> None:
+    def _pause(self, task: _Sending | None) -> None:
         if task is not None and task.since_s is not None:
             self._record(task)
             task.since_s = None
 
-    def _record(self, task: _Task) -> None:
+    def _record(self, task: _Sending) -> None:
         assert task.since_s is not None
         if self.now_s > task.since_s:
             link, unit = task.message.link, min(task.message.units)
             span = Span(link, unit, "exchange", task.since_s, self.now_s, task.index)
             self.spans.append(span)
 
-    def _arrive(self, task: _Task) -> None:
+    def _arrive(self, task: _Sending) -> None:
         self._record(task)
-        self.carried[task.message.link] = None
+        self.sending[task.message.link] = None
         for k in task.message.units:
             self.missing[task.step][k] -= 1
+
+
+def steps_until_steady(schedule: ScheduleName) -> int:
+    """Under the barrier a step leaves nothing behind, so one is enough."""
+    return 1 if schedule == "barrier" else 4
 
 
 def simulate(
@@ -162,23 +180,18 @@ def simulate(
 ) -> Simulation:
     """Runs ``steps`` steps (as many as the steady state takes if not told) and describes the last.
 
-    Under the barrier a step leaves nothing behind, so one is enough. Under priority a step is
-    counted from the end of one backward to the end of the next.
+    Under priority a step is counted from the end of one backward to the end of the next.
     """
-    count = steps or (1 if step.schedule == "barrier" else 4)
-    run = _Run(step, count, interference)
+    count = steps or steps_until_steady(step.schedule)
+    run = _StepRun(step, count, interference)
     ends = [0.0]
     for s in range(count):
         for work in step.work:
             run.run(work, s)
         ends.append(run.now_s)
-    return _summary(run, ends[-2], ends[-1], step)
-
-
-def _summary(run: _Run, start_s: float, end_s: float, step: Step) -> Simulation:
     compute = update = blocking = 0.0
     for span in run.spans:
-        if span.start_s < start_s or span.phase == "exchange":
+        if span.start_s < ends[-2] or span.phase == "exchange":
             continue
         took = span.end_s - span.start_s
         if span.resource == COMPUTE:
@@ -186,7 +199,4 @@ def _summary(run: _Run, start_s: float, end_s: float, step: Step) -> Simulation:
             update += took if span.phase == "update" else 0.0
         else:
             blocking += took
-    step_s = end_s - start_s
-    exposed = max(step_s - compute - blocking, 0.0)
-    spans = tuple(sorted(run.spans, key=lambda s: s.start_s))
-    return Simulation(step_s, compute, blocking, exposed, update, spans)
+    return Simulation.of(ends[-1] - ends[-2], compute, blocking, update, run.spans)

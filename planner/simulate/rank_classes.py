@@ -1,11 +1,11 @@
 """A simulation of training steps whose units run on different ranks, some of them at the same time.
 
-Positions that take part in the same units form a *lane*. Each lane does its own units in forward
-order, and in backward the other way; a unit that spans several lanes starts when all of them are
-free. A redistribution is waited for where it arrives, and takes the links at both of its ends.
-Units on parallel branches that share no lane run side by side, and the step takes as long as the
-longest way through all of this: the critical path. Where all units run on all ranks there is one
-lane, and this is ``simulate``.
+Positions that take part in the same units form a *rank class*. Each class does its own units in
+forward order, and in backward the other way; a unit that spans several classes starts when all of
+them are free. A redistribution is waited for where it arrives, and takes the links at both of its
+ends. Units on parallel branches that share no class run side by side, and the step takes as long as
+the longest way through all of this: the critical path. Where all units run on all ranks there is
+one class, and this is ``simulate``.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from ..cost.unit_cost import OnLink
 from ..schema.cluster import Interference
 from ..schema.layout import Layout
 from ..schema.options import Option
-from .events import ALONE, Simulation, Span
-from .schedule import COMPUTE, Message, ScheduleName
+from .events import ALONE, Simulation, Span, simulate, steps_until_steady
+from .schedule import COMPUTE, Message, ScheduleName, Step
 
-Lanes = frozenset[int]
+RankClasses = frozenset[int]
+"""Numbers of rank classes."""
 
 
 class Task(NamedTuple):
-    """A piece of a step on some lanes: computing, a collective that they wait for (on a link, which
-    it takes on the lanes ``holds``), or a message with gradients, which they do not wait for. It
+    """A piece of a step: computing, a collective that ``classes`` wait for (on a link, which it
+    takes on the classes ``occupies``), or a message with gradients, which they do not wait for. It
     starts after the tasks ``after``; low ``urgency`` goes first."""
 
     resource: str
     unit: int
     phase: str
     seconds: float
-    lanes: Lanes
-    holds: Lanes
+    classes: RankClasses
+    occupies: RankClasses
     after: tuple[int, ...]
     urgency: float = 0.0
 
@@ -45,8 +46,8 @@ class Task(NamedTuple):
         return self.phase == "exchange"
 
 
-def lanes_of(world_size: int, layouts: Sequence[Layout]) -> tuple[tuple[int, ...], ...]:
-    """The positions of each lane."""
+def rank_classes(world_size: int, layouts: Sequence[Layout]) -> tuple[tuple[int, ...], ...]:
+    """The positions of each rank class."""
     different = list(dict.fromkeys(layouts))
     found: dict[tuple[bool, ...], list[int]] = {}
     for position in range(world_size):
@@ -55,7 +56,7 @@ def lanes_of(world_size: int, layouts: Sequence[Layout]) -> tuple[tuple[int, ...
     return tuple(tuple(positions) for positions in found.values())
 
 
-class Program:
+class _TaskGraph:
     """The tasks of several steps, in an order in which all of them can be done."""
 
     def __init__(
@@ -67,50 +68,46 @@ class Program:
     ) -> None:
         self.model, self.decisions, self.messages = model, tuple(decisions), tuple(messages)
         self.schedule = schedule
-        self.lanes = lanes_of(model.world_size, [o.layout for o in decisions])
-        self.of_unit = [self._lanes(o.layout) for o in decisions]
+        self.classes = rank_classes(model.world_size, [o.layout for o in decisions])
+        self.of_unit = [self._classes_in(o.layout) for o in decisions]
         self.tasks: list[Task] = []
         self.ends: list[int] = []
+        # The number of the latest task, by rank class, by unit and by edge.
         self._last: dict[int, int] = {}
         self._forward: dict[int, int] = {}
         self._backward: dict[int, int] = {}
         self._returned: dict[int, int] = {}
         self._sent: dict[int, list[int]] = {}
 
-    def _lanes(self, layout: Layout) -> Lanes:
+    def _classes_in(self, layout: Layout) -> RankClasses:
         inside = range(layout.first, layout.first + layout.size)
-        return frozenset(i for i, lane in enumerate(self.lanes) if lane[0] in inside)
+        return frozenset(i for i, positions in enumerate(self.classes) if positions[0] in inside)
 
-    def _add(
-        self,
-        resource: str,
-        unit: int,
-        phase: str,
-        seconds: float,
-        lanes: Lanes,
-        after: Sequence[int] = (),
-        holds: Lanes | None = None,
-    ) -> int:
-        """A task in the order of its lanes."""
-        before = {self._last[lane] for lane in lanes if lane in self._last} | set(after)
-        held = lanes if holds is None else holds
-        self.tasks.append(Task(resource, unit, phase, seconds, lanes, held, tuple(sorted(before))))
-        for lane in lanes:
-            self._last[lane] = len(self.tasks) - 1
-        return len(self.tasks) - 1
+    def _compute(self, k: int, phase: str, seconds: float, after: Sequence[int]) -> int:
+        mine = self.of_unit[k]
+        return self._add(Task(COMPUTE, k, phase, seconds, mine, mine, tuple(after)))
 
     def _collective(
         self,
         on: OnLink,
         unit: int,
         phase: str,
-        lanes: Lanes,
+        classes: RankClasses,
         after: int,
-        holds: Lanes | None = None,
+        occupies: RankClasses | None = None,
     ) -> int:
         if on.seconds <= 0:
             return after
-        return self._add(LINKS[on.link], unit, phase, on.seconds, lanes, (after,), holds)
+        occupies = classes if occupies is None else occupies
+        return self._add(Task(LINKS[on.link], unit, phase, on.seconds, classes, occupies, (after,)))
+
+    def _add(self, task: Task) -> int:
+        """A task after the latest one of each of its classes."""
+        before = {self._last[c] for c in task.classes if c in self._last} | set(task.after)
+        self.tasks.append(task._replace(after=tuple(sorted(before))))
+        number = len(self.tasks) - 1
+        self._last.update(dict.fromkeys(task.classes, number))
+        return number
 
     def step(self) -> None:
         """Adds one step."""
@@ -128,26 +125,27 @@ class Program:
         self.ends.append(len(self.tasks))
 
     def _update(self, k: int, sent: Sequence[int]) -> None:
-        seconds = self.model.unit(k, self.decisions[k]).update_s
-        self._add(COMPUTE, k, "update", seconds, self.of_unit[k], sent)
+        self._compute(k, "update", self.model.unit(k, self.decisions[k]).update_s, sent)
 
     def _forward_of(self, k: int, *, gate: bool) -> None:
         cost, mine = self.model.unit(k, self.decisions[k]), self.of_unit[k]
         arrived = []
         for e in self.model.edges_into[k]:
             source = self.model.ends[e][0]
-            # What is there already came to the same lanes, which did an earlier unit with it.
+            # What is there already came to the same classes, which did an earlier unit with it.
             on = self.model.arrival(e, self.decisions).forward
             both = mine | self.of_unit[source]
             sent = self._forward[source]
             arrived.append(self._collective(on, k, "redistribute", mine, sent, both))
         if gate:
             self._update(k, self._sent.get(k, []))
-        done = self._add(COMPUTE, k, "forward", cost.forward_s, mine, arrived)
+        done = self._compute(k, "forward", cost.forward_s, arrived)
         self._forward[k] = self._collective(cost.inner_forward, k, "reduce", mine, done)
 
     def _backward_of(self, k: int) -> None:
         cost, mine = self.model.unit(k, self.decisions[k]), self.of_unit[k]
+        # Where producer and consumer are on the same classes, a gradient returns right after the
+        # consumer's backward; else the producer takes it when its own turn has come.
         for e in self.model.edges_from[k]:
             if self.of_unit[self.model.ends[e][1]] != mine:
                 self._return(e)
@@ -155,8 +153,7 @@ class Program:
         start = max([*back, self._forward[k]])
         start = self._collective(cost.inner_backward, k, "gather gradient", mine, start)
         start = self._collective(cost.released, k, "release", mine, start)
-        done = self._add(COMPUTE, k, "backward", cost.backward_s, mine, [*back, start])
-        self._backward[k] = done
+        self._backward[k] = self._compute(k, "backward", cost.backward_s, [*back, start])
         for e in self.model.edges_into[k]:
             if self.of_unit[self.model.ends[e][0]] == mine:
                 self._return(e)
@@ -172,81 +169,86 @@ class Program:
     def _send(self) -> None:
         self._sent = {}
         for message in self.messages:
-            first = min(message.units)
             ready = max(self._backward[k] for k in message.units)
             urgency = 0.0 if self.schedule == "barrier" else message.urgency
-            lanes = self.of_unit[first]
-            self.tasks.append(
-                Task(
-                    message.link,
-                    first,
-                    "exchange",
-                    message.seconds,
-                    lanes,
-                    lanes,
-                    (ready,),
-                    urgency,
-                )
+            first = message.ready
+            classes = self.of_unit[first]
+            # Not by ``_add``: no class waits for it, and it waits for no other work of theirs.
+            task = Task(
+                message.link, first, "exchange", message.seconds, classes, classes, (ready,)
             )
+            self.tasks.append(task._replace(urgency=urgency))
             for k in message.units:
                 self._sent.setdefault(k, []).append(len(self.tasks) - 1)
 
 
-class _Run:
-    """The state of a simulation."""
+class _GraphRun:
+    """The state of a simulation of a graph's tasks."""
 
-    def __init__(self, program: Program, interference: Interference, *, preempt: bool) -> None:
-        self.tasks, self.interference, self.preempt = program.tasks, interference, preempt
-        self.left = [task.seconds for task in self.tasks]
-        self.waits = [len(task.after) for task in self.tasks]
-        self.then: list[list[int]] = [[] for _ in self.tasks]
-        for i, task in enumerate(self.tasks):
+    def __init__(self, tasks: list[Task], interference: Interference, *, preempt: bool) -> None:
+        self.tasks, self.interference, self.preempt = tasks, interference, preempt
+        self.left_s = [task.seconds for task in tasks]
+        self.waits = [len(task.after) for task in tasks]
+        self.then: list[list[int]] = [[] for _ in tasks]
+        for i, task in enumerate(tasks):
             for before in task.after:
                 self.then[before].append(i)
         self.now_s = 0.0
         self.start_s: dict[int, float] = {}
         self.end_s: dict[int, float] = {}
-        self.order: dict[int, int] = {}
         self.ready = [i for i, count in enumerate(self.waits) if not count]
+        self.order = {i: place for place, i in enumerate(self.ready)}
 
     def run(self) -> None:
         """Everything, from event to event."""
-        for i in self.ready:
-            self.order[i] = len(self.order)
         while self.ready:
             self._advance()
 
     def _advance(self) -> None:
         tasks = self.tasks
         working = [i for i in self.ready if not tasks[i].message]
-        instant = [i for i in working if not self.left[i]]
+        instant = [i for i in working if not self.left_s[i]]
         if instant:  # no message starts between two things that happen at one moment
             self.start_s.update(dict.fromkeys(instant, self.now_s))
             self._finish(instant)
             return
-        held = {(tasks[i].resource, lane) for i in working for lane in tasks[i].holds}
-        sending = []
-        for i in sorted((i for i in self.ready if tasks[i].message), key=self._key):
-            wires = {(tasks[i].resource, lane) for lane in tasks[i].lanes}
-            if not wires & held:
-                held |= wires
-                sending.append(i)
-        computing = {x for i in working if tasks[i].resource == COMPUTE for x in tasks[i].lanes}
-        talking = {lane for i in sending for lane in tasks[i].lanes}
-        rates = {}
-        for i in working:
-            slowed = tasks[i].resource == COMPUTE and tasks[i].lanes & talking
-            rates[i] = 1 / self.interference.compute_slowdown if slowed else 1.0
-        for i in sending:
-            slowed = tasks[i].lanes & computing
-            rates[i] = 1 / self.interference.communication_slowdown if slowed else 1.0
-        span = min(self.left[i] / rate for i, rate in rates.items())
-        over = [i for i, rate in rates.items() if self.left[i] / rate <= span * (1 + 1e-15)]
+        sending = self._sending(working)
+        rates = self._rates(working, sending)
+        span_s = min(self.left_s[i] / rate for i, rate in rates.items())
+        # Tasks that differ by rounding only end together.
+        over = [i for i, rate in rates.items() if self.left_s[i] / rate <= span_s * (1 + 1e-15)]
         for i, rate in rates.items():
             self.start_s.setdefault(i, self.now_s)
-            self.left[i] -= span * rate
-        self.now_s += span
+            self.left_s[i] -= span_s * rate
+        self.now_s += span_s
         self._finish(over)
+
+    def _sending(self, working: Sequence[int]) -> list[int]:
+        """The messages under way: each takes its link on all of its classes, unless what these wait
+        for or a more urgent message does."""
+        taken = {(self.tasks[i].resource, c) for i in working for c in self.tasks[i].occupies}
+        found = []
+        for i in sorted((i for i in self.ready if self.tasks[i].message), key=self._key):
+            wires = {(self.tasks[i].resource, c) for c in self.tasks[i].classes}
+            if not wires & taken:
+                taken |= wires
+                found.append(i)
+        return found
+
+    def _rates(self, working: Sequence[int], sending: Sequence[int]) -> dict[int, float]:
+        """How quickly each goes on: computing and messages slow each other down."""
+        tasks = self.tasks
+        computes = {i for i in working if tasks[i].resource == COMPUTE}
+        computing = {c for i in computes for c in tasks[i].classes}
+        talking = {c for i in sending for c in tasks[i].classes}
+        rates = {}
+        for i in working:
+            slowed = i in computes and tasks[i].classes & talking
+            rates[i] = 1 / self.interference.compute_slowdown if slowed else 1.0
+        for i in sending:
+            slowed = tasks[i].classes & computing
+            rates[i] = 1 / self.interference.communication_slowdown if slowed else 1.0
+        return rates
 
     def _key(self, i: int) -> tuple[bool, float, int]:
         """Messages under way go on, unless a more urgent one may stop them."""
@@ -265,7 +267,7 @@ class _Run:
                     self.ready.append(following)
 
 
-def simulate_lanes(
+def simulate_rank_classes(
     model: CostModel,
     decisions: Sequence[Option],
     messages: Sequence[Message],
@@ -276,42 +278,48 @@ def simulate_lanes(
     steps: int | None = None,
 ) -> Simulation:
     """Runs a few steps and describes the last, as ``simulate`` does; computing, blocking and
-    exposed seconds are those of the lane that works longest."""
-    program = Program(model, decisions, messages, schedule)
-    count = steps or (1 if schedule == "barrier" else 4)
-    for _ in range(count):
-        program.step()
-    run = _Run(program, interference, preempt=preempt)
+    exposed seconds are those of the class that works longest."""
+    graph = _TaskGraph(model, decisions, messages, schedule)
+    for _ in range(steps or steps_until_steady(schedule)):
+        graph.step()
+    run = _GraphRun(graph.tasks, interference, preempt=preempt)
     run.run()
-    return _summary(program, run)
+    return _summary(graph, run)
 
 
-def _summary(program: Program, run: _Run) -> Simulation:
+def _summary(graph: _TaskGraph, run: _GraphRun) -> Simulation:
+    tasks = graph.tasks
     ends = [0.0]
-    for end in program.ends:
-        before = [run.end_s[i] for i in range(end) if not program.tasks[i].message]
-        ends.append(max(before))
-    start_s, end_s = ends[-2], ends[-1]
-    spans = tuple(
+    for end in graph.ends:
+        ends.append(max(run.end_s[i] for i in range(end) if not tasks[i].message))
+    spans = [
         Span(t.resource, t.unit, t.phase, run.start_s[i], run.end_s[i], i if t.message else -1)
-        for i, t in enumerate(program.tasks)
+        for i, t in enumerate(tasks)
         if run.end_s[i] > run.start_s[i]
-    )
-    last = program.ends[-2] if len(program.ends) > 1 else 0
+    ]
+    last = graph.ends[-2] if len(graph.ends) > 1 else 0
     best = (0.0, 0.0, 0.0)
-    for lane in range(len(program.lanes)):
+    for c in range(len(graph.classes)):
         compute = update = blocking = 0.0
-        for i in range(last, len(program.tasks)):
-            task = program.tasks[i]
-            if lane not in task.lanes or task.message:
+        for i in range(last, len(tasks)):
+            task = tasks[i]
+            if c not in task.classes or task.message:
                 continue
             took = run.end_s[i] - run.start_s[i]
             compute += took if task.resource == COMPUTE else 0.0
             update += took if task.phase == "update" else 0.0
             blocking += 0.0 if task.resource == COMPUTE else took
         best = max(best, (compute, blocking, update), key=lambda b: b[0] + b[1])
-    compute, blocking, update = best
-    step_s = end_s - start_s
-    exposed = max(step_s - compute - blocking, 0.0)
-    ordered = tuple(sorted(spans, key=lambda s: s.start_s))
-    return Simulation(step_s, compute, blocking, exposed, update, ordered)
+    return Simulation.of(ends[-1] - ends[-2], *best, spans)
+
+
+def simulate_decisions(
+    model: CostModel, decisions: Sequence[Option], step: Step, steps: int | None = None
+) -> Simulation:
+    """Runs the step of those decisions as the cluster does, with its interference."""
+    noise = model.cluster.interference
+    if any(option.layout.first for option in decisions):  # branches on ranks of their own
+        return simulate_rank_classes(
+            model, decisions, step.messages, step.schedule, noise, steps=steps
+        )
+    return simulate(step, noise, steps)

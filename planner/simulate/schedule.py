@@ -15,10 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ..cost.cost import CostModel
+from ..cost.exchange import Gradient
 from ..cost.step_time import LINKS, Chain, LinkMatrix
-from ..schema.layout import Layout
 from ..schema.options import Option
 from ..schema.plan import ScheduleName as ScheduleName
+from . import slicing
+from .slicing import SliceSpec, Travelling
 
 COMPUTE = "compute"
 
@@ -114,82 +116,103 @@ def plain_messages(chain: Chain) -> tuple[Message, ...]:
     )
 
 
-class Bucket(NamedTuple):
-    """Gradients that travel together: of parameters with one layout, hence the same peers, and one
-    exchange policy; ``option`` stands for both.
+class GradGroup(NamedTuple):
+    """Gradients of one kind in the order of backward, and the slices in which they are sent: a
+    bucket has one, which holds all of them.
 
-    ``full_bytes`` is their size undivided, ``gradient_bytes`` that of a member's payloads.
+    It leaves when all of its gradients are there, and whoever needs one of its units waits for all
+    of it.
     """
 
-    option: Option
-    units: tuple[int, ...]
-    full_bytes: int = 0
-    gradient_bytes: int = 0
+    gradients: tuple[Gradient, ...]
+    cuts: tuple[SliceSpec, ...]
 
     @property
-    def layout(self) -> Layout:
-        """The layout that all of them have."""
-        return self.option.layout
+    def kind(self) -> Option:
+        """What they have in common."""
+        return self.gradients[0].kind
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """The units that wait for it, in forward order."""
+        return tuple(sorted({g.unit for g in self.gradients}))
 
 
-def buckets(model: CostModel, decisions: Sequence[Option]) -> list[Bucket]:
-    """Gradients gathered parameter by parameter in the order of backward, each layout's and
-    policy's by themselves. A bucket that one more parameter would fill beyond the model's
-    ``bucket_bytes`` (undivided, so that all ranks agree) is closed. In the order in which their
-    last gradients get ready, so that none holds back another that is.
-    """
-    open_: dict[Option, Bucket] = {}
-    closed: list[Bucket] = []
-    for k in reversed(range(len(decisions))):
-        key = _together(decisions[k])
-        for full, shard in model.gradients(k, decisions[k]):
-            bucket = open_.get(key)
-            if bucket is not None and bucket.full_bytes + full > model.bucket_bytes:
-                closed.append(open_.pop(key))
-                bucket = None
-            units, before, mine = bucket[1:] if bucket else ((), 0, 0)
-            units = units if k in units else (k, *units)
-            open_[key] = Bucket(key, units, before + full, mine + shard)
-    return sorted([*closed, *open_.values()], key=lambda b: min(b.units), reverse=True)
+def grad_groups(
+    model: CostModel, decisions: Sequence[Option], schedule: ScheduleName
+) -> list[GradGroup]:
+    """The gradients of a step as the executor packs them, those that get ready first in front."""
+    gradients = _in_backward(model, decisions)
+    if schedule == "barrier":
+        return [
+            GradGroup(tuple(gradients[i] for i in bucket), (SliceSpec(tuple(range(len(bucket)))),))
+            for bucket in _buckets(model, gradients)
+        ]
+    packed = slicing.pack_units(Travelling(g.kind, g.unit, g.shared_bytes) for g in gradients)
+    found = [tuple(gradients[i] for i in numbers) for numbers in packed]
+    made = [GradGroup(group, _cuts(group, model.bucket_bytes)) for group in found]
+    return sorted(made, key=lambda group: group.units[0], reverse=True)
 
 
-def _together(option: Option) -> Option:
-    """What options whose gradients may share a bucket have in common."""
-    return Option(option.layout, exchange=option.exchange)
+def _in_backward(model: CostModel, decisions: Sequence[Option]) -> list[Gradient]:
+    return [g for k in reversed(range(len(decisions))) for g in model.gradients(k, decisions[k])]
 
 
-def bucket_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
-    """The buckets as messages, each one collective."""
+def _buckets(model: CostModel, gradients: Sequence[Gradient]) -> list[list[int]]:
+    """By undivided sizes, so that all ranks agree."""
+    travelling = (Travelling(g.kind, g.unit, g.full_bytes) for g in gradients)
+    return slicing.pack_buckets(travelling, model.bucket_bytes)
+
+
+def _cuts(gradients: Sequence[Gradient], limit_bytes: int) -> tuple[SliceSpec, ...]:
+    kind, sizes = gradients[0].kind, [g.shared_bytes for g in gradients]
+    if not kind.lossy:
+        return slicing.cut(sizes, limit_bytes)
+    return slicing.cut_lossy(kind.exchange, sizes, [g.whole for g in gradients], limit_bytes)
+
+
+def messages_of(
+    model: CostModel, decisions: Sequence[Option], schedule: ScheduleName
+) -> tuple[Message, ...]:
+    """Every bucket or slice as a message, each one collective (two where the exchange is sharded);
+    none of those that are waited for in backward."""
     messages = []
-    for bucket in buckets(model, decisions):
-        on = model.exchange(bucket.option, bucket.gradient_bytes)
-        messages.append(Message(bucket.units, LINKS[on.link], on.seconds, 0.0, on.sent_bytes))
+    for group in grad_groups(model, decisions, schedule):
+        if group.kind.early_release:
+            continue
+        for one in group.cuts:
+            mine, kind = [group.gradients[i] for i in one.parameters], group.kind
+            if mine[0].whole and kind.lossy:
+                kind = Option(kind.layout)
+            size = sum(g.shared_bytes for g in mine) / one.parts
+            on = model.exchange(kind, model.payload_bytes(kind, ceil(size)) if kind.lossy else size)
+            messages.append(
+                Message(group.units, LINKS[on.link], on.seconds, group.units[0], on.sent_bytes)
+            )
     return tuple(messages)
+
+
+def step_of(
+    model: CostModel,
+    decisions: Sequence[Option],
+    chain: Chain,
+    schedule: ScheduleName,
+) -> Step:
+    """The step that the executor runs under those decisions; the model's ``bucket_bytes`` is the
+    size of a slice under priority."""
+    work = work_of(chain, model.micro_batches, schedule)
+    return Step(work, messages_of(model, decisions, schedule), schedule)
 
 
 def bucketed_s(model: CostModel, decisions: Sequence[Option]) -> LinkMatrix:
     """Seconds of the buckets, each at the unit with which it gets ready: with these as exchange,
     ``barrier_step`` is the simulation of the buckets (without interference), in less time."""
     found = np.zeros((len(LINKS), len(decisions)))
-    open_: dict[Option, list[int]] = {}  # undivided bytes, a member's bytes, first unit
-
-    def close(key: Option, payload_bytes: int, first: int) -> None:
-        on = model.exchange(key, payload_bytes)
-        found[on.link, first] += on.seconds
-
-    for k in reversed(range(len(decisions))):
-        key = _together(decisions[k])
-        for full, shard in model.gradients(k, decisions[k]):
-            bucket = open_.get(key)
-            if bucket is None or bucket[0] + full > model.bucket_bytes:
-                if bucket is not None:
-                    close(key, *bucket[1:])
-                bucket = open_[key] = [0, 0, k]
-            bucket[0] += full
-            bucket[1] += shard
-            bucket[2] = k
-    for key, bucket in open_.items():
-        close(key, *bucket[1:])
+    gradients = _in_backward(model, decisions)
+    for bucket in _buckets(model, gradients):
+        last = gradients[bucket[-1]]
+        on = model.exchange(last.kind, sum(gradients[i].payload_bytes for i in bucket))
+        found[on.link, last.unit] += on.seconds
     return found
 
 

@@ -1,14 +1,35 @@
-"""Which gradients travel together, and how they are cut into slices: each is one collective.
+"""How gradients are packed into messages, and in which order those leave.
 
-Large parameters are cut into equal slices, which are sent from where they are. Small ones are
-packed together, as each message has its latency: copying them costs less.
+This is the one statement of both: the simulation asks it, and the executor asks it. It knows no
+units and no tensors, only sizes, and what may travel together.
 """
+
+# [Note: The order of slices]
+# A collective library demands that all ranks issue the same collectives in the same order. Ranks
+# get their gradients ready at different moments, so none may decide by what it sees: there is one
+# order over all gradients and all links, fixed before backward begins, and the same on every rank.
+#
+# It is that of a simulation (``send_order``). Gradients get ready as backward comes down to their
+# unit. A link carries one slice at a time and takes the most urgent of those that are ready: the
+# one whose unit comes first in forward (P3, Jayarajan et al., arXiv 1905.03960). What leaves by
+# that order is never held back by a less urgent slice, but for the one under way.
+#
+# The first order uses the plan's times. Where those are wrong, a slice whose turn it is holds back
+# others that are ready. So every rank measures, and now and then all agree on the latest times of
+# any rank (``Order`` in executor/gradients/order.py). That agreement travels in the background and
+# is read at the beginning of the next backward, which all ranks begin after the same number of
+# exchanges: so they all swap the order at the same step. All that goes in must be equal on all
+# ranks, hence sizes are members' shares of the undivided size (``shared_bytes``), also where this
+# rank has less of a parameter, or nothing.
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from heapq import heappop, heappush
 from math import ceil
 from typing import NamedTuple
+
+from ..schema.plan import ExchangePolicy
 
 PACKED_BYTES = 128 * 1024
 """Below this a gradient is copied into a pack: a copy of that size and back takes about 20 µs,
@@ -24,9 +45,56 @@ class SliceSpec(NamedTuple):
     parts: int = 1
 
 
+class Travelling(NamedTuple):
+    """What packing has to know of a gradient. Those of one ``kind`` may share a message; ``unit``
+    is the first that uses it."""
+
+    kind: Hashable
+    unit: int
+    bytes: int
+
+
+def pack_buckets(gradients: Iterable[Travelling], limit_bytes: int) -> list[list[int]]:
+    """The numbers of the gradients in each bucket, which is one message under the barrier.
+
+    ``gradients`` come in the order of backward, with their undivided sizes. A bucket that one more
+    would fill beyond ``limit_bytes`` is closed; only a single gradient may be larger. Buckets are
+    in the order in which their last gradients get ready, so that none holds back another that is.
+    """
+    return sorted(_group(gradients, limit_bytes), key=lambda numbers: numbers[-1])
+
+
+def pack_units(gradients: Iterable[Travelling]) -> list[list[int]]:
+    """The numbers of the gradients that get ready and are waited for together, under priority.
+
+    ``gradients`` come in the order of backward, with the shares of a member. Those of one unit are
+    together; so are units that follow each other and are small, as each message has its latency.
+    """
+    return _group(gradients, PACKED_BYTES, whole_units=True)
+
+
+def _group(
+    gradients: Iterable[Travelling], limit_bytes: int, *, whole_units: bool = False
+) -> list[list[int]]:
+    found: list[list[int]] = []
+    last: dict[Hashable, tuple[list[int], int, int]] = {}  # its numbers, bytes and latest unit
+    for number, (kind, unit, size) in enumerate(gradients):
+        numbers, filled, latest = last.get(kind, ([], 0, unit))
+        fits = filled + size <= limit_bytes or (whole_units and unit == latest)
+        if not numbers or not fits:
+            numbers, filled = [], 0
+            found.append(numbers)
+        numbers.append(number)
+        last[kind] = numbers, filled + size, unit
+    return found
+
+
 def cut(sizes_bytes: Sequence[int], limit_bytes: int) -> tuple[SliceSpec, ...]:
-    """The slices of a unit whose parameters have those sizes, none above ``limit_bytes``; packs
-    first. Sizes of zero are left out."""
+    """The slices of gradients of those sizes, none above ``limit_bytes``; packs of small ones
+    first. Sizes of zero are left out.
+
+    Large gradients are cut into equal parts, which are sent from where they lie.
+    """
     packs: list[list[int]] = []
     room = 0
     whole: list[SliceSpec] = []
@@ -45,30 +113,79 @@ def cut(sizes_bytes: Sequence[int], limit_bytes: int) -> tuple[SliceSpec, ...]:
     return (*(SliceSpec(tuple(pack)) for pack in packs), *whole)
 
 
+def cut_lossy(
+    exchange: ExchangePolicy, sizes_bytes: Sequence[int], whole: Sequence[bool], limit_bytes: int
+) -> tuple[SliceSpec, ...]:
+    """The slices under an exchange that sends a part of each gradient, but for those that are sent
+    ``whole`` (which come first). A part shares no message with others; top-k sends one of each."""
+    groups = [[i for i, w in enumerate(whole) if w], *([i] for i, w in enumerate(whole) if not w)]
+    found: list[SliceSpec] = []
+    for group in groups:
+        if exchange == "topk" and not all(whole[i] for i in group):
+            found.append(SliceSpec((group[0],)))
+            continue
+        for one in cut([sizes_bytes[i] for i in group], limit_bytes):
+            found.append(one._replace(parameters=tuple(group[i] for i in one.parameters)))
+    return tuple(found)
+
+
 def packed(size_bytes: int, limit_bytes: int) -> bool:
     """Whether a gradient is copied into a pack, not sent from where it lies."""
     return size_bytes < min(PACKED_BYTES, limit_bytes)
 
 
-def grouped(gradients: Iterable[tuple[Hashable, int, int]]) -> list[list[int]]:
-    """Which gradients leave together: the numbers of each parcel's, in the order given, which is
-    that of backward. Each is (what those have in common that can, unit, bytes).
+# -- the order in which slices leave ---------------------------------------------------------------
 
-    Those of one unit do; units that follow each other and are small together share a parcel, as
-    each message has its latency.
-    """
-    found: list[list[int]] = []
-    open_: dict[Hashable, tuple[list[int], int, int]] = {}  # its numbers, bytes, last unit
-    for number, (kind, unit, size) in enumerate(gradients):
-        mine, there, last = open_.get(kind, ([], 0, -1))
-        if not mine or not (unit == last or fits_together(there, size)):
-            mine, there = [], 0
-            found.append(mine)
-        mine.append(number)
-        open_[kind] = mine, there + size, unit
+
+class ReadyGroup(NamedTuple):
+    """Gradients that get ready together, ``ready_s`` after backward began. The lowest ``urgency``
+    goes first. ``slices`` are the seconds that each takes on its ``link``."""
+
+    ready_s: float
+    urgency: int
+    slices: tuple[float, ...]
+    link: int = 0
+
+
+class SendSlot(NamedTuple):
+    """Which slice of which group is sent."""
+
+    group: int
+    number: int
+
+
+def send_order(
+    groups: Sequence[ReadyGroup], *, sliced: bool = True, urgent: bool = True
+) -> list[SendSlot]:
+    """The slots in the order of their starts (see [Note: The order of slices]). Without ``urgent``
+    first come, first served; without ``sliced`` what has begun is sent to its end."""
+    begun: list[tuple[float, int, SendSlot]] = []
+    for link in sorted({group.link for group in groups}):
+        mine = [i for i, group in enumerate(groups) if group.link == link and group.slices]
+        begun += _on_link(groups, mine, sliced, urgent)
+    return [slot for _, _, slot in sorted(begun)]
+
+
+def _on_link(
+    groups: Sequence[ReadyGroup], mine: Sequence[int], sliced: bool, urgent: bool
+) -> list[tuple[float, int, SendSlot]]:
+    """(start, place among the link's, slot) of each slice."""
+    coming = sorted(mine, key=lambda i: (groups[i].ready_s, -groups[i].urgency), reverse=True)
+    ready: list[tuple[int, int, int]] = []  # urgency or place in the queue, group, next slice
+    found: list[tuple[float, int, SendSlot]] = []
+    now, arrived = 0.0, 0
+    while coming or ready:
+        if not ready:
+            now = max(now, groups[coming[-1]].ready_s)
+        while coming and groups[coming[-1]].ready_s <= now:
+            i = coming.pop()
+            heappush(ready, (groups[i].urgency if urgent else arrived, i, 0))
+            arrived += 1
+        key, i, number = heappop(ready)
+        last = number + 1 if sliced else len(groups[i].slices)
+        for n in range(number, last):
+            found.append((now, len(found), SendSlot(i, n)))
+            now += groups[i].slices[n]
+        if last < len(groups[i].slices):
+            heappush(ready, (key, i, last))
     return found
-
-
-def fits_together(there_bytes: int, more_bytes: int) -> bool:
-    """Whether the gradients of units that follow each other are small enough to share a message."""
-    return there_bytes + more_bytes <= PACKED_BYTES

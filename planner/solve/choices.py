@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from ..cost.budget import energy_budget, lost_energy, within_unit_limit
 from ..cost.compute import saved_bytes
 from ..cost.cost import CostModel
-from ..cost.feedback import feedbacks
 from ..schema.capability import Capability
 from ..schema.layout import Layout, Style, lattice
-from ..schema.options import Option, allowed
+from ..schema.options import Option, allowed, feedbacks
 from ..schema.plan import ExchangePolicy, FeedbackPolicy
 
 STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")

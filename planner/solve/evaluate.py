@@ -15,9 +15,9 @@ import msgspec
 
 from ..cost.budget import gpu_seconds, idle_s, unit_s
 from ..cost.cost import BUCKET_BYTES, CostModel
-from ..cost.positions import position_classes
+from ..cost.ownership import position_classes
 from ..cost.step_time import Chain
-from ..memory.timeline import Holding, MemoryPoint, moment_of, peak_bytes, timeline
+from ..memory.timeline import MemoryPoint, PositionMemory, moment_of, peak_bytes, timeline
 from ..memory.unit_memory import MemoryModel
 from ..schema.capability import PLAIN, Capability
 from ..schema.cluster import Cluster
@@ -25,14 +25,12 @@ from ..schema.errors import InputError
 from ..schema.goal import Goal
 from ..schema.layout import data_parallel
 from ..schema.options import Decisions, Option
-from ..schema.peak import Moment
-from ..schema.plan import Plan, Prediction, Provenance, UnitPlan
+from ..schema.plan import Moment, Plan, Prediction, Provenance, UnitPlan
 from ..schema.profile import ModelProfile
 from ..schema.record import fingerprint
-from ..simulate.events import Simulation, simulate
-from ..simulate.grad_groups import step_of
-from ..simulate.rank_classes import simulate_lanes
-from ..simulate.schedule import ScheduleName, Step
+from ..simulate.events import Simulation
+from ..simulate.rank_classes import simulate_decisions
+from ..simulate.schedule import ScheduleName, Step, step_of
 
 
 class RankMemory(NamedTuple):
@@ -41,8 +39,7 @@ class RankMemory(NamedTuple):
     positions: tuple[int, ...]
     peak_bytes: int
     unit: str
-    holding: Holding
-    micro_batches: int
+    memory: PositionMemory
 
     def fullest(self, names: Sequence[str]) -> Moment:
         """The point at which most is alive; ``names`` are the units'."""
@@ -51,7 +48,7 @@ class RankMemory(NamedTuple):
     @property
     def points(self) -> tuple[MemoryPoint, ...]:
         """The timeline, class by class."""
-        return tuple(timeline(self.holding, self.micro_batches))
+        return tuple(timeline(self.memory))
 
 
 class Evaluation(NamedTuple):
@@ -99,9 +96,11 @@ def evaluate(
     ``placement[p]`` is the rank at position p. ``bucket_bytes`` is the size of a bucket, or of a
     slice under the ``priority`` schedule.
     """
-    order = tuple(placement) if placement else None
-    sliced = schedule == "priority"
-    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes, sliced)
+    model = CostModel(
+        profile, cluster, goal, micro_batches=micro_batches,
+        placement=tuple(placement) if placement else None, bucket_bytes=bucket_bytes,
+        sliced=schedule == "priority",
+    )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
     return evaluation(model, chosen, schedule=schedule).prediction
 
@@ -115,11 +114,7 @@ def evaluation(
         raise InputError(f"{len(decisions)} decisions for {len(units)} units: give one for each")
     chain = model.chain(decisions)
     step = step_of(model, decisions, chain, schedule)
-    noise = model.cluster.interference
-    if any(option.layout.first for option in decisions):  # branches on ranks of their own
-        result = simulate_lanes(model, decisions, step.messages, schedule, noise)
-    else:
-        result = simulate(step, noise)
+    result = simulate_decisions(model, decisions, step)
     memory = rank_memory(model, decisions)
     prediction = _prediction(model, decisions, step, result, memory)
     return Evaluation(model, decisions, chain, step, result, memory, prediction)
@@ -130,10 +125,10 @@ def rank_memory(model: CostModel, decisions: Decisions) -> tuple[RankMemory, ...
     memory = MemoryModel(model)
     found = []
     for group in position_classes(model.counts, [o.layout for o in decisions]):
-        held = memory.held(decisions, group.samples)
-        peak, k = peak_bytes(held, model.micro_batches)
+        position = memory.position(decisions, group.samples)
+        peak, k = peak_bytes(position)
         name = model.profile.units[k].name
-        found.append(RankMemory(group.positions, ceil(peak), name, held, model.micro_batches))
+        found.append(RankMemory(group.positions, ceil(peak), name, position))
     return tuple(found)
 
 
@@ -169,7 +164,7 @@ def _prediction(
 
 
 def _gpu_seconds(model: CostModel, decisions: Decisions, result: Simulation) -> float:
-    """Device-seconds; where branches run side by side, all devices for the time in which the lane
+    """Device-seconds; where branches run side by side, all devices for the time in which the class
     that works longest does not compute, and each unit's own for as long as it computes."""
     if not any(option.layout.first for option in decisions):
         return gpu_seconds(model, decisions, result.step_s)
@@ -231,9 +226,11 @@ def make_plan(
 
     What ``executor`` cannot run is listed in the plan as hypothetical.
     """
-    order = tuple(placement) if placement else None
-    sliced = schedule == "priority"
-    model = CostModel(profile, cluster, goal, micro_batches, order, bucket_bytes, sliced)
+    model = CostModel(
+        profile, cluster, goal, micro_batches=micro_batches,
+        placement=tuple(placement) if placement else None, bucket_bytes=bucket_bytes,
+        sliced=schedule == "priority",
+    )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
     ours = evaluation(model, chosen, schedule=schedule)
     plain = _baseline(profile, cluster, goal, micro_batches, schedule, bucket_bytes)
@@ -270,8 +267,10 @@ def _baseline(
         ways.append(("barrier", BUCKET_BYTES))
     found = []
     for name, size in ways:
-        sliced = name == "priority"
-        model = CostModel(profile, cluster, goal, micro_batches, bucket_bytes=size, sliced=sliced)
+        model = CostModel(
+            profile, cluster, goal, micro_batches=micro_batches, bucket_bytes=size,
+            sliced=name == "priority",
+        )  # fmt: skip
         found.append(evaluation(model, model.baseline, schedule=name))
     return min(found, key=lambda done: done.prediction.step_s)
 

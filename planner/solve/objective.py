@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..cost.budget import energy_budget, gpu_seconds, gpu_seconds_limit, lost_energy
 from ..cost.cost import CostModel
-from ..cost.positions import position_classes
+from ..cost.ownership import position_classes
 from ..cost.step_time import barrier_step, priority_step
 from ..memory.timeline import peak_bytes
 from ..memory.unit_memory import MemoryModel
@@ -62,6 +62,6 @@ def over_bytes(model: CostModel, decisions: Sequence[Option]) -> int:
     limits = limits_bytes(model.cluster, model.goal, model.placement)
     most = -(10**18)
     for group in position_classes(model.counts, [o.layout for o in decisions]):
-        peak = ceil(peak_bytes(memory.held(decisions, group.samples), model.micro_batches)[0])
+        peak = ceil(peak_bytes(memory.position(decisions, group.samples))[0])
         most = max(most, peak - min(limits[p] for p in group.positions))
     return most

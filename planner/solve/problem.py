@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from ..cost.cost import BUCKET_BYTES
+from ..cost.cost import BUCKET_BYTES, CostModel
+from ..cost.placement import place
 from ..schema.capability import PLAIN, Capability
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError
@@ -55,6 +56,44 @@ class Problem:
         """The sizes of slices or buckets that may be chosen from."""
         chosen = self.goal.slice_bytes if self.schedule == "priority" else ()
         return tuple(dict.fromkeys(chosen)) or (self.bucket_bytes,)
+
+    def placed(self) -> Problem:
+        """The problem with a placement chosen, if it left that open."""
+        if self.placement is not None:
+            return self
+        return replace(self, placement=place(self.cluster))
+
+    def cost_model(
+        self,
+        micro_batches: int = 1,
+        bucket_bytes: int | None = None,
+        placement: tuple[int, ...] | None = None,
+    ) -> CostModel:
+        """The costs for one number of micro-batches and one size of slices or buckets; what is not
+        given is the problem's own."""
+        return CostModel(
+            self.profile,
+            self.cluster,
+            self.goal,
+            micro_batches=micro_batches,
+            placement=placement or self.placement,
+            bucket_bytes=self.bucket_bytes if bucket_bytes is None else bucket_bytes,
+            sliced=self.schedule == "priority",
+        )
+
+    def cost_models(self) -> Iterator[CostModel]:
+        """A cost model for each number of micro-batches and each size of slices or buckets."""
+        for count in sorted(set(self.goal.micro_batches)):
+            if self.divides_into(count):
+                for size in self.slice_bytes:
+                    yield self.cost_model(count, size)
+
+    def divides_into(self, micro_batches: int) -> bool:
+        """Whether the batch can be cut into so many micro-batches."""
+        if micro_batches == 1:
+            return True
+        enough = self.goal.batch >= micro_batches * self.cluster.world_size
+        return enough and self.capability.micro_batches
 
     def report(self, what: str, share: float) -> None:
         """Tells the caller how far the search is."""
@@ -140,14 +179,21 @@ class Result(NamedTuple):
 
     solver: str
     status: ResultStatus
-    objective_s: float | None
-    bound_s: float | None
-    gap: float | None
-    plan: Plan | None
-    decisions: Decisions | None
-    seconds: float
+    objective_s: float | None = None
+    bound_s: float | None = None
+    gap: float | None = None
+    plan: Plan | None = None
+    decisions: Decisions | None = None
+    seconds: float = 0.0
     infeasible: Infeasibility | None = None
     reason: str = ""
+
+    @classmethod
+    def without_plan(
+        cls, solver: str, why: Infeasibility, seconds: float, reason: str = ""
+    ) -> Result:
+        """The answer of a solver that found no plan."""
+        return cls(solver, "infeasible", seconds=seconds, infeasible=why, reason=reason)
 
     def checked(self) -> Plan:
         """The plan; raises ``InfeasibleError`` where there is none."""

@@ -16,11 +16,12 @@ from meshwright.executor.micro import micro_batches
 from meshwright.executor.parallel import full_optimizer_state_dict, full_state_dict, run_of
 from meshwright.models.units.discover import Discovery
 from meshwright.models.workload import Batch
-from meshwright.planner.cost.wire import Carried, exchanged_bytes, moved_bytes
 from reference import assert_equal, furthest, optimizer_of, twin, whole_gradients, whole_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler, StepLR
+
+from tests.wire import Carried, exchanged_bytes, moved_bytes
 
 LIMIT_S = 20
 """A rank waits so long for the others."""

@@ -9,7 +9,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
-from meshwright.executor.gradients.residual import Lossy
+from meshwright.executor.gradients.feedback import Lossy
 from meshwright.executor.parallel import run_of
 from meshwright.planner.schema.plan import ExchangePolicy, FeedbackPolicy, Plan
 from plans import plan, scheduled, unit

@@ -12,9 +12,8 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.background.job import beside
-from meshwright.executor.background.messages import VARIABLE, Kind, unpacked
-from meshwright.executor.background.settings import Settings
+from meshwright.executor.background.job import background_job
+from meshwright.executor.background.protocol import VARIABLE, Kind, Settings, unpacked
 from meshwright.executor.launch.background import Background, idle_share, outlook
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.layout import Layout
@@ -53,7 +52,7 @@ FOREVER = "import time\nprint('begun', flush=True)\nwhile True: time.sleep(0.01)
 
 
 def test_it_runs_at_the_lowest_priority_and_dies_first(tmp_path):
-    with beside(settings(tmp_path, FOREVER)) as job:
+    with background_job(settings(tmp_path, FOREVER)) as job:
         pid = job.last.pid
         idle = os.sched_getscheduler(pid) == os.SCHED_IDLE
         assert idle or os.getpriority(os.PRIO_PROCESS, pid) == 19
@@ -65,7 +64,7 @@ def test_it_runs_at_the_lowest_priority_and_dies_first(tmp_path):
 
 
 def test_a_held_one_stands_still_and_a_released_one_goes_on(tmp_path):
-    with beside(settings(tmp_path, FOREVER)) as job:
+    with background_job(settings(tmp_path, FOREVER)) as job:
         pid = job.last.pid
         job.hold()
         assert wait_until(lambda: status(pid, "State").startswith("T"), 5)
@@ -80,7 +79,7 @@ def test_told_to_stop_it_may_write_a_checkpoint_even_while_held(tmp_path):
         "def end(*_):\n    time.sleep(0.3)\n    kept.write_text('whole')\n    sys.exit(7)\n"
         "signal.signal(signal.SIGTERM, end)\n" + FOREVER
     )
-    with beside(settings(tmp_path, code)) as job:
+    with background_job(settings(tmp_path, code)) as job:
         assert wait_until(lambda: "begun" in (tmp_path / "log").read_text())
         job.hold()
         ended = job.stop()
@@ -96,7 +95,7 @@ def test_one_that_does_not_listen_is_killed_with_all_it_has_started(tmp_path):
         "    subprocess.Popen([sys.executable, __file__, 'child'], start_new_session=True)\n"
         + FOREVER
     )
-    with beside(settings(tmp_path, code, grace_s=0.3)) as job:
+    with background_job(settings(tmp_path, code, grace_s=0.3)) as job:
         assert wait_until(lambda: (tmp_path / "log").read_text().count("begun") == 2)
         assert len(alive(tmp_path)) == 2
         assert job.stop().ended == "SIGKILL"
@@ -105,14 +104,14 @@ def test_one_that_does_not_listen_is_killed_with_all_it_has_started(tmp_path):
 
 def test_its_memory_is_capped(tmp_path):
     code = f"held = []\nwhile True: held.append(bytearray({16 * MIB}))\n"
-    with beside(settings(tmp_path, code, memory_bytes=256 * MIB)) as job:
+    with background_job(settings(tmp_path, code, memory_bytes=256 * MIB)) as job:
         assert job.wait().ended == "exit code 1"
     assert "MemoryError" in (tmp_path / "log").read_text()
 
 
 def test_its_end_is_told_with_what_it_used(tmp_path):
     code = "import time\nend = time.time() + 0.5\nwhile time.time() < end: pass\n"
-    with beside(settings(tmp_path, code)) as job:
+    with background_job(settings(tmp_path, code)) as job:
         ended = job.wait()
     assert ended.ended == "exit code 0"
     assert ended.cpu_s > 0
@@ -123,7 +122,7 @@ def test_a_killed_launcher_takes_it_along(tmp_path):
     code = (
         "import time\n"
         "from meshwright.executor.background.job import beside\n"
-        "from meshwright.executor.background.settings import Settings\n"
+        "from meshwright.executor.background.protocol import Settings\n"
         f"with beside(Settings({python(tmp_path, FOREVER)!r}, {str(tmp_path / 'log')!r}, 1.1, "
         "grace_s=0.5)):\n"
         "    print('begun', flush=True)\n    time.sleep(90)\n"
@@ -138,7 +137,7 @@ def test_a_killed_launcher_takes_it_along(tmp_path):
 
 
 def test_a_killed_pacer_takes_it_along(tmp_path):
-    with beside(settings(tmp_path, FOREVER)) as job:
+    with background_job(settings(tmp_path, FOREVER)) as job:
         os.kill(int(status(job.last.pid, "PPid")), signal.SIGKILL)
         assert wait_until(lambda: not alive(tmp_path), 10)
 
@@ -157,7 +156,7 @@ def test_a_killed_pacer_takes_it_along(tmp_path):
 )
 def test_a_users_mistake_is_one_sentence(wrong, remedy):
     def begin():
-        with beside(Background(**wrong).settings()):
+        with background_job(Background(**wrong).settings()):
             pass
 
     with pytest.raises(InputError, match=remedy) as found:

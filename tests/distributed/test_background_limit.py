@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from meshwright.executor.background.job import beside
+from meshwright.executor.background.job import background_job
 from meshwright.executor.background.law import FIRST_HELD, PAUSE
-from meshwright.executor.background.settings import Settings
+from meshwright.executor.background.protocol import Settings
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,7 +26,7 @@ LIMIT = 1.1
 FOREGROUND = """
 import json, os, sys, time
 import numpy as np
-from meshwright.executor.background.messages import VARIABLE
+from meshwright.executor.background.protocol import VARIABLE
 from meshwright.executor.background.signals import Signals
 
 path = os.environ.get(VARIABLE)
@@ -106,7 +106,7 @@ def beside_a_hog(folder: Path) -> tuple[float, float]:
     beats.write_bytes(bytes(16))
     hog = (sys.executable, str(script), str(beats))
     command = Settings(hog, str(log), LIMIT, grace_s=0.5, memory_bytes=CAP)
-    with beside(command) as job:
+    with background_job(command) as job:
         end = time.monotonic() + 20
         while "MemoryError" not in log.read_text() and time.monotonic() < end:
             time.sleep(0.1)

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.parallel import run_of
-from meshwright.planner.cost.wire import Carried, exchanged_bytes
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import ExchangePolicy, Plan, UnitPlan
 from plans import plan, scheduled
 from torch import nn
+
+from tests.wire import Carried, exchanged_bytes
 
 WIDTH, SAMPLES, WARM_UP = 512, 96, 3
 SMALL_BYTES = 40_000

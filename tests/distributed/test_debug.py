@@ -86,7 +86,7 @@ def passes_exchanges(rank: int) -> set[str]:
             training = lossy.Training(lossy.lossy_plan(exchange, 0.3), test_dropped.momentum)
             for parameters in training.steps(range(4)):
                 lossy.assert_equal_on_all_ranks(parameters)
-            groups |= {key[0] for key in training.run.watch._ledger._sequences}
+            groups |= {key[0] for key in training.run.watch._log._sequences}
         test_sharded.clips_by_norm(rank, 2)
         model = test_sharded.net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -95,7 +95,7 @@ def passes_exchanges(rank: int) -> set[str]:
         next(model.parameters()).grad.add_(0)  # puts a gradient together
         optimizer.step()
         model.state_dict()
-        groups |= {key[0] for key in model._meshwright_run.watch._ledger._sequences}
+        groups |= {key[0] for key in model._meshwright_run.watch._log._sequences}
     return groups
 
 
@@ -118,11 +118,11 @@ def kinds(rank: int) -> tuple[dict[str, int], int]:
     for _ in range(30):
         model(torch.ones(3, 4)).sum().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    ledger = model._meshwright_run.watch._ledger
-    found = {key[0]: sequence.compared for key, sequence in ledger._sequences.items()}
+    log = model._meshwright_run.watch._log
+    found = {key[0]: sequence.compared for key, sequence in log._sequences.items()}
     torch.distributed.barrier()
-    place = f"meshwright/debug/{ledger._run}/control/0"
-    return found, sum(ledger._store.check([f"{place}/{n}"]) for n in range(found["control"]))
+    place = f"meshwright/debug/{log._run}/control/0"
+    return found, sum(log._store.check([f"{place}/{n}"]) for n in range(found["control"]))
 
 
 def test_every_kind_is_compared_and_old_names_are_removed(ranks: Any) -> None:
@@ -137,7 +137,7 @@ def test_every_kind_is_compared_and_old_names_are_removed(ranks: Any) -> None:
 def undisturbed(rank: int) -> None:
     model = nn.Linear(2, 2)
     apply(model, None, plan(2))
-    assert model._meshwright_run.watch._ledger is None
+    assert model._meshwright_run.watch._log is None
 
 
 def test_without_it_nothing_is_kept(ranks: Any) -> None:
@@ -148,7 +148,7 @@ def test_without_it_nothing_is_kept(ranks: Any) -> None:
 
 
 def trained(divided: bool, world: int, schedule: str, disturb: Callable[[nn.Module], None]) -> None:
-    """Steps of a model whose first and last unit are too large to share a parcel (the planner's
+    """Steps of a model whose first and last unit are too large to share a group (the planner's
     ``PACKED_BYTES``), so that all ranks have two to mix up; ``disturb`` after one step."""
     torch.manual_seed(7)
     layers = nn.Linear(256, 96), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.Linear(96, 256)
@@ -168,14 +168,14 @@ def trained(divided: bool, world: int, schedule: str, disturb: Callable[[nn.Modu
 
 def swap_turns(model: nn.Module) -> None:
     """Two turns of different units, which all ranks exchange, change places."""
-    exchange = model._meshwright_run._priority
-    turns = exchange._orders.turns
+    exchange = model._meshwright_run.priority
+    turns = exchange._orders.slots
     everybody = [
         i
         for i, turn in enumerate(turns)
-        if exchange.grad_groups[turn.load].entries[0].group.label == "exchange"
+        if exchange.grad_groups[turn.group].params[0].group.label == "exchange"
     ]
-    one, other = next((i, j) for i, j in pairwise(everybody) if turns[i].load != turns[j].load)
+    one, other = next((i, j) for i, j in pairwise(everybody) if turns[i].group != turns[j].group)
     turns[one], turns[other] = turns[other], turns[one]
 
 

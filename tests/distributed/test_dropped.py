@@ -10,8 +10,8 @@ import pytest
 import torch
 from lossy import Training, assert_equal_on_all_ranks, lossy_plan, net, share
 from meshwright.executor.apply import apply
-from meshwright.executor.exchange_state import exchange_state_dict, load_exchange_state_dict
-from meshwright.executor.gradients.residual import Lossy
+from meshwright.executor.gradients.feedback import Lossy
+from meshwright.executor.parallel import exchange_state_dict, load_exchange_state_dict
 from meshwright.planner.schema.errors import InputError
 from torch import nn
 from torch.nn import functional as F

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.gradients.pending import Pending
+from meshwright.executor.gradients.pending import PendingParam
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
 from meshwright.models.spec import UnitSpec
 from meshwright.models.units.discover import Discovery, discover
 from meshwright.models.workload import Batch, Workload
-from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.plan import SHARDING, ExchangePolicy, Plan
 from plans import Choice, by_columns_and_rows, plan_for, scheduled
 from reference import (
@@ -139,7 +139,7 @@ def _waits(model: nn.Module) -> list[int]:
     """How many parameters each forward of the model finds whose update is still to come."""
     waits: list[int] = []
     model.register_forward_pre_hook(
-        lambda m, _: waits.append(sum(isinstance(p, Pending) for p in m.parameters()))
+        lambda m, _: waits.append(sum(isinstance(p, PendingParam) for p in m.parameters()))
     )
     return waits
 

@@ -14,10 +14,10 @@ import test_sharded
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.fully_sharded import FullyShardedGradGroup
+from meshwright.executor.gradients.reshard import LocalChunk
 from meshwright.executor.memory.peak import peak_bytes
-from meshwright.executor.optimizer.chunks import LocalChunk
 from meshwright.executor.parallel import full_state_dict, run_of
-from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.errors import InputError, RunError
 from plans import plan, unit
 from reference import twin

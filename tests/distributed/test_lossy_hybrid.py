@@ -11,9 +11,8 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.apply import apply
-from meshwright.executor.exchange_state import exchange_state_dict
-from meshwright.executor.gradients.residual import Lossy
-from meshwright.executor.parallel import full_state_dict
+from meshwright.executor.gradients.feedback import Lossy
+from meshwright.executor.parallel import exchange_state_dict, full_state_dict
 from meshwright.planner.schema.plan import ExchangePolicy, FeedbackPolicy, Plan
 from plans import plan, scheduled, unit
 from torch import Tensor, nn

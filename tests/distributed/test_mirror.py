@@ -10,12 +10,10 @@ import pytest
 import torch
 from lossy import Training, assert_equal_on_all_ranks, lossy_plan, net, share
 from meshwright.executor.apply import apply
-from meshwright.executor.exchange_state import exchange_state_dict, load_exchange_state_dict
-from meshwright.executor.gradients import lossy as lossy_parcels
-from meshwright.executor.gradients.feedback import HostMirror
-from meshwright.executor.gradients.residual import Lossy
+from meshwright.executor.gradients import feedback as feedback_module
+from meshwright.executor.gradients.feedback import HostMirror, Lossy
 from meshwright.executor.memory.peak import peak_bytes
-from meshwright.executor.parallel import run_of
+from meshwright.executor.parallel import exchange_state_dict, load_exchange_state_dict, run_of
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.plan import FeedbackPolicy
 from test_dropped import resumes, unused_on_some_ranks
@@ -258,7 +256,7 @@ def test_mirrors_and_gradients_in_place_hold_less(ranks, number, width):
 def on_the_host(rank: int, work: Callable[..., None], *args: object, **options: object) -> None:
     """Copies to and from the host, as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lossy_parcels, "feedback_of", lambda entry: HostMirror())
+        patch.setattr(feedback_module, "feedback_of", lambda entry: HostMirror())
         work(rank, *args, **options)
 
 

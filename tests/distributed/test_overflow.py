@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from meshwright import api
-from meshwright.planner.schema.goal_values import make_goal
+from meshwright.planner.schema.goal import make_goal
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import load, save
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lossy import Training, assert_equal_on_all_ranks, lossy_plan, net, share
 from meshwright.executor.apply import apply
-from meshwright.executor.gradients.residual import Lossy
+from meshwright.executor.gradients.feedback import Lossy
 from meshwright.planner.schema.errors import InputError, RunError
 from test_dropped import Branches, resumes, unused_on_some_ranks
 from torch.nn import functional as F

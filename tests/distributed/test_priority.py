@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
-from meshwright.executor.gradients.pending import Pending
-from meshwright.executor.gradients.waiting import WaitingGradient
-from meshwright.executor.launch.device import memory_bytes
+from meshwright.executor.gradients.pending import PendingParam, WaitingGradient
+from meshwright.executor.launch.start import memory_bytes
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
@@ -41,7 +40,7 @@ class Barrier:
     them and steps parameters of its own, which each forward must have met."""
 
     def __init__(self, model: nn.Module, optimizer: str, limit: int) -> None:
-        self.grad_groups, self.limit = run_of(model)._priority_exchange().grad_groups, limit
+        self.grad_groups, self.limit = run_of(model).priority.grad_groups, limit
         self.twins = {p: nn.Parameter(p.detach().clone()) for p in model.parameters()}
         self.optimizer = gently(optimizer_of(optimizer, self.twins.values()))
         self.waits = 0
@@ -57,14 +56,14 @@ class Barrier:
 
     def check(self, module: nn.Module, *_: object) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            assert not isinstance(parameter, Pending), f"{name} was used before its update"
+            assert not isinstance(parameter, PendingParam), f"{name} was used before its update"
             assert torch.equal(parameter.detach(), self.twins[parameter].detach()), name
 
     def step(self) -> None:
-        self.waits += sum(isinstance(p, Pending) for p in self.twins)
+        self.waits += sum(isinstance(p, PendingParam) for p in self.twins)
         for grad_group in self.grad_groups:
-            for piece in cut([e.shared_bytes for e in grad_group.entries], self.limit):
-                mine = [self.twins[grad_group.entries[i].parameter] for i in piece.parameters]
+            for piece in cut([e.shared_bytes for e in grad_group.params], self.limit):
+                mine = [self.twins[grad_group.params[i].parameter] for i in piece.parameters]
                 self.reduce([t.grad.view(-1) for t in mine], piece.part, piece.parts)
         self.optimizer.step()
         for twin in self.twins.values():
@@ -226,14 +225,14 @@ def reads_wait(rank: int) -> None:
         model, alone, ours, theirs = prepared()
         step_both(rank, model, alone, ours, theirs)
         parameter = model[0].weight
-        assert isinstance(parameter, Pending)
+        assert isinstance(parameter, PendingParam)
         assert isinstance(parameter, nn.Parameter)
         assert parameter.shape == (6, 4)
         assert parameter.grad is None
         assert parameter in set(model.parameters())
-        assert isinstance(parameter, Pending), "metadata must not wait"
+        assert isinstance(parameter, PendingParam), "metadata must not wait"
         torch.testing.assert_close(touch(parameter), alone[0].weight.detach())
-        assert not isinstance(parameter, Pending)
+        assert not isinstance(parameter, PendingParam)
         equal(model, alone)
 
 
@@ -255,7 +254,7 @@ def takes_over_what_was_said(rank: int) -> None:
     for change in changes:
         model, alone, ours, theirs = prepared(momentum=0.9)
         step_both(rank, model, alone, ours, theirs, clear=False)
-        assert any(isinstance(p, Pending) for p in model.parameters())
+        assert any(isinstance(p, PendingParam) for p in model.parameters())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             change(ours)
@@ -304,7 +303,7 @@ def other_optimizers(rank: int) -> None:
         model, alone, ours, theirs = prepared(getattr(torch.optim, name), lr=0.01)
         for seed in range(3):
             step_both(rank, model, alone, ours, theirs, seed)
-        assert any(isinstance(p, Pending) for p in model.parameters()), name
+        assert any(isinstance(p, PendingParam) for p in model.parameters()), name
         equal(model, alone)
     model, alone, ours, theirs = prepared(torch.optim.AdamW, fused=True)
     step_both(rank, model, alone, ours, theirs)
@@ -326,12 +325,12 @@ def waits_for_unknown_optimizers(rank: int) -> None:
     model, alone, ours, theirs = prepared(Whole)
     with pytest.warns(UserWarning, match="Whole is not known to update each parameter by itself"):
         step_both(rank, model, alone, ours, theirs)
-    assert not any(isinstance(p, Pending) for p in model.parameters())
+    assert not any(isinstance(p, PendingParam) for p in model.parameters())
     equal(model, alone)
     closing, _, ours, _ = prepared()
     loss_of(closing, rank).backward()
     ours.step(lambda: None)
-    assert not any(isinstance(p, Pending) for p in closing.parameters())
+    assert not any(isinstance(p, PendingParam) for p in closing.parameters())
 
 
 def clips(rank: int) -> None:
@@ -407,18 +406,18 @@ def averages_of_weights(rank: int) -> None:
 def agrees_on_a_new_order(rank: int) -> None:
     """After some steps all ranks change to one measured order, at the same step."""
     model, alone, ours, theirs = prepared()
-    order = run_of(model)._priority_exchange()._orders
-    before = list(order.turns)
-    order._parcels[0].ready_s = 0.0
+    order = run_of(model).priority._orders
+    before = list(order.slots)
+    order._grad_groups[0].ready_s = 0.0
     seen = []
     for seed in range(12):
         step_both(rank, model, alone, ours, theirs, seed)
-        seen.append([tuple(turn) for turn in order.turns])
+        seen.append([tuple(turn) for turn in order.slots])
     equal(model, alone)
     mine: list = [None, None]
     dist.all_gather_object(mine, seen)
     assert mine[0] == mine[1]
-    assert sorted(before) == sorted(order.turns)
+    assert sorted(before) == sorted(order.slots)
 
 
 def leaves_nothing_to_collect(rank: int) -> None:

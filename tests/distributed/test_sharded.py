@@ -16,15 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
+from meshwright.executor.gradients.flat_shard import ShardedGradient
 from meshwright.executor.gradients.sharded import ShardedGradGroup
-from meshwright.executor.gradients.sharded_gradient import ShardedGradient
 from meshwright.executor.parallel import (
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,
     run_of,
 )
-from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.plan import ExchangePolicy, Plan
 from plans import plan, unit
@@ -257,7 +257,7 @@ def clips_by_norm(rank: int, world: int) -> None:
                     shown = [p.grad for p in pair.model.parameters()]
                     shared = [g for g in shown if isinstance(g, ShardedGradient)]
                     assert len(shared) in (len(shown), len(shown) - 3)  # two ranks divide three
-                    assert not any(g.arrived for g in shared)  # nothing was put together
+                    assert all(g._gradient is None for g in shared)  # nothing was put together
                     pair.step()
                 pair.check()
 
@@ -282,9 +282,9 @@ def shows_gradients(rank: int, world: int) -> None:
             assert p.grad.shape == p.shape
             for ask in (Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm):
                 torch.testing.assert_close(ask(p.grad), ask(q.grad), rtol=1e-12, atol=0)
-            assert not p.grad.arrived
+            assert p.grad._gradient is None
             torch.testing.assert_close(p.grad.norm(dim=0), q.grad.norm(dim=0))
-            assert p.grad.arrived
+            assert p.grad._gradient is not None
             torch.testing.assert_close(p.grad * 1, q.grad, rtol=1e-9, atol=1e-12)
         pair.model.first.weight.grad[0] = 3.0
         pair.alone.first.weight.grad[0] = 3.0
@@ -472,7 +472,7 @@ def scaler_skips_everywhere(rank: int, world: int) -> None:
                 gradient = pair.model.first.weight.grad
                 assert isinstance(gradient, ShardedGradient)
                 if rank == world - 1:
-                    gradient.part()[-1] = math.inf
+                    gradient.as_chunk()[-1] = math.inf
                 pair.alone.first.weight.grad[0, 0] = math.inf
             for scaler, step in zip(scalers, (pair.optimizer, pair.other), strict=True):
                 scaler.step(step)
@@ -545,13 +545,13 @@ SLOW_S = 1.0
 
 def slow_averages(grad_group: ShardedGradGroup) -> None:
     """Its gradients stay away for a while."""
-    soon = grad_group.reduce
+    soon = grad_group.wait_for_averages
 
-    def reduce(watch: Any) -> float:
+    def wait(watch: Any) -> float:
         time.sleep(SLOW_S)
         return soon(watch)
 
-    grad_group.reduce = reduce  # type: ignore[method-assign]
+    grad_group.wait_for_averages = wait  # type: ignore[method-assign]
 
 
 def first_parcel(model: nn.Module) -> ShardedGradGroup:
@@ -667,10 +667,10 @@ def fails_in_its_step(rank: int) -> None:
     pair = Pair(rank, shards(2))
     grad_group = first_parcel(pair.model)
 
-    def reduce(watch: Any) -> float:
+    def wait(watch: Any) -> float:
         raise ValueError("this one is lost")
 
-    grad_group.reduce = reduce  # type: ignore[method-assign]
+    grad_group.wait_for_averages = wait  # type: ignore[method-assign]
     pair.backward()
     pair.optimizer.step()
     pair.model.last.weight.sum()

@@ -7,11 +7,12 @@ from meshwright.executor.apply import apply
 from meshwright.executor.parallel import full_state_dict, run_of
 from meshwright.models.units.discover import discover
 from meshwright.models.workload import Batch
-from meshwright.planner.cost.wire import moved_bytes
 from plans import plan_for
 from reference import assert_equal, train_alone, train_together, twin
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.wire import moved_bytes
 
 COUNTS = (3, 2)
 

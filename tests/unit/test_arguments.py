@@ -15,7 +15,7 @@ from meshwright.executor import micro
 from meshwright.executor.arguments import check_arguments
 from meshwright.executor.optimizer.state import check_holds, scatter_optimizer_state
 from meshwright.planner.schema.errors import InputError
-from meshwright.planner.schema.goal_values import make_goal
+from meshwright.planner.schema.goal import make_goal
 from torch import nn
 from torch.optim import SGD
 

@@ -3,7 +3,7 @@
 The solvers let all layouts start at position 0, so that branches run one after another and every
 cost adds up. Between a unit where the graph forks and the one where all of its ways have met again,
 branches that share no edge can be dealt out to parts of the ranks instead (DeepPool does so for
-Inception). What a step then takes is the critical path, which ``lanes`` simulates. This search
+Inception). What a step then takes is the critical path: see ``rank_classes``. This search
 starts from a solver's plan and keeps what is better; it proves nothing.
 """
 
@@ -65,15 +65,7 @@ def side_by_side(problem: Problem, result: Result) -> Result:
     if result.plan is None or result.decisions is None or goal.objective != "time" or limited:
         return result
     plan = result.plan
-    model = CostModel(
-        problem.profile,
-        problem.cluster,
-        goal,
-        plan.micro_batches,
-        plan.placement,
-        plan.bucket_bytes,
-        problem.schedule == "priority",
-    )
+    model = problem.cost_model(plan.micro_batches, plan.bucket_bytes, plan.placement)
     best = start = _judged(problem, model, result.decisions)
     for region in regions(model):
         for decisions in _dealt(problem, model, best.choice.decisions, region):

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...cost.checkpoint_segments import Window, windows
 from ...cost.compute import busiest_samples
 from ...cost.cost import CostModel
 from ...cost.step_time import Vector
-from ...memory.timeline import Holding, Table, fullest_bytes
+from ...memory.checkpoint_segments import Window, windows
+from ...memory.timeline import Persistent, PositionMemory, Table, fullest_bytes
 from ...memory.unit_memory import MemoryModel
 from ...schema.capability import Capability
 from ...schema.layout import data_parallel
@@ -160,7 +160,7 @@ class Recomputing:
     def _may_fit(self, limit_bytes: float) -> bool:
         """Whether what policies about memory do not change leaves room for anything."""
         held = self._held(self._table(self.decisions), self.decisions)
-        always = sum(float(held[name].sum()) for name in ("weights", "optimizer", "residual"))
+        always = sum(float(held(name).sum()) for name in Persistent._fields)
         return max(always, self.update_bytes) <= limit_bytes
 
     @cached_property
@@ -168,14 +168,14 @@ class Recomputing:
         """The most that updates hold where feature maps have no part in it; policies about memory
         change nothing of it."""
         held = self._held(self._table(self.decisions), self.decisions)
-        return 0.0 if held.sliced else float(fullest_bytes(held, self.model.micro_batches)[1].max())
+        return 0.0 if held.sliced else float(fullest_bytes(held)[1].max())
 
     def _alone(self, policy: MemoryPolicy | None) -> Iterator[tuple[int, Move]]:
         """Every unit by itself under a policy, where it may have that; else as it is decided. What
         is offloaded stays so: it has a part in what others hold."""
         chosen = tuple(self._under(k, policy) for k in range(len(self.decisions)))
         held = self._held(self._table(chosen), chosen)
-        most, saved = self._most(held), held["saved"]
+        most, saved = self._most(held), held("saved")
         before = saved.cumsum() - saved
         for k, option in enumerate(chosen):
             bytes_ = float(most[k] - before[k])
@@ -198,7 +198,7 @@ class Recomputing:
         table = table.copy()
         table[:, here] = self._parts_table[:, here]
         held = self._held(table, chosen)
-        saved = held["saved"]
+        saved = held("saved")
         return Move(
             here.stop,
             options,
@@ -259,15 +259,17 @@ class Recomputing:
         return _seconds(self.model, k, option) - _seconds(self.model, k, kept)
 
     def _table(self, decisions: Sequence[Option]) -> Table:
-        rows = [self.memory.unit(k, o, self._samples[o.layout]) for k, o in enumerate(decisions)]
-        return np.array(rows, dtype=np.float64).T
+        columns = [
+            self.memory.unit(k, o, self._samples[o.layout]).column for k, o in enumerate(decisions)
+        ]
+        return np.array(columns, dtype=np.float64).T
 
-    def _held(self, table: Table, decisions: Sequence[Option]) -> Holding:
-        return self.memory.holding(table, self._received, decisions)
+    def _held(self, table: Table, decisions: Sequence[Option]) -> PositionMemory:
+        return self.memory.joined(table, self._received, decisions)
 
-    def _most(self, held: Holding) -> Vector:
+    def _most(self, held: PositionMemory) -> Vector:
         """By unit the most that is there at its points that grow with what is saved."""
-        working, updating = fullest_bytes(held, self.model.micro_batches)
+        working, updating = fullest_bytes(held)
         return np.maximum(working, updating) if held.sliced else working
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..problem import Enlargement, Problem
 from .resize import resized_problem
-from .splits import feasible, placed
+from .splits import feasible
 
 MOST_RANKS = 1024
 """Larger clusters are not tried."""
@@ -32,7 +32,7 @@ def more_ranks(
     each = len(node.devices)
 
     def asked(nodes: int) -> Problem:
-        return placed(replace(resized_problem(problem, nodes * each), progress=None))
+        return replace(resized_problem(problem, nodes * each), progress=None).placed()
 
     low = max(cluster.world_size // each, 1)
     most = min(MOST_RANKS, problem.goal.batch) // each

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...cost.checkpoint_segments import any_window
 from ...cost.cost import CostModel
+from ...memory.checkpoint_segments import any_window
 from ...schema.options import Decisions, Option
 from ...schema.plan import Plan
 from ..answer import choice

@@ -10,7 +10,7 @@ from ..answer import Choice, answer, choice
 from ..problem import Problem, Result
 from .infeasible import explain_infeasible
 from .segmented import fitting_in_segments, less_in_segments
-from .splits import Found, placed, search
+from .splits import Found, search
 
 
 class Heuristic:
@@ -21,7 +21,7 @@ class Heuristic:
     def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
         """See ``solver.Solver``."""
         start = time.perf_counter()
-        problem = placed(problem)
+        problem = problem.placed()
         best, chosen = self._best(problem, time_limit_s)
         if not (chosen.feasible and permitted(chosen.model, chosen.decisions)):
             rescued = fitting_in_segments(problem, self.name, start)
@@ -29,7 +29,7 @@ class Heuristic:
                 return rescued
             why = less_in_segments(problem, explain_infeasible(problem, best, self._solves))
             seconds = time.perf_counter() - start
-            return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
+            return Result.without_plan(self.name, why, seconds)
         seconds = time.perf_counter() - start
         return answer(problem, chosen, self.name, None, proved=False, seconds=seconds)
 

@@ -87,7 +87,15 @@ def _models(problem: Problem, placement: tuple[int, ...]) -> list[CostModel]:
     """A cost model for each number of micro-batches and each slice size."""
     sliced, most = problem.schedule == "priority", problem.goal.batch // problem.cluster.world_size
     return [
-        CostModel(problem.profile, problem.cluster, problem.goal, times, placement, size, sliced)
+        CostModel(
+            problem.profile,
+            problem.cluster,
+            problem.goal,
+            micro_batches=times,
+            placement=placement,
+            bucket_bytes=size,
+            sliced=sliced,
+        )
         for times in sorted(set(problem.goal.micro_batches))
         if times <= max(most, 1)
         for size in problem.slice_bytes

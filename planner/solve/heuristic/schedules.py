@@ -180,10 +180,8 @@ def _by_priority(
 ) -> Iterator[Prediction]:
     """Decisions (data parallelism where None) by priority; and with their exchange sharded where
     the problem allows that, and updates take long enough for their parts to be clearly quicker."""
-    model = CostModel(
-        problem.profile, problem.cluster, problem.goal, plan.micro_batches, plan.placement,
-        slice_bytes, sliced=True,
-    )  # fmt: skip
+    problem = replace(problem, schedule="priority")
+    model = problem.cost_model(plan.micro_batches, slice_bytes, plan.placement)
     chosen = model.baseline if decisions is None else decisions
     whole = evaluation(model, chosen, schedule="priority").prediction
     yield whole

@@ -18,17 +18,15 @@ import msgspec
 
 from ...cost.budget import permitted
 from ...cost.cost import CostModel
-from ...cost.segment_memory import segments_of
-from ...schema.options import Decisions
+from ...schema.options import Decisions, segments_of
 from ..answer import Choice, answer, choice
 from ..choices import may_have
 from ..evaluate import evaluation, excess, limits_bytes, rank_memory
-from ..models import models
 from ..problem import Infeasibility, Problem, Result
 from .checkpointing import Recomputing
 from .fitting import has_segments, held_back, plain_starts
 from .relaxations import more_memory
-from .splits import placed, search
+from .splits import search
 
 BETTER = 1 - 1e-6
 EFFORT_S = 5.0
@@ -47,12 +45,9 @@ def quicker_in_segments(
         return result
     if not held_back(result.plan):
         return result
-    start, problem = time.perf_counter(), placed(problem)
+    start, problem = time.perf_counter(), problem.placed()
     plan = result.plan
-    own = CostModel(
-        problem.profile, problem.cluster, problem.goal, plan.micro_batches, plan.placement,
-        plan.bucket_bytes, problem.schedule == "priority",
-    )  # fmt: skip
+    own = problem.cost_model(plan.micro_batches, plan.bucket_bytes, plan.placement)
     known = choice(own, result.decisions, problem.schedule)
     effort_s = EFFORT_S if time_limit_s is None else min(EFFORT_S, time_limit_s / 5)
     best = _best(problem, [(own, result.decisions)], start + effort_s)
@@ -84,7 +79,7 @@ def less_in_segments(problem: Problem, why: Infeasibility) -> Infeasibility:
     if why.limit != "memory_limit_bytes" or not has_segments(problem):
         return why
     end, best = time.perf_counter() + EFFORT_S, None
-    for model in models(placed(problem)):
+    for model in problem.placed().cost_models():
         for start in plain_starts(problem, model):
             if best is not None and time.perf_counter() > end:
                 break
@@ -142,7 +137,7 @@ def _is_quicker(problem: Problem, new: Choice, known: Choice) -> bool:
 def _starts(problem: Problem, end: float) -> Iterator[tuple[CostModel, Decisions]]:
     """Layouts and exchanges to begin with, each under every number of micro-batches and slice
     size; no search for some where none is left of the time."""
-    every = list(models(problem))
+    every = list(problem.cost_models())
     for model in every:
         for start in plain_starts(problem, model):
             yield model, start

@@ -147,7 +147,7 @@ class Point:
 
     def _memory(self, k: int) -> tuple[float, ...]:
         option = self.decisions[k]
-        return self.memory.unit(k, option, self.samples(option.layout))
+        return self.memory.unit(k, option, self.samples(option.layout)).column
 
     def _received(self, k: int) -> float:
         return self.memory.received(k, self.decisions, self.samples(self.decisions[k].layout))
@@ -189,8 +189,7 @@ class Point:
 
     def peak(self) -> float:
         """Peak bytes of the rank judged."""
-        held = self.memory.holding(self.table, self.received, self.decisions)
-        return peak_bytes(held, self.model.micro_batches)[0]
+        return peak_bytes(self.memory.joined(self.table, self.received, self.decisions))[0]
 
     def taken(self) -> Decisions:
         """The decisions as they stand."""

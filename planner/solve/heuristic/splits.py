@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from ...cost.cost import CostModel
-from ...cost.placement import place
 from ...memory.unit_memory import MemoryModel
 from ...schema.cluster import Interference
 from ...schema.layout import Layout, Style
@@ -62,18 +60,11 @@ class Found(NamedTuple):
         return score_of(done.model, done.decisions, over, done.prediction.step_s)
 
 
-def placed(problem: Problem) -> Problem:
-    """The problem with a placement chosen, if it left that open."""
-    if problem.placement is not None:
-        return problem
-    return replace(problem, placement=place(problem.cluster))
-
-
 def search(problem: Problem, time_limit_s: float | None = None) -> Found:
     """The best plan over all micro-batch counts: one that fits, if one was found, else the one
     that is the least over its limit."""
     deadline = time.perf_counter() + (time_limit_s or float("inf"))
-    counts = [m for m in sorted(set(problem.goal.micro_batches)) if _divides(problem, m)]
+    counts = [m for m in sorted(set(problem.goal.micro_batches)) if problem.divides_into(m)]
     best: Found | None = None
     for i, micro_batches in enumerate(counts):
         problem.report(f"{micro_batches} micro-batches", i / len(counts))
@@ -90,7 +81,7 @@ def search(problem: Problem, time_limit_s: float | None = None) -> Found:
 def feasible(problem: Problem) -> bool:
     """Whether a plan fits that ``search`` would find, without looking for the quickest."""
     for micro_batches in problem.goal.micro_batches:
-        if not _divides(problem, micro_batches):
+        if not problem.divides_into(micro_batches):
             continue
         point = _start(problem, micro_batches)
         if not all(point.space.options):
@@ -147,24 +138,9 @@ def _found(model: CostModel, decisions: Decisions, problem: Problem) -> Found:
     return Found(done, excess(model, done.memory))
 
 
-def _divides(problem: Problem, micro_batches: int) -> bool:
-    if micro_batches == 1:
-        return True
-    enough = problem.goal.batch >= micro_batches * problem.cluster.world_size
-    return enough and problem.capability.micro_batches
-
-
 def _start(problem: Problem, micro_batches: int) -> Point:
     """Plain data parallelism, to move on from."""
-    model = CostModel(
-        problem.profile,
-        problem.cluster,
-        problem.goal,
-        micro_batches,
-        problem.placement,
-        problem.bucket_bytes,
-        problem.schedule == "priority",
-    )
+    model = problem.cost_model(micro_batches)
     return Point(Space(model, problem.capability), MemoryModel(model), problem.schedule)
 
 

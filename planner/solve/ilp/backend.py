@@ -1,31 +1,36 @@
-"""Running an integer program: HiGHS in this process, or CBC; what it found and what it proved.
+"""Solves an integer program with HiGHS in this process; says what was found and what was proved.
 
-PuLP says "Optimal" of a solver that ran out of time: only ``sol_status`` tells, and only HiGHS
-tells the bound; where CBC stops early the relaxation's value stands in for it.
+PuLP states the program and hands it to HiGHS (through highspy). The outcome is read from PuLP's
+``sol_status``: its ``status`` says "Optimal" of a solver that ran out of time.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import pulp
+from highspy import SolutionStatus, cb
 
 Outcome = Literal["optimal", "feasible", "infeasible", "unknown"]
-Backend = Literal["highs", "cbc"]
-FEASIBLE = 1e-9
-"""Tolerance on constraints, whose terms are of the order of 1 to 100."""
-INTEGRAL = 1e-6
-"""Tolerance on integers, HiGHS's own. With 1e-9 its presolve (1.15.1) called programs infeasible
-that are not, or a worse solution optimal (4 of 416). What breaks a limit by rounding, the search
-excludes."""
-GAP = 1e-8
-"""The objective is of the order of 100."""
 
+# [Note: Tolerances of HiGHS]
+# Rows are scaled so that their terms are of the order of 1 to 100: seconds so that the step of
+# plain data parallelism is 100 (``cases.SCALE``), bytes so that the memory limit is 1.
+# FEASIBLE is below HiGHS's default of 1e-7, because a plan that passes the memory limit by a share
+# of 1e-7 passes it by thousands of bytes; HiGHS takes no less than 1e-10.
+# INTEGRAL stays at HiGHS's default. With 1e-9 its presolve (1.15.1) called programs infeasible
+# that are not, or a worse solution optimal (4 of 416 random programs). So a binary may be off by a
+# millionth, and a plan may still pass a limit by rounding: ``solve.Search`` judges every solution
+# by the cost model, and excludes one that does (``solve.CUTS``).
+# GAP is absolute and the relative gap 0: the default of 1e-4 would call a plan optimal that is a
+# hundredth of a percent above the best.
+FEASIBLE = 1e-9
+INTEGRAL = 1e-6
+GAP = 1e-8
 
 PROBING = 1 << 12
 """Presolve rule that is left out: with it HiGHS 1.15.1 was seen to go round without end on a
@@ -63,33 +68,15 @@ class Interruption:
         self.set = True
 
 
-def available() -> Backend:
-    """The solver that is there: HiGHS, else CBC."""
-    return "highs" if pulp.HiGHS().available() else "cbc"
-
-
 def run(
     problem: pulp.LpProblem,
     seconds: float,
     interruption: Interruption,
     progress: Callable[[float], None] = lambda gap: None,
-    backend: Backend | None = None,
 ) -> Solved:
-    """Solves for no longer than ``seconds``; ``progress`` hears the current relative gap."""
+    """Solves for no longer than ``seconds``; calls ``progress`` with the current relative gap."""
     if seconds <= 0 or interruption.set:
         return Solved("unknown", None, float("-inf"))
-    if (backend or available()) == "cbc":
-        return _cbc(problem, seconds)
-    return _highs(problem, seconds, interruption, progress)
-
-
-def _highs(
-    problem: pulp.LpProblem,
-    seconds: float,
-    interruption: Interruption,
-    progress: Callable[[float], None],
-) -> Solved:
-    from highspy import cb
 
     def watch(kind: Any, message: str, out: Any, into: Any, data: Any) -> None:
         if kind == cb.HighsCallbackType.kCallbackMipLogging:
@@ -116,50 +103,20 @@ def _highs(
     problem.solve(solver)
     found = _outcome(problem)
     info = problem.solverModel.getInfo()
+    value, bound = float(info.objective_function_value), float(info.mip_dual_bound)
     if found == "infeasible":
         return Solved(found, None, float("inf"))
-    value = float(info.objective_function_value)
     if found == "optimal":
-        return Solved(found, value, min(value, float(info.mip_dual_bound)))
-    bound = float(info.mip_dual_bound)
-    if value >= 1e29 or info.primal_solution_status != 2:  # kSolutionStatusFeasible
+        return Solved(found, value, min(value, bound))
+    # Without a solution HiGHS gives its infinity (1e30) as the value.
+    if value >= 1e29 or info.primal_solution_status != SolutionStatus.kSolutionStatusFeasible:
         return Solved("unknown", None, bound)
     return Solved("feasible", value, bound)
 
 
 def _outcome(problem: pulp.LpProblem) -> Outcome:
-    """The outcome by ``sol_status``; ``status`` alone may say optimal of a search cut short."""
     return {
         pulp.LpSolutionOptimal: "optimal",
         pulp.LpSolutionIntegerFeasible: "feasible",
         pulp.LpSolutionInfeasible: "infeasible",
     }.get(problem.sol_status, "unknown")  # type: ignore[return-value]
-
-
-def _cbc(problem: pulp.LpProblem, seconds: float) -> Solved:
-    limit = None if seconds == float("inf") else seconds
-    start = time.perf_counter()
-    exact = {"gapRel": 0.0, "gapAbs": GAP, "options": [f"primalTolerance {FEASIBLE}"]}
-    problem.solve(pulp.PULP_CBC_CMD(msg=False, threads=1, timeLimit=limit, **exact))
-    found = _outcome(problem)
-    if found == "infeasible":
-        return Solved(found, None, float("inf"))
-    value = None if found == "unknown" else float(pulp.value(problem.objective))
-    if found == "optimal":
-        assert value is not None
-        return Solved(found, value, value)
-    left = seconds - (time.perf_counter() - start)
-    return Solved(found, value, _relaxed(problem, max(left, 1.0)))
-
-
-def _relaxed(problem: pulp.LpProblem, seconds: float) -> float:
-    """The least value with fractions allowed: a bound; the variables keep their values."""
-    values = {v: v.varValue for v in problem.variables()}
-    status = problem.sol_status
-    problem.solve(pulp.PULP_CBC_CMD(msg=False, mip=False, timeLimit=seconds))
-    proved = problem.sol_status == pulp.LpSolutionOptimal
-    bound = float(pulp.value(problem.objective)) if proved else float("-inf")
-    for variable, old in values.items():
-        variable.varValue = old
-    problem.sol_status = status
-    return bound

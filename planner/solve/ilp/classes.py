@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...cost.cost import CostModel
-from ...cost.positions import group_samples
+from ...cost.ownership import group_samples
 from ...cost.step_time import Vector
 from ...memory.rows import AT, OWN_BYTES, Matrix
 from ...schema.layout import Layout
@@ -75,7 +75,7 @@ def _covers(more: MemoryClass, less: MemoryClass) -> bool:
 def _always_fits(ledger: Ledger, each: MemoryClass) -> bool:
     """Whether even the largest of everything together stays under the limit."""
     most = sum(float(f[:, OWN_BYTES].max(axis=0).sum() + f[:, AT["gradients"]].max()
-                     + f[:, AT["underway"]].max())
+                     + f[:, AT["gradients_sent"]].max())
                for f in each.figures)  # fmt: skip
     received = [e.figures[-1].max(initial=0.0) for e in ledger.edges]
     return most + max(received, default=0.0) <= each.limit_bytes

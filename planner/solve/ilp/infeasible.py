@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...cost.cost import CostModel
+from ...schema.goal import Goal
 from ..answer import Choice, choice
 from ..choices import unit_options
 from ..evaluate import excess, rank_memory
@@ -22,7 +23,6 @@ from ..heuristic.enlarge import more_ranks
 from ..heuristic.fitting import fits_in_segments
 from ..heuristic.relaxations import higher, higher_unit_limit, more_memory, needed
 from ..heuristic.standing import least_standing, never_fits
-from ..models import models
 from ..objective import Value, value
 from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
 from .backend import Interruption, Solved, run
@@ -64,7 +64,11 @@ def _unit_limit(problem: Problem, end: float) -> Relaxation | None:
     if problem.goal.unit_amplification_limit is None:
         return None
     return higher_unit_limit(
-        problem, lambda one: list(models(one)), lambda one: _feasible(one, end), end, proves=True
+        problem,
+        lambda one: list(one.cost_models()),
+        lambda one: _feasible(one, end),
+        end,
+        proves=True,
     )
 
 
@@ -89,10 +93,10 @@ def _least(problem: Problem, every: Sequence[CostModel], what: str, end: float) 
     return None if best is None else best._replace(proved=proved)
 
 
-def _with_goal(problem: Problem, model: CostModel, goal: object) -> CostModel:
+def _with_goal(problem: Problem, model: CostModel, goal: Goal) -> CostModel:
     return next(
         m
-        for m in models(replace(problem, goal=goal))  # type: ignore[arg-type]
+        for m in replace(problem, goal=goal).cost_models()
         if (m.micro_batches, m.bucket_bytes) == (model.micro_batches, model.bucket_bytes)
     )
 
@@ -192,7 +196,7 @@ def _smaller_batch(problem: Problem, end: float) -> Relaxation | None:
 def _feasible(problem: Problem, end: float, **changes: object) -> bool:
     """Whether a plan keeps all limits when fields of the goal are changed."""
     changed = replace(problem, goal=msgspec.structs.replace(problem.goal, **changes))
-    cases = [case(changed, model) for model in models(changed)]
+    cases = [case(changed, model) for model in changed.cost_models()]
     every = [this for this in cases if not never_fits(this.model, this.ledger.options)]
     return any(_has_plan(changed, this, end) for this in every) or any(
         fits_in_segments(changed, this.model) for this in every
@@ -239,12 +243,12 @@ def _larger(problem: Problem, what: str, end: float) -> Enlargement | None:
 
 def explain_unproved(problem: Problem) -> Infeasibility:
     """What is missing where a search found nothing and a proof would take too long."""
-    return _nothing(problem, next(models(problem)))
+    return _nothing(problem, next(problem.cost_models()))
 
 
 def explain_with(problem: Problem, limit: str, least: Relaxation) -> Infeasibility:
     """That a limit which is not memory's cannot be kept, and a value that would do."""
-    found = _nothing(problem, next(models(problem)))
+    found = _nothing(problem, next(problem.cost_models()))
     return found if found.limit == "pins" else found._replace(limit=limit, relaxations=(least,))
 
 

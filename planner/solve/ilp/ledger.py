@@ -15,7 +15,7 @@ import numpy as np
 from ...cost.budget import idle_s
 from ...cost.cost import CostModel
 from ...cost.ownership import input_placement, output_placement
-from ...cost.shared_redistribution import shared_redistribution
+from ...cost.redistribution import edge_redistribution
 from ...cost.step_time import LINKS, Vector
 from ...memory.rows import AT, ENTRY, FIGURES, OWN_BYTES, RECEIVED, Matrix
 from ...memory.unit_memory import MemoryModel
@@ -114,14 +114,14 @@ class Ledger:
         brings from one state to another."""
         ends, edges = self.model.ends, self.model.profile.edges
         held = output_placement(*self.units[ends[e][0]].states[source])
-        mine = shared_redistribution(
+        mine = edge_redistribution(
             edges[e], held, input_placement(*self.units[ends[e][1]].states[target])
         )
         states = self.units[ends[other][1]].states
         return [
             i
             for i, s in enumerate(states)
-            if shared_redistribution(edges[other], held, input_placement(*s)) == mine
+            if edge_redistribution(edges[other], held, input_placement(*s)) == mine
         ]
 
     def choose(self, numbers: Sequence[int]) -> Decisions:

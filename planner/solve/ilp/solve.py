@@ -19,10 +19,9 @@ from ..answer import Choice, DisagreementError, answer, choice
 from ..choices import all_may_have
 from ..evaluate import evaluation
 from ..heuristic.segmented import fitting_in_segments, less_in_segments
-from ..heuristic.splits import placed, search
-from ..models import models
+from ..heuristic.splits import search
 from ..problem import Problem, Result
-from .backend import Backend, Interruption, Solved, run
+from .backend import Interruption, Solved, run
 from .cases import Case, case
 from .infeasible import explain_proved
 from .integer import Program
@@ -42,21 +41,16 @@ class Integer:
 
     name = "integer"
 
-    def __init__(self, backend: Backend | None = None) -> None:
-        self.backend = backend
-
     def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
         """See ``solver.Solver``."""
-        return Search(placed(problem), time_limit_s, self.backend).result()
+        return Search(problem.placed(), time_limit_s).result()
 
 
 class Search:
     """One search: the cases, the best choice so far, what is proved, the time that is left."""
 
-    def __init__(
-        self, problem: Problem, time_limit_s: float | None, backend: Backend | None
-    ) -> None:
-        self.problem, self.backend = problem, backend
+    def __init__(self, problem: Problem, time_limit_s: float | None) -> None:
+        self.problem = problem
         self.start = time.perf_counter()
         self.deadline = self.start + (time_limit_s if time_limit_s is not None else float("inf"))
         self.interruption = Interruption()
@@ -73,7 +67,7 @@ class Search:
     def result(self) -> Result:
         """The best plan, or why there is none."""
         with self.interruption.listening():
-            every = list(models(self.problem))
+            every = list(self.problem.cost_models())
             self._begin(every)
             for i, model in enumerate(every):
                 self._case(model, i / len(every), 1 / len(every))
@@ -98,9 +92,7 @@ class Search:
         why = less_in_segments(self.problem, explain_proved(self.problem, every))
         seconds = time.perf_counter() - self.start
         reason = "" if self.proved else "the time limit came before a plan or a proof"
-        return Result(
-            Integer.name, "infeasible", None, None, None, None, None, seconds, why, reason
-        )
+        return Result.without_plan(Integer.name, why, seconds, reason)
 
     def _begin(self, every: list[CostModel]) -> None:
         """What the heuristic finds, and plain data parallelism, under every model."""
@@ -159,7 +151,7 @@ class Search:
         """Solves until the solution is one that keeps the limits to the byte."""
         listen = progress if callable(progress) else lambda gap: None
         for _ in range(CUTS):
-            solved = run(program.problem, self.left_s, self.interruption, listen, self.backend)
+            solved = run(program.problem, self.left_s, self.interruption, listen)
             if solved.value is None:
                 return solved
             numbers = program.chosen()
@@ -194,8 +186,7 @@ class Search:
         program = this.program(self.problem)
         program.within(best.objective_s * (1 + self.problem.near))
         program.simplest()
-        solved = run(program.problem, min(self.left_s, 10.0), self.interruption,
-                     backend=self.backend)  # fmt: skip
+        solved = run(program.problem, min(self.left_s, 10.0), self.interruption)
         if solved.value is None:
             return best
         decisions = this.ledger.choose(program.chosen())

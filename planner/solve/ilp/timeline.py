@@ -25,39 +25,40 @@ class Timeline:
 
     def add(self, i: int, each: MemoryClass) -> None:
         """Every row of bytes stays under the class's limit."""
-        units, timed = range(len(self.program.x)), self.rows.timed
+        units = range(len(self.program.x))
         figures = [f / each.limit_bytes for f in each.figures]
         received = [self._received(i, k, each) for k in units]
         flight = self._buckets(i, figures, each)
         none: list[Terms] = [{} for _ in units]
         nothing: list[list[Terms]] = [[{}] for _ in units]
-        tracks = [(timed, received, none), (timed + 1, received, flight)]
-        if any(f[:, AT["renewed"]].any() for f in figures):
-            tracks.append((timed + 2, nothing, none))  # else backward's rows hold it
-        if any(f[:, [AT["leaving"], AT["spared"]]].any() for f in figures):
-            tracks.append((timed + 3, nothing, none))
-        for track, coming, flying in tracks:
+        families = [("forward", received, none), ("backward", received, flight)]
+        if any(f[:, AT["update_temp"]].any() for f in figures):
+            families.append(("update", nothing, none))  # else backward's rows hold it
+        if any(f[:, [AT["exchange_temp"], AT["never_together"]]].any() for f in figures):
+            families.append(("exchange", nothing, none))
+        for point, coming, flying in families:
+            track = self.rows.memory_track(point)
             family = (self.rows.before[track], self.rows.at[track], self.rows.after[track])
             parts = [tuple(self.program.form(k, w, figures[k]) for w in family) for k in units]
             table = self.program.track(f"m{i}_{track}", parts)  # type: ignore[arg-type]
-            there = self._beside(track, figures)
+            there = self._neighbours(track, figures)
             for row, into, buckets, others in zip(table, coming, flying, there, strict=True):
                 for terms in into:
                     self._fits([*row.items(), *terms.items(), *buckets.items(), *others])
         update = (self.program.form(k, self.rows.totals[1], figures[k]).items() for k in units)
         self._fits([t for part in update for t in part])
 
-    def _beside(
+    def _neighbours(
         self, track: int, figures: Sequence[Matrix]
     ) -> list[list[tuple[pulp.LpVariable, float]]]:
         """For each unit what others have at its point."""
         found: list[list[tuple[pulp.LpVariable, float]]] = [[] for _ in figures]
-        for one in self.program.model.besides:
-            weight = self.rows.at[track][AT[one.point]]
-            for at, of, times in zip(one.at, one.of, one.times, strict=True):
-                held = figures[of][:, AT[one.figure]] * (weight * times)
-                if held.any():
-                    found[at] += zip(self.program.x[of], held, strict=True)
+        for overlap in self.program.ledger.memory.overlaps:
+            weight = self.rows.at[track][AT[overlap.point]]
+            for at, of in zip(overlap.at, overlap.of, strict=True):
+                values = figures[of][:, AT[overlap.field]] * weight
+                if values.any():
+                    found[at] += zip(self.program.x[of], values, strict=True)
         return found
 
     def _fits(self, parts: Iterable[tuple[pulp.LpVariable, float]]) -> None:
@@ -86,7 +87,7 @@ class Timeline:
         units = range(len(self.program.x))
         if self.program.model.sliced:
             return [{} for _ in units]
-        sent = [f[:, AT["exchanged"]] for f in figures]
+        sent = [f[:, AT["bucketed"]] for f in figures]
         to_come = [self.program.new(f"h{i}_come_{k}") for k in units]
         self.program.equal({to_come[0]: 1.0}, 0.0)
         for k in units[1:]:

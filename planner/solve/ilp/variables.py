@@ -68,7 +68,7 @@ class Variables(Linear):
     def _moves(self, e: int) -> list[Pair]:
         """The pairs of an edge with what they cost in a plan: a pair of states whose tensors an
         earlier unit may have got alike has a variable of its own, which is 0 where one has."""
-        if not self.model.alike[e]:
+        if not self.model.same_tensors_before[e]:
             return self.pairs[e]
         found: dict[tuple[int, int], Pair] = {}
         same: dict[tuple[int, int], list[Pair]] = {}
@@ -84,7 +84,7 @@ class Variables(Linear):
         """At least 1 where an edge has these states and no earlier one has brought the same."""
         charged = self.new(f"c_{e}_{states[0]}_{states[1]}")
         row = dict.fromkeys((pair.variable for pair in pairs), 1.0) | {charged: -1.0}
-        for other in self.model.alike[e]:
+        for other in self.model.same_tensors_before[e]:
             target = self.model.ends[other][1]
             for state in self.ledger.brings_alike(e, other, *states):
                 row |= dict.fromkeys(self.in_state(target, state), -1.0)

@@ -9,8 +9,8 @@ import numpy as np
 
 from ...cost.collectives import Fabric
 from ...cost.cost import CostModel
-from ...cost.flows import Flows, Reals, flow_seconds, flows
 from ...cost.ownership import TensorPlacement, input_placement, output_placement
+from ...cost.redistribution import Reals, Traffic, traffic
 from ...cost.step_time import LINKS
 from ...memory.rows import ENTRY
 from ...schema.layout import Layout, Style
@@ -43,10 +43,10 @@ def _flows(
     sources: tuple[TensorPlacement, ...],
     targets: tuple[TensorPlacement, ...],
     features: int,
-) -> Flows:
+) -> Traffic:
     """Remembered: a cluster is asked several questions, and on a thousand ranks the flows of an
     edge take a quarter of a second."""
-    return flows(nodes.fabric, counts, sources, targets, features)
+    return traffic(nodes.fabric, counts, sources, targets, features)
 
 
 class EdgeFigures:
@@ -75,10 +75,12 @@ class EdgeFigures:
         out, into = list(dict.fromkeys(made)), list(dict.fromkeys(taken))
         every = range(len(ENTRY) + 1)
         figures = np.zeros((len(every), len(out), len(into)))
-        for form in ("samples", "features"):
+        for form in ("batch_shard", "feature_shard"):
             for sliced in (False, True):
                 rows = [i for i, h in enumerate(out) if h.form == form]
-                cols = [i for i, h in enumerate(into) if ("features" in (form, h.form)) == sliced]
+                cols = [
+                    i for i, h in enumerate(into) if ("feature_shard" in (form, h.form)) == sliced
+                ]
                 if rows and cols:
                     features = sizes[2] if sliced else 1
                     flow = self._flow([out[i] for i in rows], [into[i] for i in cols], features)
@@ -89,17 +91,12 @@ class EdgeFigures:
 
     def _flow(
         self, sources: Sequence[TensorPlacement], targets: Sequence[TensorPlacement], features: int
-    ) -> Flows:
+    ) -> Traffic:
         return _flows(self._nodes, self.model.counts, tuple(sources), tuple(targets), features)
 
-    def _seconds(self, flow: Flows, element: float, back: float) -> Reals:
+    def _seconds(self, flow: Traffic, element: float, back: float) -> Reals:
         """The figures for a tensor whose elements have so many bytes, and so many in backward."""
-        ahead, behind = (self._move_s(flow, size) for size in (element, back))
+        ahead, behind = (self.model.move_s(flow, size) for size in (element, back))
         on = [flow.level == i for i in range(len(LINKS))]
         rows = [*(ahead * link for link in on), *(behind * link for link in on)]
         return np.stack([*rows, flow.received * element])
-
-    def _move_s(self, flow: Flows, element: float) -> Reals:
-        """As ``CostModel`` has it: with the executor's own work around each redistribution."""
-        seconds = flow_seconds(self.model.fabric, flow, element)
-        return seconds + self.model.cluster.overhead.move_s * (seconds > 0)

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from ...cost.compute import busiest_samples
-from ...cost.positions import group_samples
+from ...cost.ownership import group_samples
 from ...cost.step_time import LINKS
 from ...memory.rows import AT, FIGURES
 from ...memory.unit_memory import MemoryModel
@@ -85,7 +85,7 @@ class Figures:
             ("saved", judged, lambda s: s.saved),
             ("map_gradients", judged, lambda s: s.gradient),
             ("workspace", judged, lambda s: s.workspace),
-            ("spared", judged, lambda s: s.spared),
+            ("never_together", judged, lambda s: s.spared),
         ):
             column = reader.values(unit, quantity, divides=reader is busiest)
             found[:, AT[name]] = column
@@ -98,9 +98,12 @@ class Figures:
         new = [self.memory.makes_new(layout) for layout, _ in states]
         summed = np.array([self.memory.summed_bytes(k, layout) for layout, _ in states])
         fresh = judged.values(unit, lambda s: s.fresh, divides=False)
-        shaped = found[:, AT["fresh"]] - summed  # not measured: by its shape
-        found[:, AT["fresh"]] = np.where(new, np.where(fresh > 0, fresh, shaped), 0.0) + summed
-        measured = [AT[name] for name in ("saved", "map_gradients", "workspace", "spared", "fresh")]
+        shaped = found[:, AT["new_grad"]] - summed  # not measured: by its shape
+        found[:, AT["new_grad"]] = np.where(new, np.where(fresh > 0, fresh, shaped), 0.0) + summed
+        measured = [
+            AT[name]
+            for name in ("saved", "map_gradients", "workspace", "never_together", "new_grad")
+        ]
         found[np.ix_(idle, measured)] = 0.0
         return found
 
@@ -154,7 +157,7 @@ class Figures:
             found[AT[f"{name}.{LINKS[on.link]}"]] += on.seconds
         found[AT[f"slice.{LINKS[cost.exchange.link]}"]] = cost.slice_s
         held = self.memory.unit(k, option, self.samples(layout)).figures
-        found[AT["standing"] : AT["standing"] + len(held)] = held
+        found[AT["persistent"] : AT["persistent"] + len(held)] = held
         took = self.model.micro_batches * (cost.forward_s + cost.backward_s) + cost.update_s
         found[AT["idle"]] = (self.model.world_size - layout.size) * took
         return found

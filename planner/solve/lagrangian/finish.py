@@ -180,12 +180,12 @@ class Finish:
             return total
         parts = [figures @ m[track] for m in (rows.before, rows.at, rows.after)]
         found: Vector = np.select([units < j, units == j], parts[:2], parts[2])
-        for one in self.rounding.sheet.model.besides:
-            if weight := rows.at[track][AT[one.point]]:
+        for overlap in self.rounding.sheet.memory.overlaps:
+            if weight := rows.at[track][AT[overlap.point]]:
                 here = np.zeros(len(self.plan.figures))
                 here[j] = 1.0
-                times = one.returned(here)
-                found = found + weight * times[units] * figures[:, AT[one.figure]]
+                times = overlap.priced(here)
+                found = found + weight * times[units] * figures[:, AT[overlap.field]]
         return found if slower < 0 else found + (units == slower) * figures[:, SLICES[track]]
 
     def _limits(self, scale: float) -> tuple[Matrix, Vector]:

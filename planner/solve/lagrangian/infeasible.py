@@ -34,7 +34,6 @@ from ..heuristic.relaxations import (
 from ..heuristic.splits import feasible
 from ..heuristic.splits import search as heuristic_search
 from ..ilp.infeasible import DEVICE_LIMITS, explain_unproved, explain_with
-from ..models import models
 from ..problem import Infeasibility, Problem, Relaxation
 
 STEP = 0.02
@@ -89,7 +88,7 @@ def lean(problem: Problem, what: str, deadline: float, part: Part) -> LeastUse:
     if found.hopeless or found.choice is None or found.kept(problem) or what == "time_limit_s":
         return found
     quick = replace(free, goal=msgspec.structs.replace(free.goal, objective="time"))
-    start, _ = part(quick, next(iter(models(quick))), deadline, -1.0, None)
+    start, _ = part(quick, next(quick.cost_models()), deadline, -1.0, None)
     if start is None:
         return found
     again = _pass(problem, free, what, deadline, part, start.decisions)
@@ -110,7 +109,7 @@ def _pass(
     best: Choice | None = None
     bound, hopeless = float("inf"), True
     starts: dict[tuple[int, int], Decisions] = {}
-    for model in models(free):
+    for model in free.cost_models():
         target = _target(problem, what, model)
         begin = _within(model, free, start if best is None else best.decisions)
         found, proved = part(free, model, deadline, target, begin)
@@ -172,7 +171,7 @@ def why_nothing(
     asked = [what for what in DEVICE_LIMITS if getattr(problem.goal, what) is not None]
     if "unit_amplification_limit" in asked:
         end = max(deadline, time.perf_counter() + 10.0)
-        found = higher_unit_limit(problem, lambda one: list(models(one)), solve, end)
+        found = higher_unit_limit(problem, lambda one: list(one.cost_models()), solve, end)
         if found is not None:
             return explain_with(problem, "unit_amplification_limit", found)
     free = problem

@@ -103,8 +103,8 @@ class Lagrangian:
     def prices(self, weights: Weights) -> Matrix:
         """What one of each figure of each unit costs, [unit, figure]."""
         price = prices(self.rows, weights.tracks, weights.totals)
-        for one in self.sheet.model.besides:
-            price[:, AT[one.figure]] += one.returned(price[:, AT[one.point]])
+        for overlap in self.sheet.memory.overlaps:
+            price[:, AT[overlap.field]] += overlap.priced(price[:, AT[overlap.point]])
         price[:, IDLE] -= weights.gpu + (1.0 if self.limits.economical else 0.0)
         return price
 

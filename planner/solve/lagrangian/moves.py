@@ -17,7 +17,7 @@ import numpy as np
 
 from ...cost.cost import CostModel
 from ...cost.ownership import TensorPlacement, input_placement, output_placement
-from ...cost.shared_redistribution import SharedRedistribution, load_of, shared_redistribution
+from ...cost.redistribution import SharedRedistribution, edge_redistribution, edge_tensors
 from .tables import EdgeTable, Reals, State
 
 
@@ -34,11 +34,11 @@ class Moves:
             output_placement(*self.states[a][source]),
             input_placement(*self.states[b][target]),
         )
-        return shared_redistribution(self.model.profile.edges[e], held, wanted)
+        return edge_redistribution(self.model.profile.edges[e], held, wanted)
 
     def brought(self, e: int, state: Callable[[int], int]) -> bool:
         """Whether an earlier unit has got what edge ``e`` brings; units are in ``state(unit)``."""
-        earlier = self.model.alike[e]
+        earlier = self.model.same_tensors_before[e]
         if not earlier:
             return False
 
@@ -54,8 +54,8 @@ class Moves:
         """For each edge those with its load, itself among them."""
         same: dict[object, list[int]] = {}
         for e, edge in enumerate(self.model.profile.edges):
-            same.setdefault(load_of(edge), []).append(e)
-        return tuple(tuple(same[load_of(edge)]) for edge in self.model.profile.edges)
+            same.setdefault(edge_tensors(edge), []).append(e)
+        return tuple(tuple(same[edge_tensors(edge)]) for edge in self.model.profile.edges)
 
     def sharers(self, e: int) -> Reals | None:
         """[source's state, target's state] how many edges could bring what edge ``e`` does there;
@@ -64,10 +64,10 @@ class Moves:
             return None
         edges, wanted = self.model.profile.edges, self._wanted(e)
         left = [
-            output_placement(*state).form == "features"
+            output_placement(*state).form == "feature_shard"
             for state in self.states[self.model.ends[e][0]]
         ]
-        sliced = np.array(left)[:, None] | np.array([h.form == "features" for h in wanted])
+        sliced = np.array(left)[:, None] | np.array([h.form == "feature_shard" for h in wanted])
         count = np.ones(sliced.shape)
         for other in self.together[e]:
             if other != e:

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...memory.rows import ENTRY, FIGURES, RECEIVED, Matrix, write_beside
+from ...memory.rows import ENTRY, FIGURES, RECEIVED, Matrix, write_neighbours
 from ...memory.unit_memory import MemoryModel
 from ...schema.options import Decisions, Option, ties_agree
 from ..choices import unit_options
@@ -128,5 +128,5 @@ class OptionTable(Figures):
                 continue
             figures[edge.target, list(ENTRY)] += cost[:-1]
             figures[edge.target, RECEIVED] = max(figures[edge.target, RECEIVED], cost[-1])
-        write_beside(figures, self.model.besides)
+        write_neighbours(figures, self.memory.overlaps)
         return figures

@@ -10,11 +10,10 @@ import numpy as np
 from ...cost.budget import energy_budget
 from ...cost.compute import saved_bytes
 from ...cost.cost import CostModel
-from ...cost.feedback import feedbacks
-from ...cost.gathering import neighbours
 from ...cost.step_time import LINKS
+from ...memory.prefetch_overlap import neighbours_bytes
 from ...memory.rows import AT, FIGURES
-from ...schema.options import Option
+from ...schema.options import Option, feedbacks
 from ...schema.plan import SHARDING, FeedbackPolicy
 from ..choices import may_gather
 from .figures import Figures
@@ -50,7 +49,7 @@ def _recomputed(source: Figures, k: int, states: Sequence[State], plain: Reals) 
     )
     gathered = source.gathered(k, states)
     resident = np.minimum(resident, plain[:, AT["saved"]] - gathered) + gathered
-    found[:, AT["again"]] = plain[:, AT["saved"]] - resident
+    found[:, AT["recomputed"]] = plain[:, AT["saved"]] - resident
     return _released(source, found, plain, resident, states)
 
 
@@ -62,7 +61,7 @@ def _offloaded(
     copy_s = busiest.values(unit, lambda s: s.saved, divides=False) / host_bytes_per_s
     found[:, AT["forward"]] += copy_s
     found[:, AT["backward"]] += copy_s
-    found[:, AT["away"]] = plain[:, AT["saved"]]
+    found[:, AT["offloaded"]] = plain[:, AT["saved"]]
     return _released(source, found, plain, np.zeros(len(states)), states)
 
 
@@ -86,7 +85,7 @@ def exchange_block(source: Figures, k: int) -> Block:
         (c.exchange, r) for c in unit.fidelity for r in _affordable(source, k, c.exchange, c.ratios)
     )
     model = source.model
-    around = neighbours(model, k), model.passing_bytes[k]
+    around = neighbours_bytes(model, k), model.passing_bytes[k]
     spared = tuple(share.spared for share in unit.shares)  # zero for most units
     key = source.states_of(k), source.shape(k), around, lossy, spared
     if key not in source.exchanges:

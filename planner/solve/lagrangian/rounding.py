@@ -18,8 +18,8 @@ import numpy as np
 
 from ...memory.rows import (
     AT,
-    BESIDE,
     ENTRY,
+    NEIGHBOURS,
     RECEIVED,
     Matrix,
     Rows,
@@ -27,7 +27,7 @@ from ...memory.rows import (
     changes,
     slice_waits,
     values,
-    write_beside,
+    write_neighbours,
 )
 from .limits import Limits, Score, score
 from .option_table import OptionTable
@@ -191,9 +191,9 @@ class Rounding:
             touched.update(self.sheet.model.entered_after[k])
         for k in touched:
             self.write_entry(figures, numbers, k)
-        write_beside(figures, self.sheet.model.besides)
-        beside = list(BESIDE)
-        moved = (figures[:, beside] != plan.figures[:, beside]).any(axis=1)
+        write_neighbours(figures, self.sheet.memory.overlaps)
+        others = list(NEIGHBOURS)
+        moved = (figures[:, others] != plan.figures[:, others]).any(axis=1)
         changed = sorted(touched | {int(k) for k in np.flatnonzero(moved)})
         gained = changes(self.rows, changed, figures[changed] - plan.figures[changed], len(numbers))
         return self._standing(numbers, figures, plan.rows.plus(gained))

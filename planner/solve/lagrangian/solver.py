@@ -21,10 +21,8 @@ from ..evaluate import limits_bytes
 from ..heuristic.bursts import LIMITS, greedy
 from ..heuristic.segmented import fitting_in_segments, less_in_segments
 from ..heuristic.space import Space
-from ..heuristic.splits import placed
 from ..heuristic.splits import search as heuristic_search
 from ..ilp.solve import Integer
-from ..models import models
 from ..problem import INTEGER_PAIRS, Problem, Result, state_pairs
 from .infeasible import TIGHTEN_S, LeastUse, key_of, lean, limit_of, tightened, why_nothing
 from .lagrange import Lagrangian, Search
@@ -65,7 +63,7 @@ class Multipliers:
         """See ``solver.Solver``."""
         start = time.perf_counter()
         deadline = start + (TIME_LIMIT_S if time_limit_s is None else time_limit_s)
-        problem = placed(problem)
+        problem = problem.placed()
         known: LeastUse | None = None
         best: Choice | None = None
         bound = INFINITE
@@ -102,7 +100,7 @@ class Multipliers:
         self, problem: Problem, deadline: float, starts: Mapping[tuple[int, int], Decisions]
     ) -> Part:
         """The best choice over all models, and the bound."""
-        every, bound = list(models(problem)), INFINITE
+        every, bound = list(problem.cost_models()), INFINITE
         best: Choice | None = None
         for i, model in enumerate(every):
             problem.report(f"{model.micro_batches} micro-batches", i / len(every))
@@ -136,7 +134,7 @@ class Multipliers:
         why = why_nothing(problem, known, deadline, lambda one: self._solves(one, deadline))
         why = less_in_segments(problem, why)
         seconds = time.perf_counter() - start
-        return Result(self.name, "infeasible", None, None, None, None, None, seconds, why)
+        return Result.without_plan(self.name, why, seconds)
 
     def _solves(self, problem: Problem, deadline: float) -> bool:
         """Whether it finds a plan for another problem."""
@@ -165,7 +163,7 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
     sheet = OptionTable(Space(model, problem.capability), MemoryModel(model), position)
     if not all(unit.states for unit in sheet.units):
         return None
-    at = AT["exchanged"]
+    at = AT["bucketed"]
     most = sum(
         float(u.memory.figures[..., at].max() + u.exchange.figures[..., at].max())
         for u in sheet.units
@@ -226,7 +224,7 @@ def search_part(
 
 def _begins(problem: Problem) -> bool:
     """Whether plain data parallelism or a burst keeps all limits: then a search begins with it."""
-    for model in models(problem):
+    for model in problem.cost_models():
         plans = {model.baseline}
         if problem.capability.idle_positions and len(model.baseline) <= FEW_UNITS:
             plans.update(greedy(model, limit) for limit in LIMITS)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from meshwright.executor.comm.groups import Group
 from meshwright.executor.gradients.buckets import GradParam
 from meshwright.executor.gradients.dropping import Piece, choose
-from meshwright.executor.gradients.feedback import HostMirror
+from meshwright.executor.gradients.feedback import HostMirror, Lossy, Residual
+from meshwright.executor.gradients.flat_shard import flat
 from meshwright.executor.gradients.momentum import Momentum
-from meshwright.executor.gradients.residual import Lossy, Residual, flat_of
 from meshwright.executor.gradients.topk import TopkGradGroup, TopkState
 from torch import Tensor, nn
 
@@ -41,10 +41,10 @@ def test_elements_that_are_taken_and_those_that_stay_are_all(shape, ratio, steps
     computed = torch.zeros(shape, dtype=torch.float64)
     for gradient in gradients(seed, shape, steps, whole=True):
         computed += gradient
-        held = flat_of(residual.add(gradient.clone()))
+        held = flat(residual.add(gradient.clone()))
         index = held.abs().topk(math.ceil(ratio * held.numel())).indices
         part = torch.zeros_like(residual.held)
-        flat_of(part)[index] = residual.take(index)
+        flat(part)[index] = residual.take(index)
         sent += part
         assert torch.equal(sent + residual.held, computed)
 
@@ -57,10 +57,10 @@ def test_no_step_rounds_anything_away(shape, ratio, steps, seed):
     residual = Residual()
     for gradient in gradients(seed, shape, steps, whole=False):
         before = gradient if residual.held is None else residual.held + gradient
-        held = flat_of(residual.add(gradient.clone()))
+        held = flat(residual.add(gradient.clone()))
         index = held.abs().topk(math.ceil(ratio * held.numel())).indices
         part = torch.zeros_like(residual.held)
-        flat_of(part)[index] = residual.take(index)
+        flat(part)[index] = residual.take(index)
         assert torch.equal(part + residual.held, before)
 
 
@@ -99,9 +99,9 @@ def test_updates_at_the_rate_of_their_time_are_sent_or_held(shape, ratio, rates,
     for rate, gradient in zip(rates, gradients(seed, shape, len(rates), whole=True), strict=True):
         computed += rate * gradient
         held = mirror.add(gradient.clone(), rate)
-        index = flat_of(held).abs().topk(math.ceil(ratio * held.numel())).indices
+        index = flat(held).abs().topk(math.ceil(ratio * held.numel())).indices
         part = torch.zeros_like(held)
-        flat_of(part)[index] = mirror.take(index)
+        flat(part)[index] = mirror.take(index)
         sent += part
         assert torch.equal(sent + mirror.held, computed)
     before = mirror.held.clone()
@@ -140,7 +140,7 @@ def parcel_of(feedback: str, shape: tuple[int, ...], ratio: float, rate: float) 
     feedback=st.sampled_from(["residual", "in_place", "mirror"]),
 )
 def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, seed, feedback):
-    """A parcel's choices and what it holds are what was computed, micro-batches included, and a
+    """A group's choices and what it holds are what was computed, micro-batches included, and a
     checkpoint between them loses nothing."""
     rate = 0.125
     unit = rate if feedback == "mirror" else 1.0
@@ -150,7 +150,7 @@ def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, s
     for sends, new in zip(
         exchanged, gradients(seed, shape, len(exchanged), whole=True), strict=True
     ):
-        (entry,) = grad_group.entries
+        (entry,) = grad_group.params
         new = new.contiguous()
         computed += new
         gradient = new.clone() if waiting is None else waiting + new
@@ -159,14 +159,14 @@ def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, s
             continue
         waiting = None
         if grad_group.fold(entry, gradient) is not None:
-            values, index = grad_group._picks.pop(entry)
+            values, index = grad_group._chosen.pop(entry)
         else:
-            values, index = grad_group._pick(entry, gradient.clone(), 1.0)
-        flat_of(sent)[index] += values / unit
+            values, index = grad_group._choose(entry, gradient.clone(), 1.0)
+        flat(sent)[index] += values / unit
         other = parcel_of(feedback, shape, ratio, rate)
         other.load(grad_group.state())
         grad_group = other
-        held = grad_group.feedback[grad_group.entries[0]].held
+        held = grad_group.feedback[grad_group.params[0]].held
         assert torch.equal(sent + held / unit, computed)
 
 

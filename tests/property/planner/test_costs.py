@@ -13,8 +13,7 @@ from meshwright.planner.cost.collectives import (
     rings,
 )
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.cost.ownership import input_placement, output_placement, traffic, transfers
-from meshwright.planner.cost.positions import position_classes
+from meshwright.planner.cost.ownership import input_placement, output_placement, position_classes
 from meshwright.planner.memory.timeline import peak_bytes, timeline
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.schema.capability import EVERYTHING
@@ -24,6 +23,7 @@ from meshwright.planner.solve.evaluate import evaluation
 from meshwright.planner.solve.heuristic.space import Point, Space
 
 from tests.strategies import clusters, decided
+from tests.transfers import traffic, transfers
 
 SOME = settings(max_examples=120, deadline=None)
 
@@ -41,7 +41,7 @@ def faster(cluster, level, factor):
 def test_predicted_time_never_rises_with_bandwidth(case, level, factor):
     model, chosen = case
     links = faster(model.cluster, level, factor)
-    quick = CostModel(model.profile, links, model.goal, model.micro_batches)
+    quick = CostModel(model.profile, links, model.goal, micro_batches=model.micro_batches)
     for schedule in ("barrier", "priority"):
         before = evaluation(model, chosen, schedule=schedule).prediction.step_s
         after = evaluation(quick, chosen, schedule=schedule).prediction.step_s
@@ -71,7 +71,7 @@ def test_an_edge_costs_the_bytes_that_ownership_moves(case):
             output_placement(chosen[a].layout, chosen[a].style),
             input_placement(chosen[b].layout, chosen[b].style),
         )
-        features = edge.features if "features" in (held[0].form, held[1].form) else 1
+        features = edge.features if "feature_shard" in (held[0].form, held[1].form) else 1
         sent, received = traffic(transfers(model.counts, *held, features), model.world_size)
         cost, element = model.edge(e, chosen[a], chosen[b]), edge.bytes_per_sample / features
         assert cost.forward.sent_bytes == max(sent) * element
@@ -97,9 +97,9 @@ def test_the_peak_is_the_largest_point_of_the_timeline(case):
     model, chosen = case
     memory = MemoryModel(model)
     for group in position_classes(model.counts, [o.layout for o in chosen]):
-        held = memory.held(chosen, group.samples)
-        peak, _ = peak_bytes(held, model.micro_batches)
-        totals = [point.total for point in timeline(held, model.micro_batches)]
+        position = memory.position(chosen, group.samples)
+        peak, _ = peak_bytes(position)
+        totals = [point.total for point in timeline(position)]
         assert abs(peak - max(totals)) <= 1e-6 * max(peak, 1.0)
 
 
@@ -119,7 +119,11 @@ def test_the_search_scores_what_is_simulated(case, bucket_bytes):
     model, chosen = case
     quiet = msgspec.structs.replace(model.cluster, interference=Interference())
     model = CostModel(
-        model.profile, quiet, model.goal, model.micro_batches, bucket_bytes=bucket_bytes
+        model.profile,
+        quiet,
+        model.goal,
+        micro_batches=model.micro_batches,
+        bucket_bytes=bucket_bytes,
     )
     point = Point(Space(model, EVERYTHING), MemoryModel(model), "barrier")
     point.move_to(chosen)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.planner.cost.compute import backward_s, forward_s
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.cost.positions import group_samples
+from meshwright.planner.cost.ownership import group_samples
 from meshwright.planner.multiplex.gaps import share_beside
 from meshwright.planner.multiplex.jobs import Assumptions, Background, Foreground
 from meshwright.planner.multiplex.report import report
@@ -26,8 +26,8 @@ def steps(draw):
     model, chosen = draw(decided())
     schedule = draw(st.sampled_from(["barrier", "priority"]))
     model = CostModel(
-        model.profile, model.cluster, model.goal, model.micro_batches, bucket_bytes=20_000,
-        sliced=schedule == "priority",
+        model.profile, model.cluster, model.goal, micro_batches=model.micro_batches,
+        bucket_bytes=20_000, sliced=schedule == "priority",
     )  # fmt: skip
     return model, chosen, schedule, timelines(model, chosen, schedule)
 

@@ -4,23 +4,14 @@ import time
 
 import numpy as np
 import pytest
-from meshwright.planner.cost.collectives import Fabric
-from meshwright.planner.cost.compute import batch_counts
-from meshwright.planner.cost.flows import flow_seconds, flows
-from meshwright.planner.cost.movement import moved, moved_s
-from meshwright.planner.cost.ownership import TensorPlacement
 from meshwright.planner.memory.rows import ENTRY, RECEIVED, slice_waits, values
-from meshwright.planner.schema.layout import Layout, lattice
 from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.choices import unit_options
-from meshwright.planner.solve.heuristic.splits import placed
 from meshwright.planner.solve.lagrangian.dynamic import minimise, order_of
 from meshwright.planner.solve.lagrangian.lagrange import Search
 from meshwright.planner.solve.lagrangian.solver import Multipliers, lagrangian_of
-from meshwright.planner.solve.models import models
 
 from tests import brute, problems
-from tests.strategies import cluster
 
 QUICK = range(3000, 3012)
 SAMPLED = range(3012, 3080)
@@ -63,8 +54,8 @@ def test_bound_never_exceeds_the_optimum_on_many_problems():
 
 
 def lagrangians(seed):
-    made = placed(problems.problem(seed, most=20_000))
-    for model in models(made):
+    made = problems.problem(seed, most=20_000).placed()
+    for model in made.cost_models():
         found = lagrangian_of(made, model)
         if found is not None:
             yield made, model, found
@@ -132,32 +123,3 @@ def test_elimination_finds_the_least_over_all_assignments(seed):
     least = min(price(states) for states in np.ndindex(*sizes))
     assert answer.price == pytest.approx(least)
     assert price(answer.states) == pytest.approx(least)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_flows_of_all_pairs_are_those_of_each_pair(seed):
-    rng = np.random.default_rng(seed)
-    nodes, devices = [(1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (2, 4), (1, 6), (3, 3)][seed % 8]
-    links = cluster(nodes, devices)
-    world = links.world_size
-    order = rng.permutation(world) if seed % 3 == 0 else np.arange(world)
-    fabric = Fabric(links, tuple(int(r) for r in order))
-    counts = batch_counts(int(rng.integers(1, 3 * world + 2)), world)
-    layouts = [*lattice(world, complete=seed % 4 == 0), Layout(groups=1, first=world - 1)]
-    sources = [TensorPlacement(y, form) for y in layouts for form in ("samples", "features")]
-    targets = [
-        TensorPlacement(y, form) for y in layouts for form in ("samples", "features", "whole")
-    ]
-    sources = [sources[i] for i in rng.permutation(len(sources))[:6]]
-    targets = [targets[i] for i in rng.permutation(len(targets))[:6]]
-    features = int(rng.choice([1, 3, 7, 16]))
-    found = flows(fabric, counts, sources, targets, features)
-    seconds = flow_seconds(fabric, found, 4.0)
-    for i, source in enumerate(sources):
-        for j, target in enumerate(targets):
-            one = moved(fabric, counts, source, target, features)
-            assert found.level[i, j] == int(one.level == "inter")
-            figures = (found.sent, found.received, found.intra, found.inter, found.partners)
-            expected = (one.sent, one.received, one.intra, one.inter, one.partners)
-            assert tuple(f[i, j] for f in figures) == expected
-            assert seconds[i, j] == pytest.approx(moved_s(fabric, one, 4.0), rel=1e-12)

@@ -2,14 +2,19 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.planner.simulate.send_order import ReadyGroup, SendSlot, send_order
-from meshwright.planner.simulate.slicing import PACKED_BYTES, cut
+from meshwright.planner.simulate.slicing import (
+    PACKED_BYTES,
+    ReadyGroup,
+    SendSlot,
+    cut,
+    send_order,
+)
 
 whole = st.integers(0, 8).map(float)
 
 
 @st.composite
-def many_loads(draw):
+def many_groups(draw):
     count = draw(st.integers(1, 6))
     links = draw(st.integers(1, 2))
     return [
@@ -23,14 +28,14 @@ def many_loads(draw):
     ]
 
 
-def starts(loads, turns):
-    """When each turn starts, if each link takes its turns as soon as it is free."""
+def starts(groups, slots):
+    """When each slot starts, if each link takes its slots as soon as it is free."""
     free: dict[int, float] = {}
     found = []
-    for turn in turns:
-        load = loads[turn.load]
-        at = max(free.get(load.link, 0.0), load.ready_s)
-        free[load.link] = at + load.slices[turn.number]
+    for slot in slots:
+        group = groups[slot.group]
+        at = max(free.get(group.link, 0.0), group.ready_s)
+        free[group.link] = at + group.slices[slot.number]
         found.append(at)
     return found
 
@@ -45,26 +50,26 @@ def test_an_urgent_unit_goes_between_the_slices_of_a_less_urgent_one():
 
 
 def test_links_do_not_wait_for_each_other():
-    loads = [ReadyGroup(0.0, 1, (9.0, 9.0), link=0), ReadyGroup(1.0, 0, (1.0,), link=1)]
-    assert send_order(loads) == [SendSlot(0, 0), SendSlot(1, 0), SendSlot(0, 1)]
+    groups = [ReadyGroup(0.0, 1, (9.0, 9.0), link=0), ReadyGroup(1.0, 0, (1.0,), link=1)]
+    assert send_order(groups) == [SendSlot(0, 0), SendSlot(1, 0), SendSlot(0, 1)]
 
 
 @settings(max_examples=300, deadline=None)
-@given(many_loads())
-def test_no_slice_waits_for_a_less_urgent_one(loads):
-    turns = send_order(loads)
-    at = starts(loads, turns)
-    assert sorted(turns) == [
-        SendSlot(i, n) for i, m in enumerate(loads) for n in range(len(m.slices))
+@given(many_groups())
+def test_no_slice_waits_for_a_less_urgent_one(groups):
+    slots = send_order(groups)
+    at = starts(groups, slots)
+    assert sorted(slots) == [
+        SendSlot(i, n) for i, m in enumerate(groups) for n in range(len(m.slices))
     ]
-    for i, (turn, start) in enumerate(zip(turns, at, strict=True)):
-        mine = loads[turn.load]
-        for other in turns[i + 1 :]:
-            rival = loads[other.load]
+    for i, (slot, start) in enumerate(zip(slots, at, strict=True)):
+        mine = groups[slot.group]
+        for other in slots[i + 1 :]:
+            rival = groups[other.group]
             if rival.link == mine.link and rival.ready_s <= start:
                 assert rival.urgency >= mine.urgency
-            if other.load == turn.load:
-                assert other.number > turn.number
+            if other.group == slot.group:
+                assert other.number > slot.number
 
 
 @settings(max_examples=300, deadline=None)

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from meshwright.planner.cost.checkpoint_segments import windows
 from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.memory.checkpoint_segments import windows
 from meshwright.planner.memory.timeline import peak_bytes
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.schema.capability import EVERYTHING
@@ -64,7 +64,7 @@ def models(draw, kept=True):
     profile = msgspec.structs.replace(profile, edges=tuple(edges), pieces=_pieces(draw, made))
     limits = draw(st.sampled_from((1, 2))), draw(st.sampled_from(("sgd", "adam")))
     goal = Goal(batch=4, optimizer=limits[1], micro_batches=(limits[0],))
-    return CostModel(profile, cluster(2), goal, limits[0], sliced=draw(st.booleans()))
+    return CostModel(profile, cluster(2), goal, micro_batches=limits[0], sliced=draw(st.booleans()))
 
 
 def _pieces(draw, made):
@@ -116,7 +116,7 @@ def again_s(model, decisions):
 
 def peak(model, decisions):
     samples = {data_parallel(2): max(model.counts)}
-    return peak_bytes(MemoryModel(model).held(decisions, samples), model.micro_batches)[0]
+    return peak_bytes(MemoryModel(model).position(decisions, samples))[0]
 
 
 @settings(max_examples=60, deadline=None)

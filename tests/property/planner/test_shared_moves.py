@@ -9,10 +9,8 @@ from meshwright.planner.memory.rows import slice_waits, values
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.heuristic.space import Point, Space
-from meshwright.planner.solve.heuristic.splits import placed
 from meshwright.planner.solve.ilp.solve import Integer
 from meshwright.planner.solve.lagrangian.solver import Multipliers, lagrangian_of
-from meshwright.planner.solve.models import models
 
 from tests import brute, problems
 
@@ -35,7 +33,7 @@ def forked(seed, most=3_000):
         profile = msgspec.structs.replace(made.profile, edges=tuple(edges))
         goal = msgspec.structs.replace(made.goal, memory_limit_bytes=None)
         found = replace(made, profile=profile, goal=goal)
-        if any(shares(model, found) for model in models(placed(found))):
+        if any(shares(model, found) for model in found.placed().cost_models()):
             return found
     raise AssertionError("no problem was drawn in which two units could share")
 
@@ -72,8 +70,8 @@ def test_solvers_agree_with_every_combination(seed):
 @pytest.mark.parametrize("seed", QUICK)
 def test_every_way_to_add_up_a_plan_is_the_cost_model(seed):
     """Tables of the search over many units, and a point that is moved unit by unit."""
-    made, rng = placed(forked(seed)), np.random.default_rng(seed)
-    for model in models(made):
+    made, rng = forked(seed).placed(), np.random.default_rng(seed)
+    for model in made.cost_models():
         lagrangian = lagrangian_of(made, model)
         if lagrangian is None:
             continue

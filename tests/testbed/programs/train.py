@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.launch.start import start_process_group
-from meshwright.planner.explain.variants import with_exchange
+from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.plan import SHARDING
 from torch import nn
 

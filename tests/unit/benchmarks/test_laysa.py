@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.cli.render.memory import memory_tables
-from meshwright.planner.explain.moments import memory_timeline
-from meshwright.planner.memory import comm_buffers as travelling
+from meshwright.planner.explain.memory_timeline import memory_timeline
+from meshwright.planner.memory import gradient_buffers
 from meshwright.planner.schema.curve import proportional
 from meshwright.planner.schema.profile import (
     FidelityProfile,
@@ -30,7 +30,7 @@ from tests.strategies import chain_profile, share
 def laysa() -> Iterator[SimpleNamespace]:
     """The benchmark's modules, which are no package; what they set is put back."""
     folder = str(Path(__file__).parents[3] / "benchmarks")
-    before = travelling.FIRST_RATIO
+    before = gradient_buffers.FIRST_RATIO
     sys.path.append(folder)
     try:
         import laysa_page as pages
@@ -39,7 +39,7 @@ def laysa() -> Iterator[SimpleNamespace]:
     finally:
         sys.path.remove(folder)
     yield SimpleNamespace(pages=pages, plans=plans, rows=pages_of_docs)
-    travelling.FIRST_RATIO = before
+    gradient_buffers.FIRST_RATIO = before
 
 
 # -- the largest batch ---------------------------------------------------------------------------

@@ -13,16 +13,16 @@ from meshwright.executor.background.law import (
     PAUSE,
     REFRESH_EVERY,
     REFRESH_HELD,
-    Law,
+    ShareController,
     is_held,
     is_measured,
 )
-from meshwright.executor.background.messages import SIZE, Kind, PacerMessage, unpacked
+from meshwright.executor.background.protocol import SIZE, Kind, PacerMessage, unpacked
 
 ALONE_S = 0.2
 
 
-def step_s(law: Law, harm: float, alone_s: float = ALONE_S) -> float:
+def step_s(law: ShareController, harm: float, alone_s: float = ALONE_S) -> float:
     """Seconds of a step during which a background that is let run multiplies the time by 1 + harm:
     what is left of a step that is past its limit goes on without it."""
     if not law.share:
@@ -35,7 +35,7 @@ def step_s(law: Law, harm: float, alone_s: float = ALONE_S) -> float:
     return overdue_s + alone_s - overdue_s / (1 + harm * law.share)
 
 
-def run(law: Law, harms: list[float]) -> list[float]:
+def run(law: ShareController, harms: list[float]) -> list[float]:
     """Slowdowns of steps in which the background does that harm, if it can."""
     found = []
     for number, harm in enumerate(harms, start=1):
@@ -51,7 +51,7 @@ def run(law: Law, harms: list[float]) -> list[float]:
     start=st.integers(0, 200),
 )
 def test_no_background_slows_any_window_beyond_the_limit(limit, harms, start):
-    slowdowns = run(Law(limit), harms)[start:]
+    slowdowns = run(ShareController(limit), harms)[start:]
     for n in range(1, len(slowdowns) + 1):
         # one step may be past the limit by the rest of it at most, and is paid before the next
         assert sum(slowdowns[:n]) <= limit * n + 1 + 1e-9
@@ -61,26 +61,26 @@ def test_no_background_slows_any_window_beyond_the_limit(limit, harms, start):
 def test_bursts_are_held_to_the_limit_in_the_mean(burst, calm, harm):
     """A background that waits until its share has grown and then strikes, again and again."""
     harms = ([0.0] * calm + [harm] * burst) * 60
-    slowdowns = run(Law(1.1), harms[:2000])[FIRST_HELD:]
+    slowdowns = run(ShareController(1.1), harms[:2000])[FIRST_HELD:]
     assert mean(slowdowns) <= 1.1 + 1 / len(slowdowns)
 
 
 @given(harm=st.floats(0.15, 5))
 def test_the_share_settles_where_the_limit_is_nearly_used(harm):
-    law = Law(1.1)
+    law = ShareController(1.1)
     slowdowns = run(law, [harm] * 600)
     used = mean(slowdowns[200:])
     assert 1.04 < used <= 1.1
 
 
 def test_a_harmless_background_gets_everything_and_keeps_it():
-    law = Law(1.1)
+    law = ShareController(1.1)
     run(law, [0.02] * 60)
     assert law.share == 1.0
 
 
 def test_the_background_is_held_until_the_undisturbed_time_is_known():
-    law = Law(1.1)
+    law = ShareController(1.1)
     assert law.share == 0
     for number in range(1, FIRST_HELD + 1):
         assert law.share == 0
@@ -97,7 +97,7 @@ def test_a_hosts_holds_follow_from_the_number_alone():
 
 
 def test_a_foreground_that_becomes_slower_by_itself_is_measured_anew():
-    law = Law(1.1)
+    law = ShareController(1.1)
     run(law, [0.0] * 50)
     for number in range(51, 51 + 4 * REFRESH_EVERY):
         law.stepped(number, step_s(law, 0.0, alone_s=0.3))
@@ -106,7 +106,7 @@ def test_a_foreground_that_becomes_slower_by_itself_is_measured_anew():
 
 
 def test_one_bad_step_takes_effect_at_once_and_many_good_ones_are_needed():
-    law = Law(1.1)
+    law = ShareController(1.1)
     run(law, [0.0] * 50)
     before = law.share
     law.stepped(51, 1.3 * ALONE_S)
@@ -123,7 +123,7 @@ def test_one_bad_step_takes_effect_at_once_and_many_good_ones_are_needed():
 
 
 def test_a_pause_of_the_script_is_not_the_backgrounds_doing():
-    law = Law(1.1)
+    law = ShareController(1.1)
     run(law, [0.0] * 50)
     before = law.share
     law.stepped(51, (1.2 + PAUSE) * ALONE_S)
@@ -131,7 +131,7 @@ def test_a_pause_of_the_script_is_not_the_backgrounds_doing():
 
 
 def test_the_summary_counts_held_steps_too():
-    law = Law(1.5)
+    law = ShareController(1.5)
     run(law, [1.0] * 40)
     found = law.summary()
     assert 0 < found.disturbed < found.steps

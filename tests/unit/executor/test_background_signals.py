@@ -10,8 +10,8 @@ import pytest
 import torch
 from meshwright.executor.background import signals as told_from
 from meshwright.executor.background.law import FIRST_HELD, REMEMBERED
-from meshwright.executor.background.messages import VARIABLE, Kind, PacerMessage, unpacked
 from meshwright.executor.background.pacer import Foreground
+from meshwright.executor.background.protocol import VARIABLE, Kind, PacerMessage, unpacked
 from meshwright.executor.background.signals import GAP_S, Signals, tell_pacer
 from meshwright.executor.comm.watchdog import Watchdog
 

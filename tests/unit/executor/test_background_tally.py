@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from meshwright.executor.background.gate import FOREVER, Hold, Opening, opening
+from meshwright.executor.background.gate import FOREVER, Hold, Opening, Tally, opening
 from meshwright.executor.background.law import FIRST_HELD, PAUSE
-from meshwright.executor.background.messages import Kind, PacerMessage
 from meshwright.executor.background.pacer import Foreground
-from meshwright.executor.background.settings import Beside, State
-from meshwright.executor.background.tally import Tally
+from meshwright.executor.background.protocol import Kind, PacerMessage, State, Usage
 from meshwright.executor.launch.outcomes import hardly_ran, sentence
 from meshwright.executor.launch.report import background_figures
 
@@ -28,7 +26,7 @@ def test_time_is_counted_by_reason_and_only_beside_a_foreground():
     tally.turned(120.0, OPEN, False, lambda: 9.5)
     tally.turned(150.0, OPEN, False, lambda: 0.0)
     assert tally.open_s == 10 + 3 + 30
-    assert tally.beside(30.0) == Beside(
+    assert tally.beside(30.0) == Usage(
         seconds=10.0,
         open_s=3.0,
         cpu_s=2.5,
@@ -64,7 +62,7 @@ def test_why_it_is_held():
     assert opening(0.0, 1.0, None).why is None
 
 
-def state(beside: Beside, **more: object) -> State:
+def state(beside: Usage, **more: object) -> State:
     told = {
         "pid": 7, "ended": "", "seconds": 30.0, "open_s": 12.0, "cpu_s": 11.0, "steps": 40,
         "disturbed": 30, "undisturbed_s": 0.1, "slowdown": 1.04, "priority": "idle class",
@@ -72,7 +70,7 @@ def state(beside: Beside, **more: object) -> State:
     return State(**{**told, "beside": beside, **more})  # type: ignore[arg-type]
 
 
-BUSY = Beside(20.0, 5.0, 4.0, 310, {"learn": 4.0, "limit": 3.0, "gap": 8.0})
+BUSY = Usage(20.0, 5.0, 4.0, 310, {"learn": 4.0, "limit": 3.0, "gap": 8.0})
 
 
 def test_what_it_had_is_said_in_shares_of_the_time_beside_the_run():
@@ -98,18 +96,18 @@ def test_what_it_had_is_said_in_shares_of_the_time_beside_the_run():
     ],
 )
 def test_one_that_hardly_ran_is_told_why_and_what_would_help(open_s, held_s, words):
-    beside = Beside(20.0, open_s, 0.19, 3, held_s)
+    beside = Usage(20.0, open_s, 0.19, 3, held_s)
     said = hardly_ran(state(beside), 1.05)
     assert said is not None
     assert "0.19 s of CPU in 20.0 s" in said
     assert words in said
-    assert hardly_ran(state(Beside(20.0, open_s, 0.21, 3, held_s)), 1.05) is None
+    assert hardly_ran(state(Usage(20.0, open_s, 0.21, 3, held_s)), 1.05) is None
 
 
 def test_one_that_ended_or_ran_beside_no_step_did_not_hardly_run():
-    assert hardly_ran(state(Beside(20.0), ended="exit code 0"), 1.1) is None
-    assert hardly_ran(state(Beside()), 1.1) is None
-    assert "no step of a plan ran beside it" in sentence(state(Beside(), steps=0), 1.1)
+    assert hardly_ran(state(Usage(20.0), ended="exit code 0"), 1.1) is None
+    assert hardly_ran(state(Usage()), 1.1) is None
+    assert "no step of a plan ran beside it" in sentence(state(Usage(), steps=0), 1.1)
 
 
 def test_a_state_survives_the_pipe_and_reaches_the_report():

@@ -9,7 +9,7 @@ from meshwright.executor.comm.groups import Group, World
 from meshwright.executor.comm.watchdog import Watchdog
 from meshwright.executor.gradients.buckets import GradParam
 from meshwright.executor.gradients.dropping import Budget, DroppedGradGroup, Dropping, Piece, choose
-from meshwright.executor.gradients.lossy import cut_apart
+from meshwright.executor.gradients.feedback import LossyGradGroup
 from meshwright.executor.gradients.slices import GradGroup, make_grad_groups
 from torch import nn
 
@@ -101,8 +101,8 @@ def test_pieces_travel_alone_and_what_is_sent_whole_together():
         entry("v", 10, 10),
         entry("c", 10),
     ]
-    slices = cut_apart(entries, 30_000)
-    assert [[e.name for e in s.entries] for s in slices] == [["b", "c"], ["w"], ["w"], ["v"]]
+    slices = LossyGradGroup(0, entries, 30_000).slices
+    assert [[e.name for e in s.params] for s in slices] == [["b", "c"], ["w"], ["w"], ["v"]]
 
 
 def test_a_parcel_is_made_for_its_policy_where_something_travels():
@@ -158,16 +158,16 @@ def test_the_first_backward_sends_all_and_the_next_what_is_largest():
 def test_the_agreement_goes_on_from_its_state():
     one, two = (drop(entry("w", 2, 2), entry("v", 2, 2)) for _ in range(2))
     for grad_group, agreement in (one, two):
-        weight, other = grad_group.entries
+        weight, other = grad_group.params
         for _ in range(3):
             grad_group.gradients = {weight: torch.ones(2, 2), other: torch.full((2, 2), 1.5)}
             agreement.begin()
             grad_group._release()
-            for e in grad_group.entries:
+            for e in grad_group.params:
                 if not grad_group.sends(e):
                     grad_group.hold(e)
             agreement.end()
     state = one[1].state()
-    fresh = drop(*one[0].entries)[1]
+    fresh = drop(*one[0].params)[1]
     fresh.load(state)
     assert fresh.state() == state == two[1].state()

@@ -17,7 +17,7 @@ def entry(name: str, numel: int, degree: int = 1, dtype=torch.float32, full: int
 
 
 def names(buckets: list[Bucket]) -> list[list[str]]:
-    return [[e.name for e in b.entries] for b in buckets]
+    return [[e.name for e in b.params] for b in buckets]
 
 
 def test_buckets_are_filled_in_order_up_to_the_limit():
@@ -54,15 +54,15 @@ def test_gradients_are_views_in_the_parameters_format(layout):
         nn.Parameter(torch.randn(5)),
     ]
     bucket = Bucket([GradParam(str(i), w, group, 1, w.numel()) for i, w in enumerate(weights)])
-    for e, w in zip(bucket.entries, weights, strict=True):
+    for e, w in zip(bucket.params, weights, strict=True):
         w.grad = torch.randn_like(w)
         expected = w.grad.clone()
         bucket.fill(e)
         assert torch.equal(bucket.result(e), expected)
         assert bucket.result(e).stride() == w.stride()
     assert not bucket.missing
-    bucket.settle()
-    assert torch.equal(bucket.result(bucket.entries[0]) * 2, weights[0].grad)
+    bucket.average()
+    assert torch.equal(bucket.result(bucket.params[0]) * 2, weights[0].grad)
 
 
 def test_a_gradient_that_is_not_there_is_sent_as_zeros():
@@ -71,5 +71,5 @@ def test_a_gradient_that_is_not_there_is_sent_as_zeros():
 
     weight = nn.Parameter(torch.randn(3))
     bucket = Bucket([GradParam("a", weight, Group((0, 1), 0, Handle(), "exchange"), 1, 3)])
-    bucket.fill(bucket.entries[0])
-    assert torch.equal(bucket.result(bucket.entries[0]), torch.zeros(3))
+    bucket.fill(bucket.params[0])
+    assert torch.equal(bucket.result(bucket.params[0]), torch.zeros(3))

@@ -7,8 +7,12 @@ import warnings
 import msgspec
 import pytest
 import torch
+from meshwright.executor.launch.train import optimizer_for
 from meshwright.executor.mismatch import Pieces, check_state, state_copies
-from meshwright.planner.schema.goal import Goal
+from meshwright.executor.optimizer.state import optimizer_name
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.memory.unit_memory import MemoryModel
+from meshwright.planner.schema.goal import OPTIMIZERS, STATE_COPIES, Goal
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.solve.evaluate import make_plan
@@ -48,6 +52,24 @@ def test_what_optimizers_keep(make, copies):
     optimizer.step()
     kept = [v for v in optimizer.state[parameters[0]].values() if torch.is_tensor(v) and v.ndim]
     assert len(kept) == copies
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_planner_and_executor_state_alike_what_optimizers_keep(name, monkeypatch):
+    """Both read one table: what it says of a class is planned and judged so."""
+    asked = Goal(batch=8, optimizer=name)
+    optimizer = optimizer_for(asked, weights())
+    assert optimizer_name(optimizer) == name
+    assert state_copies(optimizer) == asked.state_copies
+    kind = OPTIMIZERS[name]
+    monkeypatch.setitem(STATE_COPIES, kind.torch_class, STATE_COPIES[kind.torch_class] + 5)
+    assert state_copies(optimizer) == asked.state_copies + 5
+    monkeypatch.setitem(OPTIMIZERS, name, kind._replace(state_copies=7, update_copies=3))
+    assert asked.state_copies == 7
+    model = CostModel(chain_profile([linear("fc", 8, 8)]), cluster(2), asked)
+    found = MemoryModel(model).unit(1, model.baseline[1], 4)
+    assert found.persistent.optimizer == 7 * 4 * 64
+    assert found.phases.update_temp == 3 * 4 * 64
 
 
 def test_an_optimizer_of_ones_own_is_not_judged():

@@ -9,12 +9,11 @@ import pytest
 import torch
 from meshwright.executor.comm.control import Row, check_rows
 from meshwright.executor.comm.watchdog import DEFAULT_TIMEOUT_S, time_limit
-from meshwright.executor.forward import Forward, Weight, samples_of
+from meshwright.executor.forward import Forward, Weight, samples_of, scale_output
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.micro import _emptied
 from meshwright.executor.redistribution.lazy import LazyRedistributed, materialize
 from meshwright.executor.redistribution.shard_gradient import ShardGradient
-from meshwright.executor.scaling import scale_output
 from meshwright.models.workload import Batch
 from meshwright.planner.cost.ownership import TensorPlacement
 from meshwright.planner.schema.errors import InputError, RunError
@@ -104,29 +103,29 @@ def test_samples_are_dim_0_of_the_first_tensor():
         samples_of((3,), {})
 
 
-def test_a_held_tensor_goes_home_once_when_it_is_touched():
-    trips = []
+def test_a_lazy_tensor_is_materialized_once_when_it_is_used():
+    calls = []
     local = torch.ones(4, 2, requires_grad=True)
 
-    def bring() -> torch.Tensor:
-        trips.append(torch.is_grad_enabled())
+    def redistribute() -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
         return local.sum(1, keepdim=True).expand(4, 5) * 1
 
-    source = TensorPlacement(Layout(groups=1, degree=2), "features")
-    held = LazyRedistributed.of(local, torch.Size([4, 5]), 1, None, bring, source)
-    assert not held.changes
-    assert (held.shape, held.size(1), held.ndim, held.dtype) == ((4, 5), 5, 2, torch.float32)
-    assert not trips
+    source = TensorPlacement(Layout(groups=1, degree=2), "feature_shard")
+    lazy = LazyRedistributed.of(local, torch.Size([4, 5]), 1, None, redistribute, source)
+    assert not lazy.changes
+    assert (lazy.shape, lazy.size(1), lazy.ndim, lazy.dtype) == ((4, 5), 5, 2, torch.float32)
+    assert not calls
     with torch.no_grad():
-        assert torch.equal(held + 0, torch.full((4, 5), 2.0))
-    (torch.relu(held).sum() + held.detach().sum() + (held[0] * 2).sum()).backward()
-    assert trips == [True]
+        assert torch.equal(lazy + 0, torch.full((4, 5), 2.0))
+    (torch.relu(lazy).sum() + lazy.detach().sum() + (lazy[0] * 2).sum()).backward()
+    assert calls == [True]
     assert torch.equal(local.grad, torch.tensor([[15.0], [5.0], [5.0], [5.0]]).expand(4, 2))
-    assert materialize({"a": [held]})["a"][0] is held.home()
-    assert not held.changes
+    assert materialize({"a": [lazy]})["a"][0] is lazy.materialize()
+    assert not lazy.changes
     with torch.no_grad():
-        held.zero_()
-    assert held.changes == 1
+        lazy.zero_()
+    assert lazy.changes == 1
 
 
 def test_a_shard_is_a_plain_tensor_but_for_its_norm():

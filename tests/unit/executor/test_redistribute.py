@@ -5,17 +5,19 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.executor.redistribution.redistribute import _part, route
-from meshwright.planner.cost.ownership import Box, TensorPlacement, box
+from meshwright.executor.redistribution.redistribute import _part, group_route
+from meshwright.planner.cost.ownership import TensorPlacement
 from meshwright.planner.schema.layout import Layout, data_parallel
 
+from tests.transfers import box
+
 counts_of_groups = st.lists(st.integers(0, 4), min_size=2, max_size=5).map(tuple)
-FORMS = ("samples", "features", "whole")
+FORMS = ("batch_shard", "feature_shard", "replicate")
 
 
 def held(form: str, degree: int) -> TensorPlacement:
     return TensorPlacement(
-        data_parallel(degree) if form == "samples" else Layout(groups=1, degree=degree), form
+        data_parallel(degree) if form == "batch_shard" else Layout(groups=1, degree=degree), form
     )
 
 
@@ -23,7 +25,7 @@ def locals_of(whole: torch.Tensor, counts: tuple[int, ...], form: str) -> list[t
     """What each member holds of ``whole`` [sample, 2, feature]."""
     features = whole.shape[2]
     boxes = [box(counts, held(form, len(counts)), features, m) for m in range(len(counts))]
-    return [_part(whole, b if not b.empty else Box(b.lo, b.hi, b.left, b.right), 2) for b in boxes]
+    return [_part(whole, b, 2) for b in boxes]
 
 
 def pieces(ways: list, tensors: list[torch.Tensor], *, back: bool) -> dict:
@@ -31,38 +33,38 @@ def pieces(ways: list, tensors: list[torch.Tensor], *, back: bool) -> dict:
     sent = {}
     for me, (way, tensor) in enumerate(zip(ways, tensors, strict=True)):
         for piece in way.receive if back else way.send:
-            sent[me, piece.member] = _part(tensor, piece.box, 2)
+            sent[me, piece.peer] = _part(tensor, piece.box, 2)
     return sent
 
 
-@given(counts_of_groups, st.integers(1, 6), st.sampled_from(("samples", "features")), st.data())
+@given(counts_of_groups, st.integers(1, 6), st.sampled_from(FORMS[:2]), st.data())
 def test_moves_bring_what_each_member_needs(counts, features, source, data):
     target = data.draw(st.sampled_from([f for f in FORMS if f != source]))
     whole = torch.randn(sum(counts), 2, features)
     have, need = locals_of(whole, counts, source), locals_of(whole, counts, target)
-    ways = [route(counts, source, target, features, m) for m in range(len(counts))]
+    ways = [group_route(counts, source, target, features, m) for m in range(len(counts))]
     sent = pieces(ways, have, back=False)
     for me, way in enumerate(ways):
         result = torch.full_like(need[me], float("nan"))
         for piece in way.receive:
-            _part(result, piece.box, 2).copy_(sent.pop((piece.member, me)))
+            _part(result, piece.box, 2).copy_(sent.pop((piece.peer, me)))
         assert torch.equal(result, need[me])
     assert not sent  # nothing travels that nobody takes
 
 
-@given(counts_of_groups, st.integers(1, 6), st.sampled_from(("samples", "features")), st.data())
+@given(counts_of_groups, st.integers(1, 6), st.sampled_from(FORMS[:2]), st.data())
 def test_the_way_back_is_the_transpose(counts, features, source, data):
     """⟨move(x), y⟩ = ⟨x, back(y)⟩ for all x and y: the definition of a gradient's way."""
     target = data.draw(st.sampled_from([f for f in FORMS if f != source]))
     whole = torch.randn(sum(counts), 2, features, dtype=torch.float64)
     have, moved = locals_of(whole, counts, source), locals_of(whole, counts, target)
-    ways = [route(counts, source, target, features, m) for m in range(len(counts))]
+    ways = [group_route(counts, source, target, features, m) for m in range(len(counts))]
     y = [torch.randn_like(t) for t in moved]
     sent = pieces(ways, y, back=True)
     back = [torch.zeros_like(t) for t in have]
     for me, way in enumerate(ways):
         for piece in way.send:
-            _part(back[me], piece.box, 2).add_(sent[piece.member, me])
+            _part(back[me], piece.box, 2).add_(sent[piece.peer, me])
     there = sum((a * b).sum() for a, b in zip(moved, y, strict=True))
     home = sum((a * b).sum() for a, b in zip(have, back, strict=True))
     torch.testing.assert_close(there, home)

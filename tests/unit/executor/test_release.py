@@ -4,10 +4,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from meshwright.executor.gradients.release import Release, ReleasedGradient, placed
-from meshwright.executor.optimizer.early import EarlyUpdates
+from meshwright.executor.gradients.release import (
+    EarlyUpdates,
+    Release,
+    ReleasedGradient,
+    placed,
+)
 from meshwright.planner.schema.errors import InputError
-from meshwright.planner.simulate.send_order import SendSlot
+from meshwright.planner.simulate.slicing import SendSlot
 from torch import nn
 
 
@@ -61,10 +65,10 @@ def test_nothing_before_a_released_unit_is_ready_later(released):
     urgent = [SendSlot(k, n) for n in range(2) for k in (1, 3, 0, 2) if k not in released]
     found = placed(urgent, mine)
     assert sorted(found) == sorted(SendSlot(k, n) for k in range(4) for n in range(2))
-    assert [t for t in found if t.load not in released] == urgent
+    assert [t for t in found if t.group not in released] == urgent
     for i, turn in enumerate(found):
-        if turn.load in released:
-            assert all(before.load >= turn.load for before in found[:i])
+        if turn.group in released:
+            assert all(before.group >= turn.group for before in found[:i])
 
 
 def test_each_parcel_is_due_once_in_a_backward():

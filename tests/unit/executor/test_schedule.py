@@ -11,7 +11,6 @@ from meshwright.executor.comm.control import Control
 from meshwright.executor.comm.groups import Group, World
 from meshwright.executor.comm.watchdog import Watchdog
 from meshwright.executor.gradients import order as schedule
-from meshwright.executor.gradients.absent import AbsentGradGroup
 from meshwright.executor.gradients.buckets import GradParam
 from meshwright.executor.gradients.order import Order, Orders
 from meshwright.executor.gradients.slices import GradGroup, make_grad_groups
@@ -19,7 +18,7 @@ from meshwright.planner.schema.layout import Layout
 from torch import nn
 
 ALONE = Group((0,), 0, None, "exchange")
-LARGE = 200_000  # elements: no two units share a parcel
+LARGE = 200_000  # elements: no two units share a group
 
 
 def order_of(backward_s: float, exchange_s: float) -> tuple[Order, list[GradGroup]]:
@@ -38,7 +37,7 @@ def order_of(backward_s: float, exchange_s: float) -> tuple[Order, list[GradGrou
 def names_in_order(backward_s: float, exchange_s: float) -> list[str]:
     """Whose slices leave."""
     order, grad_groups = order_of(backward_s, exchange_s)
-    return [grad_groups[turn.load].entries[0].name for turn in order.turns]
+    return [grad_groups[turn.group].params[0].name for turn in order.slots]
 
 
 def test_without_times_slices_leave_in_the_order_of_backward() -> None:
@@ -99,7 +98,7 @@ def names_where(divided: int, *, idle: bool = False) -> list[str]:
         GradParam("b", mine, ALONE, 2, 7 * part, None, 1, layout=layout, idle=idle),
         GradParam("a", nn.Parameter(torch.zeros(LARGE)), ALONE, 1, LARGE, None, 0),
     ]
-    grad_groups = make_grad_groups(entries, 2 * LARGE, absent=AbsentGradGroup)
+    grad_groups = make_grad_groups(entries, 2 * LARGE)
     plan: Any = SimpleNamespace(units=[SimpleNamespace(backward_s=1.0, exchange_s=1.0)] * 3)
     world = World(0, 1, 0, (0,), ALONE, {}, {1: ALONE}, {1: ALONE})
     order = Orders(plan).start(grad_groups, Control(world, Watchdog(0, 1, 10.0)))
@@ -107,7 +106,7 @@ def names_where(divided: int, *, idle: bool = False) -> list[str]:
     ready_s = 13 * part / schedule.LATE
     order._coming = SimpleNamespace(rows=lambda: [[1.0, ready_s, 0.0, 0.0]])  # type: ignore[assignment]
     order.begin()
-    return [grad_groups[turn.load].entries[0].name for turn in order.turns]
+    return [grad_groups[turn.group].params[0].name for turn in order.slots]
 
 
 def test_all_ranks_find_one_order_however_much_they_have_of_a_parameter() -> None:

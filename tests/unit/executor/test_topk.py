@@ -6,12 +6,17 @@ import pytest
 import torch
 from meshwright.executor.comm.groups import Group
 from meshwright.executor.gradients.buckets import GradParam
+from meshwright.executor.gradients.feedback import Lossy, Residual
 from meshwright.executor.gradients.momentum import Momentum, check_momentum
 from meshwright.executor.gradients.priority import PriorityExchange
-from meshwright.executor.gradients.residual import Lossy, Residual
-from meshwright.executor.gradients.topk import TopkGradGroup, TopkState, largest, ratio_at
-from meshwright.executor.gradients.topk_message import _unpacked
-from meshwright.planner.memory.comm_buffers import FIRST_RATIO
+from meshwright.executor.gradients.topk import (
+    TopkGradGroup,
+    TopkState,
+    _unpacked,
+    largest,
+    ratio_at,
+)
+from meshwright.planner.memory.gradient_buffers import FIRST_RATIO
 from meshwright.planner.schema.errors import InputError, RunError
 from torch import nn
 
@@ -43,8 +48,8 @@ def parcel_of(*shapes: tuple[int, ...], ratio: float = 0.25) -> tuple[TopkGradGr
 
 
 def picked(grad_group: TopkGradGroup, gradient: list[list[float]]) -> dict[int, float]:
-    entry = grad_group.entries[0]
-    values, index = grad_group._pick(entry, torch.tensor(gradient), 1.0)
+    entry = grad_group.params[0]
+    values, index = grad_group._choose(entry, torch.tensor(gradient), 1.0)
     return dict(zip(index.tolist(), values.tolist(), strict=True))
 
 
@@ -54,14 +59,14 @@ def test_the_largest_by_magnitude_are_sent_and_the_others_held():
     assert sent == {1: -5.0, 4: 4.0}
     sent = picked(grad_group, [[1.5, 1.0, 0.5, 0.0], [0.0, -1.0, 0.0, 0.0]])
     assert sent == {5: -4.0, 0: 2.5} or sent == {5: -4.0, 2: 2.5}  # both are 2.5
-    held = grad_group.feedback[grad_group.entries[0]].held
+    held = grad_group.feedback[grad_group.params[0]].held
     assert held is not None
     assert held.sum() == pytest.approx(1.0 + 2.5 + 0.5)
 
 
 def test_at_least_one_element_is_sent():
     grad_group, picking = parcel_of((3, 3), ratio=0.001)
-    assert picking.count(grad_group.entries[0]) == 1
+    assert picking.count(grad_group.params[0]) == 1
 
 
 @pytest.mark.parametrize("count", [1, 20, 700, 2000, 9000])
@@ -98,7 +103,7 @@ def test_the_share_falls_exponentially_to_the_plans():
 
 def test_small_parameters_share_a_dense_message_and_others_have_their_own():
     grad_group, _ = parcel_of((10, 10), (10,), (5, 5), (7,))
-    assert [[e.name for e in s.entries] for s in grad_group.slices] == [["1", "3"], ["0"], ["2"]]
+    assert [[e.name for e in s.params] for s in grad_group.slices] == [["1", "3"], ["0"], ["2"]]
     dense, first, second = grad_group.slices
     assert dense.sent_bytes == 17 * 4
     assert first.sent_bytes == 25 * 8
@@ -160,7 +165,7 @@ def test_what_was_gathered_without_correction_goes_on():
 
 def corrected() -> tuple[TopkGradGroup, Momentum]:
     grad_group, picking = parcel_of((1, 4), ratio=0.25)
-    parameter = grad_group.entries[0].parameter
+    parameter = grad_group.params[0].parameter
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.5)
     picking.momentum = Momentum(optimizer, picking.parameters)
     picking.momentum.begin()
@@ -169,7 +174,7 @@ def corrected() -> tuple[TopkGradGroup, Momentum]:
 
 def test_held_elements_gather_momentum_and_lose_it_when_they_are_sent():
     grad_group, _ = corrected()
-    entry = grad_group.entries[0]
+    entry = grad_group.params[0]
     assert picked(grad_group, [[1.0, 3.0, 0.0, 0.0]]) == {1: 3.0}
     # Sent at once, its velocity stays; held back, it counts twice: 1 + (0.5 · 1 + 1).
     assert picked(grad_group, [[1.0, 0.0, 0.0, 0.0]]) == {0: 2.5}
@@ -180,7 +185,7 @@ def test_one_step_for_each_exchange():
     grad_group, momentum = corrected()
     momentum.end()
     momentum.begin()  # gradients were set to None: the step was skipped
-    grad_group.entries[0].parameter.grad = torch.ones(1, 4)
+    grad_group.params[0].parameter.grad = torch.ones(1, 4)
     momentum.end()
     with pytest.raises(RunError, match="exchanged twice before one step"):
         momentum.begin()
@@ -202,7 +207,7 @@ def test_the_planner_knows_how_much_leaves_at_first():
 
 @pytest.mark.parametrize("feedback", ["residual", "in_place", "mirror"])
 def test_what_is_copied_out_of_its_message_waits_for_those_before_it(feedback):
-    """While a parcel comes others are updated, but none that needs new room for that."""
+    """While a group comes others are updated, but none that needs new room for that."""
     mine = []
     for i, whole in enumerate((False, True, False)):
         weight = nn.Parameter(torch.zeros(4, 4))

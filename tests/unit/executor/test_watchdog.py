@@ -11,12 +11,11 @@ import pytest
 from meshwright.executor.comm.collective_log import _ordinal
 from meshwright.executor.comm.groups import Group
 from meshwright.executor.comm.heartbeat import Heard, within
-from meshwright.executor.comm.stacks import where_all_are
-from meshwright.executor.comm.watchdog import Watchdog
+from meshwright.executor.comm.watchdog import Watchdog, where_all_are
 
 
 class Hosts:
-    """What a pulse says of ranks that have a host each, or share one."""
+    """What a heartbeat says of ranks that have a host each, or share one."""
 
     alarm = None
 
@@ -110,7 +109,7 @@ def waits_for(work: Collective, monkeypatch: pytest.MonkeyPatch) -> None:
         raise GaveUpError(failure)
 
     made = Watchdog(0, 1, 5.0)
-    made.pulse = Hosts(2)  # type: ignore[assignment]
+    made.heartbeat = Hosts(2)  # type: ignore[assignment]
     monkeypatch.setattr(made, "_give_up", give_up)
     group = Group(ranks=(0, 1), member=0, handle=None, label="world")
     made.wait(work, group, "forward 1")  # type: ignore[arg-type]

@@ -5,8 +5,7 @@ import pytest
 from meshwright.planner.explain.why import explain
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.errors import InputError
-from meshwright.planner.schema.goal import Goal
-from meshwright.planner.schema.goal_values import make_goal
+from meshwright.planner.schema.goal import Goal, make_goal
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve

@@ -22,7 +22,9 @@ RATE = 1e8
 def model(units, batch=16, micro_batches=1, links=None, updates=(), sliced=False, **goal):
     profile = chain_profile(units, bytes_per_sample=400.0, features=100, updates=updates)
     links = links or cluster(4, inter=RATE, latency_s=0.0)
-    return CostModel(profile, links, Goal(batch=batch, **goal), micro_batches, sliced=sliced)
+    return CostModel(
+        profile, links, Goal(batch=batch, **goal), micro_batches=micro_batches, sliced=sliced
+    )
 
 
 def may(m, k, option, capability):

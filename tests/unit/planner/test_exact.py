@@ -13,11 +13,9 @@ from meshwright.planner.schema.errors import InfeasibleError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.solve.answer import Choice, DisagreementError, check, choice
-from meshwright.planner.solve.heuristic.splits import placed
 from meshwright.planner.solve.ilp.backend import Interruption, run
 from meshwright.planner.solve.ilp.cases import case
 from meshwright.planner.solve.ilp.solve import Integer
-from meshwright.planner.solve.models import models
 from meshwright.planner.solve.objective import value
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve, solvers
@@ -210,8 +208,8 @@ def test_optimal_is_not_said_of_a_search_cut_short(large):
 
 def test_pulp_says_optimal_where_time_was_up(large):
     """Why the status is read from ``sol_status``: this program is not solved in so little time."""
-    made = placed(large)
-    this = case(made, next(iter(models(made))))
+    made = large.placed()
+    this = case(made, next(made.cost_models()))
     program = this.program(made)
     program.problem.setObjective(pulp.LpAffineExpression(program.objective))
     solved = run(program.problem, 0.05, Interruption())
@@ -219,18 +217,12 @@ def test_pulp_says_optimal_where_time_was_up(large):
     assert program.problem.sol_status != pulp.LpSolutionOptimal
 
 
-@pytest.mark.parametrize("seed", [0, 5, 14, 19])
-def test_cbc_gives_the_same(seed):
-    made = problem(seed, most=3_000)
-    assert Integer("cbc").solve(made).objective_s == pytest.approx(optimum(made), rel=1e-5)
-
-
 def test_an_interruption_returns_the_best_so_far(large):
     stopped = Interruption()
     stopped.set = True
     from meshwright.planner.solve.ilp.solve import Search
 
-    search = Search(placed(large), None, None)
+    search = Search(large.placed(), None)
     search.interruption = stopped
     result = search.result()
     assert result.status == "feasible"
@@ -256,8 +248,8 @@ def changes(made, result):
 
 
 def test_a_wrong_formula_is_a_bug_that_raises(large):
-    made = placed(large)
-    model = next(iter(models(made)))
+    made = large.placed()
+    model = next(made.cost_models())
     honest = choice(model, model.baseline, "priority")
     check(honest, "priority")
     wrong = honest.value._replace(step_s=honest.value.step_s / 2)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.cost.gathering import Gathered, gathered
+from meshwright.planner.memory.prefetch_overlap import Gathered, gathered
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel

@@ -5,7 +5,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import BUCKET_BYTES, CostModel
-from meshwright.planner.cost.positions import group_samples, position_classes
+from meshwright.planner.cost.ownership import group_samples, position_classes
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option
@@ -23,7 +23,9 @@ def units(count=3, saved=1000.0):
 def model(batch=8, micro_batches=1, bucket_bytes=BUCKET_BYTES, **goal):
     goal = Goal(batch=batch, **goal)
     profile = chain_profile(units())
-    return CostModel(profile, cluster(4), goal, micro_batches, bucket_bytes=bucket_bytes)
+    return CostModel(
+        profile, cluster(4), goal, micro_batches=micro_batches, bucket_bytes=bucket_bytes
+    )
 
 
 def test_data_parallel_timeline():
@@ -121,7 +123,7 @@ def test_the_tightest_rank_by_its_own_device():
     device = msgspec.structs.replace(m.cluster.devices[0], memory_bytes=MIB)
     nodes = (*m.cluster.nodes[:2], msgspec.structs.replace(m.cluster.nodes[2], devices=(device,)))
     links = msgspec.structs.replace(m.cluster, nodes=(*nodes, m.cluster.nodes[3]))
-    m = CostModel(m.profile, links, m.goal, 1, (3, 2, 1, 0))
+    m = CostModel(m.profile, links, m.goal, placement=(3, 2, 1, 0))
     tight = excess(m, rank_memory(m, m.baseline))
     assert (tight.position, tight.available_bytes) == (1, MIB)
     assert tight.over_bytes > 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from meshwright.executor.capability import CAPABILITY
-from meshwright.planner.explain.micro_batches import quicker_in_parts
+from meshwright.planner.explain.what_if import quicker_in_parts
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.solve.heuristic.fitting import held_back
 from meshwright.planner.solve.problem import Problem

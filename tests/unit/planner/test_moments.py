@@ -5,7 +5,7 @@ from meshwright.cli.render import memory as memory_tables
 from meshwright.cli.render import plots
 from meshwright.cli.render.memory import plot_memory
 from meshwright.executor.launch.progress import console
-from meshwright.planner.explain.moments import memory_timeline
+from meshwright.planner.explain.memory_timeline import memory_timeline
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.solve.evaluate import make_plan

@@ -1,25 +1,16 @@
 """Jobs that share devices, by hand: gaps of a burst, what a background does in them, queues."""
 
 import json
-from itertools import product
 
 import msgspec
 import pytest
-from meshwright.planner.cost.collectives import Fabric
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.cost.flows import moved_by_areas
-from meshwright.planner.cost.movement import moved
-from meshwright.planner.cost.ownership import input_placement, output_placement
-from meshwright.planner.memory.unit_memory import MemoryModel
-from meshwright.planner.multiplex.choose import best_data_parallel, burst_beside, candidates
 from meshwright.planner.multiplex.gaps import fill, share_beside
 from meshwright.planner.multiplex.jobs import Assumptions, Background, best_background, foreground
-from meshwright.planner.multiplex.narrow import narrowed, worth
 from meshwright.planner.multiplex.report import report
 from meshwright.planner.multiplex.simulation import simulate_cluster
 from meshwright.planner.multiplex.timeline import timelines
 from meshwright.planner.multiplex.trace import trace
-from meshwright.planner.schema.capability import Capability
 from meshwright.planner.schema.cluster import Device
 from meshwright.planner.schema.curve import Curve
 from meshwright.planner.schema.errors import InputError
@@ -27,8 +18,6 @@ from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.options import Option
 from meshwright.planner.solve.evaluate import evaluation
-from meshwright.planner.solve.heuristic.space import Point, Space
-from meshwright.planner.solve.problem import Problem
 
 from tests.strategies import chain_profile, cluster, linear
 
@@ -37,12 +26,6 @@ FREE = {"slowdown": 1.0, "switch_s": 1 * MS, "idle_speed": 1.0, "communicating_s
 WIRES = cluster(2, inter=1e15, intra=1e15, latency_s=0.0)
 """Two devices, between which communication takes next to nothing."""
 LAYOUTS = {"wide": Layout(groups=2), "narrow": Layout(groups=1)}
-
-
-BURSTS = Capability(
-    styles=("none",), memory=("keep",), exchange=("dense",), idle_positions=True,
-    early_release=False, micro_batches=True, priority=True,
-)  # fmt: skip
 
 
 def burst(goal=4):
@@ -202,59 +185,6 @@ def test_the_best_background_is_the_quickest_that_fits():
         best_background(profile, Device(name="d", memory_bytes=2**30), "sgd", 2**30)
 
 
-def stiff_problem(*names):
-    """Eight devices; stiff units take nearly as long for an eighth of the samples: devices are
-    wasted on them."""
-    flat = Curve(x=(1.0, 8.0), y=(8 * MS, 9 * MS))
-    units = []
-    for name in names:
-        unit = linear(name, seconds_per_sample=MS)
-        if name.startswith("stiff"):
-            share = msgspec.structs.replace(unit.shares[0], forward=flat, backward=flat)
-            unit = msgspec.structs.replace(unit, shares=(share,))
-        units.append(unit)
-    return Problem(
-        chain_profile(units), cluster(8, inter=1e12, latency_s=1e-6), Goal(batch=8), BURSTS,
-        schedule="priority", bucket_bytes=2**20, near=0.0,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("slack", [1.02, 1.1, 1.5, 4.0])
-def test_narrowing_finds_the_best_of_all_bursts(slack):
-    problem = stiff_problem("even", "stiff", "stiff too")
-    model = CostModel(
-        problem.profile, problem.cluster, problem.goal, bucket_bytes=2**20, sliced=True
-    )
-    point = Point(Space(model, BURSTS), MemoryModel(model), "priority")
-    limit_s, rate = slack * point.step_s(), 400.0
-    made = narrowed(model, BURSTS, model.baseline, "priority", rate, limit_s, 20.0)
-    every = product([Option(Layout(groups=g)) for g in (1, 2, 4, 8)], repeat=3)
-    found = []
-    for chosen in (made, *((model.baseline[0], *c, model.baseline[0]) for c in every)):
-        point.move_to(chosen)
-        found.append(worth(point, rate, limit_s).samples_per_s)
-    assert found[0] > 0
-    assert found[0] == pytest.approx(max(found), rel=1e-5)
-
-
-def test_the_burst_is_chosen_with_the_background_in_mind():
-    problem = stiff_problem("even", "stiff")
-    given = Assumptions(slowdown=1.0)
-    plain = best_data_parallel(problem)
-    slack = 1.2 * plain.step_s
-    background = Background("bg", 8, 20 * MS)
-    tried = candidates(problem, given, slack, 5.0)
-    model, found = burst_beside(problem, tried, background, given, slack)
-    assert found.step_s <= slack * (1 + 1e-6)
-    by_name = dict(zip((u.name for u in model.profile.units), found.decisions, strict=True))
-    assert by_name["stiff"].layout.size < 8
-    assert found.share > 0.3
-    # with no room in time, nothing is shared
-    _, alone = burst_beside(problem, tried, background, given, plain.step_s / 10)
-    assert alone.copies == 0
-    assert alone.background_samples_s == 0
-
-
 def test_the_trace_holds_every_span():
     given = Assumptions(**({"piece_s": 5 * MS} | FREE))
     run = simulate_cluster(2, [jobs()], [Background("bg", 1, 1.0)], given, 36 * MS)
@@ -277,17 +207,3 @@ def test_a_step_is_the_one_that_is_predicted():
     step = timelines(model, chosen, "barrier")
     assert step.step_s == predicted.step_s
     assert step.peak_bytes == max(predicted.peak_bytes)
-
-
-@pytest.mark.parametrize("per_node", [1, 8, 128])
-def test_redistributions_among_many_are_counted_as_among_few(per_node):
-    links = cluster(128 // per_node, per_node)
-    fabric = Fabric(links, tuple(range(128)))
-    counts = (2,) * 60 + (1,) * 68
-    layouts = [Layout(groups=g, degree=d) for g, d in ((128, 1), (16, 1), (4, 8), (1, 128), (3, 1))]
-    helds = [output_placement(y, "column" if y.degree > 1 else "none") for y in layouts]
-    for source, target in product(
-        helds, [input_placement(y, "none") for y in layouts if y.degree == 1]
-    ):
-        few = moved(fabric, counts, source, target, 256)
-        assert moved_by_areas(fabric, counts, source, target, 256) == few

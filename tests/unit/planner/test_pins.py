@@ -6,8 +6,7 @@ from meshwright.planner.schema.capability import EVERYTHING, PLAIN
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
-from meshwright.planner.schema.nearest import nearest
-from meshwright.planner.schema.pins import parse_wishes, spelled_out, without
+from meshwright.planner.schema.pins import nearest, parse_wishes, spelled_out, without
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import settled, solve, solvers
 

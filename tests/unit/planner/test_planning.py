@@ -57,7 +57,8 @@ def test_unlimited_bandwidth_gives_plain_data_parallelism(batch):
 def best_by_groups(profile, batch, micro_batches, styles):
     """For each number of groups the best step in which every linear unit is data parallel or
     divided in that one number of groups."""
-    model = CostModel(profile, cluster(RANKS, inter=GIGABIT), Goal(batch=batch), micro_batches)
+    links, goal = cluster(RANKS, inter=GIGABIT), Goal(batch=batch)
+    model = CostModel(profile, links, goal, micro_batches=micro_batches)
     able = [k for k, u in enumerate(profile.units) if u.kind == "linear"]
     best = {}
     for groups in (1, 2, 4, 8):

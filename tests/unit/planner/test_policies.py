@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from meshwright.planner.cost.budget import energy_budget, gpu_seconds_limit, lost_energy
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.step_time import LINKS, Chain, priority_step
+from meshwright.planner.memory.timeline import UNIT_FIELDS
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.schema.capability import EVERYTHING, PLAIN
 from meshwright.planner.schema.errors import InputError
@@ -46,15 +47,14 @@ def model():
 
 
 def holds(model, option):
-    """What unit 1 holds."""
-    return MemoryModel(model).unit(1, option, 8)
+    """What unit 1 holds, by field."""
+    return dict(zip(UNIT_FIELDS, MemoryModel(model).unit(1, option, 8).column, strict=True))
 
 
 def changes(model, option):
     """Which of its bytes differ from those of plain data parallelism, and by how much."""
     ours, plain = holds(model, option), holds(model, HOME)
-    pairs = zip(ours._fields, ours, plain, strict=True)
-    return {name: a - b for name, a, b in pairs if a != b}
+    return {name: ours[name] - plain[name] for name in ours if ours[name] != plain[name]}
 
 
 def test_recompute_runs_forward_again_and_keeps_the_output(model):
@@ -62,7 +62,7 @@ def test_recompute_runs_forward_again_and_keeps_the_output(model):
     assert again.backward_s == keep.backward_s + keep.forward_s
     freed = 4096 * 8 - 256 * 8
     found = changes(model, HOME._replace(memory="recompute"))
-    assert found == {"saved": -freed, "workspace": freed, "again": freed}
+    assert found == {"saved": -freed, "workspace": freed, "recomputed": freed}
 
 
 def test_an_output_that_nobody_saves_does_not_stay_under_recompute(model):
@@ -73,7 +73,7 @@ def test_an_output_that_nobody_saves_does_not_stay_under_recompute(model):
         units[1] = msgspec.structs.replace(units[1], output_kept=kept)
         units[2] = msgspec.structs.replace(units[2], modules=modules)
         other = msgspec.structs.replace(model.profile, units=tuple(units))
-        return holds(model.of(other), again).saved
+        return holds(model.of(other), again)["saved"]
 
     assert stays(True, ()) == stays(False, ("head",)) == 256 * 8  # the head may run again from it
     assert stays(False, ()) == 0
@@ -92,7 +92,7 @@ def test_offload_copies_both_ways_and_keeps_nothing(model):
     copy_s = 4096 * 8 / RATE
     assert away.forward_s == pytest.approx(keep.forward_s + copy_s)
     assert away.backward_s == pytest.approx(keep.backward_s + copy_s)
-    assert holds(model, HOME._replace(memory="offload")).saved == 0
+    assert holds(model, HOME._replace(memory="offload"))["saved"] == 0
 
 
 def test_what_was_offloaded_comes_back_while_the_unit_after_it_is_at_work(model):
@@ -111,12 +111,12 @@ def test_a_sharded_exchange_divides_state_and_update(model):
     assert shard.exchange.sent_bytes == dense.exchange.sent_bytes
     assert shard.exchange.seconds == pytest.approx(dense.exchange.seconds)
     sharded = HOME._replace(exchange="sharded")
-    assert holds(model, sharded).optimizer == ceil(holds(model, HOME).optimizer / 4)
+    assert holds(model, sharded)["optimizer"] == ceil(holds(model, HOME)["optimizer"] / 4)
     size = 4 * 64 * 64
-    assert holds(model, sharded).travelling == size * (1 - 1 / 4)  # received from three
+    assert holds(model, sharded)["comm_buffers"] == size * (1 - 1 / 4)  # received from three
     wide = CostModel(model.profile, model.cluster, model.goal, bucket_bytes=2**20, sliced=True)
-    assert holds(model, HOME).travelling == 0
-    assert holds(wide, HOME).travelling == size  # packed: copied
+    assert holds(model, HOME)["comm_buffers"] == 0
+    assert holds(wide, HOME)["comm_buffers"] == size  # packed: copied
 
 
 def test_topk_gathers_values_and_numbers_and_takes_time_to_choose(model):
@@ -129,9 +129,9 @@ def test_topk_gathers_values_and_numbers_and_takes_time_to_choose(model):
     # At first a quarter is sent, with numbers as large, and received from all four; the choice
     # has values, numbers in int64 and in int32.
     assert found["residual"] == size
-    assert found["leaving"] == pytest.approx((1 + 2 + 1) / 4 * size, abs=8)
-    assert "renewed" not in found  # what comes from four takes no more than Adam's two copies
-    assert found["travelling"] == pytest.approx(0.25 * 2 * size * (4 + 1), abs=8)
+    assert found["exchange_temp"] == pytest.approx((1 + 2 + 1) / 4 * size, abs=8)
+    assert "update_temp" not in found  # what comes from four takes no more than Adam's two copies
+    assert found["comm_buffers"] == pytest.approx(0.25 * 2 * size * (4 + 1), abs=8)
 
 
 @pytest.fixture
@@ -157,23 +157,25 @@ TOPK, SIZE = HOME._replace(exchange="topk", ratio=0.1), 4 * 64 * 64
 )
 def test_gradients_that_are_taken_in_live_for_a_moment(lossy, feedback, always, moment):
     found = changes(lossy, TOPK._replace(feedback=feedback))
-    del found["travelling"], found["exchanged"]
+    del found["comm_buffers"], found["bucketed"]
     expected = {"residual": always * SIZE, "gradients": -SIZE, "map_gradients": SIZE}
-    expected |= {"leaving": moment * SIZE, "renewed": 2 * SIZE}  # what has come from four
+    expected |= {"exchange_temp": moment * SIZE, "update_temp": 2 * SIZE}  # what has come from four
     assert found == {name: size for name, size in expected.items() if size}
 
 
 def test_what_is_dropped_is_held_or_sent(lossy):
     found = changes(lossy, HOME._replace(exchange="dropped", ratio=0.5))
-    del found["exchanged"]
+    del found["bucketed"]
     assert found == {
-        "residual": SIZE, "gradients": -SIZE, "map_gradients": SIZE, "leaving": SIZE
+        "residual": SIZE, "gradients": -SIZE, "map_gradients": SIZE, "exchange_temp": SIZE
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_each_way_to_keep_the_rest_holds_less_than_the_one_before(lossy, micro_batches):
-    model = CostModel(lossy.profile, lossy.cluster, lossy.goal, micro_batches, sliced=True)
+    model = CostModel(
+        lossy.profile, lossy.cluster, lossy.goal, micro_batches=micro_batches, sliced=True
+    )
     peaks = [
         max(m.peak_bytes for m in rank_memory(model, (HOME, one, one, HOME)))
         for one in (TOPK._replace(feedback=f) for f in ("residual", "in_place", "host_mirror"))
@@ -205,7 +207,7 @@ def test_early_release_waits_in_backward_and_frees_the_gradient(model):
     assert early.exchange.seconds == early.update_s == early.slice_s == 0
     assert early.released == late.exchange
     assert early.backward_s == late.backward_s + late.update_s
-    assert holds(model, HOME._replace(early_release=True)).gradients == 0
+    assert holds(model, HOME._replace(early_release=True))["gradients"] == 0
     plain = (HOME,) * 4
     freed = (HOME, *(HOME._replace(early_release=True),) * 2, HOME)
     peaks = [max(m.peak_bytes for m in rank_memory(model, d)) for d in (plain, freed)]

@@ -9,8 +9,8 @@ from meshwright.planner.simulate.events import simulate
 from meshwright.planner.simulate.schedule import (
     Message,
     Step,
-    bucket_messages,
-    buckets,
+    grad_groups,
+    messages_of,
     slice_messages,
     work_of,
 )
@@ -18,6 +18,14 @@ from meshwright.planner.simulate.schedule import (
 from tests.strategies import chain_profile, cluster, linear
 
 MIB = 2**20
+
+
+def buckets(model, decisions):
+    return grad_groups(model, decisions, "barrier")
+
+
+def member_bytes(bucket):
+    return sum(g.payload_bytes for g in bucket.gradients)
 
 
 def model(count, bucket_bytes):
@@ -29,7 +37,7 @@ def test_buckets_close_before_they_overflow():
     m = model(5, 2 * MIB)
     found = buckets(m, m.baseline)
     assert [b.units for b in found] == [(4, 5), (2, 3), (1,)]
-    assert [b.gradient_bytes for b in found] == [2 * MIB, 2 * MIB, MIB]
+    assert [member_bytes(b) for b in found] == [2 * MIB, 2 * MIB, MIB]
 
 
 def test_a_parameter_larger_than_a_bucket_travels_alone():
@@ -42,10 +50,10 @@ def test_each_layout_has_buckets_of_its_own():
     divided = Option(Layout(groups=2, degree=2), "column")
     alone = Option(Layout(groups=1, degree=4), "column")
     chosen = (m.baseline[0], m.baseline[0], divided, m.baseline[0], alone, m.baseline[0])
-    found = {b.layout: b for b in buckets(m, chosen)}
+    found = {b.kind.layout: b for b in buckets(m, chosen)}
     assert found[m.baseline[0].layout].units == (1, 3)
-    assert found[divided.layout].gradient_bytes == MIB / 2
-    assert found[divided.layout].full_bytes == MIB
+    assert member_bytes(found[divided.layout]) == MIB / 2
+    assert sum(g.full_bytes for g in found[divided.layout].gradients) == MIB
     assert alone.layout not in found  # nobody else holds those slices
 
 
@@ -53,7 +61,7 @@ def test_buckets_leave_in_one_order():
     m = model(4, 2 * MIB)
     divided = Option(Layout(groups=2, degree=2), "column")
     chosen = (m.baseline[0], divided, m.baseline[0], m.baseline[0], divided, m.baseline[0])
-    messages = bucket_messages(m, chosen)
+    messages = messages_of(m, chosen, "barrier")
     ready = [message.ready for message in messages]
     assert ready == sorted(ready, reverse=True)
     assert messages[-1].units == (1, 4)

@@ -2,16 +2,15 @@
 
 import msgspec
 import pytest
-from meshwright.planner.cost.checkpoint_segments import windows
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.cost.segment_memory import segments_of
 from meshwright.planner.explain.compare import decision_text
+from meshwright.planner.memory.checkpoint_segments import windows
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.curve import constant
 from meshwright.planner.schema.errors import InfeasibleError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
-from meshwright.planner.schema.options import Option
+from meshwright.planner.schema.options import Option, segments_of
 from meshwright.planner.schema.profile import PieceProfile
 from meshwright.planner.solve.evaluate import decisions_of, evaluation, rank_memory
 from meshwright.planner.solve.heuristic.checkpointing import Recomputing

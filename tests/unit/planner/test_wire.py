@@ -1,12 +1,13 @@
 """What each position sends, by hand."""
 
-from meshwright.planner.cost.wire import Carried, exchanged_bytes, moved_bytes, ring_bytes
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import Plan, Prediction, Provenance, UnitPlan
 from meshwright.planner.schema.profile import EdgeProfile
 from msgspec.structs import replace
+
+from tests.wire import Carried, exchanged_bytes, moved_bytes, ring_bytes
 
 NOTHING = Prediction(
     step_s=0.0, compute_s=0.0, blocking_s=0.0, exposed_s=0.0, update_s=0.0, exchange_s=0.0,

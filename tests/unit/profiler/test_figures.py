@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.executor.launch.device import device_name, memory_bytes, software
+from meshwright.executor.launch.start import device_name, memory_bytes, software
 from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.record import decode, encode

@@ -1,0 +1,172 @@
+"""The options of the verbs: each with what it takes and its help. Defaults stand with the verb."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .values import OptionInfo, amount, amounts, counts, duration, number, whole
+
+# -- of several verbs -----------------------------------------------------------------------------
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON alone on stdout, for machines.")]
+AllUnits = Annotated[bool, typer.Option("--all-units", help="Fold no rows.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan's file.")]
+Timeout = Annotated[
+    float | None, number("End the run after so many seconds, whatever it does.", above=0)
+]
+
+
+def out(what: str) -> OptionInfo:
+    """The option that names the file which a result is written to."""
+    option: OptionInfo = typer.Option("--out", "-o", help=f"Write the {what} here.")
+    return option
+
+
+# -- plan -----------------------------------------------------------------------------------------
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="A workload's name, file.py:factory, package.module:factory, or a profile.json.",
+        metavar="TARGET",
+    ),
+]
+ClusterFile = Annotated[Path, typer.Option("--cluster", "-c", help="The cluster's file.")]
+Batch = Annotated[int, whole("Global batch size in samples.")]
+
+# -- what fits, and what is least -----------------------------------------------------------------
+
+MemoryLimit = Annotated[
+    int | None, amount("Most memory of a rank, such as 8GiB (default: its own).")
+]
+Optimizer = Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")]
+MicroBatches = Annotated[
+    Sequence[int],
+    counts("Counts of micro-batches to choose from, such as 1,2,4 (default: 1)."),
+]
+BatchStatistics = Annotated[
+    str, typer.Option(help="Normalise over each rank's share (local) or the whole batch (global).")
+]
+Objective = Annotated[str, typer.Option(help="What shall be least: step (time) or gpu-seconds.")]
+StepLimit = Annotated[float | None, duration("Longest step allowed, such as 250ms or 1.5s.")]
+AmplificationLimit = Annotated[
+    float | None, number("Most device time of a step, as a multiple of one device's.", above=0)
+]
+UnitAmplificationLimit = Annotated[
+    float | None, number("The same for every unit by itself.", above=0)
+]
+BackgroundLimit = Annotated[
+    float | None,
+    number(
+        "A background job will run beside (launch --background): a step may take up to so many "
+        "times as long, such as 1.1, and keeps --step-limit even then.",
+        above=1,
+    ),
+]
+AllowLossy = Annotated[
+    bool, typer.Option("--allow-lossy", help="Allow part of the gradients to wait a step.")
+]
+MinFidelity = Annotated[
+    float | None,
+    number("Least share of the gradient's energy sent, such as 0.9.", least=0, most=1),
+]
+
+# -- what may be decided --------------------------------------------------------------------------
+
+Pins = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="UNIT=LAYOUT decides units beforehand: fc1=4x2, 'block*=1x8', fc1=4x2:row. "
+        "May be given several times.",
+        metavar="UNIT=LAYOUT",
+    ),
+]
+Forbidden = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="UNIT=LAYOUT that it must not have; without UNIT= for all units, where a policy "
+        "may stand too (recompute, topk). May be given several times.",
+        metavar="[UNIT=]LAYOUT",
+    ),
+]
+Slices = Annotated[Sequence[int] | None, amounts("Slice sizes to choose from, such as 1MiB,4MiB.")]
+Schedule = Annotated[
+    str,
+    typer.Option(
+        help="How gradients travel: barrier (buckets, all waited for), priority (slices, those "
+        "first that forward needs first), or auto for the quicker."
+    ),
+]
+Bursts = Annotated[
+    bool,
+    typer.Option("--bursts", help="Units may take a part of the ranks and leave others idle."),
+]
+Hypothetical = Annotated[
+    bool, typer.Option("--hypothetical", help="Plan more than the executor can run.")
+]
+AllLayouts = Annotated[
+    bool,
+    typer.Option("--all-layouts", help="Any number of groups and members, not only round ones."),
+]
+
+# -- how it is searched, and what is shown --------------------------------------------------------
+
+Solver = Annotated[str, typer.Option(help="auto, heuristic, integer or multipliers.")]
+TimeLimit = Annotated[float | None, number("Seconds for the search.", above=0)]
+ClusterSizes = Annotated[
+    Sequence[int] | None, counts("Compare cluster sizes instead, such as 8,16,32.")
+]
+AsFront = Annotated[
+    bool, typer.Option("--front", help="Show the trade of step time for device time instead.")
+]
+
+# -- launch ---------------------------------------------------------------------------------------
+
+Script = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SCRIPT ARGS…]", help="What every rank runs (default: training)."),
+]
+Steps = Annotated[int, whole("Steps to train, where no script is given.")]
+RanksHere = Annotated[
+    int | None, whole("Ranks to start here (default: the plan's over the hosts).")
+]
+Hosts = Annotated[int, whole("Hosts.")]
+HostNumber = Annotated[int, whole("Which of them this is, from 0.", least=0)]
+Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT of host 0, the same on all hosts.")]
+Report = Annotated[Path | None, typer.Option(help="Write the figures here.")]
+
+# -- another job in what the run leaves idle ------------------------------------------------------
+
+BackgroundJob = Annotated[
+    str | None,
+    typer.Option(
+        help="Another training job for what this run leaves idle here: a command, or a plan "
+        "for one device."
+    ),
+]
+LaunchBackgroundLimit = Annotated[
+    float | None,
+    number(
+        "The run's steps may take so many times as long for it (default: what the plan was made "
+        "for, else 1.1).",
+        above=1,
+    ),
+]
+BackgroundMemory = Annotated[
+    int | None, amount("Most data of each of its processes, such as 4GiB.")
+]
+BackgroundAtEnd = Annotated[
+    str | None,
+    typer.Option(
+        help="When the run has ended it may finish (default of a command), or is told to stop "
+        "(of a plan)."
+    ),
+]
+BackgroundGrace = Annotated[
+    float, number("Seconds between SIGTERM, for its checkpoint, and SIGKILL.", least=0)
+]
+BackgroundLog = Annotated[Path, typer.Option(help="Where its output is appended.")]

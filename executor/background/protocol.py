@@ -1,0 +1,130 @@
+"""What the launcher asks of a background job, and what it hears of it."""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+GRACE_S = 30.0
+"""So long a background that is told to end may take to write a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``command`` is run with ``environment`` added to the launcher's, its output appended to
+    ``log``. ``limit`` is what the foreground's step may be slowed by, ``memory_bytes`` the most
+    data of each of its processes."""
+
+    command: tuple[str, ...]
+    log: str
+    limit: float
+    grace_s: float = GRACE_S
+    memory_bytes: int | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Settings:
+        """The settings that ``text`` has written."""
+        told: dict[str, Any] = json.loads(text)
+        told["command"] = tuple(told["command"])
+        told["environment"] = tuple((name, value) for name, value in told["environment"])
+        return cls(**told)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a background job has had while a foreground made its steps.
+
+    Of ``seconds`` it was let run for ``open_s``, and was stopped ``stops`` times; ``held_s`` says
+    for how long it was held for each reason (``gate.Hold``). It used ``cpu_s`` of processors
+    meanwhile.
+    """
+
+    seconds: float = 0.0
+    open_s: float = 0.0
+    cpu_s: float = 0.0
+    stops: int = 0
+    held_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class State:
+    """A background job as its pacer sees it.
+
+    ``ended`` says how, in words, and is empty while it runs. It was let run for ``open_s`` of the
+    ``seconds`` since it started, and has used ``cpu_s`` of processors; ``beside`` is the part of it
+    while a foreground made its steps. That made ``steps`` steps that count, in ``disturbed`` of
+    which the background might run; ``slowdown`` is their mean over ``undisturbed_s``, held ones
+    included.
+    """
+
+    pid: int
+    ended: str
+    seconds: float
+    open_s: float
+    cpu_s: float
+    steps: int
+    disturbed: int
+    undisturbed_s: float
+    slowdown: float
+    priority: str
+    beside: Usage = Usage()
+
+    def text(self) -> str:
+        """As one line of JSON."""
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def read(cls, text: str) -> State:
+        """The state that ``text`` has written."""
+        told: dict[str, Any] = json.loads(text)
+        told["beside"] = Usage(**told["beside"])
+        return cls(**told)
+
+
+VARIABLE = "MESHWRIGHT_BACKGROUND"
+"""The named pipe of this host's pacer, in the environment of its ranks."""
+_RECORD = struct.Struct("<BBHId")
+
+
+class Kind(enum.IntEnum):
+    """``BEGAN``: a plan was applied. ``STEPPED``: step ``number`` took ``seconds``. ``WAITS``: the
+    rank waits, probably for ``seconds``. ``WORKS``: it goes on."""
+
+    BEGAN = 1
+    STEPPED = 2
+    WAITS = 3
+    WORKS = 4
+
+
+class PacerMessage(NamedTuple):
+    """``foreground`` counts the plans that a process has applied; ``rank`` is the local one."""
+
+    kind: Kind
+    foreground: int
+    rank: int
+    number: int = 0
+    seconds: float = 0.0
+
+    def packed(self) -> bytes:
+        """As it travels."""
+        return _RECORD.pack(
+            self.kind, self.foreground & 0xFF, self.rank & 0xFFFF, self.number, self.seconds
+        )
+
+
+SIZE = _RECORD.size
+
+
+def unpacked(data: bytes) -> Iterator[PacerMessage]:
+    """The records in ``data``, a whole number of them."""
+    for kind, *rest in _RECORD.iter_unpack(data):
+        yield PacerMessage(Kind(kind), *rest)

@@ -1,0 +1,445 @@
+"""What a redistribution moves, and how long that takes.
+
+A position needs its box of a tensor under the target placement and owns its box under the source
+placement: what moves to it is the ``overlap`` of the needed box with every other position's owned
+box. This is the one statement of what moves. ``position_transfers`` lists the overlaps of one
+position, which the executor sends and receives; ``traffic`` adds up the overlaps of all positions,
+which the cost model charges for.
+
+Elements are samples × features. A backward redistribution moves the same boxes the other way (what
+was copied to several members comes back from each and is summed), so its busiest position moves as
+much as forward's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..schema.cluster import Level
+from ..schema.profile import EdgeProfile
+from .collectives import Fabric, Positions, all_to_all_s
+from .ownership import Box, Boxes, TensorPlacement, boxes, group_bounds
+from .step_time import LINKS
+
+Reals = npt.NDArray[np.float64]
+Sides = Boxes | Sequence[Boxes]
+"""The arrays lo, hi, left and right of boxes, of any common shape."""
+
+CHUNK = 4_000_000
+"""Elements of the largest temporary array of ``traffic``: 32 MB of int64."""
+MANY = 128
+"""Positions from which one pair of placements is counted node by node too: pair by pair, a thousand
+positions take a tenth of a second for each."""
+
+
+def overlap(owned: Sides, needed: Sides) -> tuple[Boxes, Boxes, Boxes, Boxes]:
+    """The boxes that lie in both, of equal begin and end where nothing does. Shapes broadcast."""
+    lo, left = np.maximum(owned[0], needed[0]), np.maximum(owned[2], needed[2])
+    hi = np.maximum(np.minimum(owned[1], needed[1]), lo)
+    right = np.maximum(np.minimum(owned[3], needed[3]), left)
+    return lo, hi, left, right
+
+
+def volume(sides: Sides) -> Positions:
+    """Samples times features of each box."""
+    product: Positions = (sides[1] - sides[0]) * (sides[3] - sides[2])
+    return product
+
+
+def _ends(
+    counts: Sequence[int], source: TensorPlacement, target: TensorPlacement, features: int
+) -> tuple[Boxes, Boxes]:
+    """(owned, needed) boxes [4, position]."""
+    if source.form == "replicate":
+        raise ValueError("a replicated tensor has several owners: nothing says which one sends")
+    return boxes(counts, source, features), boxes(counts, target, features)
+
+
+# -- one position --------------------------------------------------------------------------------
+
+
+class Transfer(NamedTuple):
+    """What goes to, or comes from, the position ``peer``."""
+
+    peer: int
+    box: Box
+
+
+class PositionTransfers(NamedTuple):
+    """One position's part in a redistribution: the box that it has and the one that it needs, and
+    in the order of peers what it sends and receives (from itself: what it keeps). ``quiet`` says
+    that nothing moves between any positions."""
+
+    have: Box
+    need: Box
+    send: tuple[Transfer, ...]
+    receive: tuple[Transfer, ...]
+    quiet: bool
+
+
+def position_transfers(
+    counts: Sequence[int],
+    source: TensorPlacement,
+    target: TensorPlacement,
+    features: int,
+    position: int,
+) -> PositionTransfers:
+    """The part of ``position`` in the redistribution from ``source`` to ``target``."""
+    owned, needed = _ends(counts, source, target, features)
+    have, need = owned[:, position], needed[:, position]
+    kept = volume(overlap(owned, needed))
+    return PositionTransfers(
+        Box(*have.tolist()),
+        Box(*need.tolist()),
+        _transfers(overlap(have[:, None], needed)),
+        _transfers(overlap(owned, need[:, None])),
+        # Every needed element has one owner: all stay where they are if as many are kept.
+        bool(kept.sum() == volume(needed).sum()),
+    )
+
+
+def _transfers(sides: tuple[Boxes, Boxes, Boxes, Boxes]) -> tuple[Transfer, ...]:
+    peers = np.flatnonzero(volume(sides))
+    rows = np.stack(sides)[:, peers].T.tolist()
+    return tuple(Transfer(p, Box(*row)) for p, row in zip(peers.tolist(), rows, strict=True))
+
+
+# -- all positions -------------------------------------------------------------------------------
+
+
+class Traffic(NamedTuple):
+    """What redistributions move, in elements; every array is [source, target].
+
+    ``level`` is an index in ``LINKS``: whether any traffic leaves a node. ``sent`` and ``received``
+    are the busiest position's, ``intra`` what the busiest position sends or receives inside its
+    node, ``inter`` what the busiest network interface carries one way. ``pair_s`` is the seconds
+    that the busiest position needs per byte of an element by measured pairs. ``partners`` is the
+    largest number of others that a position exchanges with.
+    """
+
+    level: Positions
+    sent: Reals
+    received: Reals
+    intra: Reals
+    inter: Reals
+    pair_s: Reals
+    partners: Positions
+
+
+def traffic(
+    fabric: Fabric,
+    counts: Sequence[int],
+    sources: Sequence[TensorPlacement],
+    targets: Sequence[TensorPlacement],
+    features: int,
+) -> Traffic:
+    """What the redistribution of each pair of a source and a target moves."""
+    single = len(sources) == len(targets) == 1 and len(counts) < MANY
+    starts = _node_starts(fabric)
+    if single or starts is None or fabric.pair_bytes_per_s is not None:
+        pairs = [pair_traffic(fabric, counts, s, t, features) for s in sources for t in targets]
+        shape = len(sources), len(targets)
+        return Traffic(*(np.array(column).reshape(shape) for column in zip(*pairs, strict=True)))
+    owned = _side(counts, sources, features, starts)
+    step = max(CHUNK // max(len(sources) * len(counts), 1), 1)
+    parts = [
+        _node_traffic(owned, _side(counts, targets[i : i + step], features, starts), starts)
+        for i in range(0, len(targets), step)
+    ]
+    return Traffic(*(np.concatenate(columns, axis=1) for columns in zip(*parts, strict=True)))
+
+
+def redistribution_s(fabric: Fabric, moved: Traffic, element_bytes: float) -> Reals:
+    """[source, target] seconds of each redistribution; ``element_bytes`` is the size of one
+    sample's one feature.
+
+    Traffic inside nodes and between nodes flows at the same time: the slower one counts.
+    """
+    seconds = moved.pair_s * element_bytes
+    for name, elements in zip(LINKS, (moved.intra, moved.inter), strict=True):
+        if element_bytes > 0 and elements.any():
+            level = fabric.level(name)
+            exchange_s = _exchange_s(level, moved.partners, elements * element_bytes)
+            seconds = np.maximum(seconds, exchange_s)
+    return seconds
+
+
+def _exchange_s(level: Level, partners: Positions, busiest_bytes: Reals) -> Reals:
+    """``all_to_all_s`` of each pair."""
+    busy = (partners > 0) & (busiest_bytes > 0)
+    if not any(curve.collective == "all_to_all" for curve in level.curves):
+        return np.where(busy, partners * level.latency_s + busiest_bytes / level.bytes_per_s, 0.0)
+    # Reading a measured curve is slow, and many pairs of a lattice move the same.
+    keys, back = np.unique(
+        np.stack([partners.ravel() * busy.ravel(), busiest_bytes.ravel() * busy.ravel()]),
+        axis=1,
+        return_inverse=True,
+    )
+    each = [all_to_all_s(level, int(n), float(size)) for n, size in keys.T]
+    return np.array(each)[back.ravel()].reshape(busiest_bytes.shape)
+
+
+# -- pair of positions by pair: exact for any placement of ranks ----------------------------------
+
+
+def pair_overlaps(
+    counts: Sequence[int], source: TensorPlacement, target: TensorPlacement, features: int
+) -> tuple[Positions, int]:
+    """(elements moved [block, target, source], block size): positions are cut into blocks that
+    exchange nothing with each other.
+
+    Where both layouts use all positions, groups of either lie inside blocks of the least common
+    multiple of their degrees; else everything is one block.
+    """
+    world = len(counts)
+    full = all(p.layout.size == world for p in (source, target))
+    size = lcm(source.layout.degree, target.layout.degree) if full else world
+    owned, needed = _ends(counts, source, target, features)
+    elements = volume(overlap(owned.reshape(4, -1, 1, size), needed.reshape(4, -1, size, 1)))
+    own = np.arange(size)
+    elements[:, own, own] = 0
+    return elements, size
+
+
+def pair_traffic(
+    fabric: Fabric,
+    counts: Sequence[int],
+    source: TensorPlacement,
+    target: TensorPlacement,
+    features: int,
+) -> tuple[float, ...]:
+    """The fields of ``Traffic`` for one source and one target."""
+    elements, size = pair_overlaps(counts, source, target, features)
+    nodes = fabric.node_of.reshape(-1, size)
+    crossing = (nodes[:, :, None] != nodes[:, None, :]) * elements
+    inside = elements - crossing
+    count = len(fabric.cluster.nodes)
+    out = np.bincount(nodes.ravel(), crossing.sum(axis=1).ravel(), count)
+    into = np.bincount(nodes.ravel(), crossing.sum(axis=2).ravel(), count)
+    partners = max((elements > 0).sum(axis=1).max(), (elements > 0).sum(axis=2).max())
+    return (
+        int(crossing.any()),
+        float(elements.sum(axis=1).max()),
+        float(elements.sum(axis=2).max()),
+        float(max(inside.sum(axis=1).max(), inside.sum(axis=2).max())),
+        float(max(out.max(), into.max())),
+        _measured_pair_s(fabric, elements, size),
+        int(partners),
+    )
+
+
+def _measured_pair_s(fabric: Fabric, elements: Positions, size: int) -> float:
+    if fabric.pair_bytes_per_s is None:
+        return 0.0
+    positions = np.arange(elements.shape[0] * size).reshape(-1, size)
+    # rates[b, target, source]: from source to target
+    rates = fabric.pair_bytes_per_s[positions[:, None, :], positions[:, :, None]]
+    seconds: Reals = elements / rates
+    return float(max(seconds.sum(axis=1).max(), seconds.sum(axis=2).max()))
+
+
+# -- node by node: in a time that grows with the positions, not with their pairs -------------------
+#
+# Where the positions of every node are neighbours, nobody has to look at pairs. Every element has
+# one owner, so a position receives what it needs less what it owns of it, and from its own node
+# what it needs of the boxes of that node's positions together. These are what the positions before
+# the node's end hold, less what those before its start hold, and the positions before any one hold
+# two boxes: whole groups, and the first members of one more group.
+
+
+class _Side(NamedTuple):
+    """The placements of one side of the pairs.
+
+    ``boxes`` [placement, 4, position]; ``before`` [placement, 4, box, end] are the two boxes that
+    the positions before each node's start (and before the last one's end) hold together, and
+    ``times`` [placement, box, end] how often they hold them; ``copies`` [placement] is how often
+    each element is held.
+    """
+
+    boxes: Boxes
+    before: Boxes
+    times: Positions
+    copies: Positions
+
+
+def _node_starts(fabric: Fabric) -> Positions | None:
+    """The first position of each node, or None where those of a node are not neighbours."""
+    starts = np.flatnonzero(np.diff(fabric.node_of, prepend=-1))
+    return starts if len(starts) == len(np.unique(fabric.node_of)) else None
+
+
+def _side(
+    counts: Sequence[int], placements: Sequence[TensorPlacement], features: int, starts: Positions
+) -> _Side:
+    tables = [boxes(counts, placement, features) for placement in placements]
+    ends = np.append(starts, len(counts))
+    before = [
+        _boxes_before(counts, placement, features, table, ends)
+        for placement, table in zip(placements, tables, strict=True)
+    ]
+    return _Side(
+        np.stack(tables),
+        np.stack([sides for sides, _ in before]),
+        np.stack([times for _, times in before]),
+        np.array([p.layout.degree if p.form == "replicate" else 1 for p in placements]),
+    )
+
+
+def _boxes_before(
+    counts: Sequence[int],
+    placement: TensorPlacement,
+    features: int,
+    table: Boxes,
+    ends: Positions,
+) -> tuple[Boxes, Positions]:
+    """([4, 2, end] the boxes that the positions before each end hold together, [2, end] how often):
+    those of whole groups, and those of the first members of the next group."""
+    layout, form = placement
+    bounds = np.array(group_bounds(counts, layout), dtype=np.int64)
+    offset = np.clip(ends - layout.first, 0, layout.size)
+    group, member = np.divmod(offset, layout.degree)
+    start, stop = bounds[group], bounds[np.minimum(group + 1, layout.groups)]
+    # The box of the position at an end begins where those before it in its group end. Where no
+    # member of the group comes before the end, there is nothing of that group.
+    position = layout.first + np.minimum(offset, layout.size - 1)
+    left, right = np.zeros_like(start), np.full_like(start, features)
+    whole = np.stack([np.full_like(start, bounds[0]), start, left, right])
+    times = np.ones_like(start)
+    if form == "batch_shard":
+        stop = np.where(member > 0, table[0, position], start)
+    elif form == "feature_shard":
+        right = np.where(member > 0, table[2, position], 0)
+    else:
+        times = member
+    partial = np.stack([start, stop, left, right])
+    copies = np.full_like(start, layout.degree if form == "replicate" else 1)
+    return np.stack([whole, partial], axis=1), np.stack([copies, times])
+
+
+def _node_traffic(owned: _Side, needed: _Side, starts: Positions) -> Traffic:
+    own_boxes = np.moveaxis(owned.boxes, 1, 0)[:, :, None]
+    need_boxes = np.moveaxis(needed.boxes, 1, 0)[:, None]
+    kept = volume(overlap(own_boxes, need_boxes))
+    received = volume(need_boxes) - kept
+    sent = needed.copies[None, :, None] * volume(own_boxes) - kept
+    received_inside = _held_by_node(need_boxes, owned, starts, 0) - kept
+    sent_inside = _held_by_node(own_boxes, needed, starts, 1) - kept
+    out = np.add.reduceat(sent - sent_inside, starts, axis=2)
+    into = np.add.reduceat(received - received_inside, starts, axis=2)
+    inter = np.maximum(out.max(axis=2), into.max(axis=2))
+    partners = np.maximum(
+        (_partners(owned, needed, 0) - (kept > 0)).max(axis=2),
+        (_partners(needed, owned, 1) - (kept > 0)).max(axis=2),
+    )
+    return Traffic(
+        level=(inter > 0).astype(np.int64),
+        sent=sent.max(axis=2).astype(np.float64),
+        received=received.max(axis=2).astype(np.float64),
+        intra=np.maximum(sent_inside.max(axis=2), received_inside.max(axis=2)).astype(np.float64),
+        inter=inter.astype(np.float64),
+        pair_s=np.zeros(inter.shape),
+        partners=partners,
+    )
+
+
+def _held_by_node(one: Boxes, other: _Side, starts: Positions, axis: int) -> Positions:
+    """Elements of each box of ``one`` that its own node holds under ``other``: [source, target,
+    position]; ``other`` varies along ``axis``."""
+    node = np.searchsorted(starts, np.arange(other.boxes.shape[2]), side="right") - 1
+
+    def spread(values: Positions) -> Positions:
+        return values[:, None] if axis == 0 else values[None]
+
+    total = np.zeros((1, 1, 1), dtype=np.int64)
+    for i in range(2):
+        if other.times[:, i].any():
+            for sign, end in ((1, node + 1), (-1, node)):
+                sides = [spread(other.before[:, side, i, end]) for side in range(4)]
+                times = spread(other.times[:, i, end])
+                total = total + sign * volume(overlap(one, sides)) * times
+    return total
+
+
+def _partners(others: _Side, mine: _Side, axis: int) -> Positions:
+    """How many positions of ``others`` hold part of each box of ``mine``: [source, target,
+    position]; ``others`` varies along ``axis``.
+
+    Sample intervals of one placement are equal or apart, and so are its feature slices: the
+    overlapping ones are those that begin before the box's end less those that end by its begin.
+    """
+    count: Positions = others.copies[:, None, None]
+    for low in (0, 2):
+        edges = [side.boxes[:, low : low + 2].ravel() for side in (others, mine)]
+        cuts = np.unique(np.concatenate(edges))
+        begun, ended = _intervals_at(others, low, cuts)
+        top = np.searchsorted(cuts, mine.boxes[:, low + 1])
+        bottom = np.searchsorted(cuts, mine.boxes[:, low])
+        count = count * (begun[:, top] - ended[:, bottom])
+    filled = volume(np.moveaxis(mine.boxes, 1, 0)) > 0
+    count = count * filled[None]
+    return count if axis == 0 else np.moveaxis(count, 0, 1)
+
+
+def _intervals_at(side: _Side, low: int, cuts: Positions) -> tuple[Positions, Positions]:
+    """For each placement and cut, how many of its different intervals begin below the cut, and how
+    many end at it or below."""
+    begun = np.zeros((len(side.boxes), len(cuts)), dtype=np.int64)
+    ended = np.zeros_like(begun)
+    for i, table in enumerate(side.boxes):
+        intervals = np.unique(table[low : low + 2, volume(table) > 0], axis=1)
+        begun[i] = np.searchsorted(intervals[0], cuts, side="left")
+        ended[i] = np.searchsorted(intervals[1], cuts, side="right")
+    return begun, ended
+
+
+# [Note: Shared redistributions]
+#
+# Edges of one source that carry the same tensors (``EdgeProfile.tensors``) to units that need them
+# in one placement are one redistribution. Forward, the first of these units waits for it and the
+# others follow; backward, the gradients of all of them have come together when the first one's
+# backward is over, and go back once. So an edge costs nothing where an earlier one has moved the
+# same. ``shared_redistribution`` is the one statement of what is the same: solvers compare its
+# values between edges, and the executor's cache (executor/redistribution/cache.py) finds what has
+# moved under them.
+
+
+class SharedRedistribution(NamedTuple):
+    """A tensor, where it is needed, and the length and dim of what is sliced at one end of its way
+    (1 and None: nothing is). What is equal moves once."""
+
+    tensor: Hashable
+    target: TensorPlacement
+    features: int
+    dim: int | None = None
+
+
+def shared_redistribution(
+    tensor: Hashable,
+    source: TensorPlacement,
+    target: TensorPlacement,
+    features: int,
+    dim: int | None = None,
+) -> SharedRedistribution:
+    """The redistribution of ``tensor``, by whatever tells it from others: ``edge_tensors`` in a
+    plan. Profiles do not say which ``dim`` is sliced; the executor knows it."""
+    if "feature_shard" in (source.form, target.form):
+        return SharedRedistribution(tensor, target, features, dim)
+    return SharedRedistribution(tensor, target, 1)
+
+
+def edge_tensors(edge: EdgeProfile) -> tuple[str, int, float, float]:
+    """What tells the tensors of an edge from those of others: source, set, and sizes."""
+    return edge.source, edge.tensors, edge.bytes_per_sample, edge.gradient_bytes_per_sample
+
+
+def edge_redistribution(
+    edge: EdgeProfile, source: TensorPlacement, target: TensorPlacement
+) -> SharedRedistribution:
+    """The redistribution of an edge's tensors from where its source leaves them to where its
+    target needs them."""
+    return shared_redistribution(edge_tensors(edge), source, target, edge.features)

@@ -1,0 +1,199 @@
+"""What one unit holds while other units work: parameters on their way, and feature maps.
+
+Parameters that are fully sharded (exchange ``fully_sharded``) are whole only while they are used.
+Each rank keeps its chunk of them. While a unit works, forward or backward, its own are whole, and
+those of the unit that comes next are on their way. In backward the gradients of the two units after
+it are on their way too, what belongs to others as sent and as received; the executor waits before
+there are those of a third. An embedding's backward does not use its parameters: the unit that comes
+next there is the one before it.
+
+``gathered`` counts this for units that have parameters themselves. It counts their neighbours
+whatever exchange these have, so that a unit's bytes depend on its own decision alone: an upper
+bound. Tied parameters count as whole throughout: in backward they are, from their first use to
+their last. With micro-batches gradients are added up whole.
+
+``prefetch_overlaps`` counts the rest: what stands at units without such parameters (a ReLU, an
+addition in the model's own code) between the ones that have some. It does so for offloaded feature
+maps as well: they are called back as soon as backward is at the offloaded unit after it in forward
+order, and are there while that and whatever stands between them work. A unit takes these bytes by
+its own decision, so the points of the timeline stay sums over units: a point gets a multiple of a
+field of each unit that overlaps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cost.compute import shard_bytes
+from ..cost.step_time import Vector
+from ..cost.structure import Structure
+from ..schema.options import Option
+
+GRADIENT_COPIES = 2
+"""So many times what others own of a gradient it takes, besides this rank's own chunk, until it has
+arrived: what is sent, what is received."""
+
+
+class Gathered(NamedTuple):
+    """Bytes of one unit whose parameters are fully sharded.
+
+    saved              of parameters, and as many of their gradients, that this rank need not keep
+                       between uses
+    forward            of parameters that are whole in its forward
+    before             of others' parameters that are whole in its backward
+    backward_more      of what its backward has more than its forward
+    unsharded          its own parameters, while they are whole
+    gradients_sent     its gradients on their way
+    next_gradients     the next unit's gradients on their way as its own leave
+    """
+
+    saved: int = 0
+    forward: int = 0
+    before: int = 0
+    backward_more: int = 0
+    unsharded: int = 0
+    gradients_sent: int = 0
+    next_gradients: int = 0
+
+
+def gathered(structure: Structure, k: int, option: Option) -> Gathered:
+    """What unit ``k`` keeps and holds where its parameters are fully sharded; nothing elsewhere."""
+    groups, degree = option.layout.groups, option.layout.degree
+    if not option.gathers or groups == 1:
+        return Gathered()
+    own = own_bytes(structure, k, option)
+    plain = Option(option.layout) if degree == 1 else option
+    before, after, beyond = (
+        0 if near is None else own_bytes(structure, near, plain) for near in _near(structure, k)
+    )
+    saved, *later = (bytes_ - ceil(bytes_ / groups) for bytes_ in (own, after, beyond))
+    return Gathered(
+        saved=saved,
+        forward=own + after,
+        before=before,
+        backward_more=before + GRADIENT_COPIES * sum(later) - after,
+        unsharded=own,
+        gradients_sent=GRADIENT_COPIES * saved,
+        next_gradients=GRADIENT_COPIES * later[0],
+    )
+
+
+def neighbours_bytes(structure: Structure, k: int) -> tuple[int, ...]:
+    """All of a unit and its neighbours that ``gathered`` depends on."""
+    near = (k, *_near(structure, k))
+    return tuple(0 if i is None else own_bytes(structure, i) for i in near)
+
+
+def _near(structure: Structure, k: int) -> tuple[int | None, int | None, int | None]:
+    """The unit that gathers parameters before ``k`` in backward, and the two after it."""
+    after = _whole_after(structure, k)
+    beyond = None if after is None else _whole_after(structure, after)
+    return _whole_before(structure, k), after, beyond
+
+
+def _whole_before(structure: Structure, k: int) -> int | None:
+    """The last unit before ``k`` whose parameters backward uses, and which may gather them."""
+    units = structure.profile.units
+    earlier = (i for i in reversed(range(k)) if units[i].kind != "embedding")
+    return next((i for i in earlier if own_bytes(structure, i)), None)
+
+
+def _whole_after(structure: Structure, k: int) -> int | None:
+    """The first unit after ``k`` that may gather parameters."""
+    later = range(k + 1, len(structure.profile.units))
+    return next((i for i in later if own_bytes(structure, i)), None)
+
+
+def own_bytes(structure: Structure, k: int, option: Option | None = None) -> int:
+    """A member's parameters of a unit that are trained and not tied to another unit's; without an
+    ``option`` those of the whole unit."""
+    unit, tied = structure.profile.units[k], set[str]()
+    for other in structure.ties[k]:
+        if other != k:
+            tied |= {p.shared for p in structure.profile.units[other].parameters}
+    own = tuple(p for p in structure.owned[k] if p.trainable and p.shared not in tied)
+    if option is None:
+        return sum(p.bytes for p in own)
+    return shard_bytes(unit, option.style, option.layout.degree, own)
+
+
+NeighbourField = Literal["unsharded", "gradients_sent", "offloaded"]
+OverlapPoint = Literal["neighbours_forward", "neighbours_backward"]
+
+
+class PrefetchOverlap(NamedTuple):
+    """At the ``point`` of unit ``at[i]`` stands the ``field`` of unit ``of[i]``."""
+
+    point: OverlapPoint
+    field: NeighbourField
+    at: npt.NDArray[np.int64]
+    of: npt.NDArray[np.int64]
+
+    def added(self, values: Vector) -> Vector:
+        """For each unit what others have at its point, of their ``values`` of the field."""
+        return _sums(self.at, values[self.of], len(values))
+
+    def priced(self, prices: Vector) -> Vector:
+        """For each unit what one byte of its field costs, at the ``prices`` of the points."""
+        return _sums(self.of, prices[self.at], len(prices))
+
+
+def _sums(where: npt.NDArray[np.int64], values: Vector, count: int) -> Vector:
+    return np.asarray(np.bincount(where, weights=values, minlength=count), dtype=np.float64)
+
+
+# Many memory models are made of one cost model, and finding the overlaps takes quadratic time.
+_FOUND: WeakKeyDictionary[Structure, tuple[PrefetchOverlap, ...]] = WeakKeyDictionary()
+
+
+def prefetch_overlaps(structure: Structure) -> tuple[PrefetchOverlap, ...]:
+    """Which units' bytes are there while which others work, whatever is decided."""
+    if structure not in _FOUND:
+        found: dict[tuple[OverlapPoint, NeighbourField], list[tuple[int, int]]] = {}
+        for point, field, at, of in (*_fully_sharded(structure), *_offloaded(structure)):
+            found.setdefault((point, field), []).append((at, of))
+        _FOUND[structure] = tuple(
+            PrefetchOverlap(point, field, *(np.array(v) for v in zip(*entries, strict=True)))
+            for (point, field), entries in found.items()
+        )
+    return _FOUND[structure]
+
+
+Entry = tuple[OverlapPoint, NeighbourField, int, int]
+
+
+def _fully_sharded(structure: Structure) -> Iterator[Entry]:
+    """At units without parameters of their own, between the nearest ones that have some. Nothing
+    is called for in forward before the first of these is reached."""
+    last: int | None = None
+    for at in range(len(structure.profile.units)):
+        if own_bytes(structure, at):
+            last = at
+            continue
+        before, after, beyond = _near(structure, at)
+        if last is not None:
+            yield "neighbours_forward", "unsharded", at, last
+            if after is not None:
+                yield "neighbours_forward", "unsharded", at, after
+        if before is not None:
+            yield "neighbours_backward", "unsharded", at, before
+        if after is not None:
+            yield "neighbours_backward", "gradients_sent", at, after
+        if beyond is not None:
+            yield "neighbours_backward", "gradients_sent", at, beyond
+
+
+def _offloaded(structure: Structure) -> Iterator[Entry]:
+    """What comes back early, to the next unit that may be offloaded and to all before that."""
+    waiting: int | None = None
+    for at, unit in enumerate(structure.profile.units):
+        if waiting is not None:
+            yield "neighbours_backward", "offloaded", at, waiting
+        if not unit.fixed and unit.whole.saved(1.0) > 0:
+            waiting = at

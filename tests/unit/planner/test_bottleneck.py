@@ -1,0 +1,94 @@
+"""What bounds a step, in one line, without planning again."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+from meshwright.cli.render.documents import bound_sentence
+from meshwright.planner.explain.what_if import with_bandwidth
+from meshwright.planner.explain.why import Bottleneck, bottleneck
+from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.profile import FidelityProfile
+from meshwright.planner.solve.evaluate import make_plan
+from meshwright.profiler.tables import load_table
+
+
+def cluster(gbit_s: float, nodes: int = 8) -> Cluster:
+    device = Device(name="a100", memory_bytes=40 * 2**30)
+    return Cluster(
+        name="hosts",
+        nodes=tuple(Node(name=f"host{i}", devices=(device,)) for i in range(nodes)),
+        levels=(Level(name="inter", latency_s=50e-6, bytes_per_s=gbit_s * 1e9 / 8),),
+    )
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return load_table("vgg16")
+
+
+def test_a_slow_link_bounds_by_its_exchange(profile):
+    links = cluster(1)
+    plan = make_plan(profile, links, Goal(batch=256))
+    start = time.perf_counter()
+    found = bottleneck(plan, profile, links)
+    assert time.perf_counter() - start < 2  # a few hundredths where nothing else runs
+    assert (found.part, found.link) == ("exchange", "inter")
+    assert found.part_s == plan.prediction.exposed_s
+    assert found.step_s == plan.prediction.step_s
+    # what twice the bandwidth saves is what the same decisions take there
+    faster = with_bandwidth(links, "inter", links.levels[0].bytes_per_s)
+    assert found.faster_s == make_plan(profile, faster, Goal(batch=256)).prediction.step_s
+    assert found.faster_s < 0.6 * found.step_s
+    sentence = bound_sentence(found)
+    assert sentence.startswith("Bound by gradient exchange between nodes (")
+    assert "twice the bandwidth saves 3" in sentence
+    assert sentence.endswith(", or raise --batch.")
+
+
+def test_a_lossy_exchange_is_named_where_it_was_measured_and_not_allowed(profile):
+    links, goal = cluster(1), Goal(batch=256)
+    curve = FidelityProfile(exchange="topk", ratios=(0.01,), kept=(0.95,))
+    units = tuple(msgspec.structs.replace(unit, fidelity=(curve,)) for unit in profile.units)
+    measured = msgspec.structs.replace(profile, units=units)
+    plan = make_plan(measured, links, goal)
+    assert bound_sentence(bottleneck(plan, measured, links)).endswith(", or try --allow-lossy.")
+    lossy = msgspec.structs.replace(plan, goal=Goal(batch=256, allow_lossy=True, min_fidelity=0.9))
+    assert "--allow-lossy" not in bound_sentence(bottleneck(lossy, measured, links))
+
+
+def test_a_fast_link_leaves_computing(profile):
+    links = cluster(10_000)
+    plan = make_plan(profile, links, Goal(batch=512))
+    found = bottleneck(plan, profile, links)
+    assert found.part == "compute"
+    assert bound_sentence(found).startswith("Bound by computing (")
+    assert bound_sentence(found).endswith("more or faster devices shorten it.")
+
+
+def test_one_device_waits_for_nothing(profile):
+    device = Device(name="a100", memory_bytes=80 * 2**30)
+    alone = Cluster(name="one", nodes=(Node(name="host", devices=(device,)),), levels=())
+    found = bottleneck(make_plan(profile, alone, Goal(batch=32)), profile, alone)
+    assert (found.part, found.link, found.faster_s) == ("compute", None, None)
+    assert bound_sentence(found).endswith("): more or faster devices shorten it.")
+
+
+def test_what_memory_costs_is_said():
+    found = Bottleneck("compute", 0.8, 1.0, 0.3, "intra", 0.9)
+    assert bound_sentence(found) == (
+        "Bound by computing (800.00 ms of 1.00 s): 300.00 ms of it recomputes what memory has no "
+        "room for, twice the bandwidth inside nodes saves 100.00 ms, more or faster "
+        "devices shorten it."
+    )
+
+
+def test_blocking_communication_is_named_with_its_link():
+    found = Bottleneck("blocking", 0.5, 1.0, 0.0, "intra", 1.0)
+    assert bound_sentence(found) == (
+        "Bound by blocking communication inside nodes (500.00 ms of 1.00 s): twice the bandwidth "
+        "saves nothing."
+    )
