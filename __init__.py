@@ -47,40 +47,26 @@ __version__ = "0.1.0"
 
 _HOMES = {
     ".api": (
-        "auto_parallelize",
-        "compare",
-        "describe_cluster",
-        "explain",
-        "front",
-        "launch",
-        "multiplex",
-        "plan",
-        "probe",
-        "profile",
-        "sizes",
-        "verify",
+        "auto_parallelize compare describe_cluster explain front launch multiplex "
+        "plan probe profile sizes verify"
     ),
-    ".executor.launch.background": ("Background",),
-    ".cli.demonstration": ("demo",),
-    ".executor.gradients.feedback": ("Lossy",),
-    ".executor.micro": ("join", "micro_batches"),
+    ".executor.launch.background": "Background",
+    ".cli.demonstration": "demo",
+    ".executor.gradients.feedback": "Lossy",
+    ".executor.micro": "join micro_batches",
     ".executor.parallel": (
-        "exchange_state_dict",
-        "full_optimizer_state_dict",
-        "full_state_dict",
-        "load_exchange_state_dict",
-        "load_full_optimizer_state_dict",
-        "loss_weight",
+        "exchange_state_dict full_optimizer_state_dict full_state_dict "
+        "load_exchange_state_dict load_full_optimizer_state_dict loss_weight"
     ),
-    ".planner.schema.cluster": ("Cluster",),
-    ".planner.schema.errors": ("InfeasibleError", "InputError", "MeshwrightError", "RunError"),
-    ".planner.schema.goal": ("Goal",),
-    ".planner.schema.record": ("load", "save"),
-    ".planner.schema.plan": ("Plan",),
-    ".planner.schema.profile": ("ModelProfile",),
-    ".models.workload": ("Batch", "Workload"),
+    ".planner.schema.cluster": "Cluster",
+    ".planner.schema.errors": "InfeasibleError InputError MeshwrightError RunError",
+    ".planner.schema.goal": "Goal",
+    ".planner.schema.record": "load save",
+    ".planner.schema.plan": "Plan",
+    ".planner.schema.profile": "ModelProfile",
+    ".models.workload": "Batch Workload",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "Background",

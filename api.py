@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +22,9 @@ from .planner.explain.memory_timeline import MemoryTimeline
 from .planner.explain.what_if import Sizes
 from .planner.explain.why import Bottleneck, Explanation
 from .planner.multiplex.jobs import Assumptions
-from .planner.multiplex.report import ClusterReport
+from .planner.multiplex.report import ClusterReport, report
+from .planner.multiplex.simulation import simulate_plans
+from .planner.multiplex.trace import trace as trace_of
 from .planner.schema import cache
 from .planner.schema.cluster import Cluster
 from .planner.schema.errors import InputError
@@ -29,6 +32,7 @@ from .planner.schema.goal import Goal, make_goal
 from .planner.schema.pins import EARLY_RELEASE
 from .planner.schema.plan import Plan
 from .planner.schema.profile import ModelProfile
+from .planner.schema.record import write_whole
 from .planner.solve.problem import Problem, Relaxation
 from .planner.solve.request import (
     Schedules,
@@ -41,7 +45,7 @@ from .planner.solve.request import (
     problem_of,
     shown,
 )
-from .planner.solve.solver import settled, solve
+from .planner.solve.solver import expand_pins, solve
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +138,7 @@ def plan(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
-    found = solve(settled(problem), solver, time_limit_s).checked()
+    found = solve(expand_pins(problem), solver, time_limit_s).checked()
     cache.put(problem.profile)
     cache.put(cluster)
     return found
@@ -250,7 +254,7 @@ def front(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
-    return described_front(settled(problem), points, solver, time_limit_s)
+    return described_front(expand_pins(problem), points, solver, time_limit_s)
 
 
 def explain(
@@ -305,11 +309,26 @@ def multiplex(
     given they are found as for ``explain``. ``trace`` and ``plot`` are files to write. Raises
     ``InputError``.
     """
-    from .cli.render import multiplexing
+    for what, found in (("profiles", profiles), ("clusters", clusters)):
+        if found and len(found) != len(plans):
+            raise InputError(
+                f"{len(found)} {what} for {len(plans)} plans: name one for each plan, in their "
+                "order, or none"
+            )
+    jobs = [
+        (plan, *made_from(plan, profile, cluster))
+        for plan, profile, cluster in zip(
+            plans, profiles or repeat(None), clusters or repeat(None), strict=False
+        )
+    ]
+    run = simulate_plans(jobs, backgrounds, assumptions or Assumptions(), devices, horizon_s)
+    if trace is not None:
+        write_whole(trace, trace_of(run))
+    if plot is not None:
+        from .cli.render.multiplexing import plot_cluster
 
-    return multiplexing.multiplexed(
-        plans, backgrounds, profiles, clusters, assumptions, devices, horizon_s, trace, plot
-    )
+        plot_cluster(run, Path(plot))
+    return report(run)
 
 
 def compare(first: Plan, second: Plan) -> Comparison:
@@ -434,7 +453,6 @@ def auto_parallelize(
     Returns the same model object, the same optimizer object and the plan. Raises ``InputError`` or
     ``InfeasibleError``, the same on every rank.
     """
-    import torch
     import torch.distributed as dist
 
     from .executor.apply import apply
@@ -462,9 +480,11 @@ def auto_parallelize(
     chosen = together(lambda: given_plan(plan))
     if chosen is None:
         workload, samples = together(lambda: workload_of(model, example_inputs, loss))
+        ranks = dist.get_world_size()
+        batch = samples * ranks if global_batch_size is None else global_batch_size
         goal = together(
             lambda: make_goal(
-                samples * dist.get_world_size() if global_batch_size is None else global_batch_size,
+                batch,
                 memory_limit_bytes=memory_limit_bytes,
                 optimizer=optimizer_name(optimizer),
                 micro_batches=micro_batches,
@@ -473,32 +493,34 @@ def auto_parallelize(
                 min_fidelity=min_fidelity,
             )
         )
-        with torch.random.fork_rng():  # measuring draws random batches; the user's draws go on
-            forbidden = (EARLY_RELEASE,) if releases_not(optimizer) else ()
-            chosen = _make_plan(workload, goal, device, schedule, solver, time_limit_s, forbidden)
+        forbidden = (EARLY_RELEASE,) if releases_not(optimizer) else ()
+        chosen = _plan_on_ranks(
+            workload, goal, device, solver, time_limit_s, schedule=schedule, forbidden=forbidden
+        )
     settings = lossy if isinstance(lossy, Lossy) else None
     model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
     record_run(model_, optimizer_)
     return model_, optimizer_, chosen
 
 
-def _make_plan(
+def _plan_on_ranks(
     workload: Workload,
     goal: Goal,
     device: torch.device,
-    schedule: Schedules,
     solver: str,
     time_limit_s: float | None,
-    forbidden: Sequence[str],
+    **how: Any,
 ) -> Plan:
-    import torch.distributed as dist
+    """What rank 0 plans from what all ranks measure; collective."""
+    import torch
 
     from .executor.comm.agreement import rank_zero_decides
     from .profiler.sessions import batches_for, cluster_of_ranks, profile_on_ranks
 
-    profile = profile_on_ranks(workload, batches_for(goal, dist.get_world_size()), device)
-    cluster = cluster_of_ranks(device)
-    problem = problem_for(
-        profile, cluster, goal, CAPABILITY, schedule=schedule, forbidden=forbidden
-    )
-    return rank_zero_decides(lambda: solve(problem, solver, time_limit_s).checked())
+    # Measuring draws random batches. The user's own draws go on as if nothing had been measured.
+    with torch.random.fork_rng():
+        profile = profile_on_ranks(
+            workload, batches_for(goal, torch.distributed.get_world_size()), device
+        )
+        problem = problem_for(profile, cluster_of_ranks(device), goal, CAPABILITY, **how)
+        return rank_zero_decides(lambda: solve(problem, solver, time_limit_s).checked())

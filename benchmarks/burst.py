@@ -43,7 +43,7 @@ from meshwright.planner.multiplex.jobs import (
     Background,
     best_background,
     foreground,
-    model_beside,
+    shared_device_model,
 )
 from meshwright.planner.multiplex.report import report
 from meshwright.planner.multiplex.simulation import simulate_cluster
@@ -223,7 +223,7 @@ def peer(asked: Asked, given: Assumptions) -> Shared:
     """Data parallelism with the background in its gaps, with what suits it best in the memory that
     is left: its step may get longer."""
     within = asked.within
-    beside = model_beside(within.model, given.slowdown)
+    beside = shared_device_model(within.model, given.slowdown)
     return beside_of(
         "data parallel", beside, within.model.baseline, within.schedule, asked.background, given
     )
@@ -262,7 +262,7 @@ def solved(
         "model": name, "devices": model.world_size, "batch": BATCH, "link": link,
         "dp_samples_s": asked.plain.samples_per_s,
         "dp_with_background_samples_s": plain.foreground_samples_s,
-        "burst_alone_samples_s": BATCH / job.alone.step_s,
+        "burst_alone_samples_s": BATCH / job.unshared.step_s,
         "burst_samples_s": burst.foreground_samples_s,
         "background_samples_s": background,
         "background_share": share,

@@ -30,8 +30,8 @@ from meshwright.planner.cost.budget import unit_s
 from meshwright.planner.cost.cost import BUCKET_BYTES, CostModel
 from meshwright.planner.cost.step_time import barrier_step, priority_step
 from meshwright.planner.memory.unit_memory import MemoryModel
-from meshwright.planner.multiplex.gaps import share_beside
-from meshwright.planner.multiplex.jobs import Assumptions, Background, model_beside, slowed
+from meshwright.planner.multiplex.gaps import background_share
+from meshwright.planner.multiplex.jobs import Assumptions, Background, shared_device_model, slowed
 from meshwright.planner.multiplex.timeline import timelines
 from meshwright.planner.schema.capability import Capability
 from meshwright.planner.schema.errors import InputError
@@ -137,9 +137,9 @@ def beside_of(
     given: Assumptions,
 ) -> Shared:
     """What decisions reach with the background in their gaps on every device; ``beside`` is the
-    cost model of shared devices (``jobs.model_beside``)."""
+    cost model of shared devices (``jobs.shared_device_model``)."""
     step = timelines(beside, decisions, schedule)
-    own = sum(len(k.positions) * share_beside(k, step.step_s, given) for k in step.kinds)
+    own = sum(len(k.positions) * background_share(k, step.step_s, given) for k in step.kinds)
     return Shared(
         how,
         decisions,
@@ -162,7 +162,7 @@ def apart_of(
     so that nothing is slowed."""
     step = timelines(model, decisions, schedule)
     idle = [kind for kind in step.kinds if not kind.computing]
-    own = sum(len(k.positions) * share_beside(k, step.step_s, given) for k in idle)
+    own = sum(len(k.positions) * background_share(k, step.step_s, given) for k in idle)
     return Shared(
         f"{how}, apart" if idle else how,
         decisions,
@@ -244,7 +244,7 @@ def burst_beside(
     none keeps the limit, the fastest, without a background."""
     problem = problem.placed()
     model = _model(problem)
-    beside = model_beside(model, given.slowdown)
+    beside = shared_device_model(model, given.slowdown)
     fitting = {d: how for d, how in tried.items() if over_bytes(model, d) <= 0}
     rate = given.idle_speed * background.samples_per_s
     for start in _starts(beside, problem, fitting, rate, limit_s):

@@ -77,7 +77,7 @@ def plans(model: ModelProfile, cluster: Cluster, batch: int) -> tuple[Plan, Plan
         batch=batch, optimizer="momentum", objective="gpu_seconds",
         time_limit_s=plain.baseline.step_s,
     )  # fmt: skip
-    burst = solve(Problem(model, cluster, sparing, CAPABILITY, either=True), "auto", PLAN_S)
+    burst = solve(Problem(model, cluster, sparing, CAPABILITY, any_schedule=True), "auto", PLAN_S)
     plan = burst.checked()
     costs = CostModel(model, cluster, sparing, placement=plan.placement)
     decisions = decisions_of(plan)

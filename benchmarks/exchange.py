@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
-from meshwright.executor.gradients.order import Orders
+from meshwright.executor.gradients.order import Order, Orders
 from meshwright.executor.parallel import run_of
 from meshwright.models.workload import Batch
 from meshwright.planner.cost.step_time import priority_bound
@@ -86,7 +86,7 @@ def chosen_plan(model: ModelProfile, batch: int) -> Plan:
     """The planner's own lossless choice for the links as ``probe`` measures them. Collective."""
     cluster = probe(budget_s=PROBE_S)
     goal = Goal(batch=batch * dist.get_world_size(), optimizer="momentum")
-    problem = Problem(model, cluster, goal, searched(CAPABILITY), either=True)
+    problem = Problem(model, cluster, goal, searched(CAPABILITY), any_schedule=True)
     return rank_zero_decides(lambda: solve(problem, "auto", PLAN_S).checked())
 
 
@@ -129,7 +129,7 @@ def ablated(measured: Measured, batch: Batch, asked: dict[str, Any]) -> dict[str
         if not urgent:
             run = run_of(system.model)
             exchange = run.priority
-            exchange._orders = Orders(plan, urgent=False).start(exchange.grad_groups, run.control)
+            exchange._orders = Order(Orders(plan, urgent=False), exchange.grad_groups, run.control)
         predicted_s = simulated(measured.chain, measured.sizes, slice_bytes, urgent)
         row[f"{order}_{size}_predicted_s"] = slowest(predicted_s)
     return {**in_turns(systems, batch, asked["steps"], asked["rounds"]), **row}

@@ -25,7 +25,7 @@ from meshwright.planner.schema.options import Decisions, Option, feedbacks, segm
 from meshwright.planner.schema.plan import FeedbackPolicy, Plan
 from meshwright.planner.schema.profile import FidelityProfile, ModelProfile, UnitProfile
 from meshwright.planner.solve.evaluate import evaluation, make_plan
-from meshwright.planner.solve.heuristic.checkpointing import Recomputing
+from meshwright.planner.solve.heuristic.checkpointing import Checkpointing
 
 RANKS = 2
 RATIO = 0.01
@@ -111,7 +111,7 @@ class Chooser:
     profile: ModelProfile
     cluster: Cluster
     budget_bytes: int
-    _searches: dict[tuple[Common, int], Recomputing] = field(default_factory=dict)
+    _searches: dict[tuple[Common, int], Checkpointing] = field(default_factory=dict)
     _least: dict[tuple[Common, int], Chosen] = field(default_factory=dict)
 
     def commons(self, variant: Variant, micro_batches: int = 1) -> Iterator[Common]:
@@ -178,7 +178,7 @@ class Chooser:
         done = evaluation(model, decisions, schedule="priority").prediction
         return Chosen(common, batch, decisions, max(done.peak_bytes), done.step_s)
 
-    def _search(self, common: Common, batch: int) -> Recomputing:
+    def _search(self, common: Common, batch: int) -> Checkpointing:
         """What may be recomputed where the rest is decided."""
         key = common, batch
         if key not in self._searches:
@@ -188,7 +188,7 @@ class Chooser:
                 bucket_bytes=SLICE_BYTES, sliced=True,
             )  # fmt: skip
             decisions = [_option(common, unit) for unit in self.profile.units]
-            self._searches[key] = Recomputing(model, decisions, CAPABILITY)
+            self._searches[key] = Checkpointing(model, decisions, CAPABILITY)
         return self._searches[key]
 
     def _goal(self, common: Common, batch: int) -> Goal:

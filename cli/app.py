@@ -22,8 +22,8 @@ from .probe import probe
 from .profile import profile
 from .verify import verify
 
+# The exit code of a command that Ctrl-C ended: 128 + SIGINT, as shells have it.
 STOPPED = 130
-"""The exit code of a command that Ctrl-C ended: 128 + SIGINT, as shells have it."""
 
 app = typer.Typer(
     name="meshwright",

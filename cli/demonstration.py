@@ -23,19 +23,19 @@ from ..planner.schema.plan import Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import Record, Seconds, save
 from ..planner.solve.evaluate import make_plan
-from .render.comparisons import figures_rows, verification_table
+from .render.comparisons import measured_rows, verification_table
 from .render.documents import cluster_table, decision_table, gain, prediction_table, units_table
-from .render.table import figures_table
+from .render.table import filled_table
 
 TARGET = "cnn-digits"
 RANKS = 2
 BATCH = 128
+# Ten passes over the 1437 pictures: twice what reaches 95% of the test pictures in one process.
 STEPS = 110
-"""Ten passes over the 1437 pictures: twice what reaches 95% of the test pictures in one process."""
+# What the training must reach, or the demo has failed.
 ACCURACY = 0.9
-"""What the training must reach, or the demo has failed."""
+# For each part: far more than it takes, so that nothing hangs for ever.
 TIMEOUT_S = 300.0
-"""For each part: far more than it takes, so that nothing hangs for ever."""
 
 RecordT = TypeVar("RecordT", bound=Record)
 Say = Callable[[RenderableType], None]
@@ -51,7 +51,7 @@ class DemoReport(Record, frozen=True, kw_only=True):
     data_parallel: RunReport
 
 
-def demo(folder: str | Path | None = None, *, say: Say = lambda shown: None) -> DemoReport:
+def demo(folder: str | Path | None = None, *, say: Say = lambda text: None) -> DemoReport:
     """Profiles, probes, plans, verifies and trains ``cnn-digits`` on two processes of this machine.
 
     Its files are kept in ``folder`` (new; by default under ``runs``); ``say`` is given the tables
@@ -70,8 +70,8 @@ def demo(folder: str | Path | None = None, *, say: Say = lambda shown: None) -> 
     say(units_table(profile))
     say(f"3. How to train it with {BATCH} samples a step (meshwright plan)")
     plan, plain = _plans(profile, cluster, say)
-    for noun, name in ((cluster, "cluster"), (profile, "profile"), (plan, "plan")):
-        save(noun, kept / f"{name}.json")
+    for document, name in ((cluster, "cluster"), (profile, "profile"), (plan, "plan")):
+        save(document, kept / f"{name}.json")
     save(plain, kept / "data-parallel.json")
     say("4. The plan's training equals one process's (meshwright verify)")
     verification = _task(Task(name="verify"), Verification, plan)
@@ -137,10 +137,10 @@ def _plans(profile: ModelProfile, cluster: Cluster, say: Say) -> tuple[Plan, Pla
 def _result(report: DemoReport) -> RenderableType:
     rows: list[tuple[str, ...]] = []
     for title, run in (("planned", report.planned), ("data parallel", report.data_parallel)):
-        rows += [(f"{title}: {what.strip()}", *rest) for what, *rest in figures_rows(run)]
+        rows += [(f"{title}: {what.strip()}", *rest) for what, *rest in measured_rows(run)]
         rows.append((f"{title}: test accuracy", "", _percent(run), ""))
     headings = ("", "predicted", "measured", "ratio")
-    return figures_table(f"{TARGET} on {RANKS} ranks, {STEPS} steps", headings, rows)
+    return filled_table(f"{TARGET} on {RANKS} ranks, {STEPS} steps", headings, rows)
 
 
 def _percent(run: RunReport) -> str:

@@ -9,12 +9,13 @@ import typer
 
 from ..planner.multiplex.jobs import Assumptions
 from ..planner.schema.cluster import Cluster
+from ..planner.schema.errors import InputError
 from ..planner.schema.plan import Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load
 from .options import Json, out
 from .output import check_out, deliver, note
-from .render.multiplexing import assumptions_of, cluster_tables
+from .render.multiplexing import cluster_tables
 from .render.plots import check_plots
 from .values import duration, number, whole
 
@@ -86,7 +87,7 @@ def multiplex(
         [load(ModelProfile, path) for path in background or ()],
         profiles=[load(ModelProfile, path) for path in profile or ()],
         clusters=[load(Cluster, path) for path in cluster or ()],
-        assumptions=assumptions_of(
+        assumptions=_assumptions(
             slowdown=slowdown,
             piece_s=piece,
             switch_s=switch,
@@ -101,3 +102,13 @@ def multiplex(
     for path in (trace, plot):
         note(f"written to {path}" if path else None)
     deliver(found, out_, json, *cluster_tables(found))
+
+
+def _assumptions(**given: float) -> Assumptions:
+    """The assumptions of those values; raises ``InputError`` for one that cannot be."""
+    if not 1 <= given["slowdown"] < float("inf"):
+        raise InputError(f"a slowdown of {given['slowdown']:g} is no slowdown: give at least 1")
+    for name in ("idle_speed", "communicating_speed"):
+        if not 0 <= given[name] <= 1:
+            raise InputError(f"a background's speed of {given[name]:g} is no share: give 0 to 1")
+    return Assumptions(**given)

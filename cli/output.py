@@ -26,15 +26,15 @@ def check_out(path: Path | None) -> None:
         raise InputError(f"cannot write {path}: no permission in {folder}; name another folder")
 
 
-def deliver(record: Record, path: Path | None, json: bool, *shown: RenderableType) -> None:
-    """Writes a result where it was asked for, and prints it: JSON, or what is ``shown``."""
+def deliver(record: Record, path: Path | None, json: bool, *parts: RenderableType) -> None:
+    """Writes a result where it was asked for, and prints it: JSON, or its ``parts``."""
     if path is not None:
         save(record, path)
     if json:
         sys.stdout.write(encode(record).decode())
         return
     screen = console()
-    for part in shown:
+    for part in parts:
         screen.print(part)
     if path is not None:
         screen.print(f"written to {path}")

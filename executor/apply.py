@@ -30,7 +30,7 @@ from .gradients.reshard import install_chunks
 from .gradients.sharded import shard
 from .headroom import check_headroom, watch_memory
 from .memory.install import check_memory, install_memory
-from .mismatch import check_state
+from .mismatch import check_optimizer_state
 from .optimizer import state as optimizers
 from .optimizer.lazy import releases_not
 from .parallel import ModelT, adopt, is_parallel
@@ -69,7 +69,7 @@ def apply(
     _agree(run, model)
     check_headroom(run, model, optimizer)
     if run.world.rank == 0:
-        check_state(optimizer, plan)
+        check_optimizer_state(optimizer, plan)
     everything = [*model.parameters(), *model.buffers()]
     broadcast(everything, run.world.likes[1], run.watch, "the broadcast of rank 0's parameters")
     shards = divide(model, run)

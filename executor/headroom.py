@@ -1,4 +1,8 @@
-"""Whether what a plan needs is free, before its first step; and what to say when it was not."""
+"""Whether what a plan needs is free, before its first step; and what to say when it was not.
+
+What a plan needs is the largest point of its timeline (see [Note: The memory timeline] in
+planner/memory/timeline.py).
+"""
 
 from __future__ import annotations
 
@@ -111,8 +115,9 @@ def overflowed(error: BaseException) -> bool:
 
 
 class _Watched(NamedTuple):
-    """The run that was applied last; nothing is kept alive for it."""
+    """The run that was applied last."""
 
+    # Weak: a run that its user has dropped must not keep its model's memory.
     run: weakref.ref[Run]
     model: weakref.ref[nn.Module]
     optimizer: weakref.ref[Optimizer] | None
@@ -127,15 +132,16 @@ def watch_memory(run: Run, model: nn.Module, optimizer: Optimizer | None) -> Non
     if _watched is None:
         before = sys.excepthook
 
-        def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        def explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             before(kind, error, trace)
-            told = account(error) if overflowed(error) else None
-            if told is not None:
-                print("\n  ".join([told.sentence, *told.details, told.remedy]), file=sys.stderr)
+            found = account(error) if overflowed(error) else None
+            if found is not None:
+                print("\n  ".join([found.sentence, *found.details, found.remedy]), file=sys.stderr)
 
-        sys.excepthook = tell
-    held = weakref.ref(optimizer) if optimizer is not None else None
-    _watched = _Watched(weakref.ref(run), weakref.ref(model), held)
+        # A hook rather than an except clause: the loop is the user's.
+        sys.excepthook = explain
+    optimizer_ref = weakref.ref(optimizer) if optimizer is not None else None
+    _watched = _Watched(weakref.ref(run), weakref.ref(model), optimizer_ref)
 
 
 class Account(NamedTuple):
@@ -156,17 +162,15 @@ def account(error: BaseException) -> Account | None:
         return None
     optimizer = _watched.optimizer() if _watched.optimizer is not None else None
     plan = run.plan
-    limit = _allowed(error, plan)
+    first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    # The limit to plan with: the budget that was passed, else a tenth less than was needed.
+    limit = error.limit_bytes if isinstance(error, OverBudgetError) else less_than(plan)
     return Account(
-        f"rank {run.world.rank} ran out of memory: {_first_line(error)}",
-        (*forecast(plan), *_held(model, optimizer)),
+        f"rank {run.world.rank} ran out of memory: {first_line}",
+        (*forecast(plan), *_in_memory(model, optimizer)),
         f"a plan that needs less: {command(plan, limit)}",
         limit,
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def forecast(plan: Plan) -> tuple[str, ...]:
@@ -185,36 +189,29 @@ def forecast(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _held(model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]:
+def _in_memory(model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]:
     """What is in memory now as far as it has names, and the largest of it."""
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    held = {
-        "weights": sum(map(_held_of, model.parameters())) + _bytes(model.buffers()),
+    now = {
+        "weights": sum(map(_parameter_bytes, model.parameters())) + _bytes(model.buffers()),
         "optimizer state": _bytes(_state(optimizer)),
         "weight gradients": _bytes(gradients.values()),
     }
     largest = sorted(model.named_parameters(), key=lambda item: -_bytes([item[1]]))[:3]
     names = ", ".join(f"{name} {_mib(_bytes([p]))}" for name, p in largest)
     return (
-        "held now: " + ", ".join(f"{k} {_mib(n)}" for k, n in held.items()),
+        "held now: " + ", ".join(f"{k} {_mib(n)}" for k, n in now.items()),
         f"largest parameters: {names}",
     )
 
 
-def _held_of(parameter: nn.Parameter) -> int:
+def _parameter_bytes(parameter: nn.Parameter) -> int:
     """Bytes of a parameter that are in memory now. Waits for nothing."""
     param = sharded_param(parameter)
     if param is None:
         return _bytes([parameter])
     whole = bare(parameter).untyped_storage().nbytes()
     return whole + _bytes([param.grad_group.chunks[param.entry]])
-
-
-def _allowed(error: BaseException, plan: Plan) -> int:
-    """The limit to plan with: the budget that was passed, else a tenth less than was needed."""
-    if isinstance(error, OverBudgetError):
-        return error.limit_bytes
-    return less_than(plan)
 
 
 def less_than(plan: Plan) -> int:

@@ -27,7 +27,7 @@ def state_copies(optimizer: Optimizer) -> int | None:
     return STATE_COPIES[name] + max(more, default=0)
 
 
-def check_state(optimizer: Optimizer | None, plan: Plan) -> None:
+def check_optimizer_state(optimizer: Optimizer | None, plan: Plan) -> None:
     """Warns where the optimizer keeps more than a plan under a memory limit was made for."""
     kept = state_copies(optimizer) if optimizer is not None else None
     if kept is None or plan.goal.memory_limit_bytes is None or kept <= plan.goal.state_copies:
@@ -44,7 +44,7 @@ def _values(count: int) -> str:
     return f"{count} value" if count == 1 else f"{count} values"
 
 
-class Pieces:
+class MicroBatchCheck:
     """Whether batches are cut as the plan asks for to keep its memory limit."""
 
     def __init__(self, plan: Plan) -> None:

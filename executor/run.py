@@ -51,7 +51,7 @@ from .gradients.order import Orders
 from .gradients.priority import PriorityExchange, topk_state_of
 from .gradients.sharded import flat_shard_spec
 from .memory.regions import Regions
-from .mismatch import Pieces
+from .mismatch import MicroBatchCheck
 from .optimizer.lazy import LazySteps
 from .redistribution.bursts import Bursts
 from .redistribution.cache import RedistributionCache
@@ -96,7 +96,7 @@ class Run:
         self.flat_shards: dict[nn.Parameter, FlatShardSpec] = {}
         self.regions = Regions()
         self.weight_next: Weight | None = None
-        self._pieces = Pieces(plan)
+        self._pieces = MicroBatchCheck(plan)
         self._number = 0
         self._buffers: list[Tensor] = []
         self._all_entries: list[GradParam] = []

@@ -1,4 +1,5 @@
-"""Drives the exchange of gradients through each backward.
+"""Drives the exchange of gradients through each backward (steps 1 to 4 of [Note: From backward to
+the next forward] in executor/run.py).
 
 What is averaged is all that has accumulated in ``grad``, as under DDP. An earlier average is equal
 on all ranks, so averaging it again leaves it as it is: several backwards before one step, gradients
@@ -9,19 +10,19 @@ degree first; the average over the G peers is then the average over all G·degre
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 
 from ..planner.schema.errors import RunError
 from .comm.control import Control, Gathered
 from .forward import Forward
 from .gradients.buckets import Exchange, GradParam
+from .gradients.pending import weakly
 
 
 class GradientSynchroniser:
@@ -58,37 +59,23 @@ class GradientSynchroniser:
         self._exchanged, self._backwards = exchanged, 0
         self._hooks = [h for entry in self.params for h in self._attach(entry)]
         if anchor is not None:
-            self._hooks.append(self._attach_anchor(anchor))
+            leaf: Any = anchor
+            reach = weakly(self._reach_anchor)
+            self._hooks.append(leaf.register_post_accumulate_grad_hook(_clear_grad))
+            self._hooks.append(leaf.register_post_accumulate_grad_hook(reach))
 
     def _attach(self, entry: GradParam) -> list[Any]:
-        # Weak: Python's garbage collector does not see through the hooks of a parameter. Were they
-        # to hold this object, which holds the parameter, nothing of a run would ever be freed.
-        self_ref, entry_ref = weakref.ref(self), weakref.ref(entry)
-
-        def ready(_: nn.Parameter) -> None:
-            synchroniser, entry = self_ref(), entry_ref()
-            if synchroniser is not None and entry is not None:
-                synchroniser._ready(entry)
-
         parameter: Any = entry.parameter  # torch has not typed its hooks
+        ready = weakly(self._ready, entry)
         hooks = [parameter.register_post_accumulate_grad_hook(ready)]
         if entry.divisor != 1:  # before it is accumulated, as what is in ``grad`` may be averages
             divide = partial(_divide, entry.divisor, entry.degree > 1)
             hooks.append(parameter.register_hook(divide))
         return hooks
 
-    def _attach_anchor(self, anchor: Tensor) -> Any:
-        self_ref = weakref.ref(self)
-
-        def reached(leaf: Tensor) -> None:
-            leaf.grad = None
-            synchroniser = self_ref()
-            if synchroniser is not None:
-                synchroniser._begin(synchroniser._latest())
-                synchroniser._anchored = True
-
-        leaf: Any = anchor
-        return leaf.register_post_accumulate_grad_hook(reached)
+    def _reach_anchor(self) -> None:
+        self._begin(self._latest())
+        self._anchored = True
 
     @property
     def exposed_s(self) -> float:
@@ -205,6 +192,10 @@ class GradientSynchroniser:
                 "from the model's output, where their weight enters: return what the loss needs "
                 "from forward, in tensors, tuples, dicts or dataclasses"
             )
+
+
+def _clear_grad(leaf: Tensor) -> None:
+    leaf.grad = None
 
 
 def _divide(divisor: float, exclusive: bool, gradient: Tensor | None) -> Tensor | None:

@@ -9,13 +9,13 @@ from rich.table import Table
 
 from ...planner.explain.compare import Comparison
 from ...planner.schema.text import seconds, size
-from .table import figures_table
+from .table import filled_table
 
 if TYPE_CHECKING:  # these load torch
     from ...executor.launch.report import BackgroundFigures, RunReport
     from ...executor.launch.verify import Verification
 
-_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_s": ("step time", seconds),
     "compute_s": ("  computing", seconds),
     "blocking_s": ("  blocking communication", seconds),
@@ -29,6 +29,7 @@ _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
 }
 
 
+# What people call the settings that a Comparison names by their fields.
 SETTINGS = {
     "target": "model",
     "world_size": "ranks",
@@ -54,7 +55,6 @@ SETTINGS = {
     "goal.pins": "pins",
     "goal.all_layouts": "all layouts tried",
 }
-"""What people call the settings that a ``Comparison`` names by their fields."""
 _NO_VALUE = {
     "goal.memory_limit_bytes": "the device's own",
     "goal.slice_bytes": "not given",
@@ -80,75 +80,72 @@ def _shown(name: str, text: str) -> str:
 
 def comparison_tables(found: Comparison, first: str, second: str) -> list[Table | str]:
     """What two plans predict, and where they differ."""
-    shown: list[Table | str] = []
+    parts: list[Table | str] = []
     rows = []
     for figure in found.figures:
-        name, show = _FIGURES.get(figure.name, (figure.name, str))
+        name, show = QUANTITIES.get(figure.name, (figure.name, str))
         by = f"{figure.second / figure.first:.2f}" if figure.first else ""
         rows.append((name, show(figure.first), show(figure.second), by))
-    shown.append(figures_table("Predicted for one step", ("", first, second, "ratio"), rows))
+    parts.append(filled_table("Predicted for one step", ("", first, second, "ratio"), rows))
     if found.settings:
         settings = [
             (SETTINGS.get(name, name), _setting(name, mine), _setting(name, theirs))
             for name, mine, theirs in found.settings
         ]
-        shown.append(figures_table("Settings", ("", first, second), settings))
+        parts.append(filled_table("Settings", ("", first, second), settings))
     if found.units:
         differing = [
             (u.name, u.first or "-", u.second or "-", seconds(u.first_s), seconds(u.second_s))
             for u in found.units
         ]
         headings = ("unit", first, second, "costs", "costs")
-        shown.append(figures_table("Units decided differently", headings, differing))
+        parts.append(filled_table("Units decided differently", headings, differing))
     else:
-        shown.append("All units are decided alike.")
+        parts.append("All units are decided alike.")
     if not found.same_model:
-        shown.append("The plans are of different models.")
+        parts.append("The plans are of different models.")
     elif not found.same_cluster:
-        shown.append("The plans are for different clusters.")
-    return shown
+        parts.append("The plans are for different clusters.")
+    return parts
 
 
-def figures_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
+def measured_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
     """(what, predicted, measured, measured over predicted) as texts."""
     rows = []
-    for what, name, show in _MEASURED:
-        guess, found = getattr(report.predicted, name), getattr(report.measured, name)
+    for name in ("step_s", "blocking_s", "exposed_s", "peak_bytes"):
+        predicted, measured = getattr(report.predicted, name), getattr(report.measured, name)
         if name == "step_s" and report.background is not None:
-            rows += _beside_background(report, report.background)
-            continue
-        rows.append(_beside(what, guess, found, show))
+            rows += _step_with_background(report, report.background)
+        else:
+            rows.append(_predicted_and_measured(*QUANTITIES[name], predicted, measured))
     return rows
 
 
-def _beside(
-    what: str, guess: float | None, found: float | None, show: Callable[[float], str]
+def _predicted_and_measured(
+    what: str, show: Callable[[float], str], predicted: float | None, measured: float | None
 ) -> tuple[str, str, str, str]:
-    ratio = f"{found / guess:.2f}" if found and guess else ""
-    first, second = ("-" if v is None else show(v) for v in (guess, found))
+    ratio = f"{measured / predicted:.2f}" if measured and predicted else ""
+    first, second = ("-" if v is None else show(v) for v in (predicted, measured))
     return what, first, second, ratio
 
 
-def _beside_background(
+def _step_with_background(
     report: RunReport, job: BackgroundFigures
 ) -> list[tuple[str, str, str, str]]:
-    """The step while the background job was held, which is what a plan predicts; and the mean of
+    """The step while the background job was stopped, which is what a plan predicts; and the mean of
     all, which is what its limit is about."""
-    held = job.undisturbed_s if job.steps else None
-    mean_s = job.undisturbed_s * job.slowdown if job.steps else None
-    times = f" ({job.slowdown:.2f} times that, limit {job.limit:g})" if job.steps else ""
+    first, second = "step time, background job held", "  with it, on average"
+    if not job.steps:
+        return [
+            _predicted_and_measured(first, seconds, report.predicted.step_s, None),
+            _predicted_and_measured(second, seconds, None, None),
+        ]
+    second += f" ({job.slowdown:.2f} times that, limit {job.limit:g})"
+    mean_s = job.undisturbed_s * job.slowdown
     return [
-        _beside("step time, background job held", report.predicted.step_s, held, seconds),
-        _beside(f"  with it, on average{times}", None, mean_s, seconds),
+        _predicted_and_measured(first, seconds, report.predicted.step_s, job.undisturbed_s),
+        _predicted_and_measured(second, seconds, None, mean_s),
     ]
-
-
-_MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("step time", "step_s", seconds),
-    ("  blocking communication", "blocking_s", seconds),
-    ("  exposed gradient exchange", "exposed_s", seconds),
-    ("peak memory of a rank", "peak_bytes", size),
-)
 
 
 def measured_table(report: RunReport) -> Table:
@@ -158,7 +155,7 @@ def measured_table(report: RunReport) -> Table:
         "first ones"
     )
     headings = ("", "predicted", "measured", "ratio")
-    return figures_table(title, headings, figures_rows(report))
+    return filled_table(title, headings, measured_rows(report))
 
 
 def verification_table(found: Verification) -> Table:
@@ -176,4 +173,4 @@ def verification_table(found: Verification) -> Table:
         )
         for d in found.deviations
     ]
-    return figures_table(title, headings, rows)
+    return filled_table(title, headings, rows)

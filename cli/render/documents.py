@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import groupby
 
 from rich.table import Table
@@ -13,6 +12,7 @@ from ...planner.schema.cluster import Cluster, Node
 from ...planner.schema.plan import Plan, Prediction, UnitPlan
 from ...planner.schema.profile import ModelProfile, UnitProfile
 from ...planner.schema.text import gap_text, rate, seconds, size
+from .comparisons import QUANTITIES
 from .folding import fold as folded
 from .folding import unfolded
 from .table import empty_table, names_of
@@ -67,8 +67,8 @@ def bound_sentence(found: Bottleneck) -> str:
 
 
 LINK_NAMES = {"inter": "between nodes", "intra": "inside nodes"}
+# Recomputing that takes less of the step is not mentioned.
 RECOMPUTED = 0.02
-"""Recomputing that takes less of the step is not mentioned."""
 
 
 def single_device_sentence(single_device_s: float, ranks: int) -> str:
@@ -79,10 +79,10 @@ def single_device_sentence(single_device_s: float, ranks: int) -> str:
     )
 
 
+# A gap up to which a plan is said to be the best: what solvers take for none.
 EXACT = 1e-4
-"""A gap up to which a plan is said to be the best: what solvers take for none."""
+# Of two figures that differ by less, both read the same.
 SEEN = 0.005
-"""Of two figures that differ by less, both read the same."""
 
 
 def _proof(plan: Plan) -> str:
@@ -116,11 +116,11 @@ def _proof(plan: Plan) -> str:
     )
 
 
+# What the last column of the decisions adds up.
 COMMUNICATION = (
     "comm.: waiting for inputs and inside the unit, both ways, and the whole exchange of its "
     "gradients, of which computing may hide a part"
 )
-"""What the last column of the decisions adds up."""
 
 
 IN_BLOCKS = "rows inside a block are of one of its equal layers, on average"
@@ -172,10 +172,25 @@ def _decision(unit: UnitPlan) -> tuple[str, ...]:
     return (str(unit.layout), style, *policy_words(unit), *segment_words(unit))
 
 
+# The parts of a prediction that are printed, in this order.
+PREDICTED = (
+    "step_s", "compute_s", "blocking_s", "exposed_s", "samples_per_s", "wire_bytes", "peak_bytes",
+)  # fmt: skip
+
+
+def _quantity(prediction: Prediction, name: str) -> float:
+    """A predicted quantity; of those that differ by rank the largest."""
+    value: float | tuple[int, ...] = getattr(prediction, name)
+    return max(value, default=0) if isinstance(value, tuple) else value
+
+
 def prediction_table(plan: Plan) -> Table:
     """The predicted step, part by part, beside plain data parallelism."""
     table = empty_table("Predicted for one step", ("", "this plan", "data parallel"))
-    rows = prediction_rows(plan.prediction, plan.baseline)
+    rows = []
+    for name in PREDICTED:
+        what, show = QUANTITIES[name]
+        rows.append((what, *(show(_quantity(p, name)) for p in (plan.prediction, plan.baseline))))
     if plan.goal.background:
         times = plan.goal.slowdown
         slowed, theirs = (seconds(p.step_s * times) for p in (plan.prediction, plan.baseline))
@@ -183,20 +198,6 @@ def prediction_table(plan: Plan) -> Table:
     for name, left, right in rows:
         table.add_row(name, left, right)
     return table
-
-
-def prediction_rows(first: Prediction, second: Prediction) -> list[tuple[str, str, str]]:
-    """(what, first, second) as texts."""
-    figures: list[tuple[str, Callable[[Prediction], str]]] = [
-        ("step time", lambda p: seconds(p.step_s)),
-        ("  computing", lambda p: seconds(p.compute_s)),
-        ("  blocking communication", lambda p: seconds(p.blocking_s)),
-        ("  exposed gradient exchange", lambda p: seconds(p.exposed_s)),
-        ("samples per second", lambda p: f"{p.samples_per_s:,.0f}"),
-        ("sent by the busiest rank", lambda p: size(p.wire_bytes)),
-        ("peak memory of a rank", lambda p: size(max(p.peak_bytes, default=0))),
-    ]
-    return [(name, show(first), show(second)) for name, show in figures]
 
 
 def units_table(profile: ModelProfile, *, fold: bool = True) -> Table:

@@ -13,10 +13,11 @@ from ...planner.explain.why import Alternative, Explanation, LimitUse, UnitExpla
 from ...planner.schema.text import seconds, size
 from .folding import fold as folded
 from .folding import unfolded
-from .table import empty_table, figures_table, names_of
+from .table import empty_table, filled_table, names_of
 
+# A saving below this share of the step is none: solvers stop at a gap, and sums are rounded.
 NEGLIGIBLE = 1e-3
-"""A saving below this share of the step is none: solvers stop at a gap, and sums are rounded."""
+# What people call the limits of a goal.
 LIMITS = {
     "memory_limit_bytes": "memory",
     "amplification_limit": "device time of a step",
@@ -25,7 +26,6 @@ LIMITS = {
     "min_fidelity": "gradient energy not sent",
     "pins": "pins",
 }
-"""What people call the limits of a goal."""
 
 
 FOLDED = (
@@ -39,15 +39,15 @@ def explanation_tables(
 ) -> list[Table | str]:
     """Each unit's cost and what its alternatives would give, then what binds, then what more of
     anything would buy (of the ``objective`` of the goal)."""
-    shown: list[Table | str] = [_units(found, fold=fold), *_words(found)]
+    parts: list[Table | str] = [_units(found, fold=fold), *_words(found)]
     if found.device_time.alone_s:
-        shown.append(_device_time(found.device_time))
+        parts.append(_device_time(found.device_time))
     if len(found.limits) > 1:
         rows = [_limit(use) for use in found.limits]
-        shown.append(figures_table("Limits", ("", "used", "allowed", ""), rows))
+        parts.append(filled_table("Limits", ("", "used", "allowed", ""), rows))
     if found.gains:
-        shown += [_gains(found.gains, objective)]
-    return shown
+        parts += [_gains(found.gains, objective)]
+    return parts
 
 
 def _units(found: Explanation, *, fold: bool) -> Table:
@@ -166,7 +166,7 @@ def _device_time(found: DeviceTime) -> Table:
         for what, part in parts
         if abs(part) > NEGLIGIBLE * found.used_s
     ]
-    return figures_table("Device time of a step (amplification)", ("", "seconds", "share"), rows)
+    return filled_table("Device time of a step (amplification)", ("", "seconds", "share"), rows)
 
 
 def _limit(use: LimitUse) -> tuple[str, str, str, str]:
@@ -193,4 +193,4 @@ def _gains(gains: Sequence[Gain], objective: str) -> Table:
         times = seconds(gain.before_s), seconds(gain.after_s)
         rows.append((gain.change, *times, saved, gain.method))
     headings = ("", f"{what} now", "then", "saves", "known by")
-    return figures_table(f"What more would buy ({what} by the formula)", headings, rows)
+    return filled_table(f"What more would buy ({what} by the formula)", headings, rows)

@@ -19,12 +19,12 @@ UnitT = TypeVar("UnitT")
 # Code between modules is numbered through the whole model, so its number says nothing about the
 # layer that it lies in: it is counted to the module of the unit before it.
 GLUE = re.compile(r"@\w+\.\d+")
+# So many ranges of numbers a block's name holds; the rest is only counted.
 LISTED = 5
-"""So many ranges of numbers a block's name holds; the rest is only counted."""
+# A layer that no other equals has a heading of its own from so many rows on.
 HEADED = 3
-"""A layer that no other equals has a heading of its own from so many rows on."""
+# Layers that take more rows than this when equal ones are put together are left in order.
 MOST = 200
-"""Layers that take more rows than this when equal ones are put together are left in order."""
 
 
 class Row(NamedTuple, Generic[UnitT]):

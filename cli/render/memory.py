@@ -16,16 +16,16 @@ from .table import empty_table
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 WIDTH = 22
+# A table of more moments shows the fullest of every few.
 SHOWN = 24
-"""A table of more moments shows the fullest of every few."""
 
 
 def memory_tables(found: MemoryTimeline, *, fold: bool = True) -> list[Table | str]:
     """Each different timeline as a table, and a sentence on its peak."""
-    shown: list[Table | str] = []
+    parts: list[Table | str] = []
     for one in found.timelines:
-        shown += [_table(found.target, one, fold=fold), _sentence(one)]
-    return shown
+        parts += [_table(found.target, one, fold=fold), _sentence(one)]
+    return parts
 
 
 def _table(target: str, one: RankTimeline, *, fold: bool) -> Table:

@@ -1,114 +1,23 @@
-"""``multiplex``: plans and background jobs on one cluster, as tables, a plot and a trace."""
+"""``multiplex``: plans and background jobs on one cluster, as tables and a plot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from ...planner.explain.why import check_belongs
 from ...planner.multiplex.gaps import Interval
-from ...planner.multiplex.jobs import Assumptions, Background, best_background, foreground_of
-from ...planner.multiplex.report import ClusterReport, report, utilisation
-from ...planner.multiplex.simulation import ClusterRun, DeviceClass, simulate_cluster
-from ...planner.multiplex.trace import devices_of, trace
-from ...planner.schema.cluster import Cluster
-from ...planner.schema.errors import InputError
-from ...planner.schema.plan import Plan
-from ...planner.schema.profile import ModelProfile
-from ...planner.schema.record import write_whole
+from ...planner.multiplex.report import ClusterReport, utilisation
+from ...planner.multiplex.simulation import ClusterRun, DeviceClass
+from ...planner.multiplex.trace import devices_of
 from ...planner.schema.text import seconds
-from ...planner.solve.evaluate import decisions_of
-from ...planner.solve.request import made_from
 from .plots import figure_in
-from .table import figures_table
+from .table import filled_table
 
 COLOURS = {"foreground": "#1f5fa8", "communication": "#f0a030", "background": "#8cc08c"}
+# Steps of the longest job that the map shows.
 SHOWN_STEPS = 2.0
-"""Steps of the longest job that the map shows."""
-
-
-def run_plans(
-    plans: Sequence[tuple[Plan, ModelProfile, Cluster]],
-    backgrounds: Sequence[ModelProfile],
-    given: Assumptions,
-    devices: int | None,
-    horizon_s: float | None,
-) -> ClusterRun:
-    """The plans side by side on ``devices`` (default: as many as they need together), and the
-    background models, dealt to all devices in turn, in what they leave idle."""
-    if not plans:
-        raise InputError("no plan to simulate: name at least one plan's file")
-    slowdown = given.slowdown if backgrounds else 1.0
-    jobs = []
-    for plan, profile, cluster in plans:
-        check_belongs(plan, profile, cluster)
-        jobs.append(foreground_of(plan, profile, cluster, decisions_of(plan), slowdown))
-    count = sum(job.devices for job in jobs) if devices is None else devices
-    held = max(job.beside.peak_bytes for job in jobs)
-    made = _backgrounds(plans, backgrounds, held, count)
-    return simulate_cluster(count, jobs, made, given, horizon_s)
-
-
-def multiplexed(
-    plans: Sequence[Plan],
-    backgrounds: Sequence[ModelProfile],
-    profiles: Sequence[ModelProfile],
-    clusters: Sequence[Cluster],
-    given: Assumptions | None,
-    devices: int | None,
-    horizon_s: float | None,
-    trace_file: str | Path | None,
-    plot_file: str | Path | None,
-) -> ClusterReport:
-    """What ``api.multiplex`` does."""
-    for what, found in (("profiles", profiles), ("clusters", clusters)):
-        if found and len(found) != len(plans):
-            raise InputError(
-                f"{len(found)} {what} for {len(plans)} plans: name one for each plan, in their "
-                "order, or none"
-            )
-    jobs = []
-    for i, plan in enumerate(plans):
-        profile = profiles[i] if profiles else None
-        jobs.append((plan, *made_from(plan, profile, clusters[i] if clusters else None)))
-    run = run_plans(jobs, backgrounds, given or Assumptions(), devices, horizon_s)
-    if trace_file is not None:
-        write_whole(trace_file, trace(run))
-    if plot_file is not None:
-        plot_cluster(run, Path(plot_file))
-    return report(run)
-
-
-def assumptions_of(**given: float) -> Assumptions:
-    """The assumptions of those values; raises ``InputError`` for one that cannot be."""
-    if not 1 <= given["slowdown"] < float("inf"):
-        raise InputError(f"a slowdown of {given['slowdown']:g} is no slowdown: give at least 1")
-    for name in ("idle_speed", "communicating_speed"):
-        if not 0 <= given[name] <= 1:
-            raise InputError(f"a background's speed of {given[name]:g} is no share: give 0 to 1")
-    return Assumptions(**given)
-
-
-def _backgrounds(
-    plans: Sequence[tuple[Plan, ModelProfile, Cluster]],
-    models: Sequence[ModelProfile],
-    held_bytes: int,
-    devices: int,
-) -> list[Background]:
-    """Each model's job at its best batch on the device that has least memory; several of them share
-    the devices evenly."""
-    every = [device for _, _, cluster in plans for device in cluster.devices]
-    device = min(every, key=lambda d: d.memory_bytes)
-    least, more = divmod(devices, max(len(models), 1))
-    made = []
-    for i, model in enumerate(models):
-        one = best_background(model, device, plans[0][0].goal.optimizer, held_bytes)
-        copies = least + (i < more)
-        made.append(one._replace(copies=copies if len(models) > 1 else None))
-    return made
 
 
 def cluster_tables(found: ClusterReport) -> list[Table | str]:
@@ -159,7 +68,7 @@ def _jobs(found: ClusterReport) -> Table:
             )
         )  # fmt: skip
     title = "Jobs: foregrounds against data parallelism, backgrounds against themselves alone"
-    return figures_table(title, headings, rows)
+    return filled_table(title, headings, rows)
 
 
 def _classes(found: ClusterReport) -> Table:
@@ -173,7 +82,7 @@ def _classes(found: ClusterReport) -> Table:
         )
         for one in found.classes
     ]
-    return figures_table("Devices that see the same, and what their time goes to", headings, rows)
+    return filled_table("Devices that see the same, and what their time goes to", headings, rows)
 
 
 def plot_cluster(run: ClusterRun, path: Path) -> None:

@@ -25,7 +25,7 @@ def empty_table(title: str, headings: Iterable[str], left: int = 1) -> Table:
     return table
 
 
-def figures_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def filled_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table whose first column is words."""
     table = empty_table(title, headings)
     for row in rows:

@@ -7,7 +7,7 @@ from rich.table import Table
 from ...planner.explain.front import Front
 from ...planner.explain.what_if import Size, Sizes
 from ...planner.schema.text import gap_text, seconds
-from .table import figures_table
+from .table import filled_table
 
 
 def sizes_table(found: Sizes) -> list[Table | str]:
@@ -15,7 +15,7 @@ def sizes_table(found: Sizes) -> list[Table | str]:
     headings = ("ranks", "nodes", "step", "over data parallel", "samples/s", "gap",
                 "device time/sample", "solver", "fits")  # fmt: skip
     title = f"{found.target}, global batch {found.batch}"
-    table = figures_table(title, headings, [_size(row) for row in found.rows])
+    table = filled_table(title, headings, [_size(row) for row in found.rows])
     why = [_why(row) for row in found.rows if not row.fits]
     if any(row.fits and not row.baseline_fits for row in found.rows):
         why.insert(0, "* data parallelism would not fit in memory there; this plan does.")
@@ -66,7 +66,7 @@ def front_table(found: Front) -> list[Table | str]:
     ]
     title = f"{found.target} on {found.ranks} ranks, global batch {found.batch}"
     return [
-        figures_table(title, headings, rows),
+        filled_table(title, headings, rows),
         f"One device would take {seconds(found.alone_s)} for the whole batch; plan with "
         "--amplification-limit to have one of these.",
     ]

@@ -86,33 +86,24 @@ class Bucket:
     def __init__(self, params: list[GradParam]) -> None:
         self.params = params
         self.group = params[0].group
-        self.missing = {p for p in params if not p.idle}
+        self.numel = sum(p.parameter.numel() for p in params)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the last backward. Gradients keep its memory alive where they are its views."""
+        self.missing = {p for p in self.params if not p.idle}
         self.launched = False
+        self.work: dist.Work | None = None
         self._flat: Tensor | None = None
         self._views: dict[GradParam, Tensor] = {}
-        self.work: dist.Work | None = None
-
-    @property
-    def numel(self) -> int:
-        return sum(p.parameter.numel() for p in self.params)
-
-    @property
-    def bytes(self) -> int:
-        return self.numel * self.params[0].parameter.element_size()
 
     @property
     def sent_bytes(self) -> int:
         """What a ring all-reduce sends of it."""
         if self.alone:
             return 0
-        return 2 * (self.group.size - 1) * self.bytes // self.group.size
-
-    def reset(self) -> None:
-        """Forgets the last backward. Gradients keep its memory alive where they are its views."""
-        self.missing = {p for p in self.params if not p.idle}
-        self.launched = False
-        self._flat, self.work = None, None
-        self._views = {}
+        size_bytes = self.numel * self.params[0].parameter.element_size()
+        return 2 * (self.group.size - 1) * size_bytes // self.group.size
 
     @property
     def alone(self) -> bool:
@@ -121,16 +112,14 @@ class Bucket:
 
     def fill(self, param: GradParam) -> None:
         """Takes over the parameter's gradient: what has accumulated there, or zeros."""
+        self.missing.discard(param)
         if self.alone:
-            self.missing.discard(param)
             return
-        view = self._view(param)
-        gradient = param.parameter.grad
+        view, gradient = self._view(param), param.parameter.grad
         if gradient is None:
             view.zero_()
         else:
             view.copy_(gradient)
-        self.missing.discard(param)
 
     def launch(self) -> None:
         """Starts the sum over the group. Collective, in bucket order."""
@@ -249,11 +238,9 @@ class BucketExchange(Exchange):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has waited for gradients."""
         return self._waited_s
 
     def reset(self) -> None:
-        """Begins a backward."""
         self._next = 0
         for bucket in self.buckets:
             bucket.reset()
@@ -267,7 +254,6 @@ class BucketExchange(Exchange):
             self._advance(all_of_them=False)
 
     def sent(self, param: GradParam) -> bool:
-        """Whether the parameter's bucket has left."""
         return self.bucket_of[param].launched
 
     def end(self, votes: Votes) -> None:

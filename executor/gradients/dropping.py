@@ -23,16 +23,18 @@ from .feedback import LossyGradGroup, l1
 from .slices import Slice
 
 
-class Piece(NamedTuple):
-    """A candidate: its bytes, the mean absolute value that is expected of its accumulated gradient,
-    and for how many backwards it has not been sent."""
+class Candidate(NamedTuple):
+    """A parameter that may be sent: its bytes, the mean absolute value that is expected of its
+    accumulated gradient, and for how many backwards it has not been sent."""
 
     bytes: int
     mean: float
     waited: int
 
 
-def choose(pieces: Sequence[Piece], credit_bytes: float, patience: int) -> tuple[list[bool], float]:
+def choose(
+    pieces: Sequence[Candidate], credit_bytes: float, patience: int
+) -> tuple[list[bool], float]:
     """(which are sent, the credit that is left). Those that have waited too long go in any case,
     then the largest means while there is credit; the last may overdraw it, and the backwards after
     it pay for that, so that the share that is sent is right over time whatever the sizes."""
@@ -64,7 +66,7 @@ class Budget:
         """The pieces that are sent in the next backward."""
         # Debts of stale pieces that no budget could pay must not grow for ever.
         credit = max(self.credit_bytes + self._each, -self._all)
-        rows = [Piece(_bytes(p), means[p], waited[p]) for p in self.pieces]
+        rows = [Candidate(_bytes(p), means[p], waited[p]) for p in self.pieces]
         sent, self.credit_bytes = choose(rows, credit, patience)
         return {p for p, goes in zip(self.pieces, sent, strict=True) if goes}
 
@@ -153,7 +155,6 @@ class DroppedGradGroup(LossyGradGroup):
     _kept = torch.empty(0, device="cpu")
 
     def sends(self, param: GradParam) -> bool:
-        """Whether a parameter is sent in this backward."""
         return self.agreement.sends(param)
 
     def following(self, number: int) -> Slice:
@@ -163,7 +164,6 @@ class DroppedGradGroup(LossyGradGroup):
         return one
 
     def send(self, number: int) -> None:
-        """Sends its next slice, or lets its turn pass."""
         if number == 0:
             self._release()
         super().send(number)

@@ -21,7 +21,7 @@
 # update is small beside its parameter, and a parameter that is loaded, clamped or averaged between
 # steps takes its mirror along, where a copy would send the change back as an update.
 #
-# planner/cost/feedback.py says what each place takes and which are worth planning.
+# planner/memory/gradient_buffers.py says what each place takes in bytes.
 
 from __future__ import annotations
 
@@ -256,7 +256,6 @@ class LossyGradGroup(GradGroup):
         return Slice(params, cut)
 
     def holds(self, param: GradParam) -> bool:
-        """Whether something of the parameter waits to be sent."""
         feedback = self.feedback.get(param)
         return feedback is not None and feedback.held is not None and bool(feedback.held.any())
 

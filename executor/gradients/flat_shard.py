@@ -147,7 +147,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class ShardedGradient(WaitingGradient):
-    """Stands in ``grad``, in the parameter's shape, where this rank has the averages of its chunk.
+    """Stands in ``grad``, in the parameter's shape, where this rank has the averages of its chunk
+    (see [Note: Reading a parameter or a gradient that is on its way] in pending.py).
 
     Norms over all chunks take one small all-reduce, and scaling none, so that unmodified clipping
     by norm costs no more than elsewhere. Whatever else reads it puts the whole together. Both are

@@ -2,8 +2,8 @@
 al., arXiv 1910.02054; FSDP): otherwise each peer keeps its chunk, and the rest takes no memory.
 
 The exchange of gradients and the step are those of ``sharded``; what differs is that a step gathers
-nothing: the chunks are put together before the unit's forward and again before its backward, as
-``UnshardManager`` says.
+nothing: the chunks are put together before the unit's forward and again before its backward. See
+[Note: Unshard and reshard] in unshard.py and [Note: Resharded parameters] in reshard.py.
 """
 
 from __future__ import annotations

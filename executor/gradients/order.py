@@ -1,9 +1,6 @@
 """In which order slices leave: from the plan at first, then from what is measured.
 
-The plan's simulation says when gradients get ready and how long slices take. Where it is wrong, a
-slice whose turn it is holds back others that are ready; so after a few steps the ranks agree on the
-times that they measured (the latest of all ranks) and change to the order that follows from those,
-all at the same step.
+See [Note: The order of slices] in planner/simulate/slicing.py.
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
 import torch
@@ -44,13 +42,9 @@ class Orders:
     urgent: bool = True
     measured: bool = True
 
-    def start(self, grad_groups: Sequence[GradGroup], control: Control) -> Order:
-        """The order of those groups."""
-        return Order(self, grad_groups, control)
-
 
 class Order:
-    """The order that is in force."""
+    """The order that is in force on this rank, and on all others."""
 
     def __init__(self, orders: Orders, grad_groups: Sequence[GradGroup], control: Control) -> None:
         self._orders, self._grad_groups, self._control = orders, grad_groups, control
@@ -67,10 +61,8 @@ class Order:
 
     def _find(self, ready_s: Sequence[float]) -> list[SendSlot]:
         ready_groups = [
-            ReadyGroup(at * LATE, grad_group.unit, () if grad_group.released else tuple(seconds))
-            for at, grad_group, seconds in zip(
-                ready_s, self._grad_groups, self._seconds, strict=True
-            )
+            ReadyGroup(at * LATE, group.unit, () if group.released else tuple(seconds))
+            for at, group, seconds in zip(ready_s, self._grad_groups, self._seconds, strict=True)
         ]
         return placed(send_order(ready_groups, urgent=self._orders.urgent), self._grad_groups)
 
@@ -78,6 +70,7 @@ class Order:
         """Before a backward: changes to the order that ranks have agreed on, if there is one."""
         if self._coming is None:
             return
+        # Every rank comes here after the same number of backwards: all swap at the same step.
         (agreed,) = self._coming.rows()
         self._coming = None
         rate_s, ready_s = agreed[0], agreed[1:]
@@ -95,6 +88,7 @@ class Order:
             rate_s = min(self._rates, default=0.0)
             times = [median(row) for row in zip(*self._ready, strict=True)]
             vector = torch.tensor([rate_s, *times], dtype=torch.float64, device="cpu")
+            # The latest of all ranks: a slice is ready when the last rank has it.
             self._coming = self._control.most(vector, "the agreement on the order of slices")
 
     def _count_left(self) -> None:
@@ -137,18 +131,12 @@ def _measured_ready(grad_groups: Sequence[GradGroup]) -> list[float]:
 
 def _planned_ready(plan: Plan, grad_groups: Sequence[GradGroup]) -> list[float]:
     """When backward is over for each group's unit, in the plan's prediction."""
-    after: list[float] = []
-    now = 0.0
-    for unit in reversed(plan.units):
-        now += unit.backward_s
-        after.append(now)
-    after.reverse()
-    if now > 0:
-        return [after[min(g.unit, len(after) - 1)] if after else 0.0 for g in grad_groups]
+    after = list(accumulate(unit.backward_s for unit in reversed(plan.units)))[::-1]
+    if any(after):
+        return [after[min(g.unit, len(after) - 1)] for g in grad_groups]
     last = max((g.unit for g in grad_groups), default=0)
-    return [
-        float(last - g.unit) for g in grad_groups
-    ]  # a plan without times: in the order of backward
+    # A plan without times: in the order of backward.
+    return [float(last - g.unit) for g in grad_groups]
 
 
 def _planned_seconds(plan: Plan, grad_groups: Sequence[GradGroup]) -> list[list[float]]:

@@ -240,3 +240,18 @@ def vacating(parameter: nn.Parameter, zeros: Callable[[], Tensor]) -> Vacate:
         return made
 
     return vacate
+
+
+def weakly(method: Callable[..., None], *args: object) -> Callable[..., None]:
+    """Calls a bound ``method`` with ``args``, whatever it is called with, while its object and
+    these are there."""
+    # Weak, as Python's garbage collector does not see through a parameter's hooks. Were they to
+    # hold what holds the parameter, nothing of a run would ever be freed.
+    method_ref, refs = weakref.WeakMethod(method), [weakref.ref(arg) for arg in args]
+
+    def call(*_: object) -> None:
+        bound, alive = method_ref(), [ref() for ref in refs]
+        if bound is not None and all(arg is not None for arg in alive):
+            bound(*alive)
+
+    return call

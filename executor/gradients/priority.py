@@ -1,11 +1,29 @@
 """Priority exchange: gradients leave in slices, in an order fixed ahead, and nobody waits for them
 until they are needed (P3, Jayarajan et al., arXiv 1905.03960).
 
-Slices are issued by the thread that runs backward, as soon as they are ready and it is their turn;
-those left over leave when backward ends. The library then carries them in that order, while the
-next forward waits unit by unit. As all of a step's slices are issued by then, a rank can wait for
-its parameters (to save them, say) without any other rank's help.
+Slices leave as soon as they are ready and it is their turn; those left over leave when backward
+ends. The library then carries them in that order, while the next forward waits unit by unit.
 """
+
+# [Note: Who issues collectives on which group]
+# Collectives of one process group must be issued in the same order on all of its ranks. Each thread
+# below has process groups of its own, so that no order between threads is ever needed:
+#
+# - gradients (``GradParam.group``): the thread that runs backward, in the order of slots, from the
+#   hooks of parameters and from ``end``. Nobody else, so all of a step's slices have been issued
+#   when backward is over, and a rank can wait for its parameters (to save them, say) without any
+#   other rank's help;
+# - updated chunks of sharded parameters (``Channels.gathers``): the pipeline's thread
+#   ([Note: Sharded steps pipeline] in sharded.py);
+# - parameters that are whole only while they are used (``Channels.unshards``): the thread that runs
+#   forward or backward, in the order of use ([Note: Unshard and reshard] in unshard.py);
+# - what a user asks of a sharded gradient (``Channels.reads``): the thread that asks, which must
+#   then ask on all ranks;
+# - votes, agreements and forwards' headers: ``Control``, from the thread that trains.
+#
+# With NCCL, communicators share a device: collectives of several that wait for each other must be
+# launched in one order on all ranks. So there, with divided units, nothing leaves in the midst of a
+# backward (``eager`` off), as slices would mix with redistributions.
 
 from __future__ import annotations
 
@@ -28,8 +46,8 @@ from .dropping import DroppedGradGroup, Dropping
 from .feedback import Lossy, hand_over
 from .flat_shard import ShardedGradient
 from .fully_sharded import FullyShardedGradGroup
-from .order import Orders
-from .pending import WaitingGradient, vacating
+from .order import Order, Orders
+from .pending import WaitingGradient, vacating, weakly
 from .release import Release
 from .sharded import ShardedGradGroup, ShardedStepPipeline
 from .slices import GradGroup, as_sent, make_grad_groups
@@ -112,7 +130,7 @@ class PriorityExchange(Exchange):
         }
         self.release = Release(self.grad_groups)
         self._waited_s = 0.0
-        self._orders = orders.start(self.grad_groups, control)
+        self._orders = Order(orders, self.grad_groups, control)
         self._watch, self._issued = watch, issued
         self._next = 0
         self._start_s = 0.0
@@ -153,7 +171,6 @@ class PriorityExchange(Exchange):
     # -- backward ------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Begins a backward."""
         self.release.begin()
         self.finish_all()
         self.complete()
@@ -168,12 +185,10 @@ class PriorityExchange(Exchange):
         self._start_s = time.perf_counter()
 
     def sent(self, param: GradParam) -> bool:
-        """Whether the parameter's gradient has left in this backward."""
         grad_group = self.group_of[param]
         return grad_group.in_flight or self.release.over(grad_group)
 
     def holds(self, param: GradParam) -> bool:
-        """Whether this rank holds back some of what it has computed for the parameter."""
         return self.group_of[param].holds(param)
 
     def ready(self, param: GradParam) -> None:
@@ -226,9 +241,10 @@ class PriorityExchange(Exchange):
 
     def _take(self, param: GradParam, gradient: Tensor) -> None:
         grad_group = self.group_of[param]
-        folded = isinstance(grad_group, TopkGradGroup) and grad_group.fold(param, gradient)
-        if folded:
-            gradient = stand_for(folded, param, gradient, self._finishing(grad_group))
+        if isinstance(grad_group, TopkGradGroup):
+            average = grad_group.fold(param, gradient)
+            if average is not None:
+                gradient = stand_for(average, param, gradient, weakly(self.finish, grad_group))
         grad_group.gradients[param] = gradient
 
     def _advance(self) -> None:
@@ -313,7 +329,7 @@ class PriorityExchange(Exchange):
         if isinstance(grad_group.gradients[param], SparseGradient):
             parameter.grad = grad_group.gradients[param]
             return
-        finish, gradient = self._finishing(grad_group), param.show(grad_group.gradients[param])
+        finish, gradient = weakly(self.finish, grad_group), param.show(grad_group.gradients[param])
 
         def arrive() -> Tensor:
             finish()
@@ -321,17 +337,6 @@ class PriorityExchange(Exchange):
 
         vacate = vacating(parameter, lambda: torch.zeros_like(gradient))
         parameter.grad = WaitingGradient.of(gradient, arrive, vacate)
-
-    def _finishing(self, grad_group: GradGroup) -> Callable[[], None]:
-        """Finishes a group, if it and this exchange are still there."""
-        myself, mine = weakref.ref(self), weakref.ref(grad_group)
-
-        def finish() -> None:
-            exchange, grad_group = myself(), mine()
-            if exchange is not None and grad_group is not None:
-                exchange.finish(grad_group)
-
-        return finish
 
     def _show_chunk(self, grad_group: ShardedGradGroup, param: GradParam) -> None:
         average, grad_group.changed = grad_group.average_of(param), True

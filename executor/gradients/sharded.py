@@ -318,8 +318,8 @@ class ShardedGradGroup(GradGroup):
         return all(s.there for s in self.slices)
 
     def start_step(self, pipeline: ShardedStepPipeline) -> None:
-        """Hands it to the pipeline of a step. From then on nothing here may touch the parameters
-        as such: they make whoever touches them wait for the pipeline."""
+        """Hands it to the pipeline of a step (see [Note: Sharded steps pipeline]). From then on
+        nothing here may touch the parameters as such: they make whoever touches them wait."""
         self._averaging = self.in_flight
         if self._averaging:
             self._averages = {entry: self.average_of(entry) for entry in self.params}

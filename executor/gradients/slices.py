@@ -127,11 +127,6 @@ class GradGroup:
         return [self.made_of([self.params[i] for i in c.parameters], c) for c in cuts]
 
     @property
-    def bytes(self) -> int:
-        """What a member sends of it."""
-        return sum(s.bytes for s in self.slices)
-
-    @property
     def released(self) -> bool:
         """Whether its gradients are applied and freed in backward."""
         return self.params[0].released

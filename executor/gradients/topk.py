@@ -215,7 +215,6 @@ class TopkGradGroup(LossyGradGroup):
         return one
 
     def send(self, number: int) -> None:
-        """Sends its next slice."""
         one = self.slices[number]
         if not isinstance(one, TopkSlice):
             super().send(number)
@@ -247,7 +246,6 @@ class TopkGradGroup(LossyGradGroup):
         return True
 
     def holds(self, param: GradParam) -> bool:
-        """Whether something of the parameter waits to be sent."""
         return param in self._absorbed or super().holds(param)
 
     def fold(self, param: GradParam, gradient: Tensor) -> SparseAverage | None:
@@ -289,7 +287,6 @@ class TopkGradGroup(LossyGradGroup):
         return new, velocity
 
     def forget(self, param: GradParam) -> None:
-        """No rank has anything of the parameter: what was sent of it does not count."""
         if param in self.feedback:
             self.feedback[param].restore(None)
 

@@ -15,7 +15,6 @@ them until the next unit's turn."""
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 
 from ..comm.groups import Group
@@ -31,7 +30,7 @@ from ..comm.watchdog import Watchdog
 from ..comm.worker_threads import as_here, spawn
 from .buckets import GradParam
 from .fully_sharded import FullyShardedGradGroup
-from .pending import PendingParam, resume, suspend
+from .pending import PendingParam, resume, suspend, weakly
 from .reshard import SHARDED, ResharedParam, ShardedParamRef
 from .slices import GradGroup
 
@@ -73,20 +72,12 @@ class UnshardManager:
         with _out_of_graph():
             for grad_group in self.grad_groups:
                 self._free(grad_group)
-        self._hooks = [hook for grad_group in self.grad_groups for hook in self._attach(grad_group)]
-
-    def _attach(self, grad_group: FullyShardedGradGroup) -> Iterator[Any]:
-        # Weak references, as Python's garbage collector does not see through a parameter's hooks.
-        manager_ref, group_ref = weakref.ref(self), weakref.ref(grad_group)
-
-        def ready(_: nn.Parameter) -> None:
-            manager, grad_group = manager_ref(), group_ref()
-            if manager is not None and grad_group is not None:
-                manager._gradient_complete(grad_group)
-
-        for entry in grad_group.params:
-            parameter: Any = entry.parameter
-            yield parameter.register_post_accumulate_grad_hook(ready)
+        self._hooks: list[Any] = []
+        for grad_group in self.grad_groups:
+            complete = weakly(self._gradient_complete, grad_group)
+            for entry in grad_group.params:
+                parameter: Any = entry.parameter  # torch has not typed its hooks
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(complete))
 
     def end(self) -> None:
         """All parameters are whole, as any other, from now on. Collective."""

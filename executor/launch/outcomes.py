@@ -5,15 +5,15 @@ from __future__ import annotations
 from ..background.gate import Hold
 from ..background.protocol import State
 
+# A job that used less of a processor beside the foreground has hardly run.
 HARDLY = 0.01
-"""A job that used less of a processor beside the foreground has hardly run."""
+# Why it was held.
 _TO = {
     Hold.LEARN: "to learn what steps take without it",
     Hold.LIMIT: "to keep the limit",
     Hold.GAP: "as the run left no gap",
     Hold.ELSE: "while the run did something else than steps",
 }
-"""Why it was held."""
 
 
 def sentence(state: State, limit: float) -> str:

@@ -37,7 +37,7 @@ def _remedy(plan: Plan, limit_bytes: int) -> str:
     goal = msgspec.structs.replace(
         plan.goal, memory_limit_bytes=limit_bytes, micro_batches=allowed, slice_bytes=()
     )
-    problem = Problem(profile, cluster, goal, CAPABILITY, executor=CAPABILITY, either=True)
+    problem = Problem(profile, cluster, goal, CAPABILITY, executor=CAPABILITY, any_schedule=True)
     found = solve(problem, "heuristic")
     if found.plan is None:
         why = f": {found.infeasible.sentence}" if found.infeasible is not None else ""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+# Progress as (done, total, what).
 Step = Callable[[int, int, str], None]
-"""Progress as ``(done, total, what)``."""
 
 
 def console(*, error: bool = False) -> Console:

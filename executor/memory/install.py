@@ -10,19 +10,19 @@ from torch import nn
 
 from ...planner.schema.errors import InputError
 from ...planner.schema.plan import Plan, UnitPlan
-from . import host
+from . import offload as offloading
 from .offload import Offload
-from .recompute import AsNow, Recomputed
+from .recompute import Recomputed, ResumeForward
 from .regions import Body, Regions
 
 
 def check_memory(model: nn.Module, plan: Plan, device: torch.device) -> None:
     """Raises ``InputError`` where a unit's memory policy cannot be had on this device, or segments
     are not made of units that follow each other and are recomputed."""
-    away = next((u for u in plan.units if u.memory == "offload"), None)
-    if away is not None and host.host_of(device) is None:
+    offloaded = next((u for u in plan.units if u.memory == "offload"), None)
+    if offloaded is not None and offloading.host_of(device) is None:
         raise InputError(
-            f"unit {away.name!r} is planned with memory 'offload', and this run's device "
+            f"unit {offloaded.name!r} is planned with memory 'offload', and this run's device "
             f"{str(device)!r} has no memory but the host's: plan with --forbid offload"
         )
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -35,17 +35,17 @@ def check_memory(model: nn.Module, plan: Plan, device: torch.device) -> None:
 def _check_segment(
     segment: tuple[str, ...], units: list[UnitPlan], known: set[str], seen: set[tuple[str, ...]]
 ) -> None:
-    told = " and ".join(repr(name) for name in segment)
+    named = " and ".join(repr(name) for name in segment)
     for unit in units:
         if unit.memory != "recompute":
             raise InputError(
-                f"unit {unit.name!r} is in the segment {told} and has memory {unit.memory!r}: "
+                f"unit {unit.name!r} is in the segment {named} and has memory {unit.memory!r}: "
                 "what is recomputed together needs memory 'recompute'"
             )
         outside = next((m for m in unit.modules if not _inside(m, segment)), None)
         if outside is not None:
             raise InputError(
-                f"unit {unit.name!r} is in the segment {told}, which does not contain its module "
+                f"unit {unit.name!r} is in the segment {named}, which does not contain its module "
                 f"{outside!r}: name a module that does, or leave the segment out"
             )
     missing = next((m for m in segment if m not in known), None)
@@ -53,7 +53,7 @@ def _check_segment(
         raise InputError(f"the plan is for another model: this one has no module {missing!r}")
     if segment in seen:
         raise InputError(
-            f"the units of the segment {told} do not follow each other (at {units[0].name!r}): "
+            f"the units of the segment {named} do not follow each other (at {units[0].name!r}): "
             "list them one after the other"
         )
 
@@ -74,18 +74,21 @@ def install_memory(
     model: nn.Module,
     plan: Plan,
     device: torch.device,
-    turn: Callable[[], object],
-    as_now: Callable[[], AsNow],
+    current_forward: Callable[[], object],
+    resume_later: Callable[[], ResumeForward],
 ) -> Regions:
-    """Hooks the ends of what is recomputed or offloaded. ``turn()`` is the forward that runs,
-    ``as_now()`` makes it run again later. Call it when units have been divided."""
+    """Hooks the ends of what is recomputed or offloaded. ``current_forward()`` is the forward that
+    runs, ``resume_later()`` what makes it the current one again. Call it when units have been
+    divided."""
     regions = Regions()
 
     def recompute(body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> Recomputed:
-        return Recomputed(body, args, kwargs, as_now())
+        return Recomputed(body, args, kwargs, resume_later())
 
-    place = host.host_of(device) if any(u.memory == "offload" for u in plan.units) else None
-    offload = Offload(place, turn) if place is not None else None
+    host = None
+    if any(unit.memory == "offload" for unit in plan.units):
+        host = offloading.host_of(device)
+    offload = Offload(host, current_forward) if host is not None else None
     for name, modules, memory in _bodies(plan):
         body = Body(name, [model.get_submodule(path) for path in modules])
         if memory == "recompute":

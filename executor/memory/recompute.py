@@ -23,7 +23,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from ...planner.schema.errors import InputError, RunError
 from .regions import Body, Hooks
 
-AsNow = Callable[[], AbstractContextManager[None]]
+ResumeForward = Callable[[], AbstractContextManager[None]]
 """Makes a forward the current one again, for a while."""
 NO_TASK = -2
 """No backward; autograd numbers them from 0 on, and outside it is in -1."""
@@ -41,18 +41,24 @@ class Recomputed:
     """One forward through a region whose saved tensors are not kept."""
 
     def __init__(
-        self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any], as_now: AsNow
+        self,
+        body: Body,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        resume_forward: ResumeForward,
     ) -> None:
         self._body, self._args, self._kwargs = body, args, kwargs
         self._tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         self._versions = _versions(self._tensors)
+        # Versions are compared before the second forward: of other values it would save others.
         self._parameters = [p for module in body.modules for p in module.parameters()]
         self._parameter_versions: list[int] = []
+        # Weak: a slot that backward no longer asks for must not be filled again.
         self._slots: list[weakref.ref[Slot]] = []
         self._task = NO_TASK
         """The backward that the slots' values were made in."""
         self._kinds: list[tuple[Any, ...]] = []
-        self._state = _State(body.inner(), [*self._tensors, *self._parameters], as_now)
+        self._state = _State(body.inner(), [*self._tensors, *self._parameters], resume_forward)
 
     def pack(self, tensor: Tensor) -> Slot:
         """Remembers that there was a tensor, and nothing of it."""
@@ -71,9 +77,9 @@ class Recomputed:
             )
 
     def unpack(self, slot: Slot) -> Tensor:
-        """The tensor, by running the forward again unless that has happened in this backward. What
-        was made in an earlier one (of a graph that was retained) may have lost its memory since:
-        that of parameters which are whole only while they are used."""
+        """The tensor, by running the forward again unless that has happened in this backward."""
+        # What was made in an earlier backward (of a graph that was retained) may have lost its
+        # memory since: that of parameters which are whole only while they are used.
         task = torch._C._current_graph_task_id()
         if slot.value is None or task != self._task:
             self._rerun()
@@ -122,9 +128,9 @@ class _State:
     """What a forward depends on beside its inputs and parameters."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], tensors: Sequence[Tensor], as_now: AsNow
+        self, modules: Sequence[nn.Module], tensors: Sequence[Tensor], resume_forward: ResumeForward
     ) -> None:
-        self._as_now = as_now
+        self._resume_forward = resume_forward
         self._training = [(module, module.training) for module in modules]
         self._buffers = [
             (module, name, buffer.detach().clone())
@@ -145,12 +151,13 @@ class _State:
     def restored(self) -> Iterator[None]:
         """All of it as it was, while the forward runs again; afterwards as it is now."""
         with ExitStack() as stack:
-            stack.enter_context(self._as_now())
+            stack.enter_context(self._resume_forward())
             stack.enter_context(_random_kept(self._devices, self._types))
             torch.set_rng_state(self._random)
-            for kind in self._types if self._devices else ():
-                if kind != "cpu":
-                    set_device_states(self._devices, self._device_states, device_type=kind)
+            if self._devices:
+                for kind in self._types:
+                    if kind != "cpu":
+                        set_device_states(self._devices, self._device_states, device_type=kind)
             for kind, enabled, dtype in self._autocast:
                 cache = self._cached
                 stack.enter_context(
@@ -161,12 +168,14 @@ class _State:
 
     @contextmanager
     def _modules(self) -> Iterator[None]:
-        """Buffers are exchanged for copies, as those that the model has may have been saved."""
+        """Training modes and buffers as they were."""
         training = [(module, module.training) for module, _ in self._training]
         buffers = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
         try:
             for module, mode in self._training:
                 module.training = mode
+            # Copies take the buffers' place: what the second forward changes in place (running
+            # statistics) must not reach the model's own, which autograd may have saved as well.
             for module, name, value in self._buffers:
                 module._buffers[name] = value.clone()
             yield

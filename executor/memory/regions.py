@@ -76,10 +76,12 @@ class Regions:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._leave(body)
 
-        alone = len(body.modules) == 1
         first, last = body.modules[0], body.modules[-1]
         first.register_forward_pre_hook(OfThisModel(enter), with_kwargs=True)
-        last.register_forward_hook(OfThisModel(leave), prepend=True, always_call=alone)
+        # Where one module is both ends, its exit hook runs even if its forward raises. Of several
+        # modules the last may never be reached; ``abandon`` then leaves the region.
+        single = len(body.modules) == 1
+        last.register_forward_hook(OfThisModel(leave), prepend=True, always_call=single)
 
     def _enter(self, body: Body, saver: Saver) -> None:
         hooks = Hooks(saver.pack, saver.unpack)

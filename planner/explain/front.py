@@ -16,7 +16,7 @@ import msgspec
 from ..cost.cost import CostModel
 from ..schema.goal import Goal
 from ..schema.record import Count, Record, Seconds
-from ..solve.heuristic.relaxations import alone_s
+from ..solve.heuristic.relaxations import single_device_batch_s
 from ..solve.objective import value
 from ..solve.problem import Problem, Result
 from ..solve.solver import solve
@@ -150,7 +150,7 @@ def cheapest_within(
 
 def _single_device_s(problem: Problem) -> float:
     """Seconds that one device would take for the whole batch: what amplification is counted in."""
-    return alone_s(CostModel(problem.profile, problem.cluster, problem.goal))
+    return single_device_batch_s(CostModel(problem.profile, problem.cluster, problem.goal))
 
 
 def with_goal(problem: Problem, **changes: object) -> Goal:

@@ -20,21 +20,21 @@ from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..schema.record import Count, Record, Seconds
 from ..solve.evaluate import excess, rank_memory
-from ..solve.heuristic.fitting import held_back
-from ..solve.heuristic.relaxations import alone_s
+from ..solve.heuristic.fitting import limited_by_memory
+from ..solve.heuristic.relaxations import single_device_batch_s
 from ..solve.heuristic.resize import NoLinksError, how_resized, resized, resized_problem
 from ..solve.heuristic.schedules import WORTHWHILE
 from ..solve.problem import Problem, Relaxation, Result
-from ..solve.solver import settled, solve, solvers
+from ..solve.solver import expand_pins, solve, solvers
 
 GBIT_BYTES = 125_000_000
 GIB = 2**30
+# More micro-batches than this are not tried: a unit's samples get few and its kernels slow.
 MOST_MICRO_BATCHES = 8
-"""More micro-batches than this are not tried: a unit's samples get few and its kernels slow."""
+# Seconds after which no further number of micro-batches is tried.
 EFFORT_S = 5.0
-"""Seconds after which no further number of micro-batches is tried."""
+# Why nothing is said of more devices where one host was measured.
 NO_LINKS = "the cluster states no links between nodes: probe two hosts, or describe such a cluster"
-"""Why nothing is said of more devices where one host was measured."""
 
 
 class Gain(Record, frozen=True, kw_only=True):
@@ -164,7 +164,7 @@ def sizes(
 def _asked(problem: Problem, ranks: int) -> Problem | Size:
     """The problem on so many ranks, or the row that says why there is none."""
     try:
-        return settled(resized_problem(problem, ranks))
+        return expand_pins(resized_problem(problem, ranks))
     except NoLinksError as error:
         nodes = ranks // len(problem.cluster.nodes[0].devices)
         return Size(ranks=ranks, nodes=nodes, fits=False, solver="none", why=str(error))
@@ -264,14 +264,15 @@ def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
     ``problem`` is the one that ``plan`` answers. Every number is planned for.
     """
     allowed = problem.goal.micro_batches
-    if not (problem.capability.micro_batches and held_back(plan)):
+    if not (problem.capability.micro_batches and limited_by_memory(plan)):
         return None
     end, best = time.perf_counter() + EFFORT_S, None
     step_s = plan.prediction.step_s * (1 - WORTHWHILE)
     count = 2 * max(allowed)
     while count <= MOST_MICRO_BATCHES and count * problem.cluster.world_size <= problem.goal.batch:
         goal = msgspec.structs.replace(problem.goal, micro_batches=(count,))
-        found = solve(replace(problem, goal=goal, progress=None), "heuristic").plan
+        asked = replace(problem, goal=goal, progress=None, explains=False)
+        found = solve(asked, "heuristic").plan
         if found is not None and found.prediction.step_s < step_s:
             best, step_s = found, found.prediction.step_s
         count *= 2
@@ -302,7 +303,7 @@ def quicker_on_single_device_s(plan: Plan, profile: ModelProfile, cluster: Clust
         return None
     goal = msgspec.structs.replace(plan.goal, pins=())  # their layouts are of more devices
     model = CostModel(profile, resized(cluster, 1), goal)
-    single_s = alone_s(model)
+    single_s = single_device_batch_s(model)
     if single_s >= plan.prediction.step_s:
         return None
     fits = excess(model, rank_memory(model, model.baseline)).over_bytes <= 0

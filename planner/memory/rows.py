@@ -105,50 +105,38 @@ class Values(NamedTuple):
 
 
 def barrier_terms(chain: Chain) -> Terms:
-    """Each unit's contribution to ``barrier_step`` with one micro-batch, less what is before the
-    last backward (see ``forward_part``)."""
+    """Each unit's contribution to ``barrier_step`` with one micro-batch, less forward and update,
+    which the barrier has outside the overlap."""
     entry, inner = chain.entry_backward_s, chain.inner_backward_s
     own = chain.backward_s
     waiting = entry + inner
     after = own + waiting.sum(axis=0)
     return Terms(
         before=waiting + chain.exchange_s,
+        # ``[::-1]``: waiting on the other of the two links, while this one is free.
         at=own + inner[::-1] + waiting + chain.exchange_s,
         after=np.broadcast_to(after, waiting.shape),
         always=after,
     )
 
 
-def _once(chain: Chain) -> Vector:
-    """Σ(F + B + A) of one micro-batch, by unit."""
-    per_link = (
-        chain.entry_forward_s + chain.entry_backward_s + chain.inner_forward_s
-        + chain.inner_backward_s
-    )  # fmt: skip
-    total: Vector = chain.forward_s + chain.backward_s + per_link.sum(axis=0)
-    return total
-
-
-def _forward_part(chain: Chain) -> Vector:
-    """Forward, its waiting, and the update: what the barrier's step has outside the overlap."""
-    per_link = chain.entry_forward_s + chain.inner_forward_s
-    total: Vector = chain.forward_s + chain.update_s + per_link.sum(axis=0)
-    return total
-
-
 def step_terms(chain: Chain, micro_batches: int, schedule: ScheduleName) -> Terms:
     """Each unit's contribution to every bound on the whole step."""
-    common = (micro_batches - 1) * _once(chain)
+    forward = chain.forward_s + (chain.entry_forward_s + chain.inner_forward_s).sum(axis=0)
+    backward = chain.backward_s + (chain.entry_backward_s + chain.inner_backward_s).sum(axis=0)
+    # Nothing but the last micro-batch overlaps the exchange.
+    common = (micro_batches - 1) * (forward + backward)
     if schedule == "priority":
         terms = priority_terms(chain)
     else:
         terms = barrier_terms(chain)
-        common = common + _forward_part(chain)
+        common = common + forward + chain.update_s  # before and after the overlap
     return Terms(*(part + common for part in terms))
 
 
 def _unit_chain() -> Chain:
     """A chain with one unit for each figure, which has that figure 1 and all others 0."""
+    # The formulas are linear: their terms for these units are the coefficients of the figures.
     count = len(FIGURES)
     eye = np.eye(count)
     fields: dict[str, Matrix] = {f"{name}_s": eye[AT[name]] for name in _VECTORS}

@@ -20,7 +20,7 @@ and ``rows`` turns it into rows that are linear in the units' decisions, for the
 # A field counts in the same way at every point where it counts, so each point is a sum over units:
 # evaluated it is a number, and handed to a solver it is a linear row.
 #
-# What lives when, by the classes that people see (``CLASS_OF`` assigns each field to one):
+# What lives when, by the classes that people see (``FIELDS_OF`` lists the fields of each):
 #
 #     weights        always: shards and buffers. Where parameters are sharded too (fully_sharded)
 #                    each rank's chunk; what is whole while units work is workspace
@@ -166,30 +166,20 @@ FIELDS: Fields = (*UNIT_FIELDS, *OTHERS_FIELDS)
 FIELD = {name: i for i, name in enumerate(FIELDS)}
 """The row of each field in a table [field, unit]."""
 
-CLASS_OF = {
-    "weights": "weights",
-    "optimizer": "optimizer",
-    "residual": "residuals",
-    "gradients": "gradients",
-    "comm_buffers": "buffers",
-    "saved": "feature_maps",
-    "map_gradients": "map_gradients",
-    "new_grad": "buffers",
-    "never_together": "feature_maps",
-    "workspace": "workspace",
-    "exchange_temp": "map_gradients",
-    "update_temp": "workspace",
-    "output_gradients": "map_gradients",
-    "received": "buffers",
-    "neighbours_forward": "workspace",
-    "neighbours_backward": "workspace",
-    "unfilled_buckets": "buffers",
-    "open_buckets": "buffers",
-    "segment_outputs": "workspace",
-    "segment_remade": "workspace",
-    "segment_rerun": "workspace",
-}
-"""The class of memory that each field counts to."""
+FIELDS_OF: dict[str, Fields] = {
+    "weights": ("weights",),
+    "optimizer": ("optimizer",),
+    "residuals": ("residual",),
+    "gradients": ("gradients",),
+    "feature_maps": ("saved", "never_together"),
+    "map_gradients": ("map_gradients", "exchange_temp", "output_gradients"),
+    "buffers": ("comm_buffers", "new_grad", "received", "unfilled_buckets", "open_buckets"),
+    "workspace": (
+        "workspace", "update_temp", "neighbours_forward", "neighbours_backward",
+        "segment_outputs", "segment_remade", "segment_rerun",
+    ),
+}  # fmt: skip
+"""The fields that count to each class of ``CLASS_NAMES``; the others count at no point."""
 SUBTRACTED = ("never_together",)
 """Fields that are taken off; all others add up."""
 
@@ -212,6 +202,10 @@ class Points(NamedTuple):
     update: Point
     exchange: Point
     rerun: Point
+
+
+FORWARD, BACKWARD, UPDATE, EXCHANGE, RERUN = range(5)
+"""The families, as ``Points`` lists them."""
 
 
 @lru_cache
@@ -307,7 +301,7 @@ def _coefficients(stated: Points) -> Family:
 @lru_cache
 def _by_class(stated: Points) -> Family:
     """The statement over ``FIELDS``, family by family and in each class by class."""
-    classes = np.array([[float(CLASS_OF.get(f) == name) for f in FIELDS] for name in CLASS_NAMES])
+    classes = np.array([[float(f in FIELDS_OF[name]) for f in FIELDS] for name in CLASS_NAMES])
     return Family(*(
         (part[:, None] * classes).reshape(-1, len(FIELDS)) for part in _coefficients(stated)
     ))  # fmt: skip
@@ -347,8 +341,8 @@ class PositionMemory(NamedTuple):
     points: Points
     sliced: bool
 
-    def __call__(self, name: str) -> Vector:
-        """A field by unit."""
+    def field(self, name: str) -> Vector:
+        """One field by unit."""
         found: Vector = self.table[FIELD[name]]
         return found
 
@@ -357,12 +351,8 @@ class PositionMemory(NamedTuple):
         # Shares such as a sixth are rounded in floating point. A plan that needs its limit to the
         # byte must not seem to need 1e-11 more.
         found = _coefficients(self.points).values(self.table).round(3)
-        found[RERUN, self("segment_rerun") + self("output_gradients") <= 0] = 0.0
+        found[RERUN, self.field("segment_rerun") + self.field("output_gradients") <= 0] = 0.0
         return found
-
-
-FORWARD, BACKWARD, UPDATE, EXCHANGE, RERUN = range(5)
-"""The families, as ``Points`` lists them."""
 
 
 def timeline(position: PositionMemory) -> list[MemoryPoint]:
@@ -373,7 +363,7 @@ def timeline(position: PositionMemory) -> list[MemoryPoint]:
     # What is never there together is first of all feature maps that have gone. Beyond these it is
     # gradients that are not there yet.
     names = list(CLASS_NAMES)
-    beyond = np.maximum(position("never_together") - position("saved"), 0.0)
+    beyond = np.maximum(position.field("never_together") - position.field("saved"), 0.0)
     parts[BACKWARD, names.index("feature_maps")] += beyond
     parts[BACKWARD, names.index("gradients")] -= beyond
 

@@ -16,8 +16,8 @@ import msgspec
 from .jobs import Assumptions
 from .timeline import Timeline
 
+# A piece that passes the end of its gap by this share of itself still fits: sums of floats.
 ROUNDING = 1e-9
-"""A piece that passes the end of its gap by this share of itself still fits: sums of floats."""
 
 Interval = tuple[float, float]
 
@@ -106,7 +106,7 @@ def undisturbed(given: Assumptions) -> Assumptions:
     return msgspec.structs.replace(given, idle_speed=1.0)
 
 
-def share_beside(kind: Timeline, step_s: float, given: Assumptions) -> float:
+def background_share(kind: Timeline, step_s: float, given: Assumptions) -> float:
     """The share of its speed alone that a background has in the gaps of a step that goes on and on;
     a gap at the step's end continues in the next. On devices that never compute no piece is cut
     off."""

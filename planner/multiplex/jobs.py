@@ -44,15 +44,16 @@ class Assumptions(Record, frozen=True, kw_only=True):
 
 
 class Foreground(NamedTuple):
-    """A job under a plan: its step by kinds of devices, ``alone`` and ``beside`` a background (its
-    computing slowed), its global ``batch``, what data parallelism alone reaches (samples/s, 0 where
-    not known). Jobs of higher ``priority`` get devices first, then those that came earlier; one
-    without a number of ``steps`` runs to the end."""
+    """A job under a plan: its step by kinds of devices, on devices of its own (``unshared``) and
+    with a background on them (``shared``: its computing slowed), its global ``batch``, and what
+    data parallelism reaches by itself (samples/s, 0 where not known). Jobs of higher ``priority``
+    get devices first, then those that came earlier; one without a number of ``steps`` runs to the
+    end."""
 
     name: str
     batch: int
-    alone: StepTimelines
-    beside: StepTimelines
+    unshared: StepTimelines
+    shared: StepTimelines
     data_parallel_samples_s: float = 0.0
     priority: int = 0
     arrival_s: float = 0.0
@@ -61,7 +62,7 @@ class Foreground(NamedTuple):
     @property
     def devices(self) -> int:
         """How many it needs."""
-        return self.alone.devices
+        return self.unshared.devices
 
 
 class Background(NamedTuple):
@@ -115,13 +116,13 @@ def foreground_of(
         model = CostModel.of_plan(plan, made, cluster)
         return timelines(model, decisions, plan.schedule)
 
-    alone = step(profile)
-    beside = alone if slowdown == 1.0 else step(slowed(profile, slowdown))
+    unshared = step(profile)
+    shared = unshared if slowdown == 1.0 else step(slowed(profile, slowdown))
     rate = plan.baseline.samples_per_s
-    return Foreground(plan.target, plan.goal.batch, alone, beside, rate)
+    return Foreground(plan.target, plan.goal.batch, unshared, shared, rate)
 
 
-def model_beside(model: CostModel, slowdown: float) -> CostModel:
+def shared_device_model(model: CostModel, slowdown: float) -> CostModel:
     """The cost model of the same job on devices that it shares."""
     return model.of(slowed(model.profile, slowdown))
 
@@ -130,17 +131,17 @@ def foreground(
     name: str, model: CostModel, decisions: Decisions, schedule: ScheduleName, slowdown: float
 ) -> Foreground:
     """The job of decisions under a cost model."""
-    beside = model_beside(model, slowdown)
+    shared = shared_device_model(model, slowdown)
     return Foreground(
         name,
         model.goal.batch,
         timelines(model, decisions, schedule),
-        timelines(beside, decisions, schedule),
+        timelines(shared, decisions, schedule),
     )
 
 
+# Of batches whose rates differ by less the smallest is taken: it leaves more memory.
 NEAR = 0.01
-"""Of batches whose rates differ by less the smallest is taken: it leaves more memory."""
 
 
 def best_background(

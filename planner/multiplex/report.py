@@ -19,7 +19,7 @@ from .simulation import ClusterRun, DeviceClass, Run
 BINS = 200
 
 
-class ForegroundFigures(Record, frozen=True, kw_only=True):
+class ForegroundReport(Record, frozen=True, kw_only=True):
     """One foreground: its step beside backgrounds and alone, samples per second while it runs, and
     those of data parallelism (0 where not known). ``waited`` says that it never got devices."""
 
@@ -40,7 +40,7 @@ class ForegroundFigures(Record, frozen=True, kw_only=True):
         return self.step_s / self.alone_step_s
 
 
-class BackgroundFigures(Record, frozen=True, kw_only=True):
+class BackgroundReport(Record, frozen=True, kw_only=True):
     """One background on ``devices`` of the cluster: what one device reaches alone at this batch,
     what all of them reach here, and the mean share of their speed alone."""
 
@@ -52,7 +52,7 @@ class BackgroundFigures(Record, frozen=True, kw_only=True):
     share: float
 
 
-class ClassFigures(Record, frozen=True, kw_only=True):
+class ClassReport(Record, frozen=True, kw_only=True):
     """Devices that see the same: seconds of one of them, which add up to the horizon.
     ``foreground`` and ``background`` name their jobs."""
 
@@ -78,9 +78,9 @@ class ClusterReport(Record, frozen=True, kw_only=True):
     devices: Count
     horizon_s: Seconds
     assumptions: Assumptions
-    foregrounds: tuple[ForegroundFigures, ...]
-    backgrounds: tuple[BackgroundFigures, ...]
-    classes: tuple[ClassFigures, ...]
+    foregrounds: tuple[ForegroundReport, ...]
+    backgrounds: tuple[BackgroundReport, ...]
+    classes: tuple[ClassReport, ...]
     utilisation: tuple[Moment, ...]
     samples_per_s: float
     ratio: float | None = None
@@ -110,14 +110,14 @@ def _run_of(run: ClusterRun, job: int) -> Run | None:
     return next((each for each in run.runs if each.job == job), None)
 
 
-def _foreground(run: ClusterRun, job: int) -> ForegroundFigures:
+def _foreground(run: ClusterRun, job: int) -> ForegroundReport:
     one, step, ran = run.foregrounds[job], run.steps_of(job), _run_of(run, job)
-    return ForegroundFigures(
+    return ForegroundReport(
         name=one.name,
         devices=one.devices,
         batch=one.batch,
         step_s=step.step_s,
-        alone_step_s=one.alone.step_s,
+        alone_step_s=one.unshared.step_s,
         samples_per_s=one.batch / step.step_s,
         data_parallel_samples_s=one.data_parallel_samples_s,
         start_s=ran.start_s if ran else 0.0,
@@ -126,13 +126,13 @@ def _foreground(run: ClusterRun, job: int) -> ForegroundFigures:
     )
 
 
-def _background(run: ClusterRun, job: int) -> BackgroundFigures:
+def _background(run: ClusterRun, job: int) -> BackgroundReport:
     one = run.backgrounds[job]
     mine = [each for each in run.classes if each.background == job]
     devices = sum(len(each.devices) for each in mine)
     own_s = sum(each.pieces * len(each.devices) for each in mine) * run.given.piece_s
     share = own_s / (devices * run.horizon_s) if devices else 0.0
-    return BackgroundFigures(
+    return BackgroundReport(
         name=one.name,
         devices=devices,
         batch=one.batch,
@@ -142,10 +142,10 @@ def _background(run: ClusterRun, job: int) -> BackgroundFigures:
     )
 
 
-def _class(run: ClusterRun, one: DeviceClass) -> ClassFigures:
+def _class(run: ClusterRun, one: DeviceClass) -> ClassReport:
     names = dict.fromkeys(run.foregrounds[visit.job].name for visit in one.visits)
     idle_s = run.horizon_s - one.foreground_s - one.background_s
-    return ClassFigures(
+    return ClassReport(
         devices=one.devices,
         foreground=tuple(names),
         background="" if one.background is None else run.backgrounds[one.background].name,
@@ -155,15 +155,15 @@ def _class(run: ClusterRun, one: DeviceClass) -> ClassFigures:
     )
 
 
-def _samples_s(run: ClusterRun, foregrounds: tuple[ForegroundFigures, ...]) -> float:
+def _samples_s(run: ClusterRun, foregrounds: tuple[ForegroundReport, ...]) -> float:
     """Samples per second of all foregrounds over the whole horizon."""
     return sum(f.samples_per_s * (f.end_s - f.start_s) / run.horizon_s for f in foregrounds)
 
 
 def _ratios(
     run: ClusterRun,
-    foregrounds: tuple[ForegroundFigures, ...],
-    backgrounds: tuple[BackgroundFigures, ...],
+    foregrounds: tuple[ForegroundReport, ...],
+    backgrounds: tuple[BackgroundReport, ...],
 ) -> tuple[float | None, float | None]:
     """Both forms; none where a foreground's data parallel speed is not known, or where one did not
     run through: what data parallelism would have done meanwhile is then another question."""

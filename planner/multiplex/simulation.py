@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from ..explain.why import check_belongs
+from ..schema.cluster import Cluster
 from ..schema.errors import InputError
+from ..schema.plan import Plan
+from ..schema.profile import ModelProfile
+from ..solve.evaluate import decisions_of
 from .gaps import Filled, Interval, fill, gaps, merged, undisturbed
-from .jobs import Assumptions, Background, Foreground
+from .jobs import Assumptions, Background, Foreground, best_background, foreground_of
 from .timeline import Busy, StepTimelines
 
+# Steps of the longest job that are simulated where nothing else is asked.
 STEPS = 8
-"""Steps of the longest job that are simulated where nothing else is asked."""
+# Steps of one job that may be simulated: beyond, seconds become minutes.
 MOST_STEPS = 2_000
-"""Steps of one job that may be simulated: beyond, seconds become minutes."""
 
 
 class Visit(NamedTuple):
@@ -82,7 +87,7 @@ class ClusterRun(NamedTuple):
     def steps_of(self, job: int) -> StepTimelines:
         """The step that a foreground has here: beside backgrounds where there are any."""
         one = self.foregrounds[job]
-        return one.beside if self.backgrounds else one.alone
+        return one.shared if self.backgrounds else one.unshared
 
 
 def simulate_cluster(
@@ -96,7 +101,7 @@ def simulate_cluster(
     for a job that needs more devices than there are."""
     given = given or Assumptions()
     _check(devices, foregrounds, horizon_s)
-    steps = [one.beside if backgrounds else one.alone for one in foregrounds]
+    steps = [one.shared if backgrounds else one.unshared for one in foregrounds]
     horizon_s = horizon_s or STEPS * max((s.step_s for s in steps), default=1.0)
     _check_length(foregrounds, steps, horizon_s)
     runs, waiting = _placed(devices, foregrounds, steps, horizon_s)
@@ -257,3 +262,44 @@ def _with_background(one: DeviceClass, given: Assumptions, horizon_s: float) -> 
             until += 1
         found.append(fill(gap, talking[at:until], given))
     return one._replace(filled=tuple(found))
+
+
+def simulate_plans(
+    plans: Sequence[tuple[Plan, ModelProfile, Cluster]],
+    backgrounds: Sequence[ModelProfile],
+    given: Assumptions,
+    devices: int | None,
+    horizon_s: float | None,
+) -> ClusterRun:
+    """The plans side by side on ``devices`` (default: as many as they need together), and the
+    background models, dealt to all devices in turn, in what they leave idle."""
+    if not plans:
+        raise InputError("no plan to simulate: name at least one plan's file")
+    slowdown = given.slowdown if backgrounds else 1.0
+    jobs = []
+    for plan, profile, cluster in plans:
+        check_belongs(plan, profile, cluster)
+        jobs.append(foreground_of(plan, profile, cluster, decisions_of(plan), slowdown))
+    count = sum(job.devices for job in jobs) if devices is None else devices
+    held = max(job.shared.peak_bytes for job in jobs)
+    made = _backgrounds(plans, backgrounds, held, count)
+    return simulate_cluster(count, jobs, made, given, horizon_s)
+
+
+def _backgrounds(
+    plans: Sequence[tuple[Plan, ModelProfile, Cluster]],
+    models: Sequence[ModelProfile],
+    held_bytes: int,
+    devices: int,
+) -> list[Background]:
+    """Each model's job at its best batch on the device that has least memory; several of them share
+    the devices evenly."""
+    every = [device for _, _, cluster in plans for device in cluster.devices]
+    device = min(every, key=lambda d: d.memory_bytes)
+    least, more = divmod(devices, max(len(models), 1))
+    made = []
+    for i, model in enumerate(models):
+        one = best_background(model, device, plans[0][0].goal.optimizer, held_bytes)
+        copies = least + (i < more)
+        made.append(one._replace(copies=copies if len(models) > 1 else None))
+    return made

@@ -20,9 +20,9 @@ from ..simulate.rank_classes import simulate_decisions
 from ..simulate.schedule import COMPUTE, step_of
 from ..solve.evaluate import rank_memory
 
+# Steps that are simulated under priority; the last but one is told, so that what it sends late is
+# seen to arrive.
 STEADY = 5
-"""Steps that are simulated under priority; the last but one is told, so that what it sends late is
-seen to arrive."""
 
 
 class Busy(NamedTuple):

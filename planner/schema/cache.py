@@ -31,7 +31,7 @@ def get(cls: type[DocumentT], mark: str) -> DocumentT | None:
     path = _path(mark)
     try:
         return load(cls, path) if path.exists() else None
-    except InputError:  # damaged, or of another version of Meshwright
+    except InputError:  # damaged, or of another version of Meshwright: it is made anew
         return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from .layout import Layout, Style
 from .plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, UnitPlan
 from .profile import UnitProfile
@@ -24,13 +26,9 @@ class Capability(Record, frozen=True, kw_only=True):
     micro_batches: bool
     priority: bool = False
     branches: bool = False
-    in_buckets: tuple[ExchangePolicy, ...] = (
-        "dense", "sharded", "fully_sharded", "dropped", "topk",
-    )  # fmt: skip
+    in_buckets: tuple[ExchangePolicy, ...] = get_args(ExchangePolicy)
     feedback: tuple[FeedbackPolicy, ...] = ("residual",)
-    idle_exchange: tuple[ExchangePolicy, ...] = (
-        "dense", "sharded", "fully_sharded", "dropped", "topk",
-    )  # fmt: skip
+    idle_exchange: tuple[ExchangePolicy, ...] = get_args(ExchangePolicy)
     idle_release: bool = True
 
     def exchanges(self, *, sliced: bool) -> tuple[ExchangePolicy, ...]:
@@ -95,21 +93,21 @@ class Capability(Record, frozen=True, kw_only=True):
 
 
 EVERYTHING = Capability(
-    styles=("none", "column", "row", "pair"),
-    memory=("keep", "recompute", "offload"),
-    exchange=("dense", "sharded", "fully_sharded", "dropped", "topk"),
+    styles=get_args(Style),
+    memory=get_args(MemoryPolicy),
+    exchange=get_args(ExchangePolicy),
     idle_positions=True,
     early_release=True,
     micro_batches=True,
     priority=True,
     branches=True,
-    feedback=("residual", "in_place", "mirror", "host_mirror"),
+    feedback=get_args(FeedbackPolicy),
 )
 """All that a decision can say: the bounds of a hypothetical plan. The cost model refuses by name
 what it does not know yet."""
 
 PLAIN = Capability(
-    styles=("none", "column", "row", "pair"),
+    styles=get_args(Style),
     memory=("keep",),
     exchange=("dense",),
     idle_positions=False,

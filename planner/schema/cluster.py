@@ -112,6 +112,7 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
         names = [level.name for level in self.levels]
         if len(set(names)) != len(names):
             raise ValueError(f"a level is listed twice in {', '.join(names)}")
+        # A single device needs no links; any two that may talk need their level described.
         if self.world_size > 1 and not self.levels:
             raise ValueError("the cluster has no links: name the bandwidth between its devices")
         if len(self.nodes) > 1 and "inter" not in names:
@@ -154,6 +155,7 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
     @property
     def host_bytes_per_s(self) -> float | None:
         """The slowest device's rate to its host, or None where one is not known."""
+        # All ranks run one plan: offloading waits for the slowest, and must be possible on each.
         rates = [d.host_bytes_per_s for d in self.devices]
         return None if None in rates else min(r for r in rates if r is not None)
 

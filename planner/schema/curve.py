@@ -31,11 +31,12 @@ class Curve(Record, frozen=True, kw_only=True):
         """The value at ``size``."""
         if size <= 0:
             return 0.0
-        if len(self.x) == 1:
+        if len(self.x) == 1:  # one measurement says only that it grows with size
             return self.y[0] * size / self.x[0]
         right = min(max(bisect_left(self.x, size), 1), len(self.x) - 1)
         x0, x1, y0, y1 = self.x[right - 1], self.x[right], self.y[right - 1], self.y[right]
         slope = (y1 - y0) / (x1 - x0)
+        # Noise may let the last two measurements fall: a larger size never takes less.
         if size > self.x[-1]:
             return y1 + max(slope, 0.0) * (size - x1)
         return max(y0 + slope * (size - x0), 0.0)

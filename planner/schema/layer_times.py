@@ -112,9 +112,8 @@ def _rows(table: Table, origin: str) -> list[_Row]:
         raise InputError(f"{origin} has no layers")
     rows: list[_Row] = []
     for i, layer in enumerate(layers):
-        merged = i > 0 and layers[i - 1].kind in _KINDS and layer.kind.startswith("ReLU")
-        if merged:
-            continue
+        if i > 0 and layers[i - 1].kind in _KINDS and layer.kind.startswith("ReLU"):
+            continue  # it is in the row of the layer before it
         follows = layers[i + 1] if i + 1 < len(layers) else None
         relu = follows if follows and _KINDS.get(layer.kind) and "ReLU" in follows.kind else None
         after = i + (2 if relu else 1)
@@ -247,6 +246,7 @@ def _seconds(row: _Row) -> tuple[Curve, Curve]:
         behind = row.relu.time_us_by_batch[batch] if row.relu else Times(0, 0)
         ahead = times.forward + behind.forward
         back = times.backward + behind.backward
+        # Under a microsecond means that the table has the backward elsewhere or not at all.
         if row.layer.kind in _KINDS and row.relu is None and back < 1:
             back = 2 * ahead
         forward.append(ahead * 1e-6)
@@ -285,7 +285,8 @@ def _saved_bytes(row: _Row) -> float:
 
 
 def _width(layer: Layer) -> int:
-    """Channels inside a bottleneck (torchvision: planes · base_width / 64 · groups)."""
+    """Channels inside a bottleneck block."""
+    # As torchvision.models.resnet.Bottleneck computes them.
     config = layer.config
     return int(config["planes"] * config["base_width"] / 64 * config["groups"])
 

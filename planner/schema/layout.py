@@ -71,6 +71,7 @@ def lattice(world_size: int, *, complete: bool = False, bursts: bool = True) -> 
     of two of the world size, every number with ``complete``, those that leave positions idle only
     with ``bursts``.
     """
+    # All numbers up to W would make about W ln W layouts, and search time grows with their square.
     sizes = range(1, world_size + 1) if complete else _round_sizes(world_size)
     for groups in sizes:
         for degree in sizes:

@@ -59,19 +59,22 @@ def segments_of(decisions: Sequence[Option]) -> list[tuple[int, int]]:
 
 def tied_units(profile: ModelProfile) -> tuple[tuple[int, ...], ...]:
     """For each unit the units tied to it by shared parameters, directly or through others."""
-    home = list(range(len(profile.units)))
+    # Each unit's group goes by its first unit; a shared parameter joins two groups into one.
+    group = list(range(len(profile.units)))
     first: dict[str, int] = {}
     for k, unit in enumerate(profile.units):
         for name in {p.shared for p in unit.parameters}:
-            a, b = home[first.setdefault(name, k)], home[k]
-            home = [min(a, b) if h in (a, b) else h for h in home]
-    return tuple(tuple(i for i, h in enumerate(home) if h == home[k]) for k in range(len(home)))
+            a, b = group[first.setdefault(name, k)], group[k]
+            group = [min(a, b) if g in (a, b) else g for g in group]
+    return tuple(tuple(i for i, g in enumerate(group) if g == own) for own in group)
 
 
 def allowed(
     unit: UnitProfile, option: Option, goal: Goal, capability: Capability, world_size: int
 ) -> bool:
     """Whether a unit may have ``option`` by itself (ties are checked by ``ties_agree``)."""
+    # The model's own code between units and its ends see each rank's own samples, and local batch
+    # statistics are those of a rank's samples: both keep the layout (W, 1).
     layout = option.layout
     if not goal.permits(unit.name, layout, option.style):
         return False
@@ -87,6 +90,7 @@ def allowed(
 
 def ties_agree(units: Sequence[UnitProfile], options: Sequence[Option]) -> bool:
     """Whether tied units share one layout and cut each shared parameter along one dimension."""
+    # One parameter has one shard on a rank: uses that cut it differently would need several.
     if len({o.layout for o in options}) > 1:
         return False
     cuts: dict[str, set[int | None]] = {}

@@ -73,6 +73,7 @@ def _pin(text: str) -> Pin:
 
 def _prohibition(text: str) -> Pin:
     unit, layouts, style = _parts(text, everywhere="=" not in text)
+    # "Not this layout in that style" cannot be said with lists of layouts and of styles.
     if layouts and style:
         raise InputError(f"{text!r} forbids a layout and a style at once: forbid one of them")
     return Pin(unit=unit, never=layouts, never_styles=(style,) if style else ())

@@ -97,8 +97,8 @@ class Moment(Record, frozen=True, kw_only=True):
     @property
     def largest(self) -> str:
         """The class that takes most, in words."""
-        held = self.by_class()
-        return CLASS_NAMES[max(held, key=lambda name: held[name])]
+        found = self.by_class()
+        return CLASS_NAMES[max(found, key=lambda name: found[name])]
 
 
 class Prediction(Record, frozen=True, kw_only=True):
@@ -164,6 +164,7 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # What no plan may be. Whether an executor can run it is its ``Capability``'s to say.
         if sorted(self.placement) != list(range(self.world_size)):
             order = ", ".join(map(str, self.placement))
             raise ValueError(

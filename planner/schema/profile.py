@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import networkx as nx
-
 from .curve import ZERO, Curve
 from .layout import Style
 from .record import Bytes, BytesReal, Count, Document, Index, Record, Seconds, Share
@@ -214,8 +212,9 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
 
     ``target`` is how the model was named (``vgg16``, ``file.py:factory``); ``model`` the
     fingerprint of its structure (parameter names and shapes, unit names). ``batches`` are the batch
-    sizes measured. ``step`` is the measured forward plus backward of the whole model, against
-    which the sum of units is held. ``pieces`` are what segments to be recomputed can be made of.
+    sizes measured. ``step`` is the measured forward plus backward of the whole model, with
+    which the sum of units is compared. ``pieces`` are what segments that are recomputed can be
+    made of.
     """
 
     target: str
@@ -255,16 +254,6 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     def unit(self, name: str) -> UnitProfile:
         """The unit of that name."""
         return next(u for u in self.units if u.name == name)
-
-    @property
-    def graph(self) -> nx.DiGraph:
-        """Units as nodes (attribute ``unit``), edges with attribute ``edge``."""
-        graph = nx.DiGraph()
-        for unit in self.units:
-            graph.add_node(unit.name, unit=unit)
-        for edge in self.edges:
-            graph.add_edge(edge.source, edge.target, edge=edge)
-        return graph
 
     @property
     def parameter_bytes(self) -> int:

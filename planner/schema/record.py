@@ -1,4 +1,4 @@
-"""What all nouns share: immutable, typed, validated, and the same bytes in and out of JSON."""
+"""What all records share: immutable, typed, validated, and the same bytes in and out of JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Document(Record, frozen=True, kw_only=True, tag_field="document"):
-    """A noun that is a file of its own: it carries its type's name and a schema version."""
+    """A record that is a file of its own: it carries its type's name and a schema version."""
 
     schema_version: int = SCHEMA_VERSION
 
@@ -47,10 +47,11 @@ RecordT = TypeVar("RecordT", bound=Record)
 DocumentT = TypeVar("DocumentT", bound=Document)
 
 
-def _floats(noun: msgspec.Struct) -> Iterator[tuple[str, float]]:
+def _floats(record: msgspec.Struct) -> Iterator[tuple[str, float]]:
     """The float fields of one record (nested records have checked themselves)."""
-    for name in noun.__struct_fields__:
-        value = getattr(noun, name)
+    # JSON has no infinity or NaN: msgspec would write null, which could not be read again.
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
         if isinstance(value, float):
             yield name, value
         elif isinstance(value, tuple):
@@ -68,13 +69,13 @@ MADE_BY = {
 """How a user makes each kind of document."""
 
 
-def encode(noun: Record) -> bytes:
-    """JSON, indented, ending in a newline; equal nouns give equal bytes."""
-    return msgspec.json.format(msgspec.json.encode(noun), indent=1) + b"\n"
+def encode(record: Record) -> bytes:
+    """JSON, indented, ending in a newline; equal records give equal bytes."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
 
 
 def decode(cls: type[RecordT], data: bytes, origin: str = "JSON") -> RecordT:
-    """The noun in ``data``; ``origin`` names the source in the message of an ``InputError``."""
+    """The record in ``data``; ``origin`` names the source in the message of an ``InputError``."""
     if issubclass(cls, Document):
         _check_head(cls, data, origin)
     try:
@@ -118,7 +119,7 @@ def printable(text: str) -> str:
 
 
 def load(cls: type[RecordT], path: str | Path, given: str = "") -> RecordT:
-    """Reads a noun from a file; ``InputError`` names the file and the path of a bad field, and
+    """Reads a record from a file; ``InputError`` names the file and the path of a bad field, and
     ``given``, the option that the file was given to."""
     try:
         data = Path(path).read_bytes()
@@ -128,9 +129,9 @@ def load(cls: type[RecordT], path: str | Path, given: str = "") -> RecordT:
     return decode(cls, data, f"{given} {path}".lstrip())
 
 
-def save(noun: Record, path: str | Path) -> None:
-    """Writes a noun whole or not at all (a temporary file beside it, then a rename)."""
-    write_whole(path, encode(noun))
+def save(record: Record, path: str | Path) -> None:
+    """Writes a record whole or not at all (a temporary file beside it, then a rename)."""
+    write_whole(path, encode(record))
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
@@ -144,6 +145,8 @@ def write_whole(path: str | Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+        # mkstemp gives its files to their owner alone. A document gets the mode of any new file,
+        # and the umask can only be read by setting it.
         umask = os.umask(0)
         os.umask(umask)
         Path(name).chmod(0o666 & ~umask)
@@ -153,11 +156,11 @@ def write_whole(path: str | Path, data: bytes) -> None:
         raise
 
 
-def fingerprint(noun: Record) -> str:
-    """Sixteen hexadecimal digits that stand for the noun's content."""
-    return hashlib.sha256(msgspec.json.encode(noun)).hexdigest()[:16]
+def fingerprint(record: Record) -> str:
+    """Sixteen hexadecimal digits that stand for the record's content."""
+    return hashlib.sha256(msgspec.json.encode(record)).hexdigest()[:16]
 
 
 def schema(cls: type[Record]) -> dict[str, Any]:
-    """The JSON Schema of a noun."""
+    """The JSON Schema of a record."""
     return msgspec.json.schema(cls)

@@ -164,11 +164,11 @@ def _buckets(model: CostModel, gradients: Sequence[Gradient]) -> list[list[int]]
     return slicing.pack_buckets(travelling, model.bucket_bytes)
 
 
-def _cuts(gradients: Sequence[Gradient], limit_bytes: int) -> tuple[SliceSpec, ...]:
+def _cuts(gradients: Sequence[Gradient], message_bytes: int) -> tuple[SliceSpec, ...]:
     kind, sizes = gradients[0].kind, [g.shared_bytes for g in gradients]
     if not kind.lossy:
-        return slicing.cut(sizes, limit_bytes)
-    return slicing.cut_lossy(kind.exchange, sizes, [g.whole for g in gradients], limit_bytes)
+        return slicing.cut(sizes, message_bytes)
+    return slicing.cut_lossy(kind.exchange, sizes, [g.whole for g in gradients], message_bytes)
 
 
 def messages_of(

@@ -54,14 +54,14 @@ class Travelling(NamedTuple):
     bytes: int
 
 
-def pack_buckets(gradients: Iterable[Travelling], limit_bytes: int) -> list[list[int]]:
+def pack_buckets(gradients: Iterable[Travelling], message_bytes: int) -> list[list[int]]:
     """The numbers of the gradients in each bucket, which is one message under the barrier.
 
     ``gradients`` come in the order of backward, with their undivided sizes. A bucket that one more
-    would fill beyond ``limit_bytes`` is closed; only a single gradient may be larger. Buckets are
+    would fill beyond ``message_bytes`` is closed; only a single gradient may be larger. Buckets are
     in the order in which their last gradients get ready, so that none holds back another that is.
     """
-    return sorted(_group(gradients, limit_bytes), key=lambda numbers: numbers[-1])
+    return sorted(_group(gradients, message_bytes), key=lambda numbers: numbers[-1])
 
 
 def pack_units(gradients: Iterable[Travelling]) -> list[list[int]]:
@@ -74,13 +74,13 @@ def pack_units(gradients: Iterable[Travelling]) -> list[list[int]]:
 
 
 def _group(
-    gradients: Iterable[Travelling], limit_bytes: int, *, whole_units: bool = False
+    gradients: Iterable[Travelling], message_bytes: int, *, whole_units: bool = False
 ) -> list[list[int]]:
     found: list[list[int]] = []
     last: dict[Hashable, tuple[list[int], int, int]] = {}  # its numbers, bytes and latest unit
     for number, (kind, unit, size) in enumerate(gradients):
         numbers, filled, latest = last.get(kind, ([], 0, unit))
-        fits = filled + size <= limit_bytes or (whole_units and unit == latest)
+        fits = filled + size <= message_bytes or (whole_units and unit == latest)
         if not numbers or not fits:
             numbers, filled = [], 0
             found.append(numbers)
@@ -89,8 +89,8 @@ def _group(
     return found
 
 
-def cut(sizes_bytes: Sequence[int], limit_bytes: int) -> tuple[SliceSpec, ...]:
-    """The slices of gradients of those sizes, none above ``limit_bytes``; packs of small ones
+def cut(sizes_bytes: Sequence[int], message_bytes: int) -> tuple[SliceSpec, ...]:
+    """The slices of gradients of those sizes, none above ``message_bytes``; packs of small ones
     first. Sizes of zero are left out.
 
     Large gradients are cut into equal parts, which are sent from where they lie.
@@ -101,20 +101,20 @@ def cut(sizes_bytes: Sequence[int], limit_bytes: int) -> tuple[SliceSpec, ...]:
     for i, size in enumerate(sizes_bytes):
         if size <= 0:
             continue
-        if not packed(size, limit_bytes):
-            parts = ceil(size / limit_bytes)
+        if not packed(size, message_bytes):
+            parts = ceil(size / message_bytes)
             whole += [SliceSpec((i,), part, parts) for part in range(parts)]
             continue
         if not packs or size > room:
             packs.append([])
-            room = limit_bytes
+            room = message_bytes
         packs[-1].append(i)
         room -= size
     return (*(SliceSpec(tuple(pack)) for pack in packs), *whole)
 
 
 def cut_lossy(
-    exchange: ExchangePolicy, sizes_bytes: Sequence[int], whole: Sequence[bool], limit_bytes: int
+    exchange: ExchangePolicy, sizes_bytes: Sequence[int], whole: Sequence[bool], message_bytes: int
 ) -> tuple[SliceSpec, ...]:
     """The slices under an exchange that sends a part of each gradient, but for those that are sent
     ``whole`` (which come first). A part shares no message with others; top-k sends one of each."""
@@ -124,14 +124,14 @@ def cut_lossy(
         if exchange == "topk" and not all(whole[i] for i in group):
             found.append(SliceSpec((group[0],)))
             continue
-        for one in cut([sizes_bytes[i] for i in group], limit_bytes):
+        for one in cut([sizes_bytes[i] for i in group], message_bytes):
             found.append(one._replace(parameters=tuple(group[i] for i in one.parameters)))
     return tuple(found)
 
 
-def packed(size_bytes: int, limit_bytes: int) -> bool:
+def packed(size_bytes: int, message_bytes: int) -> bool:
     """Whether a gradient is copied into a pack, not sent from where it lies."""
-    return size_bytes < min(PACKED_BYTES, limit_bytes)
+    return size_bytes < min(PACKED_BYTES, message_bytes)
 
 
 # -- the order in which slices leave ---------------------------------------------------------------

@@ -120,9 +120,17 @@ def evaluation(
     return Evaluation(model, decisions, chain, step, result, memory, prediction)
 
 
+def memory_of(model: CostModel) -> MemoryModel:
+    """The memory model of a cost model, made once: it remembers what each option holds."""
+    # Kept by the cost model itself: each refers to the other, so that neither outlives it.
+    memory: MemoryModel = vars(model).get("_memory") or MemoryModel(model)
+    vars(model)["_memory"] = memory
+    return memory
+
+
 def rank_memory(model: CostModel, decisions: Decisions) -> tuple[RankMemory, ...]:
     """The memory timeline of each class of positions."""
-    memory = MemoryModel(model)
+    memory = memory_of(model)
     found = []
     for group in position_classes(model.counts, [o.layout for o in decisions]):
         position = memory.position(decisions, group.samples)

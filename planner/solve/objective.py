@@ -15,10 +15,9 @@ from ..cost.cost import CostModel
 from ..cost.ownership import position_classes
 from ..cost.step_time import barrier_step, priority_step
 from ..memory.timeline import peak_bytes
-from ..memory.unit_memory import MemoryModel
 from ..schema.options import Option
 from ..simulate.schedule import ScheduleName
-from .evaluate import limits_bytes
+from .evaluate import limits_bytes, memory_of
 
 ROUNDING = 1 + 1e-9
 """Limits may be overdrawn by this much: sums of floats differ by their order."""
@@ -58,7 +57,7 @@ def value(model: CostModel, decisions: Sequence[Option], schedule: ScheduleName)
 
 def over_bytes(model: CostModel, decisions: Sequence[Option]) -> int:
     """By how much the fullest rank is over its limit, negative where all fit."""
-    memory = MemoryModel(model)
+    memory = memory_of(model)
     limits = limits_bytes(model.cluster, model.goal, model.placement)
     most = -(10**18)
     for group in position_classes(model.counts, [o.layout for o in decisions]):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
 from typing import Literal, NamedTuple
 
 from ..cost.cost import BUCKET_BYTES, CostModel
@@ -31,11 +33,10 @@ INTEGER_PAIRS = 20_000
 class Problem:
     """What to plan. ``capability`` bounds the search; ``executor`` is what can be run, where the
     search is allowed more (then the plan is hypothetical). Without ``placement`` one is chosen.
-    With ``either`` the better schedule is chosen, else ``schedule`` is given. ``sparing`` shards
-    the exchange only where nothing fits without, or that is clearly quicker.
+    With ``any_schedule`` the better one is chosen, else ``schedule`` is given. ``shard_if_needed``
+    shards the exchange only where nothing fits without, or that is clearly quicker.
     Among plans whose objective is within ``near`` of the best (a share) the simpler is taken. Where
-    nothing fits, a ``brief`` answer says what the limit would have to be, and looks for no other
-    remedy."""
+    nothing fits, the answer ``explains`` why, which takes seconds."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -44,11 +45,11 @@ class Problem:
     executor: Capability | None = None
     placement: tuple[int, ...] | None = None
     schedule: ScheduleName = "barrier"
-    either: bool = False
-    sparing: bool = False
+    any_schedule: bool = False
+    shard_if_needed: bool = False
     bucket_bytes: int = BUCKET_BYTES
     near: float = 0.01
-    brief: bool = False
+    explains: bool = True
     progress: Progress | None = field(default=None, compare=False)
 
     @property
@@ -82,11 +83,17 @@ class Problem:
         )
 
     def cost_models(self) -> Iterator[CostModel]:
-        """A cost model for each number of micro-batches and each size of slices or buckets."""
-        for count in sorted(set(self.goal.micro_batches)):
-            if self.divides_into(count):
-                for size in self.slice_bytes:
-                    yield self.cost_model(count, size)
+        """A cost model for each number of micro-batches and each size of slices or buckets, the
+        same ones whenever they are asked for: they remember what they have worked out."""
+        counts = filter(self.divides_into, sorted(set(self.goal.micro_batches)))
+        for key in product(counts, self.slice_bytes):
+            if key not in self._models:
+                self._models[key] = self.cost_model(*key)
+            yield self._models[key]
+
+    @cached_property
+    def _models(self) -> dict[tuple[int, int], CostModel]:
+        return {}
 
     def divides_into(self, micro_batches: int) -> bool:
         """Whether the batch can be cut into so many micro-batches."""
@@ -190,7 +197,7 @@ class Result(NamedTuple):
 
     @classmethod
     def without_plan(
-        cls, solver: str, why: Infeasibility, seconds: float, reason: str = ""
+        cls, solver: str, why: Infeasibility | None, seconds: float, reason: str = ""
     ) -> Result:
         """The answer of a solver that found no plan."""
         return cls(solver, "infeasible", seconds=seconds, infeasible=why, reason=reason)

@@ -56,8 +56,8 @@ def problem_for(
         capability,
         executor=executor,
         schedule="priority" if asked == "priority" else "barrier",
-        either=asked == "auto",
-        sparing=asked == "priority" and not hypothetical,
+        any_schedule=asked == "auto",
+        shard_if_needed=asked == "priority" and not hypothetical,
         progress=shown(progress),
     )
 

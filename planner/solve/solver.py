@@ -7,14 +7,18 @@ said only of what was proved. Solvers register under a name; ``auto`` takes the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from ..schema.errors import InputError
 from ..schema.pins import no_such_unit, spelled_out
-from .heuristic.schedules import by_either, sharding_sparingly
-from .problem import INTEGER_PAIRS, Problem, Result, state_pairs
+from .heuristic.branches import side_by_side
+from .heuristic.least_memory import nothing_fits
+from .heuristic.schedules import any_schedule, shard_if_needed, widest
+from .heuristic.segmented import quicker_in_segments
+from .problem import INTEGER_PAIRS, Infeasibility, Problem, Result, state_pairs
 
 PREFERENCE = ("integer", "multipliers", "heuristic")
 """The order in which ``auto`` looks for a solver: the first that is there and that is able."""
@@ -30,7 +34,12 @@ class Solver(Protocol):
         """What it is registered as."""
 
     def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
-        """Searches, for no longer than ``time_limit_s`` where one is given."""
+        """Searches, for no longer than ``time_limit_s`` where one is given. Where it finds no plan,
+        it says why if the problem ``explains``."""
+
+    def explain(self, problems: Sequence[Problem]) -> Infeasibility:
+        """Why none of the problems has a plan. They differ in schedule and in what is allowed only,
+        and the last allows most."""
 
 
 _solvers: dict[str, Callable[[], Solver]] = {}
@@ -47,36 +56,90 @@ def solvers() -> tuple[str, ...]:
     return tuple(_solvers)
 
 
+# [Note: Order of searches]
+
+
+# A policy that takes something from the user or that is only predicted to pay is tried last. So a
+# problem that leaves the schedule or sharding open becomes several problems, each allowed more than
+# the one before, and the first that has a plan decides:
+#
+#   any_schedule      by barrier; nothing fits: by priority, then with gradients released early.
+#                     A plan by barrier is kept unless its decisions, or plain data parallelism,
+#                     are clearly quicker by priority (``schedules.WORTHWHILE``): then the search by
+#                     priority is made too, and the better plan taken.
+#   shard_if_needed   without sharded exchange; nothing fits: with it, then with sharded parameters
+#                     (without offloading), then all of these with gradients released early. A plan
+#                     without is kept unless it is clearly quicker with its exchange sharded.
+#
+# Each of these is one search by one solver, and what follows it can only make its plan better:
+# branches side by side, then segments. If memory rules out every plan (``least_memory``), no search
+# is made. If none of them has a plan, one report covers them all (``heuristic.infeasible``).
+#
+# [Note: What is proved]
+# The integer program proves its objective, and the multipliers a bound on it, over all options of
+# the problem that they were given: one schedule, the allowances of that search, layouts that begin
+# at position 0, units that are recomputed one by one. Choosing between the searches above is a
+# prediction, not a proof. A plan that branches or segments made better has status ``heuristic``.
+# A report that nothing fits is a proof where it says "at least"; "enough" was tried only.
+
+
 def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = None) -> Result:
-    """Plans. ``solver`` is a registered name or ``auto``; see ``Result.checked`` for the plan."""
+    """Plans. ``solver`` is a registered name or ``auto``; see ``Result.checked`` for the plan.
+
+    In this order (see [Note: Order of searches]):
+
+    1. The solver is chosen: by name, or the first of ``PREFERENCE`` that is able.
+    2. Schedules and allowances that the problem leaves open are searched one after another, the
+       simplest first, each for its part of ``time_limit_s``.
+    3. Each search that finds a plan is followed by those for branches side by side and segments.
+    4. Where none finds a plan, the solver explains why, once for all of them.
+    """
+    start = time.perf_counter()
     _load()
-    if problem.either:
-        half_s = None if time_limit_s is None else time_limit_s / 2
-        return by_either(problem, lambda one: solve(one, solver, half_s))
-    if problem.sparing:
-        plain = replace(problem, sparing=False)
-        return sharding_sparingly(plain, lambda one: solve(one, solver, time_limit_s))
-    name, reason = solver, "asked for"
-    if solver == "auto":
-        name, reason = _auto(problem)
-        if name == "integer" and time_limit_s is None:
-            time_limit_s = AUTO_S
+    name, reason = (solver, "asked for") if solver != "auto" else _auto(problem)
     if name not in _solvers:
         known = ", ".join(["auto", *_solvers])
         raise InputError(f"there is no solver {solver!r}: choose from {known}")
     _check(problem)
-    result = _solvers[name]().solve(problem, time_limit_s)
-    result = result._replace(reason="; ".join(r for r in (reason, result.reason) if r))
+    problem = problem.placed()
+    if time_limit_s is not None and problem.any_schedule:
+        time_limit_s /= 2  # for barrier and priority each
+    elif time_limit_s is None and solver == "auto" and name == "integer":
+        time_limit_s = AUTO_S
+    chosen = _solvers[name]()
+
+    def search(one: Problem) -> Result:
+        nonlocal reason
+        found = _search(one, chosen, time_limit_s)
+        return found._replace(reason="; ".join(r for r in (reason, found.reason) if r))
+
+    result = None
+    every = widest(problem)
+    if all(map(nothing_fits, every)):
+        pass  # nothing to search
+    elif problem.any_schedule:
+        result = any_schedule(replace(problem, explains=False), search)
+    elif problem.shard_if_needed:
+        result = shard_if_needed(replace(problem, shard_if_needed=False, explains=False), search)
+    else:
+        result = search(problem)
+    if result is not None and (result.plan is not None or result.infeasible is not None):
+        return result
+    why = chosen.explain(every) if problem.explains else None
+    return Result.without_plan(name, why, time.perf_counter() - start, reason)
+
+
+def _search(problem: Problem, solver: Solver, time_limit_s: float | None) -> Result:
+    """One search, with what may make its plan better."""
+    if nothing_fits(problem):
+        return Result.without_plan(solver.name, None, 0.0)
+    result = solver.solve(problem, time_limit_s)
     if problem.capability.branches:
-        from .heuristic.branches import side_by_side
-
         result = side_by_side(problem, result)
-    from .heuristic.segmented import quicker_in_segments
-
     return quicker_in_segments(problem, result, time_limit_s)
 
 
-def settled(problem: Problem) -> Problem:
+def expand_pins(problem: Problem) -> Problem:
     """The problem with patterns in its pins spelled out; see ``pins.spelled_out``."""
     world = problem.cluster.world_size
     goal = spelled_out(problem.goal, problem.profile, problem.capability, world)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,11 +16,10 @@ from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.headroom import account, overflowed
 from meshwright.executor.launch.train import optimizer_for, run_steps, train_step
-from meshwright.executor.memory.peak import budget
 from meshwright.executor.parallel import is_parallel
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
-from meshwright.models.units.storages import OverBudgetError, tensors_in
+from meshwright.models.units.storages import LiveStorages, OverBudgetError, tensors_in
 from meshwright.models.workload import Workload
 from meshwright.models.zoo.data import next_symbol_workload
 from meshwright.models.zoo.gpt import GPT, Shape
@@ -30,12 +31,13 @@ from meshwright.planner.schema.options import Decisions
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.evaluate import evaluate, rank_memory
-from meshwright.planner.solve.heuristic.checkpointing import Recomputing
+from meshwright.planner.solve.heuristic.checkpointing import Checkpointing
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.request import searched
 from meshwright.planner.solve.solver import solve
 from meshwright.profiler.model import profile
 from plans import plan_for
+from torch import Tensor
 
 from tests.strategies import cluster
 
@@ -92,8 +94,14 @@ def problem_of(found: ModelProfile, one: Triple) -> Problem:
         slice_bytes=(2**20,),
     )
     return Problem(
-        found, links, goal, searched(CAPABILITY), executor=CAPABILITY, either=True, brief=True
-    )
+        found,
+        links,
+        goal,
+        searched(CAPABILITY),
+        executor=CAPABILITY,
+        any_schedule=True,
+        explains=False,
+    )  # fmt: skip
 
 
 def peak_under(plan: Plan, one: Triple, limit_bytes: int) -> int:
@@ -102,6 +110,19 @@ def peak_under(plan: Plan, one: Triple, limit_bytes: int) -> int:
     Collective."""
     torch.manual_seed(0)
     return peak_of(models.build(one.name), plan, limit_bytes)
+
+
+@contextmanager
+def budget(
+    limit_bytes: int, lasting: Iterable[Tensor], excluded: Iterable[Tensor] = ()
+) -> Iterator[LiveStorages]:
+    """Within it tensors may take ``limit_bytes``, the ``lasting`` ones included and the
+    ``excluded`` not; the operator that passes the limit raises ``OverBudgetError``. Any device."""
+    live = LiveStorages(limit_bytes=limit_bytes)
+    with live:
+        live.ignore(excluded)
+        live.add(lasting)
+        yield live
 
 
 def peak_of(workload: Workload, plan: Plan, limit_bytes: int) -> int:
@@ -170,7 +191,7 @@ def deep() -> Workload:
 def least_limit(found: ModelProfile, goal: Goal, kinds: Capability) -> int:
     """The lowest peak of data parallelism, whatever is kept, recomputed and in which segments."""
     model = CostModel(found, cluster(2), goal, sliced=True)
-    return peak_with(model, Recomputing(model, model.baseline, kinds).least())
+    return peak_with(model, Checkpointing(model, model.baseline, kinds).least())
 
 
 def peak_with(model: CostModel, decisions: Decisions) -> int:

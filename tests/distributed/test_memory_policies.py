@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.release import ReleasedGradient
-from meshwright.executor.memory import host as hosts
+from meshwright.executor.memory import offload as hosts
 from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
@@ -47,10 +47,10 @@ class Copied:
     def __init__(self, there: Tensor) -> None:
         self.there = there
 
-    def call_back(self) -> None:
+    def prefetch(self) -> None:
         self.here = self.there.clone()
 
-    def home(self) -> Tensor:
+    def wait(self) -> Tensor:
         return self.here
 
 

@@ -24,12 +24,12 @@ from ...cost.cost import CostModel
 from ...cost.step_time import Vector
 from ...memory.checkpoint_segments import Window, windows
 from ...memory.timeline import Persistent, PositionMemory, Table, fullest_bytes
-from ...memory.unit_memory import MemoryModel
 from ...schema.capability import Capability
 from ...schema.layout import data_parallel
 from ...schema.options import Decisions, Option
 from ...schema.plan import MemoryPolicy
 from ..choices import may_have
+from ..evaluate import memory_of
 
 MOST_STEPS = 400_000
 """About how many times a path is gone on with by one move, in one search."""
@@ -70,14 +70,14 @@ class Path(NamedTuple):
         return tuple(option for move in reversed(moves) for option in move.options)
 
 
-class Recomputing:
+class Checkpointing:
     """The moves of one cost model under given decisions, on the position that holds most."""
 
     def __init__(
         self, model: CostModel, decisions: Sequence[Option], capability: Capability
     ) -> None:
         self.model, self.capability = model, capability
-        self.memory = MemoryModel(model)
+        self.memory = memory_of(model)
         self.decisions = tuple(
             option._replace(memory="keep" if unit.fixed else option.memory, segment=())
             for unit, option in zip(model.profile.units, decisions, strict=True)
@@ -160,7 +160,7 @@ class Recomputing:
     def _may_fit(self, limit_bytes: float) -> bool:
         """Whether what policies about memory do not change leaves room for anything."""
         held = self._held(self._table(self.decisions), self.decisions)
-        always = sum(float(held(name).sum()) for name in Persistent._fields)
+        always = sum(float(held.field(name).sum()) for name in Persistent._fields)
         return max(always, self.update_bytes) <= limit_bytes
 
     @cached_property
@@ -175,7 +175,7 @@ class Recomputing:
         is offloaded stays so: it has a part in what others hold."""
         chosen = tuple(self._under(k, policy) for k in range(len(self.decisions)))
         held = self._held(self._table(chosen), chosen)
-        most, saved = self._most(held), held("saved")
+        most, saved = self._most(held), held.field("saved")
         before = saved.cumsum() - saved
         for k, option in enumerate(chosen):
             bytes_ = float(most[k] - before[k])
@@ -198,7 +198,7 @@ class Recomputing:
         table = table.copy()
         table[:, here] = self._parts_table[:, here]
         held = self._held(table, chosen)
-        saved = held("saved")
+        saved = held.field("saved")
         return Move(
             here.stop,
             options,

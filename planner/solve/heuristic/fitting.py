@@ -17,7 +17,7 @@ from ..answer import choice
 from ..choices import may_have
 from ..evaluate import limits_bytes
 from ..problem import Problem
-from .checkpointing import Recomputing
+from .checkpointing import Checkpointing
 from .space import Space
 
 
@@ -26,7 +26,7 @@ def has_segments(problem: Problem) -> bool:
     return "recompute" in problem.capability.memory and any_window(problem.profile)
 
 
-def held_back(plan: Plan) -> bool:
+def limited_by_memory(plan: Plan) -> bool:
     """Whether a plan does something for the sake of memory, as far as it shows."""
     saves = any(
         unit.memory != "keep" or unit.early_release or unit.exchange == "fully_sharded"
@@ -44,7 +44,7 @@ def fits_in_segments(problem: Problem, model: CostModel) -> bool:
 
 def _fits(problem: Problem, model: CostModel, start: Decisions) -> bool:
     limit = min(limits_bytes(model.cluster, model.goal, model.placement))
-    found = Recomputing(model, start, problem.capability).fitting(limit)
+    found = Checkpointing(model, start, problem.capability).fitting(limit)
     return found is not None and choice(model, found, problem.schedule).feasible
 
 

@@ -3,50 +3,120 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ...cost.budget import permitted
 from ..answer import Choice, answer, choice
-from ..problem import Problem, Result
-from .infeasible import explain_infeasible
-from .segmented import fitting_in_segments, less_in_segments
-from .splits import Found, search
+from ..problem import Infeasibility, Problem, Result
+from .infeasible import Closest, explain, is_least
+from .relaxations import higher, lifted, needed, with_limit
+from .segmented import fitting_in_segments
+from .splits import Found, feasible, search
+
+CLOSE = 0.01
+"""The least bytes that do are looked for to this share."""
+TRIES = 4
+"""Values of a limit that are tried, from what the closest plan needs upwards: the search may take
+another way under another limit."""
 
 
 class Heuristic:
     """The solver of that name: milliseconds, no proof."""
 
     name = "heuristic"
+    proves = False
 
     def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
         """See ``solver.Solver``."""
         start = time.perf_counter()
         problem = problem.placed()
-        best, chosen = self._best(problem, time_limit_s)
-        if not (chosen.feasible and permitted(chosen.model, chosen.decisions)):
+        chosen = _choice(_best(problem, time_limit_s), problem)
+        if not _kept(chosen):
             rescued = fitting_in_segments(problem, self.name, start)
             if rescued is not None:
                 return rescued
-            why = less_in_segments(problem, explain_infeasible(problem, best, self._solves))
-            seconds = time.perf_counter() - start
-            return Result.without_plan(self.name, why, seconds)
+            why = self.explain([problem]) if problem.explains else None
+            return Result.without_plan(self.name, why, time.perf_counter() - start)
         seconds = time.perf_counter() - start
         return answer(problem, chosen, self.name, None, proved=False, seconds=seconds)
 
-    def _best(self, problem: Problem, time_limit_s: float | None) -> tuple[Found, Choice]:
-        found = [
-            search(replace(problem, bucket_bytes=size), time_limit_s)
-            for size in problem.slice_bytes
-        ]
-        best = min(found, key=lambda each: each.score)
-        return best, _choice(best, problem)
+    def explain(self, problems: Sequence[Problem]) -> Infeasibility:
+        """See ``solver.Solver``."""
+        return explain([problem.placed() for problem in problems], self)
 
-    def _solves(self, problem: Problem) -> bool:
-        """Whether it finds a plan for another problem."""
-        _, chosen = self._best(problem, None)
-        return chosen.feasible and permitted(chosen.model, chosen.decisions)
+    def closest(self, problems: Sequence[Problem], what: str, deadline: float) -> Closest | None:
+        """See ``infeasible.Evidence``."""
+        if what != "memory_limit_bytes":
+            return self._closest_to(problems, what, deadline)
+        left_s = max(deadline - time.perf_counter(), 1e-3)
+        found = [(_best(replace(p, progress=None), left_s), p) for p in problems]
+        best, problem = min(found, key=lambda pair: pair[0].score)
+        if best.tightest.over_bytes <= 0:
+            return None
+        chosen = _choice(best, problem)
+        peak = max(best.evaluation.prediction.peak_bytes)
+        if is_least(problems, chosen):
+            return Closest(chosen, peak)
+        return Closest(chosen, self._least_limit(problems, best.tightest.available_bytes, peak))
+
+    def fits(self, problem: Problem, deadline: float) -> bool:
+        """See ``infeasible.Evidence``."""
+        return feasible(problem)
+
+    def _least_limit(self, problems: Sequence[Problem], low: int, high: int) -> int | None:
+        """The least memory limit with which a plan is found, between what there is and what the
+        closest plan needs."""
+
+        def good(limit: int) -> bool:
+            return any(feasible(with_limit(p, "memory_limit_bytes", limit)) for p in problems)
+
+        for _ in range(TRIES):
+            if good(high):
+                break
+            high += high // 50
+        else:
+            return None
+        low = min(low, high)
+        while high - low > max(CLOSE * high, 1):
+            middle = (low + high) // 2
+            low, high = (low, middle) if good(middle) else (middle, high)
+        return high
+
+    def _closest_to(
+        self, problems: Sequence[Problem], what: str, deadline: float
+    ) -> Closest | None:
+        """The least of a limit on device-seconds or time with which a plan is found."""
+        unit_limit = "unit_amplification_limit"
+        if problems[-1].goal.unit_amplification_limit is not None:
+            free = [with_limit(problem, unit_limit, None) for problem in problems]
+            if any(_kept(_choice(_best(one, None), one)) for one in free):
+                return None  # the limit on each unit is to blame
+        free = [replace(lifted(problem, what), progress=None) for problem in problems]
+        left_s = max(deadline - time.perf_counter(), 1e-3)
+        every = [_choice(_best(p, left_s), p) for p in free]
+        chosen = min(every, key=lambda each: needed(what, each.value, each.model))
+        least = needed(what, chosen.value, chosen.model)
+        for _ in range(TRIES):
+            limit = higher(what, least, proved=False).value
+            limited = [with_limit(problem, what, limit) for problem in problems]
+            if any(_kept(_choice(_best(one, None), one)) for one in limited):
+                return Closest(chosen, least)
+            least *= 1.02
+        return None
+
+
+def _best(problem: Problem, time_limit_s: float | None) -> Found:
+    """The best plan over all slice sizes, each with its time limit."""
+    sizes = (replace(problem, bucket_bytes=size) for size in problem.slice_bytes)
+    return min((search(each, time_limit_s) for each in sizes), key=lambda each: each.score)
 
 
 def _choice(found: Found, problem: Problem) -> Choice:
     done = found.evaluation
     return choice(done.model, done.decisions, problem.schedule)
+
+
+def _kept(chosen: Choice) -> bool:
+    """Whether all limits and pins are kept."""
+    return chosen.feasible and permitted(chosen.model, chosen.decisions)

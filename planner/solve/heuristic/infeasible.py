@@ -1,161 +1,276 @@
-"""Why the heuristic finds nothing, and the smallest changes that help: each is tried before it is
-named, and of none is it proved that less would not do."""
+"""Why nothing fits, and the smallest changes that help: one report, whichever solver was asked.
+
+A solver tells two things (``Evidence``): the plan that comes closest to a limit, and whether
+another problem has a plan. The report asks in this order, until one deadline: which limit cannot be
+kept, and the least of it that would do; then, for memory, more micro-batches and a smaller batch;
+then more nodes. Every change that it names has been tried.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from ...cost.cost import CostModel
+from ...schema.goal import Goal
+from ..answer import Choice, choice
+from ..choices import unit_options
+from ..evaluate import excess, rank_memory
 from ..objective import value
-from ..problem import Infeasibility, Problem, Relaxation
-from .enlarge import more_ranks
-from .relaxations import LIFTED, higher, higher_unit_limit, lifted, more_memory, needed, with_limit
-from .splits import Found, feasible, search
+from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
+from .checkpointing import Checkpointing
+from .fitting import has_segments, plain_starts
+from .least_memory import least_memory, memory_models
+from .relaxations import higher, higher_unit_limit, more_memory
+from .resize import resized_problem
+from .splits import feasible
 
-CLOSE = 0.01
-"""The least bytes that do are looked for to this share."""
-ENLARGED = ("memory_limit_bytes", "time_limit_s")
-"""Limits that more ranks may help to keep; they never save device-seconds."""
-SEARCH_S = 10.0
-"""Seconds for the search without a limit that is not memory's."""
+EXPLAIN_S = 10.0
+"""Seconds after which a report asks no further question."""
+NODES_S = 0.5
+"""Of these, after which it asks no further one about nodes."""
+LIMITS = ("memory_limit_bytes", "amplification_limit", "time_limit_s")
+"""Limits of which a closest plan can be told, in the order in which they are blamed."""
+DEVICE_LIMITS = ("unit_amplification_limit", "amplification_limit", "time_limit_s")
+MOST_RANKS = 1024
+"""Larger clusters are not tried."""
 
 
-def explain_infeasible(
-    problem: Problem, closest: Found, solves: Callable[[Problem], bool] | None = None
+class Closest(NamedTuple):
+    """The plan that needs the least of one limit, of those that keep all others: its choice, a
+    value of the limit that would do (None where none was found), and whether it is proved that no
+    smaller value would."""
+
+    choice: Choice
+    limit: float | None
+    proved: bool = False
+
+    @property
+    def over_bytes(self) -> int:
+        """By how much it is over its memory limit."""
+        return self.choice.value.over_bytes
+
+
+class Evidence(Protocol):
+    """What a solver can tell about problems for which it has found no plan."""
+
+    @property
+    def proves(self) -> bool:
+        """Whether there is no plan where ``fits`` finds none."""
+
+    def closest(self, problems: Sequence[Problem], what: str, deadline: float) -> Closest | None:
+        """The plan, for any of the problems, that needs the least of the limit ``what`` and keeps
+        all others; None where there is none, or ``what`` is not to blame."""
+
+    def fits(self, problem: Problem, deadline: float) -> bool:
+        """Whether the solver finds a plan that keeps all limits."""
+
+
+def explain(
+    problems: Sequence[Problem], evidence: Evidence, deadline: float | None = None
 ) -> Infeasibility:
-    """The tightest rank and unit of the plan that comes closest, and what would make one fit.
-    ``solves`` judges other limits than memory's (``feasible`` if not told)."""
-    tight = closest.tightest
-    rank = closest.evaluation.model.placement[tight.position]
-    limit, found = "memory_limit_bytes", None
-    if tight.over_bytes <= 0:
-        limit, found = _other_limit(problem, closest, solves or feasible)
-    relaxations = (found,) if found is not None else _for_memory(problem, closest)
+    """Why none of the problems has a plan. They differ in schedule and in what is allowed only, and
+    what would help is asked of the last, which allows most."""
+    deadline = time.perf_counter() + EXPLAIN_S if deadline is None else deadline
+    pinned = _pinned(problems[-1])
+    if pinned is not None:
+        return _unnamed(problems[-1])._replace(unit=pinned, limit="pins")
+    for what in LIMITS:
+        if what == "memory_limit_bytes" or getattr(problems[-1].goal, what) is not None:
+            closest = evidence.closest(problems, what, deadline)
+            if closest is not None and what == "memory_limit_bytes":
+                return _memory_report(problems, closest, evidence, deadline)
+            if closest is not None:
+                return _limit_report(problems, closest, what, evidence, deadline)
+    why = _unnamed(problems[-1])
+    if problems[-1].goal.unit_amplification_limit is None:
+        return why
+    unit_limit = higher_unit_limit(
+        problems, lambda one: evidence.fits(one, deadline), deadline, proves=evidence.proves
+    )
+    if unit_limit is None:
+        return why
+    return why._replace(limit="unit_amplification_limit", relaxations=(unit_limit,))
+
+
+def _memory_report(
+    problems: Sequence[Problem], closest: Closest, evidence: Evidence, deadline: float
+) -> Infeasibility:
+    closest = _in_segments(problems, closest, deadline)
+    found = [_more_micro_batches(problems[-1], evidence, deadline)]
+    found.append(_smaller_batch(problems[-1], evidence, deadline))
+    if closest.limit is not None:
+        found.append(more_memory(int(closest.limit), proved=closest.proved))
+    return _at(closest.choice)._replace(
+        relaxations=tuple(change for change in found if change is not None),
+        enlargement=more_nodes(problems[-1], evidence, deadline),
+    )
+
+
+def _limit_report(
+    problems: Sequence[Problem], closest: Closest, what: str, evidence: Evidence, deadline: float
+) -> Infeasibility:
+    """Where memory is not what is missing. More ranks may shorten a step; they never save
+    device-seconds."""
+    least = closest.limit
+    return _at(closest.choice)._replace(
+        kind="",
+        limit=what,
+        relaxations=() if least is None else (higher(what, least, proved=closest.proved),),
+        enlargement=more_nodes(problems[-1], evidence, deadline)
+        if what == "time_limit_s"
+        else None,
+    )
+
+
+def _at(chosen: Choice) -> Infeasibility:
+    """The tightest rank and unit of a choice."""
+    model = chosen.model
+    tight = excess(model, rank_memory(model, chosen.decisions))
     return Infeasibility(
-        rank=rank,
+        rank=model.placement[tight.position],
         unit=tight.unit,
         needed_bytes=tight.needed_bytes,
         available_bytes=tight.available_bytes,
-        relaxations=tuple(r for r in relaxations if r is not None),
-        limit=limit,
-        enlargement=more_ranks(problem) if limit in ENLARGED and not problem.brief else None,
         kind=tight.kind,
     )
 
 
-def _for_memory(problem: Problem, closest: Found) -> tuple[Relaxation | None, ...]:
-    limit = _higher_limit(problem, closest)
-    if problem.brief:
-        return (limit,)
-    return (_more_micro_batches(problem), _smaller_batch(problem), limit)
+def _unnamed(problem: Problem) -> Infeasibility:
+    """No single limit is to blame: several exclude each other, or which it is was not found out."""
+    model = next(problem.cost_models())
+    why = _at(choice(model, model.baseline, problem.schedule))._replace(kind="")
+    over = value(model, model.baseline, problem.schedule).over_bytes > 0
+    asked = [what for what in DEVICE_LIMITS if getattr(problem.goal, what) is not None]
+    if over and not asked:
+        return why
+    return why._replace(limit=asked[0] if len(asked) == 1 and not over else "several limits")
 
 
-def _other_limit(
-    problem: Problem, closest: Found, solves: Callable[[Problem], bool]
-) -> tuple[str, Relaxation | None]:
-    """The limit on device-seconds or time without which a plan is found, and what it takes."""
-    model = closest.evaluation.model
-    if problem.goal.unit_amplification_limit is not None:
-        found = higher_unit_limit(
-            problem, lambda one: _models(one, model.placement), solves, _end()
-        )
-        if found is not None:
-            return "unit_amplification_limit", found
-    for what in LIFTED:
-        if getattr(problem.goal, what) is None:
-            continue
-        done = search(replace(lifted(problem, what), progress=None), SEARCH_S).evaluation
-        reached = value(done.model, done.decisions, problem.schedule)
-        least = needed(what, reached, done.model)
-        for _ in range(4):  # the search may take another way under another limit
-            named = higher(what, least, proved=False)
-            if solves(with_limit(problem, what, named.value)):
-                return what, named
-            least *= 1.02
-    return "several limits", None
+def _pinned(problem: Problem) -> str | None:
+    """A unit that could be something but for its pins, whatever else is limited."""
+    unlimited = msgspec.structs.replace(problem.goal, unit_amplification_limit=None)
+    pinned = _with_goal(problem, unlimited)
+    free = _with_goal(problem, msgspec.structs.replace(unlimited, pins=()))
+    for k, unit in enumerate(problem.profile.units if problem.goal.pins else ()):
+        if not unit_options(pinned, k, problem.capability):
+            return unit.name if unit_options(free, k, problem.capability) else None
+    return None
 
 
-def _end() -> float:
-    return time.perf_counter() + SEARCH_S
+def _with_goal(problem: Problem, goal: Goal) -> CostModel:
+    return next(replace(problem, goal=goal).cost_models())
 
 
-def _models(problem: Problem, placement: tuple[int, ...]) -> list[CostModel]:
-    """A cost model for each number of micro-batches and each slice size."""
-    sliced, most = problem.schedule == "priority", problem.goal.batch // problem.cluster.world_size
-    return [
-        CostModel(
-            problem.profile,
-            problem.cluster,
-            problem.goal,
-            micro_batches=times,
-            placement=placement,
-            bucket_bytes=size,
-            sliced=sliced,
-        )
-        for times in sorted(set(problem.goal.micro_batches))
-        if times <= max(most, 1)
-        for size in problem.slice_bytes
-    ]
+# -- memory --------------------------------------------------------------------------------------
 
 
-def fits(problem: Problem, **changes: object) -> bool:
-    """Whether the search finds a plan that fits when fields of the goal are changed."""
+def is_least(problems: Sequence[Problem], chosen: Choice) -> bool:
+    """Whether the bound from below proves that no plan is less over its memory limits."""
+    bounds = [least_memory(p, model) for p in problems for model in memory_models(p)]
+    known = [least.over_bytes_in_segments for least in bounds if least is not None]
+    return bool(known) and chosen.value.over_bytes <= min(known)
+
+
+def _in_segments(problems: Sequence[Problem], closest: Closest, deadline: float) -> Closest:
+    """The closest plan, or one of which units recomputed in segments need less."""
+    if not has_segments(problems[-1]) or is_least(problems, closest.choice):
+        return closest
+    for problem in problems:
+        for model in memory_models(problem):
+            for start in plain_starts(problem, model):
+                if time.perf_counter() > deadline:
+                    return closest
+                decisions = Checkpointing(model, start, problem.capability).least()
+                new = choice(model, decisions, problem.schedule)
+                if new.value.over_bytes < closest.over_bytes:
+                    peak = max(m.peak_bytes for m in rank_memory(model, decisions))
+                    closest = Closest(new, float(peak))
+    return closest
+
+
+def _fits(problem: Problem, evidence: Evidence, deadline: float, **changes: object) -> bool:
+    """Whether there is a plan when fields of the goal are changed."""
     goal = msgspec.structs.replace(problem.goal, **changes)
-    return feasible(replace(problem, goal=goal, progress=None))
+    return evidence.fits(replace(problem, goal=goal, progress=None), deadline)
 
 
-def _most(low: int, high: int, good: Callable[[int], bool]) -> int | None:
-    """The largest value in [low, high] that is good, if smaller ones are good too; None if even
-    ``low`` is not."""
-    if high < low or not good(low):
-        return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if good(middle) else (low, middle - 1)
-    return low
-
-
-def _more_micro_batches(problem: Problem) -> Relaxation | None:
+def _more_micro_batches(problem: Problem, evidence: Evidence, deadline: float) -> Relaxation | None:
     """The fewest micro-batches, by doubling, with which a plan fits."""
-    if not problem.capability.micro_batches:
-        return None
     count = 2 * max(problem.goal.micro_batches)
-    while count * problem.cluster.world_size <= problem.goal.batch:
-        if fits(problem, micro_batches=(count,)):
-            return Relaxation(
-                "micro_batches", count, f"allow {count} micro-batches (--micro-batches {count})"
-            )
+    most = problem.goal.batch // problem.cluster.world_size
+    while problem.capability.micro_batches and count <= most and time.perf_counter() < deadline:
+        if _fits(problem, evidence, deadline, micro_batches=(count,)):
+            sentence = f"allow {count} micro-batches (--micro-batches {count})"
+            return Relaxation("micro_batches", count, sentence)
         count *= 2
     return None
 
 
-def _smaller_batch(problem: Problem) -> Relaxation | None:
-    """The largest multiple of the ranks below the batch with which a plan fits."""
-    world, batch = problem.cluster.world_size, problem.goal.batch
-    most = _most(1, (batch - 1) // world, lambda n: fits(problem, batch=n * world))
-    if most is None:
+def _smaller_batch(problem: Problem, evidence: Evidence, deadline: float) -> Relaxation | None:
+    """The largest multiple of the ranks below the batch with which a plan fits (taking it that
+    smaller batches do, too)."""
+    world = problem.cluster.world_size
+    most = largest(
+        (problem.goal.batch - 1) // world,
+        lambda n: _fits(problem, evidence, deadline, batch=n * world),
+        deadline,
+    )
+    if not most:
         return None
     size = most * world
     return Relaxation("batch", size, f"lower the global batch to {size} (--batch {size})")
 
 
-def _higher_limit(problem: Problem, closest: Found) -> Relaxation | None:
-    """The least limit with which the search finds a plan, from what the closest plan needs (on its
-    fullest rank) down to what there is."""
-    high = max(closest.evaluation.prediction.peak_bytes)
-    for _ in range(4):  # the search may take another way under another limit
-        if fits(problem, memory_limit_bytes=high):
-            break
-        high += high // 50
-    else:
+def largest(high: int, good: Callable[[int], bool], deadline: float) -> int | None:
+    """The largest value from 1 to ``high`` that is good, if all smaller ones are; 0 where none is,
+    None where the deadline came first."""
+    low = 0
+    while low < high:
+        if time.perf_counter() > deadline:
+            return None
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if good(middle) else (low, middle - 1)
+    return low
+
+
+# -- nodes ---------------------------------------------------------------------------------------
+
+
+def more_nodes(problem: Problem, evidence: Evidence, deadline: float) -> Enlargement | None:
+    """The fewest whole nodes like the first with which a plan keeps all limits, while with one node
+    fewer there is none: a number that is enough for the heuristic by doubling, then by halving what
+    lies between. None where none was found before the deadline, or the cluster says nothing of
+    links between nodes."""
+    cluster, deadline = problem.cluster, min(deadline, time.perf_counter() + NODES_S)
+    if cluster.level("inter") is None:
         return None
-    low = min(closest.tightest.available_bytes, high)
-    while high - low > max(CLOSE * high, 1):
+    node = cluster.nodes[0]
+    each = len(node.devices)
+
+    def enough(nodes: int, *, asks_solver: bool) -> bool:
+        larger = replace(resized_problem(problem, nodes * each), progress=None).placed()
+        if feasible(larger):
+            return True
+        if not (asks_solver and evidence.proves) or time.perf_counter() > deadline:
+            return False
+        return state_pairs(larger) <= INTEGER_PAIRS and evidence.fits(larger, deadline)
+
+    low = max(cluster.world_size // each, 1)
+    most = min(MOST_RANKS, problem.goal.batch) // each
+    high = 2 * low
+    while high <= most and not enough(high, asks_solver=False):
+        high = 2 * high if time.perf_counter() < deadline else most + 1
+    if high > most:
+        return None
+    while high - low > 1:
+        if time.perf_counter() > deadline:
+            return None
         middle = (low + high) // 2
-        good = fits(problem, memory_limit_bytes=middle)
-        low, high = (low, middle) if good else (middle, high)
-    return more_memory(high, proved=False)
+        low, high = (low, middle) if enough(middle, asks_solver=True) else (middle, high)
+    sentence = f"use {high * each} ranks ({high} nodes like {node.name!r})"
+    return Enlargement(high * each, high, sentence)

@@ -68,15 +68,6 @@ def higher(what: str, least: float, *, proved: bool) -> Relaxation:
     return Relaxation(what, value, f"allow {thing} {each}", proved)  # type: ignore[arg-type]
 
 
-def unproved(change: Relaxation) -> Relaxation:
-    """The change, of whose value nothing is proved but that it is enough."""
-    if not change.proved:
-        return change
-    if change.what == "memory_limit_bytes":
-        return more_memory(int(change.value), proved=False)
-    return higher(change.what, change.value, proved=False)
-
-
 def lifted(problem: Problem, what: str) -> Problem:
     """The problem without a limit, what it bounds being made small."""
     changes = {what: None, "objective": LIFTED[what]}
@@ -87,10 +78,10 @@ def needed(what: str, value: Value, model: CostModel) -> float:
     """How much of a limit that is not memory's a plan with that value takes."""
     if what == "time_limit_s":
         return value.step_s * model.goal.slowdown
-    return value.gpu_seconds / max(alone_s(model), 1e-300)
+    return value.gpu_seconds / max(single_device_batch_s(model), 1e-300)
 
 
-def alone_s(model: CostModel) -> float:
+def single_device_batch_s(model: CostModel) -> float:
     """Seconds that one device would take for the whole batch: what amplification counts in."""
     return sum(single_device_s(model, k) for k in range(len(model.profile.units)))
 
@@ -102,25 +93,25 @@ def with_limit(problem: Problem, what: str, value: float | None) -> Problem:
 
 
 def higher_unit_limit(
-    problem: Problem,
-    models: Callable[[Problem], Sequence[CostModel]],
+    problems: Sequence[Problem],
     solves: Callable[[Problem], bool],
-    end: float = inf,
+    deadline: float,
     *,
-    proves: bool = False,
+    proves: bool,
 ) -> Relaxation | None:
-    """The least limit on every unit's device-seconds under which ``solves`` finds a plan; None if
-    it never does, or not before ``end`` (of ``time.perf_counter``). Where less would leave a unit
-    nothing that it can be, or ``proves`` says that ``solves`` knows, that is proved."""
+    """The least limit on every unit's device-seconds under which ``solves`` finds a plan for one of
+    the problems; None if it never does, or not before ``deadline`` (of ``time.perf_counter``).
+    Where less would leave a unit nothing that it can be, or ``proves`` says that ``solves`` knows,
+    that is proved."""
     what = "unit_amplification_limit"
-    least, every = _unit_values(problem, models(with_limit(problem, what, None)))
+    least, every = _unit_values([with_limit(problem, what, None) for problem in problems])
     values = list(dict.fromkeys(rounded_up(v * (1 + 1e-9)) for v in every if v >= least))
     low, high, best = 0, len(values) - 1, None
     middle = 0  # less leaves some unit no option: often that is all
     for _ in range(TRIES):
-        if low > high or time.perf_counter() > end:
+        if low > high or time.perf_counter() > deadline:
             break
-        if solves(with_limit(problem, what, values[middle])):
+        if any(solves(with_limit(problem, what, values[middle])) for problem in problems):
             best, high = middle, middle - 1
         else:
             low = middle + 1
@@ -131,10 +122,10 @@ def higher_unit_limit(
     return higher(what, values[best], proved=bare or (proves and low > high))
 
 
-def _unit_values(problem: Problem, models: Sequence[CostModel]) -> tuple[float, list[float]]:
+def _unit_values(problems: Sequence[Problem]) -> tuple[float, list[float]]:
     """The least limit that leaves every unit an option, and all that make a difference, rising."""
     least, every = inf, set()
-    for model in models:
+    for problem, model in ((p, m) for p in problems for m in p.cost_models()):
         options = [
             unit_options(model, k, problem.capability) for k in range(len(model.profile.units))
         ]

@@ -6,7 +6,7 @@ parallelism, would be clearly quicker by priority is it planned for that too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -15,10 +15,9 @@ from ...cost.cost import CostModel
 from ...schema.capability import Capability
 from ...schema.options import Decisions, Option
 from ...schema.plan import SHARDING, ExchangePolicy, Plan, Prediction
-from ..choices import may_have
+from ..choices import may_gather, may_have
 from ..evaluate import evaluation
-from ..problem import Infeasibility, Problem, Relaxation, Result
-from .relaxations import unproved
+from ..problem import Problem, Result
 
 SLICE_BYTES = (2**20, 2**22, 2**24)
 """Slices that a plan chooses from where the goal names none. Below 1 MiB the latency of gloo over
@@ -30,75 +29,95 @@ WORTHWHILE = 0.05
 nearer than that."""
 
 
-def by_either(problem: Problem, search: Callable[[Problem], Result]) -> Result:
-    """The better of ``search``'s answers by barrier and by priority; the barrier's where they are
-    near each other."""
-    saving = _saves_memory(problem)
-    asked = problem.brief or saving  # then what follows has the last word
-    plain = search(replace(problem, schedule="barrier", either=False, brief=asked))
-    sizes = problem.goal.slice_bytes or SLICE_BYTES
-    goal = msgspec.structs.replace(problem.goal, slice_bytes=sizes)
-    sliced = replace(problem, goal=goal, schedule="priority", either=False)
+Search = Callable[[Problem], Result]
+"""How one problem is searched, of which schedule and allowances are given."""
+
+
+def any_schedule(problem: Problem, search: Search) -> Result | None:
+    """The better of the plans by barrier and by priority; the barrier's where they are near each
+    other. None where neither has one."""
+    by_barrier, by_priority = _with_schedules(problem)
+    plain = search(by_barrier)
     if plain.plan is None:
-        other = releasing_last(sliced, search) if saving else plain
-        return other if other.plan is not None else nearer(plain, other)
-    if not (problem.goal.allow_lossy or _promising(sliced, plain, plain.plan)):
+        # Slices allow policies that hold less; by themselves they hold as much or more.
+        return _first_plan(_releasing_last(by_priority), search) if _saves_memory(problem) else None
+    if not (problem.goal.allow_lossy or _promising(by_priority, plain, plain.plan)):
         return plain
-    other = sharding_sparingly(_without_release(sliced), search)
-    if other.plan is None:
+    other = shard_if_needed(_without_release(by_priority), search)
+    if other is None or other.plan is None:
         return plain
     better = _worth(problem, other.plan.prediction) < _enough(problem, plain.plan)
     return _said(other, "priority", plain) if better else _said(plain, "barrier", other)
 
 
-def sharding_sparingly(problem: Problem, search: Callable[[Problem], Result]) -> Result:
-    """``search``'s answer without sharded exchange; with it where nothing else fits, or where it is
-    clearly quicker (each rank updates its part only). Else the simpler one. Parameters are sharded
-    too only where nothing fits without that: it sends more and is never quicker. Nothing is
-    released early that fits without."""
-    return releasing_last(problem, lambda one: _sharding_sparingly(one, search))
+def shard_if_needed(problem: Problem, search: Search) -> Result | None:
+    """A plan without sharded exchange; with it where nothing else fits, or where it is clearly
+    quicker (each rank updates its part only). Parameters are sharded too only where nothing fits
+    without that: it sends more and is never quicker. Nothing is released early that fits without.
+    None where there is no plan."""
+    for allowed in _releasing_last(problem):
+        plain, sharded = without_shards(allowed), without_shards(allowed, SHARDING[1:])
+        found = search(plain)
+        if found.plan is not None:
+            if plain is allowed or not _quicker_in_shards(problem, found, found.plan):
+                return found
+            other = search(sharded)
+            if other.plan is None:
+                return found
+            if _worth(problem, other.plan.prediction) >= _enough(problem, found.plan):
+                return found
+            return _said(other, "sharded exchange", found, "without and with sharded exchange")
+        more = [] if plain is allowed else [sharded]
+        if sharded is not allowed:
+            more.append(_without_offload(allowed))
+        other_plan = _first_plan(more, search)
+        if other_plan is not None:
+            return other_plan
+    return None
 
 
-def releasing_last(problem: Problem, search: Callable[[Problem], Result]) -> Result:
-    """``search``'s answer without early release; with it where nothing else fits. It may be a
-    little quicker too, but takes from the user what can be done between backward and step."""
+def widest(problem: Problem) -> list[Problem]:
+    """What has been searched when no plan was found, less what is a part of another of these; the
+    last allows most."""
+    if problem.any_schedule:
+        by_barrier, by_priority = _with_schedules(problem)
+        return [by_barrier, by_priority] if _saves_memory(problem) else [by_barrier]
+    given = replace(problem, shard_if_needed=False)
+    if problem.shard_if_needed and not may_gather(next(given.cost_models()), given.capability):
+        fully = "fully_sharded" in given.capability.exchange
+        return [given, _without_offload(given)] if fully else [given]
+    return [given]
+
+
+def _with_schedules(problem: Problem) -> tuple[Problem, Problem]:
+    """The problem by barrier and by priority."""
+    plain = replace(problem, any_schedule=False)
+    sizes = problem.goal.slice_bytes or SLICE_BYTES
+    goal = msgspec.structs.replace(problem.goal, slice_bytes=sizes)
+    return replace(plain, schedule="barrier"), replace(plain, goal=goal, schedule="priority")
+
+
+def _releasing_last(problem: Problem) -> list[Problem]:
+    """The problem without early release, then with it. It may be a little quicker too, but takes
+    from the user what can be done between backward and step."""
     late = _without_release(problem)
-    if late is problem:
-        return search(problem)
-    found = search(replace(late, brief=True))
-    if found.plan is not None:
-        return found
-    other = search(problem)
-    return other if other.plan is not None else nearer(found, other)
+    return [problem] if late is problem else [late, problem]
 
 
-def nearer(one: Result, other: Result) -> Result:
-    """Of two answers without a plan the second, which was allowed more and has all remedies; what
-    falls short is the first's (a ``brief`` one) where that asks for less of the same limit. A value
-    is proved to be the least only where both have proved theirs."""
-    if one.infeasible is None or other.infeasible is None:
-        return other
-    why = other.infeasible
-    mine, theirs = (_of_limit(each.infeasible) for each in (one, other))
-    proved = False
-    if mine is not None and theirs is not None and mine.what == theirs.what:
-        proved = mine.proved and theirs.proved
-        if mine.value < theirs.value:
-            remedies = tuple(mine if r is theirs else r for r in why.relaxations)
-            why = one.infeasible._replace(relaxations=remedies, enlargement=why.enlargement)
-    if not proved:
-        why = why._replace(relaxations=tuple(map(unproved, why.relaxations)))
-    return other._replace(infeasible=why)
-
-
-def _of_limit(why: Infeasibility | None) -> Relaxation | None:
-    """The change of the limit that is to blame."""
-    found = () if why is None else why.relaxations
-    return next((change for change in found if why and change.what == why.limit), None)
+def _first_plan(problems: Iterable[Problem], search: Search) -> Result | None:
+    """The first plan that a search finds."""
+    results = (search(problem) for problem in problems)
+    return next((result for result in results if result.plan is not None), None)
 
 
 def _without_release(problem: Problem) -> Problem:
     return _within(problem, early_release=False)
+
+
+def _without_offload(problem: Problem) -> Problem:
+    """A unit cannot be offloaded and have its parameters sharded: ``choices.may_gather``."""
+    kept = tuple(policy for policy in problem.capability.memory if policy != "offload")
+    return _within(problem, memory=kept)
 
 
 def _within(problem: Problem, **allowed: object) -> Problem:
@@ -106,28 +125,6 @@ def _within(problem: Problem, **allowed: object) -> Problem:
     capability = msgspec.structs.replace(problem.capability, **allowed)
     same = capability == problem.capability
     return problem if same else replace(problem, capability=capability)
-
-
-def _sharding_sparingly(problem: Problem, search: Callable[[Problem], Result]) -> Result:
-    plain, first = without_shards(problem), without_shards(problem, SHARDING[1:])
-    if plain is problem:
-        return search(problem)
-    found = search(replace(plain, brief=True))
-    if found.plan is None:
-        is_last = first is problem
-        other = search(first if is_last else replace(first, brief=True))
-        if other.plan is not None or is_last:
-            return other if other.plan is not None else nearer(found, other)
-        # A unit cannot have both: ``may_gather``.
-        kept = tuple(policy for policy in problem.capability.memory if policy != "offload")
-        last = search(_within(problem, memory=kept))
-        return last if last.plan is not None else nearer(nearer(found, other), last)
-    if not _quicker_in_shards(problem, found, found.plan):
-        return found
-    other = search(first)
-    if other.plan is None or _worth(problem, other.plan.prediction) >= _enough(problem, found.plan):
-        return found
-    return _said(other, "sharded exchange", found, "without and with sharded exchange")
 
 
 def in_shards(model: CostModel, decisions: Decisions, capability: Capability) -> Decisions:

@@ -21,11 +21,10 @@ from ...cost.cost import CostModel
 from ...schema.options import Decisions, segments_of
 from ..answer import Choice, answer, choice
 from ..choices import may_have
-from ..evaluate import evaluation, excess, limits_bytes, rank_memory
-from ..problem import Infeasibility, Problem, Result
-from .checkpointing import Recomputing
-from .fitting import has_segments, held_back, plain_starts
-from .relaxations import more_memory
+from ..evaluate import evaluation, limits_bytes
+from ..problem import Problem, Result
+from .checkpointing import Checkpointing
+from .fitting import has_segments, limited_by_memory, plain_starts
 from .splits import search
 
 BETTER = 1 - 1e-6
@@ -43,7 +42,7 @@ def quicker_in_segments(
     search for the result was given; this takes up to a fifth of it besides."""
     if result.plan is None or result.decisions is None or not has_segments(problem):
         return result
-    if not held_back(result.plan):
+    if not limited_by_memory(result.plan):
         return result
     start, problem = time.perf_counter(), problem.placed()
     plan = result.plan
@@ -74,34 +73,6 @@ def _answer(problem: Problem, best: Choice, solver: str, seconds: float) -> Resu
     return made._replace(reason=f"{count} segments of units recomputed together, without a proof")
 
 
-def less_in_segments(problem: Problem, why: Infeasibility) -> Infeasibility:
-    """Why nothing fits, with the least bytes that segments would need where that is less."""
-    if why.limit != "memory_limit_bytes" or not has_segments(problem):
-        return why
-    end, best = time.perf_counter() + EFFORT_S, None
-    for model in problem.placed().cost_models():
-        for start in plain_starts(problem, model):
-            if best is not None and time.perf_counter() > end:
-                break
-            chosen = Recomputing(model, start, problem.capability).least()
-            memory = rank_memory(model, chosen)
-            tight = excess(model, memory)
-            if best is None or tight.over_bytes < best[1].over_bytes:
-                best = model, tight, max(each.peak_bytes for each in memory)
-    if best is None or best[1].over_bytes >= why.needed_bytes - why.available_bytes:
-        return why
-    model, tight, needed = best
-    others = (r for r in why.relaxations if r.what != "memory_limit_bytes")
-    return why._replace(
-        rank=model.placement[tight.position],
-        unit=tight.unit,
-        needed_bytes=tight.needed_bytes,
-        available_bytes=tight.available_bytes,
-        relaxations=(*others, more_memory(needed, proved=False)),
-        kind=tight.kind,
-    )
-
-
 def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float) -> Choice | None:
     """The plan with least of the objective that keeps all limits, of those that begin with each
     choice of layouts and exchanges."""
@@ -111,7 +82,7 @@ def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float
             break
         problem.report("recomputing in segments", min(i / 10, 0.9))
         limit = min(limits_bytes(model.cluster, model.goal, model.placement))
-        chosen = Recomputing(model, start, problem.capability).quickest(limit)
+        chosen = Checkpointing(model, start, problem.capability).quickest(limit)
         if chosen is None:
             continue
         new = choice(model, chosen, problem.schedule)

@@ -18,16 +18,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...cost.cost import CostModel
-from ...memory.unit_memory import MemoryModel
 from ...schema.cluster import Interference
 from ...schema.layout import Layout, Style
 from ...schema.options import Decisions, Option
-from ..evaluate import Evaluation, Excess, evaluation, excess
+from ..evaluate import Evaluation, Excess, evaluation, excess, memory_of
 from ..problem import Problem
 from .fitting import fits_in_segments
+from .least_memory import never_fits
 from .neighbours import improve, moves
 from .space import Candidate, Point, Score, Space, score_of
-from .standing import never_fits
 
 SPLIT_POINTS = 32
 """Split points tried for each layout; longer models are cut at as many even distances."""
@@ -86,7 +85,7 @@ def feasible(problem: Problem) -> bool:
         point = _start(problem, micro_batches)
         if not all(point.space.options):
             continue  # pins and the limit on each unit leave one of them nothing
-        if never_fits(point.model, point.space.options):
+        if never_fits(problem, point.model):
             continue
         for layout in point.space.layouts:
             for decisions in split_plans(point.space, layout):
@@ -103,7 +102,7 @@ def feasible(problem: Problem) -> bool:
 def polish(problem: Problem, best: Found, deadline: float) -> Found:
     """Moves from the best plan to better neighbours, judged by simulation."""
     model = best.evaluation.model
-    point = Point(Space(model, problem.capability), MemoryModel(model), problem.schedule)
+    point = Point(Space(model, problem.capability), memory_of(model), problem.schedule)
     tried = {best.evaluation.decisions}
     for _ in range(POLISHES):
         start = best
@@ -141,7 +140,7 @@ def _found(model: CostModel, decisions: Decisions, problem: Problem) -> Found:
 def _start(problem: Problem, micro_batches: int) -> Point:
     """Plain data parallelism, to move on from."""
     model = problem.cost_model(micro_batches)
-    return Point(Space(model, problem.capability), MemoryModel(model), problem.schedule)
+    return Point(Space(model, problem.capability), memory_of(model), problem.schedule)
 
 
 def _simulated(point: Point, problem: Problem, deadline: float) -> Iterator[Found]:

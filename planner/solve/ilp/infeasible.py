@@ -2,285 +2,160 @@
 
 The integer program is solved again without one of its limits, with what that limit bounds as its
 objective, for every number of micro-batches and slice size; the least of these is the smallest
-relaxation there is. More micro-batches are tried in the same way.
+relaxation there is.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from math import inf
 
 import msgspec
 
 from ...cost.cost import CostModel
 from ...schema.goal import Goal
+from ...schema.options import ties_agree
 from ..answer import Choice, choice
-from ..choices import unit_options
-from ..evaluate import excess, rank_memory
-from ..heuristic.enlarge import more_ranks
+from ..evaluate import rank_memory
 from ..heuristic.fitting import fits_in_segments
-from ..heuristic.relaxations import higher, higher_unit_limit, more_memory, needed
-from ..heuristic.standing import least_standing, never_fits
-from ..objective import Value, value
-from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
+from ..heuristic.infeasible import Closest
+from ..heuristic.least_memory import LeastMemory, least_memory, memory_models
+from ..heuristic.relaxations import needed
+from ..problem import Problem
 from .backend import Interruption, Solved, run
-from .cases import Case, case
+from .cases import case
 from .integer import Program
 
-EFFORT_S = 20.0
-"""Seconds that may go into each explanation."""
-DEVICE_LIMITS = ("unit_amplification_limit", "amplification_limit", "time_limit_s")
 MARGIN = 1e-6
 """A relaxed limit is this share above what the plan needs, against rounding."""
+MOST_S = 1.0
+"""Seconds that a program may take at least, though the deadline is near."""
 
 
-class Closest(NamedTuple):
-    """The plan that needs the least of what was lifted, how much that is, and whether it is proved
-    that none needs less."""
+class IntegerEvidence:
+    """What the integer program tells of problems without a plan; see ``infeasible.Evidence``."""
 
-    chosen: Choice
-    least: float
-    proved: bool = False
+    proves = True
+
+    def closest(self, problems: Sequence[Problem], what: str, deadline: float) -> Closest | None:
+        """The plan that needs the least of ``what`` and keeps every other limit."""
+        if what == "memory_limit_bytes":
+            memory = [(p, model) for p in problems for model in memory_models(p)]
+            return _least_memory(memory, deadline)
+        every = [(problem, model) for problem in problems for model in problem.cost_models()]
+        best: Closest | None = None
+        proved = True
+        for problem, model in every:
+            chosen, known = _least(problem, model, what, deadline)
+            proved &= known
+            if chosen is not None:
+                limit = needed(what, chosen.value, model) * (1 + MARGIN)
+                if best is None or limit < (best.limit or inf):
+                    best = Closest(chosen, limit)
+        return None if best is None else best._replace(proved=proved)
+
+    def fits(self, problem: Problem, deadline: float) -> bool:
+        """Whether a plan keeps all limits."""
+        models = list(memory_models(problem))
+        bounds = [least_memory(problem, model) for model in models]
+        known = [(m, bound) for m, bound in zip(models, bounds, strict=True) if bound is not None]
+        return any(
+            _has_plan(problem, model, deadline) for model, bound in known if bound.over_bytes <= 0
+        ) or any(
+            fits_in_segments(problem, model)
+            for model, bound in known
+            if bound.over_bytes_in_segments <= 0
+        )
 
 
-def explain_proved(problem: Problem, every: Sequence[CostModel]) -> Infeasibility:
-    """What is missing, and the smallest changes that help."""
-    end = time.perf_counter() + EFFORT_S
-    closest = _least(problem, every, "memory_limit_bytes", end)
-    if closest is not None:
-        return _memory(problem, closest, end)
-    for what in ("amplification_limit", "time_limit_s"):
-        if getattr(problem.goal, what) is not None:
-            closest = _least(problem, every, what, end)
-            if closest is not None:
-                return _other(problem, closest, what, end)
-    return _nothing(problem, every[0], _unit_limit(problem, end))
-
-
-def _unit_limit(problem: Problem, end: float) -> Relaxation | None:
-    """The least limit on every unit's device-seconds that would do."""
-    if problem.goal.unit_amplification_limit is None:
-        return None
-    return higher_unit_limit(
-        problem,
-        lambda one: list(one.cost_models()),
-        lambda one: _feasible(one, end),
-        end,
-        proves=True,
-    )
-
-
-def _least(problem: Problem, every: Sequence[CostModel], what: str, end: float) -> Closest | None:
-    """The plan that needs the least of ``what`` and keeps every other limit."""
-    best: Closest | None = None
+def _least_memory(every: Sequence[tuple[Problem, CostModel]], deadline: float) -> Closest | None:
+    """The plan that is least over the memory limits of its ranks. A program is solved only where
+    the bound from below leaves room for a plan that is better than those known."""
+    bounds = [(least_memory(problem, model), problem, model)
+              for problem, model in every]  # fmt: skip
+    best: Choice | None = None
     proved = True
+    known = [(bound, problem, model) for bound, problem, model in bounds if bound is not None]
+    for bound, problem, model in sorted(known, key=lambda each: each[0].over_bytes):
+        if best is not None and bound.over_bytes >= best.value.over_bytes:
+            break
+        easiest = choice(model, bound.decisions, problem.schedule)
+        chosen: Choice | None = easiest
+        if not _is_plan(easiest) or easiest.value.over_bytes > bound.over_bytes:
+            chosen, solved = _least(problem, model, "memory_limit_bytes", deadline, bound)
+            proved &= solved
+        if chosen is not None and (best is None or chosen.value.over_bytes < best.value.over_bytes):
+            best = chosen
+    if best is None:
+        return None
+    peak = max(each.peak_bytes for each in rank_memory(best.model, best.decisions))
+    return Closest(best, peak, proved)
+
+
+def _is_plan(chosen: Choice) -> bool:
+    """Whether tied units agree and all limits but memory's are kept."""
+    model = chosen.model
+    agree = all(
+        ties_agree([model.profile.units[u] for u in ties], [chosen.decisions[u] for u in ties])
+        for ties in model.ties
+        if len(ties) > 1
+    )
+    return agree and chosen.value._replace(over_bytes=0).feasible(model)
+
+
+def _least(
+    problem: Problem,
+    model: CostModel,
+    what: str,
+    deadline: float,
+    bound: LeastMemory | None = None,
+) -> tuple[Choice | None, bool]:
+    """The plan of one model that needs the least of a limit and keeps the others, and whether the
+    program for it was solved to the end. ``bound`` is known of memory."""
     free = msgspec.structs.replace(problem.goal, **{what: None})
-    for model in every:
-        this = case(problem, _with_goal(problem, model, free))
-        if not all(this.ledger.options):
-            continue
-        solved, program = _solve(problem, this, what, model, end)
-        proved &= solved.outcome in ("optimal", "infeasible")
-        if solved.value is None:
-            continue
-        decisions = this.ledger.choose(program.chosen())
-        chosen = choice(model, decisions, problem.schedule)
-        least = _needed(what)(chosen.value, model, chosen)
-        if best is None or least < best.least:
-            best = Closest(chosen, least)
-    return None if best is None else best._replace(proved=proved)
+    this = case(problem, _with_goal(problem, model, free))
+    if not all(this.ledger.options):
+        return None, True
+    lifts_memory = what == "memory_limit_bytes"
+    limits = model
+    if bound is not None and model.goal.memory_limit_bytes is not None and bound.over_bytes > 0:
+        # The largest limit that every plan is known to be over changes no order of plans. Bytes are
+        # counted in units of the limit, and thousands of millions of them are no numbers to solve
+        # with.
+        scaled = model.goal.memory_limit_bytes + bound.over_bytes
+        limits = _with_goal(
+            problem, model, msgspec.structs.replace(model.goal, memory_limit_bytes=scaled)
+        )
+    program = this.program(problem, excess=lifts_memory, limits_of=limits)
+    program.minimise(what)
+    solved = _run(program, deadline)
+    done = solved.outcome in ("optimal", "infeasible")
+    if solved.value is None:
+        return None, done
+    return choice(model, this.ledger.choose(program.chosen()), problem.schedule), done
+
+
+def _run(program: Program, deadline: float) -> Solved:
+    left_s = max(deadline - time.perf_counter(), MOST_S)
+    return run(program.problem, left_s, Interruption())
 
 
 def _with_goal(problem: Problem, model: CostModel, goal: Goal) -> CostModel:
-    return next(
-        m
-        for m in replace(problem, goal=goal).cost_models()
-        if (m.micro_batches, m.bucket_bytes) == (model.micro_batches, model.bucket_bytes)
-    )
+    return replace(problem, goal=goal).cost_model(model.micro_batches, model.bucket_bytes)
 
 
-def _solve(
-    problem: Problem, this: Case, what: str, model: CostModel, end: float
-) -> tuple[Solved, Program]:
-    """The program with what is lifted as its objective."""
-    lifts_memory = what == "memory_limit_bytes"
-    limits = _scaled(problem, this, model) if lifts_memory else model
-    program = this.program(problem, excess=lifts_memory, limits_of=limits)
-    program.minimise(what)
-    left = max(end - time.perf_counter(), 1.0)
-    return run(program.problem, left, Interruption()), program
-
-
-def _scaled(problem: Problem, this: Case, model: CostModel) -> CostModel:
-    """The model under the largest limit that every plan is over, which changes no order of plans:
-    bytes are counted in units of the limit, and thousands of millions of them are no numbers to
-    solve with."""
-    limit = model.goal.memory_limit_bytes
-    least = least_standing(this.model, this.ledger.options)
-    if limit is None or least is None or least <= limit * model.world_size:
-        return model
-    each = max(int(least // model.world_size), limit)
-    goal = msgspec.structs.replace(model.goal, memory_limit_bytes=each)
-    return _with_goal(problem, model, goal)
-
-
-def _needed(what: str) -> Callable[[Value, CostModel, Choice], float]:
-    """How much of a limit a choice needs."""
-    if what == "memory_limit_bytes":
-        return lambda v, m, c: float(_over(m, c))
-    return lambda v, m, c: needed(what, v, m)
-
-
-def _over(model: CostModel, chosen: Choice) -> int:
-    return excess(model, rank_memory(model, chosen.decisions)).over_bytes
-
-
-def _memory(problem: Problem, closest: Closest, end: float) -> Infeasibility:
-    model, decisions = closest.chosen.model, closest.chosen.decisions
-    memory = rank_memory(model, decisions)
-    tight = excess(model, memory)
-    most = max(m.peak_bytes for m in memory)
-    why = Infeasibility(
-        rank=model.placement[tight.position],
-        unit=tight.unit,
-        needed_bytes=tight.needed_bytes,
-        available_bytes=tight.available_bytes,
-        relaxations=(more_memory(most, proved=closest.proved),),
-        kind=tight.kind,
-    )
-    if problem.brief:
-        return why
-    found = (_more_micro_batches(problem, end), _smaller_batch(problem, end))
-    return why._replace(
-        relaxations=(*(r for r in found if r is not None), *why.relaxations),
-        enlargement=more_ranks(problem, lambda larger: _fits(larger, end), end),
-    )
-
-
-def _fits(problem: Problem, end: float) -> bool:
-    """Whether a plan keeps all limits, where the program is small enough to ask."""
-    return state_pairs(problem) <= INTEGER_PAIRS and _feasible(problem, end)
-
-
-def _more_micro_batches(problem: Problem, end: float) -> Relaxation | None:
-    """The fewest micro-batches, by doubling, with which a plan keeps all limits."""
-    count = 2 * max(problem.goal.micro_batches)
-    most = problem.goal.batch // problem.cluster.world_size
-    while problem.capability.micro_batches and count <= most and time.perf_counter() < end:
-        if _feasible(problem, end, micro_batches=(count,)):
-            sentence = f"allow {count} micro-batches (--micro-batches {count})"
-            return Relaxation("micro_batches", count, sentence)
-        count *= 2
-    return None
-
-
-def _smaller_batch(problem: Problem, end: float) -> Relaxation | None:
-    """The largest multiple of the ranks below the batch with which a plan keeps all limits (taking
-    it that smaller batches do, too)."""
-    world = problem.cluster.world_size
-    low, high = 0, (problem.goal.batch - 1) // world
-    while low < high:
-        middle = (low + high + 1) // 2
-        if time.perf_counter() > end:
-            return None
-        good = _feasible(problem, end, batch=middle * world)
-        low, high = (middle, high) if good else (low, middle - 1)
-    if not low:
-        return None
-    size = low * world
-    return Relaxation("batch", size, f"lower the global batch to {size} (--batch {size})")
-
-
-def _feasible(problem: Problem, end: float, **changes: object) -> bool:
-    """Whether a plan keeps all limits when fields of the goal are changed."""
-    changed = replace(problem, goal=msgspec.structs.replace(problem.goal, **changes))
-    cases = [case(changed, model) for model in changed.cost_models()]
-    every = [this for this in cases if not never_fits(this.model, this.ledger.options)]
-    return any(_has_plan(changed, this, end) for this in every) or any(
-        fits_in_segments(changed, this.model) for this in every
-    )
-
-
-def _has_plan(problem: Problem, this: Case, end: float) -> bool:
+def _has_plan(problem: Problem, model: CostModel, deadline: float) -> bool:
     """Whether the program has any solution; much quicker than the one that needs least."""
+    this = case(problem, model)
     if not all(this.ledger.options):
         return False
     program = this.program(problem)
     program.minimise("memory_limit_bytes")  # without excess there is nothing to make small
-    if run(program.problem, max(end - time.perf_counter(), 1.0), Interruption()).value is None:
+    if _run(program, deadline).value is None:
         return False
-    decisions = this.ledger.choose(program.chosen())
-    if choice(this.model, decisions, problem.schedule).feasible:
+    if choice(model, this.ledger.choose(program.chosen()), problem.schedule).feasible:
         return True
-    closest = _least(problem, [this.model], "memory_limit_bytes", end)  # over a limit by rounding
-    return closest is not None and closest.chosen.feasible
-
-
-def _other(problem: Problem, closest: Closest, what: str, end: float) -> Infeasibility:
-    """Where memory is not what is missing."""
-    model, chosen = closest.chosen.model, closest.chosen
-    tight = excess(model, rank_memory(model, chosen.decisions))
-    least = higher(what, closest.least * (1 + MARGIN), proved=closest.proved)
-    return Infeasibility(
-        rank=model.placement[tight.position],
-        unit=tight.unit,
-        needed_bytes=tight.needed_bytes,
-        available_bytes=tight.available_bytes,
-        relaxations=(least,),
-        limit=what,
-        enlargement=_larger(problem, what, end),
-    )
-
-
-def _larger(problem: Problem, what: str, end: float) -> Enlargement | None:
-    """More ranks may shorten a step; they never save device-seconds."""
-    if what != "time_limit_s" or problem.brief:
-        return None
-    return more_ranks(problem, lambda larger: _fits(larger, end), end)
-
-
-def explain_unproved(problem: Problem) -> Infeasibility:
-    """What is missing where a search found nothing and a proof would take too long."""
-    return _nothing(problem, next(problem.cost_models()))
-
-
-def explain_with(problem: Problem, limit: str, least: Relaxation) -> Infeasibility:
-    """That a limit which is not memory's cannot be kept, and a value that would do."""
-    found = _nothing(problem, next(problem.cost_models()))
-    return found if found.limit == "pins" else found._replace(limit=limit, relaxations=(least,))
-
-
-def _nothing(
-    problem: Problem, model: CostModel, unit_limit: Relaxation | None = None
-) -> Infeasibility:
-    """No single limit is to blame but perhaps that on units: a unit has no option, or several
-    limits exclude each other; or which one was not found out."""
-    figures = value(model, model.baseline, problem.schedule)
-    tight = excess(model, rank_memory(model, model.baseline))
-    asked = [what for what in DEVICE_LIMITS if getattr(problem.goal, what) is not None]
-    over = figures.over_bytes > 0
-    limit = "memory_limit_bytes" if over and not asked else "several limits"
-    limit = asked[0] if len(asked) == 1 and not over else limit
-    limit = limit if unit_limit is None else "unit_amplification_limit"
-    pinned = _pinned(problem, model)
-    return Infeasibility(
-        rank=model.placement[tight.position],
-        unit=pinned or tight.unit,
-        needed_bytes=tight.needed_bytes,
-        available_bytes=tight.available_bytes,
-        relaxations=() if unit_limit is None or pinned else (unit_limit,),
-        limit="pins" if pinned else limit,
-    )
-
-
-def _pinned(problem: Problem, model: CostModel) -> str | None:
-    """A unit that could be something but for its pins, whatever else is limited."""
-    unlimited = msgspec.structs.replace(problem.goal, unit_amplification_limit=None)
-    pinned = _with_goal(problem, model, unlimited)
-    free = _with_goal(problem, model, msgspec.structs.replace(unlimited, pins=()))
-    for k, unit in enumerate(model.profile.units):
-        if not unit_options(pinned, k, problem.capability):
-            return unit.name if unit_options(free, k, problem.capability) else None
-    return None
+    closest, _ = _least(problem, model, "memory_limit_bytes", deadline)  # over it by rounding
+    return closest is not None and closest.feasible

@@ -18,9 +18,9 @@ from ...cost.ownership import input_placement, output_placement
 from ...cost.redistribution import edge_redistribution
 from ...cost.step_time import LINKS, Vector
 from ...memory.rows import AT, ENTRY, FIGURES, OWN_BYTES, RECEIVED, Matrix
-from ...memory.unit_memory import MemoryModel
 from ...schema.layout import Layout, Style
 from ...schema.options import Decisions, Option
+from ..evaluate import memory_of
 
 State = tuple[Layout, Style]
 EDGE_FIGURES: tuple[int, ...] = (*ENTRY, RECEIVED)
@@ -50,7 +50,7 @@ class Ledger:
     """The coefficients of a cost model whose units choose from ``options``."""
 
     def __init__(self, model: CostModel, options: Sequence[Sequence[Option]]) -> None:
-        self.model, self.memory = model, MemoryModel(model)
+        self.model, self.memory = model, memory_of(model)
         self.options = tuple(tuple(row) for row in options)
 
     @cached_property

@@ -10,6 +10,7 @@ one that loses least.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pulp
@@ -18,12 +19,13 @@ from ...cost.cost import CostModel
 from ..answer import Choice, DisagreementError, answer, choice
 from ..choices import all_may_have
 from ..evaluate import evaluation
-from ..heuristic.segmented import fitting_in_segments, less_in_segments
+from ..heuristic.infeasible import explain
+from ..heuristic.segmented import fitting_in_segments
 from ..heuristic.splits import search
-from ..problem import Problem, Result
+from ..problem import Infeasibility, Problem, Result
 from .backend import Interruption, Solved, run
 from .cases import Case, case
-from .infeasible import explain_proved
+from .infeasible import IntegerEvidence
 from .integer import Program
 
 ROUNDING = 1e-6
@@ -44,6 +46,10 @@ class Integer:
     def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
         """See ``solver.Solver``."""
         return Search(problem.placed(), time_limit_s).result()
+
+    def explain(self, problems: Sequence[Problem]) -> Infeasibility:
+        """See ``solver.Solver``."""
+        return explain([problem.placed() for problem in problems], IntegerEvidence())
 
 
 class Search:
@@ -72,7 +78,7 @@ class Search:
             for i, model in enumerate(every):
                 self._case(model, i / len(every), 1 / len(every))
             if self.best is None:
-                return self._none(every)
+                return self._none()
             chosen = self._as_run(self._simpler(self.best))
         bound_s = max(min(self.bound_s, self.best.objective_s), 0.0)
         return answer(
@@ -84,12 +90,12 @@ class Search:
             seconds=time.perf_counter() - self.start,
         )
 
-    def _none(self, every: list[CostModel]) -> Result:
+    def _none(self) -> Result:
         """No plan: because there is none, or because time was up before one was found."""
         rescued = fitting_in_segments(self.problem, Integer.name, self.start)
         if rescued is not None:
             return rescued
-        why = less_in_segments(self.problem, explain_proved(self.problem, every))
+        why = explain([self.problem], IntegerEvidence()) if self.problem.explains else None
         seconds = time.perf_counter() - self.start
         reason = "" if self.proved else "the time limit came before a plan or a proof"
         return Result.without_plan(Integer.name, why, seconds, reason)

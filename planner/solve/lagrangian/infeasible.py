@@ -9,7 +9,7 @@ which is then one to begin with, or with the least that any plan needs and a bou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,30 +19,27 @@ from ...cost.cost import CostModel
 from ...schema.options import Decisions
 from ..answer import Choice
 from ..choices import all_may_have
-from ..heuristic.enlarge import more_ranks
-from ..heuristic.infeasible import explain_infeasible
+from ..heuristic.heuristic import Heuristic
+from ..heuristic.infeasible import DEVICE_LIMITS, Closest
 from ..heuristic.relaxations import (
     LIFTED,
-    alone_s,
-    higher,
-    higher_unit_limit,
     lifted,
     needed,
     rounded_up,
+    single_device_batch_s,
     with_limit,
 )
 from ..heuristic.splits import feasible
-from ..heuristic.splits import search as heuristic_search
-from ..ilp.infeasible import DEVICE_LIMITS, explain_unproved, explain_with
-from ..problem import Infeasibility, Problem, Relaxation
+from ..problem import Problem
 
 STEP = 0.02
 """To such a share the least that is found is looked for where nothing is proved."""
 TIGHTEN_S = 5.0
+LAST_S = 2.0
+"""Seconds that each question may take which is asked when the time is over."""
 CLOSE = 0.015
 """A value that is named is called the least where nothing this share below it would do."""
 ROUNDING = 1e-6
-HEURISTIC_S = 60.0
 
 
 class LeastUse(NamedTuple):
@@ -63,10 +60,10 @@ class LeastUse(NamedTuple):
         """Whether the best choice keeps the problem's limit."""
         return self.enough <= float(getattr(problem.goal, self.what))
 
-    def relaxation(self) -> Relaxation:
-        """The value that would do."""
-        proved = self.proved_least >= self.enough * (1 - CLOSE)
-        return higher(self.what, self.enough, proved=proved)
+    @property
+    def proved(self) -> bool:
+        """Whether nothing much less than ``enough`` would do."""
+        return self.proved_least >= self.enough * (1 - CLOSE)
 
 
 Part = Callable[[Problem, CostModel, float, float, Decisions | None], tuple[Choice | None, float]]
@@ -79,7 +76,7 @@ def key_of(model: CostModel) -> tuple[int, int]:
     return model.micro_batches, model.bucket_bytes
 
 
-def lean(problem: Problem, what: str, deadline: float, part: Part) -> LeastUse:
+def least_use(problem: Problem, what: str, deadline: float, part: Part) -> LeastUse:
     """The plans that need the least of ``what``; ends with the first that keeps it. Each search
     begins with the best plan so far; where all of them passed the limit and none has proved that
     it must be, they begin once more with the quickest plan."""
@@ -156,32 +153,72 @@ def _target(problem: Problem, what: str, model: CostModel) -> float:
     if what == "time_limit_s":
         return problem.goal.undisturbed_limit_s or 0.0
     limited = problem.goal.amplification_limit or 0.0
-    return limited * alone_s(model)
-
-
-def why_nothing(
-    problem: Problem, known: LeastUse | None, deadline: float, solve: Callable[[Problem], bool]
-) -> Infeasibility:
-    """What is missing where no plan was found; ``known`` is what was found without one limit."""
-    if known is not None and known.choice is not None:
-        why = explain_with(problem, known.what, known.relaxation())
-        enlarges = why.limit == "time_limit_s" and not problem.brief
-        larger = more_ranks(problem) if enlarges else None
-        return why._replace(enlargement=larger)  # more ranks never save device-seconds
-    asked = [what for what in DEVICE_LIMITS if getattr(problem.goal, what) is not None]
-    if "unit_amplification_limit" in asked:
-        end = max(deadline, time.perf_counter() + 10.0)
-        found = higher_unit_limit(problem, lambda one: list(one.cost_models()), solve, end)
-        if found is not None:
-            return explain_with(problem, "unit_amplification_limit", found)
-    free = problem
-    for what in asked:
-        free = with_limit(free, what, None)
-    if asked and feasible(free):
-        return explain_unproved(problem)
-    return explain_infeasible(problem, heuristic_search(problem, HEURISTIC_S))
+    return limited * single_device_batch_s(model)
 
 
 def limit_of(problem: Problem) -> str | None:
     """The limit that is looked at first: on device-seconds, else on time."""
     return next((what for what in LIFTED if getattr(problem.goal, what) is not None), None)
+
+
+class MultipliersEvidence:
+    """What the search by multipliers tells of problems without a plan; see ``infeasible.Evidence``.
+
+    ``search`` finds the plans that need least of a limit until a time, ``solves`` says whether a
+    problem has a plan, and ``known`` is what a search that has been made found out about the limit
+    that is looked at first. Of memory it knows no more than the heuristic does.
+    """
+
+    proves = False
+
+    def __init__(
+        self,
+        search: Callable[[Problem, str, float], LeastUse],
+        solves: Callable[[Problem, float], bool],
+        known: LeastUse | None = None,
+    ) -> None:
+        self.search, self.solves, self.known = search, solves, known
+
+    def closest(self, problems: Sequence[Problem], what: str, deadline: float) -> Closest | None:
+        """The plan that needs the least of ``what`` and keeps all other limits."""
+        if what != "memory_limit_bytes":
+            return self._closest_to(problems, what, deadline)
+        asked = limit_of(problems[-1])
+        if asked is not None and self._closest_to(problems, asked, deadline) is not None:
+            return None
+        if _limited(problems[-1]) and any(feasible(_without_limits(p)) for p in problems):
+            return None
+        return Heuristic().closest(problems, what, deadline)
+
+    def fits(self, problem: Problem, deadline: float) -> bool:
+        """Whether a plan is found."""
+        return self.solves(problem, deadline) if _limited(problem) else feasible(problem)
+
+    def _closest_to(
+        self, problems: Sequence[Problem], what: str, deadline: float
+    ) -> Closest | None:
+        found: list[LeastUse] = []
+        for problem in problems:
+            known = self.known
+            if known is None or known.what != what:
+                now = time.perf_counter()
+                known = self.search(problem, what, now + max((deadline - now) / 2, LAST_S))
+                end = min(deadline, time.perf_counter() + TIGHTEN_S)
+                known = tightened(problem, known, end, lambda one: self.solves(one, deadline))
+            found.append(known)
+        if len(problems) == 1:
+            self.known = found[0]
+        best = min(found, key=lambda use: use.enough)
+        if best.choice is None:
+            return None
+        least = min(use.proved_least for use in found)
+        return Closest(best.choice, best.enough, best._replace(proved_least=least).proved)
+
+
+def _limited(problem: Problem) -> bool:
+    return any(getattr(problem.goal, what) is not None for what in DEVICE_LIMITS)
+
+
+def _without_limits(problem: Problem) -> Problem:
+    goal = msgspec.structs.replace(problem.goal, **dict.fromkeys(DEVICE_LIMITS))
+    return replace(problem, goal=goal, progress=None)

@@ -8,23 +8,23 @@ these the best plan wins: with a gap of up to a percent nothing simpler is looke
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...cost.budget import energy_budget, gpu_seconds_limit, within_unit_limit
 from ...cost.cost import CostModel
 from ...memory.rows import AT, Rows, bucket_share, rows
-from ...memory.unit_memory import MemoryModel
 from ...schema.options import Decisions
 from ..answer import Choice, answer, choice
-from ..evaluate import limits_bytes
+from ..evaluate import limits_bytes, memory_of
 from ..heuristic.bursts import LIMITS, greedy
-from ..heuristic.segmented import fitting_in_segments, less_in_segments
+from ..heuristic.infeasible import EXPLAIN_S, explain
+from ..heuristic.segmented import fitting_in_segments
 from ..heuristic.space import Space
 from ..heuristic.splits import search as heuristic_search
 from ..ilp.solve import Integer
-from ..problem import INTEGER_PAIRS, Problem, Result, state_pairs
-from .infeasible import TIGHTEN_S, LeastUse, key_of, lean, limit_of, tightened, why_nothing
+from ..problem import INTEGER_PAIRS, Infeasibility, Problem, Result, state_pairs
+from .infeasible import LAST_S, LeastUse, MultipliersEvidence, key_of, least_use, limit_of
 from .lagrange import Lagrangian, Search
 from .limits import INFINITE, Limits
 from .option_table import OptionTable
@@ -38,8 +38,6 @@ TIME_LIMIT_S = 60.0
 REPAIRS = 3
 """How often a plan that is over the limit on another rank, or by its buckets, is searched anew
 under a limit lowered by that much."""
-LAST_S = 2.0
-"""Seconds that each question may take which is asked when the time is over."""
 FEW_UNITS = 60
 """Up to here the heuristic's plan is worth its time as one to begin with."""
 
@@ -70,22 +68,20 @@ class Multipliers:
         if limit_of(problem) is None or _begins(problem):
             best, bound = self._best(problem, deadline, {})
         if best is None:
-            known = self._lean(problem, limit_of(problem), start, deadline)
-            if known is not None and not known.hopeless:
-                best, bound = self._best(problem, deadline, known.starts)
+            what = limit_of(problem)
+            if what is not None:
+                known = self._least_use(problem, what, start + (deadline - start) / 2)
+                if not known.hopeless:
+                    best, bound = self._best(problem, deadline, known.starts)
         if best is None:
-            return self._nothing(problem, start, deadline, known)
+            return self._without_plan(problem, start, deadline, known)
         seconds = time.perf_counter() - start
         bound = min(bound, best.objective_s)
         proved = best.objective_s - bound <= PROVED * best.objective_s
         return answer(problem, best, self.name, bound, proved=proved, seconds=seconds)
 
-    def _lean(
-        self, problem: Problem, what: str | None, start: float, deadline: float
-    ) -> LeastUse | None:
-        """The plans that need least of a limit on device-seconds or time; None without one."""
-        if what is None:
-            return None
+    def _least_use(self, problem: Problem, what: str, deadline: float) -> LeastUse:
+        """The plans that need least of a limit on device-seconds or time."""
 
         def part(
             free: Problem, model: CostModel, end: float, target: float, begin: Decisions | None
@@ -94,7 +90,7 @@ class Multipliers:
             given = None if begin is None else choice(model, begin, problem.schedule)
             return Part(_better(found.choice, given), found.bound)
 
-        return lean(problem, what, start + (deadline - start) / 2, part)
+        return least_use(problem, what, deadline, part)
 
     def _best(
         self, problem: Problem, deadline: float, starts: Mapping[tuple[int, int], Decisions]
@@ -112,7 +108,7 @@ class Multipliers:
             best = _better(best, _better(found.choice, begun))
         return Part(best, bound)
 
-    def _nothing(
+    def _without_plan(
         self, problem: Problem, start: float, deadline: float, known: LeastUse | None
     ) -> Result:
         """No plan that keeps the limits was found. That proves nothing: where the integer program
@@ -120,32 +116,45 @@ class Multipliers:
         rescued = fitting_in_segments(problem, self.name, start)
         if rescued is not None:
             return rescued
-        few = state_pairs(problem) <= INTEGER_PAIRS
-        if len(problem.profile.units) <= FEW_UNITS and few:
+        if _small(problem):
             return Integer().solve(problem, max(deadline - time.perf_counter(), 1.0))
-        other = "time_limit_s"
-        fruitless = known is not None and known.choice is None and known.what != other
-        if fruitless and problem.goal.time_limit_s is not None:
-            now = time.perf_counter()
-            known = self._lean(problem, other, now, max(deadline, now + LAST_S))
-        if known is not None:
-            end = min(deadline, time.perf_counter() + TIGHTEN_S)
-            known = tightened(problem, known, end, lambda one: self._solves(one, end))
-        why = why_nothing(problem, known, deadline, lambda one: self._solves(one, deadline))
-        why = less_in_segments(problem, why)
-        seconds = time.perf_counter() - start
-        return Result.without_plan(self.name, why, seconds)
+        why = None
+        if problem.explains:
+            end = max(deadline, time.perf_counter() + EXPLAIN_S)
+            why = explain([problem], self._evidence(known), end)
+        return Result.without_plan(self.name, why, time.perf_counter() - start)
+
+    def explain(self, problems: Sequence[Problem]) -> Infeasibility:
+        """See ``solver.Solver``."""
+        placed = [problem.placed() for problem in problems]
+        if all(map(_small, placed)):
+            return Integer().explain(placed)
+        return explain(placed, self._evidence(None))
+
+    def _evidence(self, known: LeastUse | None) -> MultipliersEvidence:
+        def search(problem: Problem, what: str, deadline: float) -> LeastUse:
+            return self._least_use(problem, what, deadline)
+
+        return MultipliersEvidence(search, self._solves, known)
 
     def _solves(self, problem: Problem, deadline: float) -> bool:
         """Whether it finds a plan for another problem."""
-        left = max(deadline - time.perf_counter(), LAST_S)
         now = time.perf_counter()
-        what = None if _begins(problem) else limit_of(problem)
-        known = self._lean(problem, what, now, now + left)
-        if known is not None and known.hopeless:
-            return False
-        starts = known.starts if known else {}
-        return self._best(problem, now + left, starts).choice is not None
+        left_s = max(deadline - now, LAST_S)
+        what = limit_of(problem)
+        starts: Mapping[tuple[int, int], Decisions] = {}
+        if what is not None and not _begins(problem):
+            known = self._least_use(problem, what, now + left_s / 2)
+            if known.hopeless:
+                return False
+            starts = known.starts
+        return self._best(problem, now + left_s, starts).choice is not None
+
+
+def _small(problem: Problem) -> bool:
+    """Whether the integer program is quick."""
+    few = state_pairs(problem) <= INTEGER_PAIRS
+    return len(problem.profile.units) <= FEW_UNITS and few
 
 
 def _better(one: Choice | None, other: Choice | None) -> Choice | None:
@@ -160,7 +169,7 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
     memory sees them; None where a unit has no option."""
     limits = limits_bytes(model.cluster, model.goal, model.placement)
     position = min(range(len(limits)), key=lambda p: (limits[p], p))
-    sheet = OptionTable(Space(model, problem.capability), MemoryModel(model), position)
+    sheet = OptionTable(Space(model, problem.capability), memory_of(model), position)
     if not all(unit.states for unit in sheet.units):
         return None
     at = AT["bucketed"]

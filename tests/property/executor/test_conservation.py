@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.executor.comm.groups import Group
 from meshwright.executor.gradients.buckets import GradParam
-from meshwright.executor.gradients.dropping import Piece, choose
+from meshwright.executor.gradients.dropping import Candidate, choose
 from meshwright.executor.gradients.feedback import HostMirror, Lossy, Residual
 from meshwright.executor.gradients.flat_shard import flat
 from meshwright.executor.gradients.momentum import Momentum
@@ -170,7 +170,7 @@ def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, s
         assert torch.equal(sent + held / unit, computed)
 
 
-pieces = st.builds(Piece, st.integers(1, 1000), st.floats(0, 1), st.integers(0, 12))
+pieces = st.builds(Candidate, st.integers(1, 1000), st.floats(0, 1), st.integers(0, 12))
 
 
 @given(rows=st.lists(pieces, max_size=20), credit=st.floats(-5000, 20000))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from meshwright.planner.cost.compute import backward_s, forward_s
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.ownership import group_samples
-from meshwright.planner.multiplex.gaps import share_beside
+from meshwright.planner.multiplex.gaps import background_share
 from meshwright.planner.multiplex.jobs import Assumptions, Background, Foreground
 from meshwright.planner.multiplex.report import report
 from meshwright.planner.multiplex.simulation import simulate_cluster
@@ -152,7 +152,7 @@ def test_many_steps_come_to_the_steady_share(data, case):
     )
     for one in run.classes:
         kind = step.kinds[one.visits[0].kind]
-        share = share_beside(kind, step.step_s, given_)
+        share = background_share(kind, step.step_s, given_)
         simulated = one.pieces * given_.piece_s / (count * step.step_s)
         # the first and the last gap are cut, and a step's last piece may fall to rounding
         assert simulated == pytest.approx(share, abs=2.0 / count + 1e-9)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.solve.heuristic.relaxations import DIGITS, alone_s, rounded_up
+from meshwright.planner.solve.heuristic.relaxations import DIGITS, rounded_up, single_device_batch_s
 from meshwright.planner.solve.lagrangian import solver as multipliers
 from meshwright.planner.solve.lagrangian.solver import Multipliers
 from meshwright.planner.solve.solver import solve
@@ -47,7 +47,7 @@ def refused(draw):
         return limited(made, time_limit_s=model_value.step_s * share)
     if kind == "unit":
         return limited(made, unit_amplification_limit=0.1 + 0.9 * draw(st.floats(0, 1)))
-    single = alone_s(CostModel(made.profile, made.cluster, made.goal))
+    single = single_device_batch_s(CostModel(made.profile, made.cluster, made.goal))
     return limited(made, amplification_limit=found.least_gpu_seconds / single * share)
 
 

@@ -15,7 +15,7 @@ from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option
 from meshwright.planner.schema.profile import EdgeProfile, PieceProfile
 from meshwright.planner.solve.choices import with_policies
-from meshwright.planner.solve.heuristic.checkpointing import Recomputing
+from meshwright.planner.solve.heuristic.checkpointing import Checkpointing
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
 
@@ -125,7 +125,7 @@ def test_the_choice_is_the_best_of_all(model, where):
     """The lowest peak, and under any limit the least that is computed again."""
     every = ways(model)
     peaks = [peak(model, decisions) for decisions in every]
-    known = Recomputing(model, model.baseline, KINDS)
+    known = Checkpointing(model, model.baseline, KINDS)
     assert peak(model, known.least()) == pytest.approx(min(peaks))
     limit = sorted(peaks)[round(where * (len(peaks) - 1))]
     best = min(again_s(model, d) for d, p in zip(every, peaks, strict=True) if p <= limit)
@@ -143,7 +143,7 @@ def test_what_is_said_to_fit_fits(model, where):
     """Also where a segment has to keep what enters it, which the search counts for all."""
     peaks = sorted(peak(model, decisions) for decisions in ways(model))
     limit = peaks[0] + where * (peaks[-1] - peaks[0])
-    found = Recomputing(model, model.baseline, KINDS).quickest(limit)
+    found = Checkpointing(model, model.baseline, KINDS).quickest(limit)
     assert found is None or peak(model, found) <= limit
 
 

@@ -1,7 +1,7 @@
 """What people read of a plan with a background job, and of a run beside one."""
 
 import msgspec
-from meshwright.cli.render.comparisons import figures_rows
+from meshwright.cli.render.comparisons import measured_rows
 from meshwright.cli.render.documents import prediction_table
 from meshwright.executor.background.law import LIMIT
 from meshwright.executor.launch.background import over_step_limit
@@ -44,14 +44,14 @@ def test_a_run_beside_a_background_is_judged_by_both():
         target="test", world_size=2, steps=40, predicted=Figures(step_s=0.1),
         measured=Figures(step_s=0.117), data_parallel=Figures(step_s=0.2), background=job,
     )  # fmt: skip
-    rows = figures_rows(report)
+    rows = measured_rows(report)
     assert rows[0] == ("step time, background job held", "100.00 ms", "102.00 ms", "1.02")
     with_it = "  with it, on average (1.15 times that, limit 1.2)"
     assert rows[1] == (with_it, "-", "117.30 ms", "")
     none = msgspec.structs.replace(job, steps=0)
-    assert figures_rows(msgspec.structs.replace(report, background=none))[0][2] == "-"
+    assert measured_rows(msgspec.structs.replace(report, background=none))[0][2] == "-"
     alone = msgspec.structs.replace(report, background=None)
-    assert figures_rows(alone)[0] == ("step time", "100.00 ms", "117.00 ms", "1.17")
+    assert measured_rows(alone)[0] == ("step time", "100.00 ms", "117.00 ms", "1.17")
 
 
 def test_a_step_limit_that_the_background_may_break_is_told():

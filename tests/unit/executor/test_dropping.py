@@ -8,7 +8,13 @@ from meshwright.executor.comm.control import Control
 from meshwright.executor.comm.groups import Group, World
 from meshwright.executor.comm.watchdog import Watchdog
 from meshwright.executor.gradients.buckets import GradParam
-from meshwright.executor.gradients.dropping import Budget, DroppedGradGroup, Dropping, Piece, choose
+from meshwright.executor.gradients.dropping import (
+    Budget,
+    Candidate,
+    DroppedGradGroup,
+    Dropping,
+    choose,
+)
 from meshwright.executor.gradients.feedback import LossyGradGroup
 from meshwright.executor.gradients.slices import GradGroup, make_grad_groups
 from torch import nn
@@ -39,7 +45,12 @@ def control() -> Control:
 
 
 def test_the_largest_means_go_first_until_the_credit_is_used_up():
-    pieces = [Piece(100, 0.1, 0), Piece(50, 0.4, 0), Piece(30, 0.3, 0), Piece(20, 0.2, 0)]
+    pieces = [
+        Candidate(100, 0.1, 0),
+        Candidate(50, 0.4, 0),
+        Candidate(30, 0.3, 0),
+        Candidate(20, 0.2, 0),
+    ]
     assert choose(pieces, 80, 10) == ([False, True, True, False], 0)
     assert choose(pieces, 60, 10) == ([False, True, True, False], -20)  # overdrawn by the last
     assert choose(pieces, 0, 10) == ([False] * 4, 0)
@@ -47,13 +58,13 @@ def test_the_largest_means_go_first_until_the_credit_is_used_up():
 
 
 def test_what_has_waited_too_long_goes_first_and_is_paid_for():
-    pieces = [Piece(100, 0.1, 3), Piece(50, 0.4, 2)]
+    pieces = [Candidate(100, 0.1, 3), Candidate(50, 0.4, 2)]
     assert choose(pieces, 60, 3) == ([True, False], -40)
     assert choose(pieces, 120, 3) == ([True, True], -30)
 
 
 def test_equal_means_are_sent_in_their_order():
-    assert choose([Piece(10, 1.0, 0)] * 3, 15, 9)[0] == [True, True, False]
+    assert choose([Candidate(10, 1.0, 0)] * 3, 15, 9)[0] == [True, True, False]
 
 
 def test_the_share_that_is_sent_is_the_ratio_over_time_whatever_the_sizes():

@@ -35,13 +35,13 @@ class Copy:
     def __init__(self, there, host):
         self.there, self.here, self.host = there, None, host
 
-    def call_back(self):
+    def prefetch(self):
         if self.here is None:
             self.host.told.append(self.there.numel())
             self.here, self.there = self.there.clone(), None
 
-    def home(self):
-        self.call_back()
+    def wait(self):
+        self.prefetch()
         return self.here
 
 
@@ -101,7 +101,7 @@ def install(model, units):
 @pytest.fixture
 def host(monkeypatch):
     host = Copies()
-    monkeypatch.setattr("meshwright.executor.memory.host.host_of", lambda device: host)
+    monkeypatch.setattr("meshwright.executor.memory.offload.host_of", lambda device: host)
     return host
 
 

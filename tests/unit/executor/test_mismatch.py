@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.launch.train import optimizer_for
-from meshwright.executor.mismatch import Pieces, check_state, state_copies
+from meshwright.executor.mismatch import MicroBatchCheck, check_optimizer_state, state_copies
 from meshwright.executor.optimizer.state import optimizer_name
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.memory.unit_memory import MemoryModel
@@ -84,18 +84,18 @@ def test_an_optimizer_that_keeps_more_than_planned_is_told_under_a_limit():
     adam, sgd = torch.optim.AdamW(weights()), torch.optim.SGD(weights(), lr=0.1)
     limited = plan_of(memory_limit_bytes=2**20)
     with pytest.warns(UserWarning, match="AdamW keeps 2 values .* for sgd with 0 values"):
-        check_state(adam, limited)
+        check_optimizer_state(adam, limited)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_state(sgd, limited)
-        check_state(None, limited)
-        check_state(adam, plan_of())
-        check_state(adam, plan_of(memory_limit_bytes=2**20, optimizer="adamw"))
+        check_optimizer_state(sgd, limited)
+        check_optimizer_state(None, limited)
+        check_optimizer_state(adam, plan_of())
+        check_optimizer_state(adam, plan_of(memory_limit_bytes=2**20, optimizer="adamw"))
 
 
 def test_a_batch_that_is_not_cut_is_told_once():
     plan = msgspec.structs.replace(plan_of(memory_limit_bytes=2**20), micro_batches=4)
-    pieces = Pieces(plan)
+    pieces = MicroBatchCheck(plan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pieces.exchanged(4)
@@ -105,4 +105,4 @@ def test_a_batch_that_is_not_cut_is_told_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pieces.exchanged(1)
-        Pieces(msgspec.structs.replace(plan_of(), micro_batches=4)).exchanged(1)
+        MicroBatchCheck(msgspec.structs.replace(plan_of(), micro_batches=4)).exchanged(1)

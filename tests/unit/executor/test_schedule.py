@@ -31,7 +31,7 @@ def order_of(backward_s: float, exchange_s: float) -> tuple[Order, list[GradGrou
     ]
     grad_groups = make_grad_groups(entries, 2 * LARGE)
     world = World(0, 1, 0, (0,), ALONE, {}, {1: ALONE}, {1: ALONE})
-    return Orders(plan).start(grad_groups, Control(world, Watchdog(0, 1, 10.0))), grad_groups
+    return Order(Orders(plan), grad_groups, Control(world, Watchdog(0, 1, 10.0))), grad_groups
 
 
 def names_in_order(backward_s: float, exchange_s: float) -> list[str]:
@@ -101,7 +101,7 @@ def names_where(divided: int, *, idle: bool = False) -> list[str]:
     grad_groups = make_grad_groups(entries, 2 * LARGE)
     plan: Any = SimpleNamespace(units=[SimpleNamespace(backward_s=1.0, exchange_s=1.0)] * 3)
     world = World(0, 1, 0, (0,), ALONE, {}, {1: ALONE}, {1: ALONE})
-    order = Orders(plan).start(grad_groups, Control(world, Watchdog(0, 1, 10.0)))
+    order = Order(Orders(plan), grad_groups, Control(world, Watchdog(0, 1, 10.0)))
     # The first unit gets ready between the ends of three and of four parts of the second.
     ready_s = 13 * part / schedule.LATE
     order._coming = SimpleNamespace(rows=lambda: [[1.0, ready_s, 0.0, 0.0]])  # type: ignore[assignment]

@@ -7,7 +7,7 @@ import pytest
 from meshwright.executor.capability import CAPABILITY
 from meshwright.planner.explain.what_if import quicker_in_parts
 from meshwright.planner.schema.goal import Goal
-from meshwright.planner.solve.heuristic.fitting import held_back
+from meshwright.planner.solve.heuristic.fitting import limited_by_memory
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
 
@@ -37,7 +37,7 @@ def test_a_plan_that_recomputes_names_the_micro_batches_that_are_quicker(problem
     free = solve(problem, "heuristic").plan
     tight = within(problem, 2 * max(free.prediction.peak_bytes) // 3)
     slow = solve(tight, "heuristic").plan
-    assert held_back(slow)
+    assert limited_by_memory(slow)
     better = quicker_in_parts(tight, slow)
     assert better is not None
     again = solve(within(tight, tight.goal.memory_limit_bytes, micro_batches=(1, better.value)))
@@ -49,7 +49,7 @@ def test_a_plan_that_recomputes_names_the_micro_batches_that_are_quicker(problem
 
 def test_nothing_is_named_where_memory_holds_nothing_back(problem):
     free = solve(problem, "heuristic").plan
-    assert not held_back(free)
+    assert not limited_by_memory(free)
     assert quicker_in_parts(problem, free) is None
 
 

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.multiplex.gaps import fill, share_beside
+from meshwright.planner.multiplex.gaps import background_share, fill
 from meshwright.planner.multiplex.jobs import Assumptions, Background, best_background, foreground
 from meshwright.planner.multiplex.report import report
 from meshwright.planner.multiplex.simulation import simulate_cluster
@@ -66,7 +66,7 @@ def test_a_burst_leaves_the_second_device_a_gap():
 def test_whole_pieces_of_a_background_fit_into_the_gap(changes, pieces):
     given = Assumptions(**({"piece_s": 5 * MS} | FREE | changes))
     step = timelines(*burst(), "barrier")
-    share = [share_beside(kind, step.step_s, given) for kind in step.kinds]
+    share = [background_share(kind, step.step_s, given) for kind in step.kinds]
     assert share[0] == 0
     assert share[1] == pytest.approx(pieces * given.piece_s / (18 * MS))
 

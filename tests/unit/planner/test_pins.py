@@ -8,7 +8,7 @@ from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.pins import nearest, parse_wishes, spelled_out, without
 from meshwright.planner.solve.problem import Problem
-from meshwright.planner.solve.solver import settled, solve, solvers
+from meshwright.planner.solve.solver import expand_pins, solve, solvers
 
 from tests.strategies import chain_profile, cluster, linear, norm
 
@@ -97,7 +97,7 @@ def test_every_number_of_groups_on_request(profile):
     with pytest.raises(InputError, match=r"cannot be \(3,1\)"):
         spelled_out(goal, profile, EVERYTHING, 8)
     goal = msgspec.structs.replace(goal, all_layouts=True)
-    problem = settled(Problem(profile, cluster(8), goal, EVERYTHING))
+    problem = expand_pins(Problem(profile, cluster(8), goal, EVERYTHING))
     for solver in solvers():
         assert solve(problem, solver).checked().unit("head").layout == Layout(groups=3)
 
@@ -111,7 +111,7 @@ def test_more_layouts_are_never_worse(profile):
 
 def test_every_solver_keeps_pins_on_styles(profile):
     goal = Goal(batch=16, pins=(Pin(unit="fc.*", styles=("row",)), Pin(unit="head", never=())))
-    problem = settled(Problem(profile, cluster(4, inter=1e7), goal))
+    problem = expand_pins(Problem(profile, cluster(4, inter=1e7), goal))
     for solver in solvers():
         plan = solve(problem, solver).checked()
         assert [plan.unit(name).style for name in ("fc.a", "fc.b")] == ["row", "row"]

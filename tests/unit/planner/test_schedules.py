@@ -25,7 +25,9 @@ def problem_of(update_s_per_byte, **changes):
     profile = chain_profile(units, updates=(("adam", update_s_per_byte),))
     goal = Goal(batch=64, optimizer="adam", slice_bytes=(2**19,))
     return replace(
-        Problem(profile, cluster(4, inter=1e9), goal, SHARDS, schedule="priority", sparing=True),
+        Problem(
+            profile, cluster(4, inter=1e9), goal, SHARDS, schedule="priority", shard_if_needed=True
+        ),
         **changes,
     )
 
@@ -37,18 +39,18 @@ def exchanges(result):
 @pytest.mark.parametrize("either", [False, True])
 def test_a_long_update_is_shared_out(either):
     """Each rank updates a quarter of 1 MiB in 1.3 ms instead of 5.2 ms, four times."""
-    problem = problem_of(5e-9, either=either, sparing=not either)
+    problem = problem_of(5e-9, any_schedule=either, shard_if_needed=not either)
     found = solve(problem, "heuristic")
     assert exchanges(found) == {"sharded"}
     assert found.plan.schedule == "priority"
     assert "took sharded exchange" in found.reason
-    plain = solve(without_shards(replace(problem, sparing=False)), "heuristic")
+    plain = solve(without_shards(replace(problem, shard_if_needed=False)), "heuristic")
     assert found.plan.prediction.step_s < 0.95 * plain.plan.prediction.step_s
 
 
 @pytest.mark.parametrize("either", [False, True])
 def test_a_short_update_is_not(either):
-    found = solve(problem_of(1e-11, either=either, sparing=not either), "heuristic")
+    found = solve(problem_of(1e-11, any_schedule=either, shard_if_needed=not either), "heuristic")
     assert exchanges(found) == {"dense"}
 
 
@@ -76,7 +78,9 @@ def test_gradients_are_released_early_where_nothing_else_fits(either):
     capability = msgspec.structs.replace(
         SHARDS, exchange=("dense",), memory=("keep", "recompute"), early_release=True
     )
-    ample = problem_of(1e-11, capability=capability, either=either, sparing=not either)
+    ample = problem_of(
+        1e-11, capability=capability, any_schedule=either, shard_if_needed=not either
+    )
     decisions = decisions_of(solve(ample, "heuristic").plan)
     assert not any(option.early_release for option in decisions)
     asked = ample.profile, ample.cluster, ample.goal, decisions

@@ -13,7 +13,7 @@ from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option, segments_of
 from meshwright.planner.schema.profile import PieceProfile
 from meshwright.planner.solve.evaluate import decisions_of, evaluation, rank_memory
-from meshwright.planner.solve.heuristic.checkpointing import Recomputing
+from meshwright.planner.solve.heuristic.checkpointing import Checkpointing
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
 
@@ -172,12 +172,12 @@ def test_units_that_a_segment_cannot_have():
         {"exchange": "fully_sharded"},
     ):
         chosen = (HOME, HOME, HOME._replace(**change), HOME, HOME)
-        found = Recomputing(model, chosen, KINDS).moves
+        found = Checkpointing(model, chosen, KINDS).moves
         assert all(not move.inside for row in found for move in row), change
-    found = Recomputing(model, (HOME,) * 5, KINDS).moves
+    found = Checkpointing(model, (HOME,) * 5, KINDS).moves
     assert {move.inside for row in found for move in row} == {0, 2, 3}
     forbidden = msgspec.structs.replace(KINDS, memory=("keep",))
-    found = Recomputing(model, (HOME,) * 5, forbidden).moves
+    found = Checkpointing(model, (HOME,) * 5, forbidden).moves
     assert all(len(row) == 1 for row in found)
 
 
@@ -213,7 +213,7 @@ def test_the_lowest_peak_of_sixteen_units():
     assert peak(model, in_segments(2, 2, 2, 2, 2, 2, 2, 2)) == 64 + 7 * 500 + 1000 + 2000 + 4
     assert peak(model, in_segments(4, 4, 4, 4)) == 64 + 3 * 500 + 3000 + 2000 + 4
     assert peak(model, in_segments(4, 3, 3, 2, 2, 1, 1)) == LEAST
-    least = Recomputing(model, (HOME,) * 18, KINDS).least()
+    least = Checkpointing(model, (HOME,) * 18, KINDS).least()
     assert peak(model, least) == LEAST
     assert [b - a + 1 for a, b in segments_of(least)] == [4, 3, 3, 2, 2]
 

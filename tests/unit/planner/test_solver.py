@@ -1,17 +1,27 @@
 """The solver interface, and what is said where nothing fits."""
 
+import time
+from dataclasses import replace
+
+import meshwright as mw
 import msgspec
 import pytest
 from meshwright.planner.schema.capability import PLAIN
 from meshwright.planner.schema.errors import InfeasibleError, InputError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
-from meshwright.planner.solve.heuristic.enlarge import more_ranks
 from meshwright.planner.solve.heuristic.heuristic import Heuristic
+from meshwright.planner.solve.heuristic.infeasible import more_nodes
+from meshwright.planner.solve.heuristic.least_memory import least_memory
 from meshwright.planner.solve.heuristic.resize import resized_problem
+from meshwright.planner.solve.ilp import infeasible as ilp_infeasible
+from meshwright.planner.solve.ilp.solve import Integer
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import Solver, solve, solvers
+from meshwright.profiler.tables import load_table
 
+from tests.brute import best
+from tests.problems import problem as random_problem
 from tests.strategies import chain_profile, cluster, linear
 
 
@@ -114,7 +124,7 @@ def test_a_shorter_step_may_need_more_ranks():
 
 def test_no_larger_cluster_is_named_when_time_is_up(problem):
     asked = Problem(problem.profile, cluster(1), limited(problem, memory_limit_bytes=10_000).goal)
-    assert more_ranks(asked, end=0.0) is None
+    assert more_nodes(asked, Heuristic(), 0.0) is None
 
 
 def test_no_larger_cluster_is_named_where_links_are_not_known(problem):
@@ -191,3 +201,32 @@ def test_a_limit_of_a_byte_is_memorys_and_the_least_is_proved_as_for_more(proble
     assert found.limit == "memory_limit_bytes"
     least, same = (w.relaxations[-1] for w in (found, usual))
     assert (least.what, least.value, least.proved) == (same.what, same.value, True)
+
+
+def test_a_refusal_of_vgg16_needs_no_search_and_few_programs(monkeypatch):
+    """Memory rules out every plan at a glance; what is left is to say what would help."""
+    solves, programs = [], []
+    whole, solved = Integer.solve, ilp_infeasible.run
+    monkeypatch.setattr(Integer, "solve", lambda *args: solves.append(args) or whole(*args))
+    monkeypatch.setattr(ilp_infeasible, "run", lambda *args: programs.append(args) or solved(*args))
+    links = mw.describe_cluster(device="a100-sxm-40gb", nodes=8, inter_gbit_s=1.0)
+    goal = Goal(batch=256, memory_limit_bytes=300 * 2**20)
+    start = time.process_time()
+    with pytest.raises(InfeasibleError, match="allow at least") as caught:
+        mw.plan(load_table("vgg16"), links, goal)
+    assert "lower the global batch" in str(caught.value)
+    assert not solves
+    assert len(programs) <= 10
+    assert time.process_time() - start < 60
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_least_memory_is_no_more_than_that_of_any_plan(seed):
+    made = random_problem(seed, most=1_000)
+    free = msgspec.structs.replace(
+        made.goal, memory_limit_bytes=1, amplification_limit=None, unit_amplification_limit=None
+    )
+    made = replace(made, goal=free).placed()
+    bounds = [least_memory(made, model) for model in made.cost_models()]
+    least = min(bound.over_bytes for bound in bounds if bound is not None)
+    assert 0 < least < best(made).least_bytes

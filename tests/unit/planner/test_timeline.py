@@ -67,7 +67,7 @@ def test_a_change_of_the_statement_changes_numbers_and_rows(point, monkeypatch):
     stated = stated._replace(**{point: one._replace(at=(*one.at, "recomputed"))})
     monkeypatch.setattr(timeline, "points", lambda **_: stated)
     changed = plain._replace(points=timeline.points())
-    more = plain("recomputed")
+    more = plain.field("recomputed")
     family = timeline.Points._fields.index(point)
     assert (changed.totals()[family] - plain.totals()[family] == more).all()
     tracks, _ = tracks_of(plain, False, True, False)
