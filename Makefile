@@ -105,7 +105,7 @@ bench-burst: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/burst.py --markdown docs/results/burst.md
 
 testbed: $(VENV)/run.stamp
-	$(BIN)/python -m meshwright.testbed
+	$(BIN)/python -m benchmarks.testbed
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

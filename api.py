@@ -78,10 +78,10 @@ def profile(
     With ``ranks`` above 1 so many processes measure at once, as they will share this host's memory
     in a run (needs a target by name). Raises ``InputError``.
     """
-    from .profiler import local
+    from .profiler import sessions
 
     _check_counts(batches or (), ranks)
-    return local.profile(target, batches, device, ranks, progress)
+    return sessions.profile(target, batches, device, ranks, progress)
 
 
 def _check_counts(batches: Sequence[int], ranks: int) -> None:
@@ -98,14 +98,14 @@ def probe(*, ranks: int | None = None, progress: Step | None = None) -> Cluster:
     ``ranks`` processes on this machine (default: one for each GPU, or 2). One rank has no links:
     the answer is then this machine's device alone.
     """
-    from .profiler import local
+    from .profiler import sessions
 
-    return local.probe(ranks, progress)
+    return sessions.probe(ranks, progress)
 
 
 def describe_cluster(**description: Any) -> Cluster:
-    """A cluster of catalogued devices from a description; see ``profiler.describe``."""
-    from .profiler.describe import describe_cluster as describe
+    """A cluster of catalogued devices from a description; see ``profiler.catalogue``."""
+    from .profiler.catalogue import describe_cluster as describe
 
     return describe(**description)
 
@@ -160,9 +160,9 @@ def _problem(
     if isinstance(what, ModelProfile):
         profile = what
     else:
-        from .profiler import local
+        from .profiler import sessions
 
-        profile = local.profile_for(what, cluster, goal, progress)
+        profile = sessions.profile_for(what, cluster, goal, progress)
     return problem_for(
         profile, cluster, goal, CAPABILITY, schedule=schedule, progress=progress, **how
     )

@@ -20,11 +20,10 @@ With ``--markdown`` the tables are put between that page's marks.
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ from meshwright.planner.multiplex.jobs import (
     foreground,
     shared_device_model,
 )
-from meshwright.planner.multiplex.report import ClusterReport, report
+from meshwright.planner.multiplex.report import report
 from meshwright.planner.multiplex.simulation import simulate_cluster
 from meshwright.planner.schema.capability import Capability
 from meshwright.planner.schema.cluster import Cluster, CollectiveCurve, Device
@@ -56,20 +55,21 @@ from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.options import Decisions
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.problem import Problem
-from meshwright.profiler.tables import load_table
-from page import put_into, table
+from meshwright.profiler.estimate import load_table
+from rows import markdown, markdown_of, print_json, put_into
 
 RANKS = (8, 64, 256, 1024)
 LINKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9, "300 GB/s": 300e9}
 BATCH = 1024
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-TRANSFORMER, SHEET = "gpt-small", "a100-sxm-80gb"
+TRANSFORMER, DEVICE = "gpt-small", "a100-sxm-80gb"
 OPTIMIZERS = {"vgg16": "sgd", "wide_resnet101_2": "sgd", TRANSFORMER: "adamw"}
 MEMORY_BYTES = 80 * 2**30
 LIMIT_S, BRIEF_S = 1.0, 0.3
 SIMULATED_STEPS = 20
 TARGET = 2.2
 STYLES = ("none", "column", "row", "pair")
+# What is assumed of sharing, one thing changed at a time.
 SENSITIVITY = {
     "as above": Assumptions(),
     "background at half its speed": Assumptions(idle_speed=0.5, communicating_speed=0.4),
@@ -83,7 +83,6 @@ SENSITIVITY = {
         slowdown=1.10, piece_s=500e-6, idle_speed=0.5, communicating_speed=0.4
     ),
 }
-"""What is assumed of sharing, one thing changed at a time."""
 
 
 class Partition(NamedTuple):
@@ -93,90 +92,6 @@ class Partition(NamedTuple):
     step_s: float
     samples_per_s: float
     share: float
-
-
-class Case(NamedTuple):
-    """One row: the peers and the burst, all but the first with a background."""
-
-    model: str
-    devices: int
-    link: str
-    background: Background
-    plain: DataParallel
-    plain_beside: Shared
-    partition: Partition
-    burst_alone_s: float
-    burst: Shared
-    simulated: ClusterReport
-    seconds: float
-
-    @property
-    def batch(self) -> int:
-        return self.plain.model.goal.batch
-
-    @property
-    def ratio(self) -> float:
-        """Samples of both over those of data parallelism alone."""
-        both = self.burst.foreground_samples_s + self.background_samples_s
-        return both / self.plain.samples_per_s
-
-    @property
-    def background_samples_s(self) -> float:
-        """As the event simulation of the cluster has it."""
-        return sum(b.samples_per_s for b in self.simulated.backgrounds)
-
-    @property
-    def share(self) -> float:
-        """The mean over devices of the share of its speed alone that the background has."""
-        return self.background_samples_s / (self.background.samples_per_s * self.devices)
-
-    @property
-    def bounded(self) -> float:
-        """Foreground speed over data parallelism's, plus the background's share."""
-        return self.plain.step_s / self.burst.step_s + self.share
-
-    @property
-    def plain_ratio(self) -> float:
-        """The ratio of data parallelism with the background in its gaps."""
-        return self.plain_beside.samples_per_s / self.plain.samples_per_s
-
-    @property
-    def plain_bounded(self) -> float:
-        """Its bounded form."""
-        return self.plain.step_s / self.plain_beside.step_s + self.plain_beside.share
-
-    @property
-    def partition_ratio(self) -> float:
-        """The ratio of the divided cluster."""
-        return self.partition.samples_per_s / self.plain.samples_per_s
-
-    @property
-    def partition_bounded(self) -> float:
-        """Its bounded form."""
-        return self.plain.step_s / self.partition.step_s + self.partition.share
-
-    def row(self) -> dict[str, Any]:
-        """What the last line says of it."""
-        return {
-            "model": self.model,
-            "devices": self.devices,
-            "batch": self.batch,
-            "link": self.link,
-            "dp_samples_s": self.plain.samples_per_s,
-            "burst_samples_s": self.burst.foreground_samples_s,
-            "background_samples_s": self.background_samples_s,
-            "ratio": self.ratio,
-            "bounded_ratio": self.bounded,
-            "burst_alone_samples_s": self.batch / self.burst_alone_s,
-            "dp_with_background_ratio": self.plain_ratio,
-            "dp_with_background_bounded_ratio": self.plain_bounded,
-            "partition_devices": self.partition.devices,
-            "partition_ratio": self.partition_ratio,
-            "partition_bounded_ratio": self.partition_bounded,
-            "background_share": self.share,
-            "background_batch": self.background.batch,
-            "plan": self.burst.how,
-        }
 
 
 def tree_curve(ranks: int, latency_s: float, bytes_per_s: float) -> CollectiveCurve:
@@ -189,12 +104,9 @@ def tree_curve(ranks: int, latency_s: float, bytes_per_s: float) -> CollectiveCu
     sizes = sorted({1.0, max(cross, 2.0), max(cross, 2.0) * 1024})
     seconds = tuple(min(a + b * x for a, b in (tree, ring)) for x in sizes)
     return CollectiveCurve(
-        collective="all_reduce",
-        ranks=ranks,
-        seconds=Curve(x=tuple(sizes), y=seconds),
-        latency_s=latency_s,
-        bytes_per_s=bytes_per_s,
-    )
+        collective="all_reduce", ranks=ranks, seconds=Curve(x=tuple(sizes), y=seconds),
+        latency_s=latency_s, bytes_per_s=bytes_per_s,
+    )  # fmt: skip
 
 
 def cluster_of(ranks: int, bytes_per_s: float) -> Cluster:
@@ -213,7 +125,7 @@ def profile_of(name: str, global_statistics: bool = False) -> ModelProfile:
     from meshwright.models.zoo import build
     from meshwright.profiler.estimate import estimate
 
-    return estimate(build(name), SHEET)
+    return estimate(build(name), DEVICE)
 
 
 def own_statistics(profile: ModelProfile) -> ModelProfile:
@@ -228,13 +140,9 @@ def capability(styles: tuple[str, ...]) -> Capability:
     """Bursts of whole layers, as DeepPool's, or layers divided in these styles too."""
     return Capability(
         styles=styles,  # type: ignore[arg-type]
-        memory=("keep",),
-        exchange=("dense",),
-        idle_positions=True,
-        early_release=False,
-        micro_batches=True,
-        priority=True,
-    )
+        memory=("keep",), exchange=("dense",), idle_positions=True, early_release=False,
+        micro_batches=True, priority=True,
+    )  # fmt: skip
 
 
 class Asked(NamedTuple):
@@ -262,12 +170,9 @@ def ask(
         Pin(unit=u.name, never_styles=STYLES[1:]) for u in profile.units if u.kind == "conv"
     )
     goal = Goal(
-        batch=BATCH,
-        optimizer=OPTIMIZERS[name],
-        batch_statistics="global",
-        micro_batches=times,
+        batch=BATCH, optimizer=OPTIMIZERS[name], batch_statistics="global", micro_batches=times,
         pins=whole,
-    )
+    )  # fmt: skip
     alone = Problem(
         profile, cluster_of(ranks, bytes_per_s), goal, capability(styles), schedule="priority",
         near=0.0,
@@ -326,8 +231,11 @@ def peer(asked: Asked, given: Assumptions) -> Shared:
 
 def solved(
     name: str, asked: Asked, link: str, given: Assumptions, narrowing_s: float = LIMIT_S
-) -> Case:
-    """The best burst of a case, and the cluster simulated with it."""
+) -> dict[str, Any]:
+    """The row of a case: the peers and the best burst, with the cluster simulated for it. All but
+    the first have a background. ``ratio`` is samples of both over those of data parallelism alone;
+    ``bounded_ratio`` is the foreground's speed over data parallelism's, plus the background's share
+    of its own speed alone."""
     start = time.perf_counter()
     model, burst = burst_beside(
         asked.shared, asked.tried, asked.background, given, asked.plain.step_s, narrowing_s
@@ -346,76 +254,60 @@ def solved(
     behind = asked.background._replace(copies=burst.copies)
     backgrounds = () if burst.copies == 0 else (behind,)
     horizon_s = SIMULATED_STEPS * burst.step_s
-    run = simulate_cluster(model.world_size, (job,), backgrounds, given, horizon_s)
-    return Case(
-        name, model.world_size, link, asked.background, asked.plain, plain,
-        asked.partition, job.unshared.step_s, burst, report(run), time.perf_counter() - start,
-    )  # fmt: skip
+    run = report(simulate_cluster(model.world_size, (job,), backgrounds, given, horizon_s))
+    alone_s, partition = asked.plain.step_s, asked.partition
+    background = sum(b.samples_per_s for b in run.backgrounds)
+    share = background / (asked.background.samples_per_s * model.world_size)
+    return {
+        "model": name, "devices": model.world_size, "batch": BATCH, "link": link,
+        "dp_samples_s": asked.plain.samples_per_s,
+        "dp_with_background_samples_s": plain.foreground_samples_s,
+        "burst_alone_samples_s": BATCH / job.unshared.step_s,
+        "burst_samples_s": burst.foreground_samples_s,
+        "background_samples_s": background,
+        "background_share": share,
+        "ratio": (burst.foreground_samples_s + background) / asked.plain.samples_per_s,
+        "bounded_ratio": alone_s / burst.step_s + share,
+        "dp_with_background_ratio": plain.samples_per_s / asked.plain.samples_per_s,
+        "dp_with_background_bounded_ratio": alone_s / plain.step_s + plain.share,
+        "partition_ratio": partition.samples_per_s / asked.plain.samples_per_s,
+        "partition_bounded_ratio": alone_s / partition.step_s + partition.share,
+        "partition_devices": partition.devices,
+        "background_batch": asked.background.batch,
+        "plan": burst.how + (", no background" if burst.copies == 0 else ""),
+        "slower": burst.step_s > limit_s,
+        "seconds": time.perf_counter() - start,
+    }  # fmt: skip
 
 
-def simulated(
-    names: list[str],
-    ranks: list[int],
-    links: list[str],
-    styles: tuple[str, ...],
-    global_statistics: bool,
-) -> Iterator[tuple[Case, dict[str, Case]]]:
-    """Each case under the assumptions as they stand, and on the most devices under the others."""
-    for name in names:
-        profile = profile_of(name, global_statistics)
-        for count in ranks:
-            for link in links:
-                start = time.perf_counter()
-                asked = ask(name, profile, count, LINKS[link], styles)
-                found = solved(name, asked, link, Assumptions())
-                found = found._replace(seconds=time.perf_counter() - start)
-                others = {}
-                if count == max(ranks):
-                    others = {
-                        what: solved(name, asked, link, given, BRIEF_S)
-                        for what, given in SENSITIVITY.items()
-                    }
-                yield found, others
+# Headings, and what stands under each: a field of a row and its format; samples per second.
+COLUMNS = {
+    "model": ("model", ""), "devices": ("devices", ","), "link": ("link", ""),
+    "DP alone": ("dp_samples_s", ",.0f"), "DP + bg": ("dp_with_background_samples_s", ",.0f"),
+    "burst alone": ("burst_alone_samples_s", ",.0f"), "burst beside": ("burst_samples_s", ",.0f"),
+    "bg": ("background_samples_s", ",.0f"), "share": ("background_share", ".2f"),
+    "ratio": ("ratio", ".2f"), "bounded": ("bounded_ratio", ".2f"),
+    "DP + bg ratio": ("dp_with_background_ratio", ".2f"),
+    "DP + bg bounded": ("dp_with_background_bounded_ratio", ".2f"),
+    "partition ratio": ("partition_ratio", ".2f"),
+    "partition bounded": ("partition_bounded_ratio", ".2f"),
+    "on": ("partition_devices", ","), "plan": ("plan", ""),
+}  # fmt: skip
 
 
-HEADINGS = (
-    "model", "devices", "link", "DP alone", "DP + bg", "burst alone", "burst beside", "bg", "share",
-    "ratio", "bounded", "DP + bg ratio", "bounded", "partition ratio", "bounded", "on", "plan",
-)  # fmt: skip
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    return [format(row[name], how) for name, how in COLUMNS.values()]
 
 
-def line(case: Case) -> tuple[str, ...]:
-    """A row of the table; rates in samples per second."""
-    return (
-        case.model,
-        f"{case.devices:,}",
-        case.link,
-        f"{case.plain.samples_per_s:,.0f}",
-        f"{case.plain_beside.foreground_samples_s:,.0f}",
-        f"{case.batch / case.burst_alone_s:,.0f}",
-        f"{case.burst.foreground_samples_s:,.0f}",
-        f"{case.background_samples_s:,.0f}",
-        f"{case.share:.2f}",
-        f"{case.ratio:.2f}",
-        f"{case.bounded:.2f}",
-        f"{case.plain_ratio:.2f}",
-        f"{case.plain_bounded:.2f}",
-        f"{case.partition_ratio:.2f}",
-        f"{case.partition_bounded:.2f}",
-        f"{case.partition.devices:,}",
-        case.burst.how + (", no background" if case.burst.copies == 0 else ""),
-    )
-
-
-def sensitivity(found: list[dict[str, Case]]) -> str:
+def sensitivity(found: list[dict[str, dict[str, Any]]]) -> str:
     """Ratio and bounded form on the most devices, by what is assumed."""
-    cases = [others for others in found if others]
-    names = [f"{c['as above'].model}, {c['as above'].link}" for c in cases]
+    names = [f"{c['as above']['model']}, {c['as above']['link']}" for c in found]
     rows = [
-        (what, *(f"{c[what].ratio:.2f} ({c[what].bounded:.2f})" for c in cases))
+        (what, *(f"{c[what]['ratio']:.2f} ({c[what]['bounded_ratio']:.2f})" for c in found))
         for what in SENSITIVITY
     ]
-    return table(("assumed", *names), rows)
+    return markdown(("assumed", *names), rows)
 
 
 def main() -> int:
@@ -438,41 +330,41 @@ def main() -> int:
     if asked.part != "measured":
         result["simulated"], code = run_simulated(asked)
     if asked.part != "simulated":
-        from burst_measured import measured, table_of
+        from burst_measured import COLUMNS as MEASURED_COLUMNS
+        from burst_measured import measured
 
         result["measured"] = measured()
-        if asked.markdown:
-            put_into(asked.markdown, "measured", table_of(result["measured"]))
-    print(json.dumps(result))
+        put_into(asked.markdown, "measured", markdown_of(result["measured"], MEASURED_COLUMNS))
+    print_json(result)
     return code
 
 
 def run_simulated(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
-    """Runs and prints the simulated part, and which cases miss the target; exit code 1 where a
-    foreground is slower than data parallelism."""
-    start, cases, others = time.perf_counter(), [], []
+    """Runs and prints the simulated part, under the assumptions as they stand and on the most
+    devices under the others, and which cases miss the target; exit code 1 where a foreground is
+    slower than data parallelism."""
+    begun, rows, others = time.perf_counter(), [], []
     styles = STYLES[:1] if asked.batch_only else STYLES
-    for case, more in simulated(
-        asked.models, asked.ranks, asked.links, styles, asked.global_statistics
-    ):
-        cases.append(case)
-        others.append(more)
-        print(f"{' | '.join(line(case))} | {case.seconds:.1f} s", flush=True)
-    text = table(HEADINGS, map(line, cases), (0, 2, len(HEADINGS) - 1))
-    assumed = sensitivity(others)
-    lines = [text, "", assumed, "", f"{time.perf_counter() - start:.0f} s"]
-    print("\n".join(lines))
-    if asked.markdown:
-        put_into(asked.markdown, "simulated", text)
-        put_into(asked.markdown, "sensitivity", assumed)
-    slow = [c for c in cases if c.burst.step_s > c.plain.step_s * ROUNDING]
-    for case in slow:
-        print(f"SLOWER than data parallelism: {line(case)}")
-    largest = [c for c in cases if c.devices == max(RANKS)]
-    below = [c for c in largest if c.ratio < TARGET]
-    for case in below:
-        print(f"BELOW {TARGET}: {line(case)}")
-    return [case.row() for case in cases], int(bool(slow))
+    for name, count, link in product(asked.models, asked.ranks, asked.links):
+        start = time.perf_counter()
+        profile = profile_of(name, asked.global_statistics)
+        case = ask(name, profile, count, LINKS[link], styles)
+        rows.append(row := solved(name, case, link, Assumptions()))
+        row["seconds"] = time.perf_counter() - start
+        print(f"{' | '.join(cells(row))} | {row['seconds']:.1f} s", flush=True)
+        if count == max(asked.ranks):
+            others.append({what: solved(name, case, link, given, BRIEF_S)
+                           for what, given in SENSITIVITY.items()})  # fmt: skip
+    text, assumed = markdown(list(COLUMNS), map(cells, rows), (0, 2, 16)), sensitivity(others)
+    print(f"{text}\n\n{assumed}\n\n{time.perf_counter() - begun:.0f} s")
+    put_into(asked.markdown, "simulated", text)
+    put_into(asked.markdown, "sensitivity", assumed)
+    for row in rows:
+        if row["slower"]:
+            print(f"SLOWER than data parallelism: {cells(row)}")
+        if row["devices"] == max(RANKS) and row["ratio"] < TARGET:
+            print(f"BELOW {TARGET}: {cells(row)}")
+    return rows, int(any(row["slower"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import mmap
 import os
 import signal
 import struct
@@ -26,22 +26,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from burst_models import CONVOLUTIONS, fresh, momentum
-from exchange import on_a_bed, shown, table
-from exchange_rank import set_rate, slowest
-from meshwright.executor.apply import apply
 from meshwright.executor.background.job import Job, background_job
 from meshwright.executor.background.law import FIRST_HELD, LIMIT
 from meshwright.executor.background.protocol import Settings
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
-from meshwright.executor.launch.start import start_process_group
-from meshwright.executor.parallel import run_of
-from meshwright.models.workload import Batch
 from meshwright.planner.cost.budget import idle_s, unit_s
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.cluster import Cluster
@@ -51,58 +44,26 @@ from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.evaluate import decisions_of, make_plan
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
+from meshwright.profiler.links import probe
 from meshwright.profiler.model import profile
-from meshwright.profiler.probe import probe
-from page import put_into
+from ranks import as_rank, is_rank, on_a_bed, set_rate, slowest
+from rows import markdown_of, print_json, print_row, put_into
+from systems import CONVOLUTIONS, SLICE_BYTES, System, fresh, own_batch
 from torch.nn.parallel import DistributedDataParallel
 
+# The global batch of each.
 MODELS = {"vgg11-32": 32, CONVOLUTIONS: 32}
-"""The global batch of each."""
 MBIT_S = 1000.0
 BACKGROUND_BATCHES = (8, 16, 32, 64)
 PROFILE_S, PROBE_S, PLAN_S = 12.0, 4.0, 10.0
+# Steps before the first turn with a background: the law measures the undisturbed step, and its
+# share rises from a half towards the whole where nothing is wrong.
 RUN_IN = FIRST_HELD + 14
-"""Steps before the first turn with a background: the law measures the undisturbed step, and its
-share rises from a half towards the whole where nothing is wrong."""
-SLICE_BYTES = 4 * 2**20
 COLUMNS = (
     "model", "hosts", "batch", "mbit_s", "idle_share", "dp_samples_s", "ddp_samples_s",
     "burst_samples_s", "foreground_slowdown", "background_share", "ratio", "bounded_ratio",
     "peer_slowdown", "peer_background_share", "peer_ratio",
 )  # fmt: skip
-
-
-class Way(NamedTuple):
-    """One way of training the foreground, live."""
-
-    workload: Any
-    model: Any
-    optimizer: torch.optim.Optimizer
-
-    def steps(self, batch: Batch, count: int) -> float:
-        """Makes that many steps; seconds."""
-        start = time.perf_counter()
-        for _ in range(count):
-            output = self.model(*batch.args, **batch.kwargs)
-            self.workload.loss(output, batch.target).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return time.perf_counter() - start
-
-
-def by_ddp(name: str) -> Way:
-    """DistributedDataParallel as it is by default. Collective."""
-    workload = fresh(name)
-    model = DistributedDataParallel(workload.model)
-    return Way(workload, model, momentum(model.parameters()))
-
-
-def by_plan(name: str, plan: Plan) -> Way:
-    """Whatever ``plan`` says. Collective."""
-    workload = fresh(name)
-    optimizer = momentum(workload.model.parameters())
-    apply(workload.model, optimizer, plan)
-    return Way(workload, workload.model, optimizer)
 
 
 def plans(model: ModelProfile, cluster: Cluster, batch: int) -> tuple[Plan, Plan, float]:
@@ -129,20 +90,35 @@ def best_batch(name: str) -> int:
     """The batch at which one device trains most samples a second here."""
     rates = {}
     for size in BACKGROUND_BATCHES:
-        workload = fresh(name)
-        way = Way(workload, workload.model, momentum(workload.model.parameters()))
-        batch = workload.make_batch(size)
-        way.steps(batch, 1)
-        rates[size] = size / min(way.steps(batch, 1) for _ in range(2))
+        system = System(fresh(name))
+        batch = system.workload.make_batch(size)
+        system.step(batch)
+        rates[size] = size / min(system.step(batch) for _ in range(2))
     return max(rates, key=lambda size: rates[size])
 
 
-class Counted:
-    """A background program's samples."""
+def train_in_background(name: str, size: int, counter: Path) -> None:
+    """Trains until it is told to end; the file ``counter`` holds the samples trained on as eight
+    bytes."""
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    torch.set_num_threads(1)
+    system = System(fresh(name))
+    batch = system.workload.make_batch(size)
+    counter.write_bytes(bytes(8))
+    with counter.open("r+b") as file, mmap.mmap(file.fileno(), 8) as shared:
+        done = 0
+        while not signals:
+            system.step(batch)
+            done += size
+            shared[:] = struct.pack("q", done)
+
+
+class Background:
+    """A background program, and its samples."""
 
     def __init__(self, name: str, size: int, counter: Path) -> None:
-        script = str(Path(__file__).with_name("burst_background.py"))
-        self.command = (sys.executable, script, name, str(size), str(counter))
+        self.command = (sys.executable, __file__, "--background", name, str(size), str(counter))
         self._counter = counter
 
     def samples(self) -> int:
@@ -157,11 +133,11 @@ class Counted:
 
 
 @contextlib.contextmanager
-def alone(counted: Counted) -> Iterator[subprocess.Popen[bytes]]:
+def by_itself(background: Background) -> Iterator[subprocess.Popen[bytes]]:
     """The program at ordinary priority, stopped, for turns of its own."""
-    process = subprocess.Popen(counted.command, start_new_session=True)
+    process = subprocess.Popen(background.command, start_new_session=True)
     try:
-        counted.wait_for_some()
+        background.wait_for_some()
         process.send_signal(signal.SIGSTOP)
         yield process
     finally:
@@ -176,8 +152,7 @@ class Rank:
         self.asked, self.name = asked, asked["model"]
         self.world, self.size = dist.get_world_size(), asked["batch"]
         least, more = divmod(self.size, self.world)
-        torch.manual_seed(1 + dist.get_rank())
-        self.batch = fresh(self.name).make_batch(least + (dist.get_rank() < more))
+        self.batch = own_batch(self.name, least + (dist.get_rank() < more))
         self.seconds: dict[str, list[float]] = {}
         self.rates: dict[str, list[float]] = {}
         self._counts: dict[str, int] = {}
@@ -190,26 +165,26 @@ class Rank:
         best = rank_zero_decides(lambda: best_batch(self.name))
         folder = Path(self.asked["folder"])
         rank = dist.get_rank()
-        paced = Counted(self.name, best, folder / f"paced-{rank}")
-        other = Counted(self.name, best, folder / f"alone-{rank}")
+        paced = Background(self.name, best, folder / f"paced-{rank}")
+        other = Background(self.name, best, folder / f"alone-{rank}")
         settings = Settings(paced.command, str(folder / f"log-{rank}"), LIMIT, grace_s=1.0)
-        with background_job(settings) as job, alone(other) as process:
+        with background_job(settings) as job, by_itself(other) as process:
             paced.wait_for_some()
             job.hold()
             os.environ.update(job.environment)
-            ways = {"ddp": by_ddp(self.name), "dp": by_plan(self.name, plain)}
-            ways["burst"] = by_plan(self.name, burst)
-            self._run_in(ways, job)
+            systems = {"ddp": System(fresh(self.name)), "dp": System(fresh(self.name), plan=plain)}
+            systems["burst"] = System(fresh(self.name), plan=burst)
+            systems["ddp"].model = DistributedDataParallel(systems["ddp"].model)
+            self._run_in(systems, job)
             for _ in range(self.asked["rounds"]):
                 self._alone(other, process)
-                for key, way in ways.items():
-                    self._turn(key, way)
+                for key, system in systems.items():
+                    self._turn(key, system)
                 for key in ("burst", "dp"):
-                    self._beside(key, ways[key], job, paced)
+                    self._beside(key, systems[key], job, paced)
             law = job.state()
-            for way in ways.values():
-                if not isinstance(way.model, DistributedDataParallel):
-                    run_of(way.model).finish_steps()
+            for system in systems.values():
+                system.finish()
         narrow = [u.name for u in burst.units if u.layout.size < self.world]
         return {
             **self._figures(), "idle_share": idle, "narrowed": narrow, "background_batch": best,
@@ -224,43 +199,43 @@ class Rank:
             optimizers=("momentum",), budget_s=PROFILE_S,
         )  # fmt: skip
 
-    def _run_in(self, ways: dict[str, Way], job: Job) -> None:
-        for key, way in ways.items():
-            way.steps(self.batch, 3)
+    def _run_in(self, systems: dict[str, System], job: Job) -> None:
+        for key, system in systems.items():
+            system.seconds(self.batch, 3)
             dist.barrier()
             job.release()
             made = 5 if key == "ddp" else RUN_IN
-            took = slowest(way.steps(self.batch, made))
+            took = slowest(system.seconds(self.batch, made))
             job.hold()
             self._counts[key] = max(5, round(self.asked["turn_s"] * made / took))
 
-    def _turn(self, key: str, way: Way) -> None:
+    def _turn(self, key: str, system: System) -> None:
         """Seconds of a step, the background held. Collective."""
         dist.barrier()
-        way.steps(self.batch, 1)
-        took = slowest(way.steps(self.batch, self._counts[key]))
+        system.step(self.batch)
+        took = slowest(system.seconds(self.batch, self._counts[key]))
         self.seconds.setdefault(key, []).append(took / self._counts[key])
 
-    def _beside(self, key: str, way: Way, job: Job, counted: Counted) -> None:
+    def _beside(self, key: str, system: System, job: Job, background: Background) -> None:
         """The same with the background, and its samples a second. Collective."""
         dist.barrier()
         job.release()
-        way.steps(self.batch, 1)
-        before, start = counted.samples(), time.perf_counter()
-        took = slowest(way.steps(self.batch, self._counts[key]))
-        rate = (counted.samples() - before) / (time.perf_counter() - start)
+        system.step(self.batch)
+        before, start = background.samples(), time.perf_counter()
+        took = slowest(system.seconds(self.batch, self._counts[key]))
+        rate = (background.samples() - before) / (time.perf_counter() - start)
         job.hold()
         self.seconds.setdefault(f"{key}+", []).append(took / self._counts[key])
         self.rates.setdefault(key, []).append(rate)
 
-    def _alone(self, counted: Counted, process: subprocess.Popen[bytes]) -> None:
+    def _alone(self, background: Background, process: subprocess.Popen[bytes]) -> None:
         """The background's samples a second, while the foreground does nothing. Collective."""
         dist.barrier()
         process.send_signal(signal.SIGCONT)
         time.sleep(0.3)
-        before, start = counted.samples(), time.perf_counter()
+        before, start = background.samples(), time.perf_counter()
         time.sleep(self.asked["turn_s"])
-        rate = (counted.samples() - before) / (time.perf_counter() - start)
+        rate = (background.samples() - before) / (time.perf_counter() - start)
         process.send_signal(signal.SIGSTOP)
         self.rates.setdefault("alone", []).append(rate)
 
@@ -292,16 +267,10 @@ class Rank:
         }  # fmt: skip
 
 
-def rank(asked: dict[str, Any]) -> None:
-    """What each rank runs; rank 0 writes the row. Collective."""
-    torch.set_num_threads(1)
-    start_process_group()
-    set_rate(Path(asked["folder"]), asked["mbit_s"])
-    row = Rank(asked).row()
-    if dist.get_rank() == 0:
-        (Path(asked["folder"]) / "rows").write_text(json.dumps(row) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The row of one model. Collective."""
+    set_rate(asked["folder"], asked["mbit_s"])
+    yield Rank(asked).row()
 
 
 def measured(
@@ -315,16 +284,11 @@ def measured(
     """A row for each model, given with its global batch."""
     rows = []
     for model, batch in (models or MODELS).items():
-        told = {"model": model, "batch": batch, "mbit_s": mbit_s, "turn_s": turn_s,
-                "rounds": rounds}  # fmt: skip
-        found, _ = on_a_bed([__file__, "--rank"], told, hosts)
-        rows += found
+        request = {
+            "model": model, "batch": batch, "mbit_s": mbit_s, "turn_s": turn_s, "rounds": rounds
+        }  # fmt: skip
+        rows += on_a_bed(__file__, request, hosts)
     return rows
-
-
-def table_of(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    return table(rows, COLUMNS)
 
 
 def main() -> None:
@@ -343,15 +307,17 @@ def main() -> None:
         models, hosts=asked.hosts, mbit_s=asked.mbit, turn_s=asked.turn, rounds=asked.rounds
     )
     for row in rows:
-        print("  ".join(f"{k} {shown(v)}" for k, v in row.items()), flush=True)
-    print(table_of(rows))
-    if asked.markdown:
-        put_into(asked.markdown, "measured", table_of(rows))
-    print(json.dumps({"measured": rows}), flush=True)
+        print_row(row)
+    table = markdown_of(rows, COLUMNS)
+    print(table)
+    put_into(asked.markdown, "measured", table)
+    print_json({"measured": rows})
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        rank(json.loads(sys.argv[2]))
+    if is_rank():
+        as_rank(rank_rows)
+    elif sys.argv[1:2] == ["--background"]:
+        train_in_background(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
     else:
         main()

@@ -9,7 +9,6 @@ seconds of processor for a word, and for the pacer's answer to one with and with
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -20,11 +19,12 @@ from statistics import median
 from meshwright.executor.background.job import Job, background_job
 from meshwright.executor.background.law import FIRST_HELD
 from meshwright.executor.background.protocol import VARIABLE, Kind, PacerMessage, Settings
+from rows import print_json, print_row
 
 GAPS = 600
 GAP_S, BETWEEN_S = 0.006, 0.004
+# What steps are said to take: long, so that none is past its limit meanwhile.
 STEP_S = 10.0
-"""What steps are said to take: long, so that none is past its limit meanwhile."""
 
 
 def pacer_s(job: Job) -> float:
@@ -61,8 +61,8 @@ def main() -> None:
         _, switched_s = gaps(job, pipe)
         open_part = job.state().open_s / job.state().seconds
     row = {"word_s": word_s, "answer_s": held_s, "switched_s": switched_s, "open": open_part}
-    print("  ".join(f"{key} {value:.3g}" for key, value in row.items()))
-    print(json.dumps(row))
+    print_row(row)
+    print_json(row)
 
 
 if __name__ == "__main__":

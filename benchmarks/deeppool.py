@@ -8,13 +8,13 @@ more device-seconds, and the fewest device-seconds at no more time.
 
     python benchmarks/deeppool.py TABLES [--markdown FILE] [--ranks 8 16] [--batches 32]
 
-TABLES is the folder of the published tables (vgg16.json, wide_resnet101_2.json).
+TABLES is the folder of the published tables (vgg16.json, wide_resnet101_2.json). With
+``--markdown`` the results are put between that page's marks.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from statistics import geometric_mean
@@ -30,6 +30,7 @@ from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.heuristic.bursts import LIMITS, greedy
 from meshwright.planner.solve.objective import value
 from meshwright.planner.solve.problem import Problem
+from rows import markdown, print_json, put_into
 
 NETWORKS = ("vgg16", "wide_resnet101_2")
 RANKS = (8, 16, 32, 64)
@@ -37,8 +38,8 @@ BATCHES = (16, 32, 64)
 LINKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9, "300 GB/s": 300e9}
 SLICE_BYTES = 2**20
 LIMIT_S = 10.0
+# Shares below this are rounding.
 EQUAL = 1e-6
-"""Shares below this are rounding."""
 
 
 class Comparison(NamedTuple):
@@ -78,15 +79,12 @@ def cluster_of(ranks: int, bytes_per_s: float, memory_bytes: int = 80 * 10**9) -
 
 def problem(profile: ModelProfile, ranks: int, batch: int, bytes_per_s: float) -> Problem:
     """The problem of one case; statistics over the whole batch, so that bursts are exact."""
-    return Problem(
-        profile=profile,
-        cluster=cluster_of(ranks, bytes_per_s),
+    problem = Problem(
+        profile=profile, cluster=cluster_of(ranks, bytes_per_s), capability=EVERYTHING,
         goal=Goal(batch=batch, optimizer="sgd", batch_statistics="global"),
-        capability=EVERYTHING,
-        schedule="priority",
-        bucket_bytes=SLICE_BYTES,
-        near=0.0,
-    ).placed()
+        schedule="priority", bucket_bytes=SLICE_BYTES, near=0.0,
+    )  # fmt: skip
+    return problem.placed()
 
 
 def compare(case: str, asked: Problem) -> list[Comparison]:
@@ -111,57 +109,45 @@ def compare(case: str, asked: Problem) -> list[Comparison]:
     return found
 
 
-def markdown(rows: list[Comparison], seconds: float) -> str:
-    """The table of both fronts."""
-    told = summary(rows, seconds)
-    lines = [
-        "# Against DeepPool's greedy search",
-        "",
-        "DeepPool's published A100 layer times (Park et al., MLSys 2022; tables by its authors),",
-        "its greedy search written anew from the description, both judged by the same cost model",
-        "(priority schedule, slices of 1 MiB). *Limit* is the amplification that the greedy search",
-        "accepts for each layer. *Faster* is our fastest plan within the greedy plan's",
-        "device-seconds, *cheaper* our plan with the fewest device-seconds within its time. Gaps",
-        "are proved: no plan whatever is better by more. Ours may also",
-        "divide layers over devices and shard the exchange, which bursts cannot: most of what is",
-        "gained on slow links is that.",
-        "",
-        "    make bench-deeppool",
-        "",
-        f"{told['comparisons']} comparisons (a greedy plan that two limits share is one); in "
-        f"{told['never_worse']} of them ours is",
-        "never slower at the same device-seconds and never uses more at the same time. Geometric",
-        f"means: {told['speedup_geomean']:.1f} times as fast, "
-        f"{told['gpu_seconds_ratio_geomean']:.1f} times fewer device-seconds. "
-        "The solver by multipliers",
-        f"answers both questions, in {LIMIT_S:g} s each at most; it starts from the greedy plans",
-        f"among others. All of it took {seconds / 60:.0f} minutes.",
-        "",
-        "| case | limit | greedy ms | GPU·ms | ours, faster ms | speed-up | gap | "
-        "ours, cheaper GPU·ms | saved | gap |",
-        "| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
-    ]
-    for r in rows:
-        assert r.faster is not None, "reported only where both were found"
-        assert r.cheaper is not None, "reported only where both were found"
-        lines.append(
-            f"| {r.case} | {r.limit:g} | {1e3 * r.greedy_s:.3f} | {1e3 * r.greedy_gpu_s:.2f} | "
-            f"{1e3 * r.faster.step_s:.3f} | {r.greedy_s / r.faster.step_s:.2f} | "
-            f"{100 * (r.faster.result.gap or 0):.1f}% | {1e3 * r.cheaper.gpu_seconds:.2f} | "
-            f"{100 * (1 - r.cheaper.gpu_seconds / r.greedy_gpu_s):.0f}% | "
-            f"{100 * (r.cheaper.result.gap or 0):.1f}% |"
-        )
-    return "\n".join([*lines, ""])
+HEADINGS = (
+    "case", "limit", "greedy ms", "GPU·ms", "ours, faster ms", "speed-up", "gap",
+    "ours, cheaper GPU·ms", "saved", "gap",
+)  # fmt: skip
+
+
+def cells(row: Comparison) -> tuple[object, ...]:
+    """A row of the page's table."""
+    assert row.faster is not None, "reported only where both were found"
+    assert row.cheaper is not None, "reported only where both were found"
+    return (
+        row.case, f"{row.limit:g}", f"{1e3 * row.greedy_s:.3f}", f"{1e3 * row.greedy_gpu_s:.2f}",
+        f"{1e3 * row.faster.step_s:.3f}", f"{row.greedy_s / row.faster.step_s:.2f}",
+        f"{100 * (row.faster.result.gap or 0):.1f}%", f"{1e3 * row.cheaper.gpu_seconds:.2f}",
+        f"{100 * (1 - row.cheaper.gpu_seconds / row.greedy_gpu_s):.0f}%",
+        f"{100 * (row.cheaper.result.gap or 0):.1f}%",
+    )  # fmt: skip
+
+
+def page_of(rows: list[Comparison], found: dict[str, Any]) -> str:
+    """What all comparisons say, and the table of both fronts."""
+    return (
+        f"{found['comparisons']} comparisons (a greedy plan that two limits share is one); in "
+        f"{found['never_worse']} of them ours is\n"
+        "never slower at the same device-seconds and never uses more at the same time. Geometric\n"
+        f"means: {found['speedup_geomean']:.1f} times as fast, "
+        f"{found['gpu_seconds_ratio_geomean']:.1f} times fewer device-seconds. "
+        f"All of it took {found['seconds'] / 60:.0f} minutes.\n\n"
+        + markdown(HEADINGS, map(cells, rows))
+    )
 
 
 def summary(rows: list[Comparison], seconds: float) -> dict[str, Any]:
     """What the last line says."""
-    held = [r for r in rows if r.holds]
     fast = [r.greedy_s / r.faster.step_s for r in rows if r.faster]
     cheap = [r.greedy_gpu_s / r.cheaper.gpu_seconds for r in rows if r.cheaper]
     return {
         "comparisons": len(rows),
-        "never_worse": len(held),
+        "never_worse": sum(r.holds for r in rows),
         "speedup_geomean": geometric_mean(fast) if fast else None,
         "speedup_most": max(fast, default=None),
         "gpu_seconds_ratio_geomean": geometric_mean(cheap) if cheap else None,
@@ -187,13 +173,13 @@ def main() -> int:
                     case = f"{network}, {ranks} devices, batch {batch}, {link}"
                     rows += compare(case, problem(profile, ranks, batch, rate))
                     print(f"{case}: {sum(r.case == case for r in rows)} greedy plans", flush=True)
+    result = summary(rows, time.perf_counter() - start)
     if asked.markdown:
-        asked.markdown.parent.mkdir(parents=True, exist_ok=True)
-        asked.markdown.write_text(markdown(rows, time.perf_counter() - start))
+        put_into(asked.markdown, "comparisons", page_of(rows, result))
     for r in rows:
         if not r.holds:
             print(f"WORSE: {r.case}, limit {r.limit:g}")
-    print(json.dumps(summary(rows, time.perf_counter() - start)))
+    print_json(result)
     return 0 if all(r.holds for r in rows) else 1
 
 

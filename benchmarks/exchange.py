@@ -15,25 +15,51 @@ fails it.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from page import keep, known, put_into
-from page import table as markdown
-from testbed import Bed
+import torch.distributed as dist
+from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.comm.agreement import rank_zero_decides
+from meshwright.executor.gradients.order import Order, Orders
+from meshwright.executor.parallel import run_of
+from meshwright.models.workload import Batch
+from meshwright.planner.cost.step_time import priority_bound
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.solve.problem import Problem
+from meshwright.planner.solve.request import searched
+from meshwright.planner.solve.solver import solve
+from meshwright.profiler.links import probe
+from meshwright.profiler.model import profile
+from ranks import as_rank, goodput, is_rank, on_a_bed, ring_bytes, set_rate, slowest
+from rows import keep, known, markdown_of, print_json, print_row, put_into
+from systems import (
+    BATCHES,
+    SLICE_BYTES,
+    Jitter,
+    Measured,
+    System,
+    by_ddp,
+    by_fsdp,
+    fresh,
+    in_turns,
+    own_batch,
+    simulated,
+    unit_clock,
+)
 
-BATCHES = {"vgg19-32": 32, "resnet50-32": 8, "seq2seq": 12, "gpt-mini": 8}
-"""Samples of a rank in a step."""
-LIMIT_S = 1800.0
-START_MBIT_S = 1000.0
 TOO_GOOD = 1.02
-WATCH_S = 0.02
+MIB = 2**20
+# DDP's bucket sizes; 25 is its default.
+BUCKETS_MB = (5, 25, 100)
+# A slice size that leaves every parameter whole.
+WHOLE = 2**40
+PROBE_S, PROFILE_S, PLAN_S = 4.0, 15.0, 10.0
 COLUMNS = (
     "model", "hosts", "batch", "ratio", "mbit_s", "compute_s", "ddp_default_s", "ddp_best_s",
     "fsdp_s", "priority_s", "plan_s", "bound_s", "efficiency", "exchange_processor_s",
@@ -42,35 +68,125 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def serve_rates(bed: Bed, folder: Path, over: threading.Event) -> None:
-    """Sets the rates that rank 0 asks for, until told that it is over."""
-    while not over.wait(WATCH_S):
-        if (folder / "asked").exists():
-            mbit_s = float((folder / "asked").read_text())
-            (folder / "asked").unlink()
-            for host in bed.hosts:
-                bed.set_rate(host, mbit_s)
-            (folder / "done").touch()
+# -- on the ranks --------------------------------------------------------------------------------
 
 
-def on_a_bed(
-    script: Sequence[str], told: dict[str, Any], hosts: int
-) -> tuple[list[dict[str, Any]], int]:
-    """The rows that ``script``, told so and where, writes on a bed of its own, and the bed's bursts
-    in bytes. Exits where the ranks failed."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as name, Bed(hosts, START_MBIT_S) as bed:
-        folder, over = Path(name), threading.Event()
-        watcher = threading.Thread(target=serve_rates, args=(bed, folder, over), daemon=True)
-        watcher.start()
-        try:
-            done = bed.launch([*script, json.dumps({**told, "folder": name})], timeout_s=LIMIT_S)
-        finally:
-            over.set()
-            watcher.join()
-        if any(d.returncode for d in done):
-            sys.exit("\n".join(d.stderr[-3000:] for d in done))
-        lines = (folder / "rows").read_text().splitlines()
-        return [json.loads(line) for line in lines], bed.burst_bytes
+def timed_fsdp(measured: Measured, batch: Batch, steps: int) -> tuple[float | None, str]:
+    """Seconds of a step by FSDP2 in one turn, as it is slow; or why it does not run this model: it
+    fails alike on all ranks. Collective."""
+    try:
+        system = by_fsdp(measured)
+        system.turn(batch, 1)
+        return slowest(system.turn(batch, steps)), ""
+    except (RuntimeError, ValueError, AttributeError) as error:
+        return None, str(error).splitlines()[0]
+
+
+def chosen_plan(model: ModelProfile, batch: int) -> Plan:
+    """The planner's own lossless choice for the links as ``probe`` measures them. Collective."""
+    cluster = probe(budget_s=PROBE_S)
+    goal = Goal(batch=batch * dist.get_world_size(), optimizer="momentum")
+    problem = Problem(model, cluster, goal, searched(CAPABILITY), any_schedule=True)
+    return rank_zero_decides(lambda: solve(problem, "auto", PLAN_S).checked())
+
+
+def compared(
+    measured: Measured, model: ModelProfile, batch: Batch, asked: dict[str, Any]
+) -> dict[str, Any]:
+    """DDP, FSDP2, priority, the planner's choice: one row. Collective."""
+    systems = {f"ddp_{mb}": by_ddp(measured, mb) for mb in BUCKETS_MB}
+    systems["priority_s"] = System(measured.workload(), plan=measured.plan())
+    plan = chosen_plan(model, batch.size)
+    systems["plan_s"] = System(measured.workload(), plan=plan)
+    seconds = in_turns(systems, batch, asked["steps"], asked["rounds"])
+    fsdp_s, failed = timed_fsdp(measured, batch, asked["steps"])
+    best_ddp = min(BUCKETS_MB, key=lambda mb: seconds[f"ddp_{mb}"])
+    keys = f"ddp_{best_ddp}", "priority_s"
+    Jitter.on = True
+    shaken = in_turns({key: systems[key] for key in keys}, batch, asked["steps"], 1)
+    Jitter.on = False
+    divided = [u.name for u in plan.units if u.layout.degree > 1]
+    return {
+        "ddp_best_s": seconds[keys[0]], "ddp_default_s": seconds["ddp_25"],
+        "fsdp_s": fsdp_s, "fsdp_failed": failed,
+        "priority_s": seconds[keys[1]], "plan_s": seconds["plan_s"],
+        "ddp_bucket_mb": best_ddp, "slice_mib": SLICE_BYTES // MIB,
+        "plan_schedule": plan.schedule, "plan_divided": len(divided),
+        "plan_slice_mib": plan.bucket_bytes / MIB,
+        "ddp_jitter_s": shaken[keys[0]], "priority_jitter_s": shaken[keys[1]],
+    }  # fmt: skip
+
+
+def ablated(measured: Measured, batch: Batch, asked: dict[str, Any]) -> dict[str, Any]:
+    """First come, first served or by priority, whole gradients or slices: measured, predicted.
+    Collective."""
+    systems, row = {}, {}
+    for order, size in (("fifo", "whole"), ("fifo", "slices"), ("priority", "whole"),
+                        ("priority", "slices")):  # fmt: skip
+        slice_bytes = SLICE_BYTES if size == "slices" else WHOLE
+        plan, urgent = measured.plan(slice_bytes), order == "priority"
+        system = systems[f"{order}_{size}_s"] = System(measured.workload(), plan=plan)
+        if not urgent:
+            run = run_of(system.model)
+            exchange = run.priority
+            exchange._orders = Order(Orders(plan, urgent=False), exchange.grad_groups, run.control)
+        predicted_s = simulated(measured.chain, measured.sizes, slice_bytes, urgent)
+        row[f"{order}_{size}_predicted_s"] = slowest(predicted_s)
+    return {**in_turns(systems, batch, asked["steps"], asked["rounds"]), **row}
+
+
+def one_row(
+    measured: Measured,
+    model: ModelProfile | None,
+    batch: Batch,
+    asked: dict[str, Any],
+    ratio: float,
+) -> dict[str, Any]:
+    """Sets the rate, measures the link and the systems. Collective."""
+    sent = ring_bytes(sum(measured.sizes))
+    mbit_s = 8e-6 * sent / (ratio * measured.times.step_s)
+    set_rate(asked["folder"], mbit_s)
+    links = [goodput(sent) for _ in range(3)]
+    measured = measured._replace(bytes_per_s=median(link.bytes_per_s for link in links))
+    if model is None:
+        figures = ablated(measured, batch, asked)
+    else:
+        figures = compared(measured, model, batch, asked)
+    links += [goodput(sent) for _ in range(2)]
+    # What disturbs a measurement makes a link slower: the quickest gives a bound that holds.
+    bytes_per_s = max(link.bytes_per_s for link in links)
+    bound_s = slowest(priority_bound(measured._replace(bytes_per_s=bytes_per_s).chain))
+    row = {
+        "model": measured.name, "hosts": dist.get_world_size(), "ratio": ratio, "mbit_s": mbit_s,
+        "batch": batch.size, "compute_s": measured.times.step_s,
+        "goodput_mbit_s": 8e-6 * bytes_per_s, **figures, "bound_s": bound_s,
+        "exchange_processor_s": sent * median(link.processor_s_per_byte for link in links),
+    }  # fmt: skip
+    if model is not None:
+        row["efficiency"] = bound_s / row["priority_s"]
+    return row
+
+
+def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All rows of one model. Collective."""
+    name, size = asked["model"], asked["batch"]
+    batch = own_batch(name, size)
+    model = None
+    if not asked["ablation"]:
+        model = rank_zero_decides(
+            lambda: profile(
+                fresh(name), batches=(max(size // 2, 1), size, 2 * size), degrees=(2,),
+                optimizers=("momentum",), budget_s=PROFILE_S,
+            )
+        )  # fmt: skip
+    clock = unit_clock(name)
+    for ratio in asked["ratios"]:
+        dist.barrier()
+        measured = Measured(name, clock.sizes, clock.modules, clock.times(batch), 1.0)
+        yield one_row(measured, model, batch, asked, ratio)
+
+
+# -- rows and page -------------------------------------------------------------------------------
 
 
 def measure(model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
@@ -79,25 +195,11 @@ def measure(model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
     ratios = [r for r in asked.ratios if (model, asked.hosts, r) not in there]
     if not ratios:
         return []
-    told = {
+    request = {
         "model": model, "batch": BATCHES[model], "ratios": ratios,
         "steps": asked.steps, "rounds": asked.rounds, "ablation": asked.ablation,
     }  # fmt: skip
-    script = str(Path(__file__).with_name("exchange_rank.py"))
-    rows, burst_bytes = on_a_bed([script], told, asked.hosts)
-    return [{**row, "burst_bytes": burst_bytes} for row in rows]
-
-
-def shown(value: object) -> str:
-    """A figure for people."""
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> str:
-    """The rows as Markdown."""
-    return markdown(columns, [[shown(row[c]) for c in columns] for row in rows])
+    return on_a_bed(__file__, request, asked.hosts)
 
 
 def with_gains(row: dict[str, Any]) -> dict[str, Any]:
@@ -111,9 +213,9 @@ def page_of(rows: Sequence[dict[str, Any]]) -> str:
     """All rows, by model, and what the targets make of those of two hosts."""
     models = list(BATCHES)
     ordered = sorted(rows, key=lambda r: (r["hosts"], models.index(r["model"]), r["ratio"]))
+    text = markdown_of([with_gains(row) for row in ordered], COLUMNS)
     two = [row for row in ordered if row["hosts"] == 2]
-    parts = [table([with_gains(row) for row in ordered], COLUMNS)]
-    return "\n\n".join(parts + ([verdict(two)] if two else []))
+    return f"{text}\n\n{verdict(two)}" if two else text
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
@@ -160,14 +262,17 @@ def main() -> None:
         for row in measure(model, asked):
             rows.append(row)
             keep(asked.keep, row)
-            print("  ".join(f"{k} {shown(v)}" for k, v in row.items()), flush=True)
+            print_row(row)
     if asked.markdown:
         put_into(asked.markdown, "rows", page_of(rows))
-    print(json.dumps({"rows": rows}), flush=True)
+    print_json({"rows": rows})
     wrong = [row for row in rows if row.get("efficiency", 0.0) > TOO_GOOD]
     if wrong:
         sys.exit(f"{len(wrong)} rows are quicker than their bound: the benchmark is wrong")
 
 
 if __name__ == "__main__":
-    main()
+    if is_rank():
+        as_rank(rank_rows)
+    else:
+        main()

@@ -3,29 +3,322 @@
     python benchmarks/laysa.py [--models vgg16-32-narrow] [--own] [--markdown docs/results/laysa.md]
 
 Two hosts with slow links train each model densely, with memory policies only, with sparse exchange
-only, with both combined naively, and by the collaborative plan: peak memory and time at an equal
-batch, the largest batch within a budget, and the samples a second there. All in one micro-batch;
-``--own`` adds a table in which each variant has the number that is best for it. Needs root and
-iproute2, as the test bed does. With ``--markdown`` the page's tables are put between its marks, for
-the models that were run. The last line is one JSON object: rows.
+only, with both combined naively, and by the collaborative plan. First comes the largest batch of
+dense training within the budget, and the rate of the links at which its exchange takes as long as
+its compute. Then every variant at that batch, with the plan that needs least memory; then each at
+its own largest batch. All in one micro-batch; ``--own`` adds a table in which each variant has the
+number that is best for it. Needs root and iproute2, as the test bed does. With ``--markdown`` the
+page's tables are put between its marks, for the models that were run. The last line is one JSON
+object: rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
-from exchange import on_a_bed
-from laysa_page import page
-from page import put_into
+import torch
+import torch.distributed as dist
+from laysa_page import OURS, page
+from laysa_plans import (
+    RANKS,
+    RATIO,
+    VARIANTS,
+    Chooser,
+    Chosen,
+    Largest,
+    Peak,
+    Variant,
+    largest_within,
+    two_hosts,
+    with_ratio,
+)
+from meshwright.executor.comm.agreement import rank_zero_decides
+from meshwright.executor.gradients.feedback import Lossy
+from meshwright.executor.memory.peak import peak_bytes
+from meshwright.executor.micro import micro_batches
+from meshwright.models.workload import Batch
+from meshwright.planner.explain.memory_timeline import memory_timeline
+from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.schema.record import save
+from meshwright.profiler.model import profile
+from ranks import as_rank, goodput, is_rank, on_a_bed, ring_bytes, set_rate, slowest
+from rows import print_json, put_into
+from systems import System, fresh, own_batch
 from testbed import missing
 
-PROGRAM = str(Path(__file__).with_name("laysa_ranks.py"))
 MIB = 2**20
+TIMEOUT_S = 120.0
+# The first makes what lives on, and in the later ones gradients of the step before are alive.
+TRACKED_STEPS = 3
+COMPUTE_STEPS = 3
+PROFILE_S = 90.0
+# Samples of a rank that are tried at most.
+MOST = 1024
+# With its own micro-batches a variant may have so many times dense training's largest batch.
+OWN_MOST = 2
+# A device's link to its host, for what is predicted only (PCIe 3, 16 lanes).
+HOST_BYTES_PER_S = 12e9
+QUICK = "collaborative quickest"
+
+
+def named(name: str) -> Variant:
+    """The variant of that name."""
+    return next(variant for variant in VARIANTS if variant.name == name)
+
+
+class Training(System):
+    """A model in training under a plan, on one batch, with top-k's ratio from the start."""
+
+    def __init__(self, name: str, plan: Plan, batch: Batch) -> None:
+        lossy = Lossy(first_ratio=RATIO, stages=0)
+        super().__init__(fresh(name), plan=plan, timeout_s=TIMEOUT_S, lossy=lossy)
+        self.batch, self.micro_batches = batch, plan.micro_batches
+        self.model.train()
+
+    def parts(self, batch: Batch) -> Iterable[Batch]:
+        """Its micro-batches."""
+        count = self.micro_batches
+        return micro_batches(self.model, batch, count) if count > 1 else (batch,)
+
+    def peak_bytes(self) -> int:
+        """The most that tensors take in the first steps, of the fullest rank. Collective."""
+
+        def work() -> None:
+            self.seconds(self.batch, TRACKED_STEPS)
+            self.finish()
+
+        tensors = [*self.batch.args, self.batch.target]
+        persistent = [*self.model.parameters(), *self.model.buffers(), *tensors]
+        return int(slowest(float(peak_bytes(work, persistent, torch.device("cpu")))))
+
+
+def timed(trainings: Mapping[str, Training], asked: Mapping[str, Any]) -> dict[str, float]:
+    """The median of each training's turns. Collective."""
+    taken: dict[str, list[float]] = {name: [] for name in trainings}
+    for _ in range(asked["rounds"]):
+        for name, training in trainings.items():
+            dist.barrier()
+            taken[name].append(slowest(training.turn(training.batch, asked["steps"])))
+    return {name: median(values) for name, values in taken.items()}
+
+
+@dataclass
+class Comparison:
+    """One model under all variants on this rank."""
+
+    asked: dict[str, Any]
+    chooser: Chooser
+
+    @property
+    def name(self) -> str:
+        """The model's."""
+        return str(self.asked["model"])
+
+    def say(self, text: str) -> None:
+        """What is going on, into the log that was asked for."""
+        if dist.get_rank() == 0 and self.asked["log"]:
+            with Path(self.asked["log"]).open("a") as file:
+                file.write(f"{time.strftime('%H:%M:%S')} {self.name}: {text}\n")
+
+    def begin(self, chosen: Chosen) -> tuple[Training, int]:
+        """(a training with that plan, its peak). Collective."""
+        training = Training(
+            self.name, self.chooser.plan(chosen), own_batch(self.name, chosen.batch)
+        )
+        peak = training.peak_bytes()
+        self.say(
+            f"{chosen.batch} samples, {chosen.words}: peak {peak / 1e6:.1f} MB, "
+            f"{chosen.peak_bytes / 1e6:.1f} predicted"
+        )
+        return training, peak
+
+    def largest_batch(
+        self, variant: Variant, parts: int = 1, most: int = MOST
+    ) -> tuple[Largest, Training | None, Chosen | None]:
+        """The largest batch of a variant in so many micro-batches, and its training. Collective."""
+        runs: dict[int, tuple[Training, Chosen]] = {}
+
+        def predicted(count: int) -> float:
+            return self.chooser.least(variant, parts * count, parts).peak_bytes
+
+        def run(count: int, limit_bytes: float) -> Peak:
+            chosen = self.chooser.quickest(variant, parts * count, limit_bytes, parts)
+            training, peak = self.begin(chosen)
+            runs[count] = training, chosen
+            return Peak(chosen.peak_bytes, peak)
+
+        found = largest_within(predicted, run, self.chooser.budget_bytes, most // parts)
+        if not found.batch:
+            return found, None, None
+        training, chosen = runs[found.batch]
+        return found._replace(batch=parts * found.batch), training, chosen
+
+    # -- tables --------------------------------------------------------------------------------
+
+    def equal(self, size: int) -> dict[str, dict[str, Any]]:
+        """Every variant at one batch, with the plan that needs least memory; and the quickest
+        collaborative plan within the budget. Collective."""
+        trainings, found = dict[str, Training](), dict[str, dict[str, Any]]()
+
+        def run(name: str, chosen: Chosen) -> None:
+            trainings[name], peak = self.begin(chosen)
+            plan = self.chooser.plan(chosen)
+            self.keep(plan, name)
+            found[name] = {
+                "what": chosen.words, "peak_bytes": peak, "predicted_bytes": chosen.peak_bytes,
+                "predicted_step_s": chosen.step_s, "classes": self.classes(plan),
+            }  # fmt: skip
+
+        for variant in VARIANTS:
+            run(variant.name, self.chooser.least(variant, size))
+        limit = self.chooser.budget_bytes
+        for _ in range(2):  # once more where more was taken than predicted
+            run(QUICK, self.chooser.quickest(named(OURS), size, limit))
+            if found[QUICK]["peak_bytes"] <= self.chooser.budget_bytes:
+                break
+            limit = int(limit * found[QUICK]["predicted_bytes"] / found[QUICK]["peak_bytes"])
+        for name, step_s in timed(trainings, self.asked).items():
+            found[name]["step_s"] = step_s
+        found[OURS]["quick"] = found.pop(QUICK)
+        return found
+
+    def at_largest(self) -> dict[str, dict[str, Any]]:
+        """Every variant at its own largest batch. Collective."""
+        trainings, found = dict[str, Training](), dict[str, dict[str, Any]]()
+        for variant in VARIANTS:
+            best, training, chosen = self.largest_batch(variant)
+            found[variant.name] = _row(best, chosen)
+            if training is not None:
+                trainings[variant.name] = training
+            gc.collect()
+        self._time(trainings, found)
+        return found
+
+    def own_best(
+        self, first: Mapping[str, Mapping[str, Any]], size: int
+    ) -> dict[str, dict[str, Any]]:
+        """Every variant with the micro-batches and the batch that are predicted to be best for it;
+        as at its largest batch where that was quicker. Collective."""
+        trainings, found = dict[str, Training](), dict[str, dict[str, Any]]()
+        for variant in VARIANTS:
+            found[variant.name] = {**first[variant.name], "micro_batches": 1}
+            parts, own = self.chooser.best(variant, OWN_MOST * size)
+            if not own or (parts == 1 and RANKS * own == first[variant.name]["max_batch"]):
+                continue
+            best, training, chosen = self.largest_batch(variant, parts, own)
+            if training is not None:
+                found[variant.name] = {**_row(best, chosen), "micro_batches": parts}
+                trainings[variant.name] = training
+            gc.collect()
+        self._time(trainings, found)
+        for name in trainings:  # predictions may be wrong
+            if found[name]["samples_per_s"] < first[name]["samples_per_s"]:
+                found[name] = {**first[name], "micro_batches": 1}
+        return found
+
+    def _time(self, trainings: Mapping[str, Training], found: dict[str, dict[str, Any]]) -> None:
+        for name, step_s in timed(trainings, self.asked).items():
+            found[name]["max_step_s"] = step_s
+            found[name]["samples_per_s"] = found[name]["max_batch"] / step_s
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    def keep(self, plan: Plan, name: str) -> None:
+        """Writes a plan, its profile and its cluster, for ``meshwright explain --memory``."""
+        if dist.get_rank() or not self.asked["plans"]:
+            return
+        folder = Path(self.asked["plans"]) / f"{self.name}-{name.replace(' ', '-')}"
+        folder.mkdir(parents=True, exist_ok=True)
+        save(plan, folder / "plan.json")
+        save(self.chooser.profile, folder / "profile.json")
+        save(self.chooser.cluster, folder / "cluster.json")
+
+    def classes(self, plan: Plan) -> dict[str, int]:
+        """The bytes of each class, each at the moment at which it is largest, and together at the
+        peak."""
+        found = self.chooser.profile
+        moments = memory_timeline(plan, found, self.chooser.cluster).timelines[0].moments
+        rows = [moment.by_class() for moment in moments]
+        most = {name: max(row[name] for row in rows) for name in rows[0]}
+        return {**most, "total": max(moment.total for moment in moments)}
+
+    def on_a_host(self, size: int) -> dict[str, Any]:
+        """What the collaborative plan is predicted to hold where devices have a host beside them:
+        nothing of it is run."""
+        rate = self.chooser.cluster.levels[0].bytes_per_s
+        cluster = two_hosts(rate, HOST_BYTES_PER_S)
+        other = Chooser(self.chooser.profile, cluster, self.chooser.budget_bytes)
+        chosen = other.least(named(OURS), size)
+        return {"what": chosen.words, "predicted_bytes": chosen.peak_bytes}
+
+
+def _row(best: Largest, chosen: Chosen | None) -> dict[str, Any]:
+    return {
+        "max_what": chosen.words if chosen else "does not fit",
+        "max_batch": RANKS * best.batch, "max_peak_bytes": best.peak_bytes,
+        "max_step_s": 0.0, "samples_per_s": 0.0,
+    }  # fmt: skip
+
+
+def compute_s(name: str, batch: Batch) -> float:
+    """Seconds of a step without any exchange, of the slowest rank. Collective."""
+    system = System(fresh(name))
+    return slowest(median([system.step(batch) for _ in range(COMPUTE_STEPS + 1)][1:]))
+
+
+def profile_of(name: str, sizes: Sequence[int]) -> ModelProfile:
+    """What is measured of a model here, with top-k's ratio."""
+    found = profile(
+        fresh(name), batches=sizes, degrees=(), repeats=1, optimizers=("momentum",),
+        budget_s=PROFILE_S,
+    )  # fmt: skip
+    return with_ratio(found, RATIO)
+
+
+def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Everything of one model, as one row. Collective."""
+    name, budget = asked["model"], asked["budget_bytes"]
+    found = rank_zero_decides(lambda: profile_of(name, asked["sizes"]))
+    comparison = Comparison(asked, Chooser(found, two_hosts(1e8), budget))
+    comparison.say("profiled")
+    best, training, _ = comparison.largest_batch(VARIANTS[0])
+    if training is None:
+        raise SystemExit(f"{name} does not fit into {budget} bytes densely: give it more")
+    del training
+    taken_s = compute_s(name, own_batch(name, best.batch))
+    weights = found.parameter_bytes
+    sent = ring_bytes(weights)
+    mbit_s = 8e-6 * sent / taken_s
+    set_rate(asked["folder"], mbit_s)
+    rate = median(goodput(sent).bytes_per_s for _ in range(3))
+    comparison.chooser = Chooser(found, two_hosts(rate), budget)
+    comparison.say(
+        f"compute {taken_s:.3f} s, {mbit_s:.0f} Mbit/s, {8e-6 * rate:.0f} of them goodput"
+    )
+    equal = comparison.equal(best.batch)
+    gc.collect()
+    first = comparison.at_largest()
+    gc.collect()
+    own = comparison.own_best(first, best.batch) if asked["own"] else {}
+    yield {
+        "model": name, "budget_bytes": budget, "parameter_bytes": weights,
+        "batch": RANKS * best.batch, "compute_s": taken_s, "mbit_s": mbit_s,
+        "goodput_mbit_s": 8e-6 * rate, "host": comparison.on_a_host(best.batch),
+        "rows": [{"model": name, "variant": v, **equal[v], **first[v]} for v in equal],
+        "own": [{"model": name, "variant": v, **row} for v, row in own.items()],
+    }  # fmt: skip
+
+
+# -- rows and page -------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -41,15 +334,14 @@ CASES = {"resnet50-32": Case(400, (2, 8)), "vgg16-32-narrow": Case(96, (64, 192)
 def measure(model: str, asked: argparse.Namespace) -> dict[str, Any]:
     """All that was found of a model."""
     case = CASES[model]
-    told = {
+    request = {
         "model": model, "budget_bytes": MIB * (asked.budget_mib or case.budget_mib),
         "sizes": case.sizes, "steps": asked.steps, "rounds": asked.rounds, "own": asked.own,
         "plans": str(asked.plans.resolve()) if asked.plans else "",
         "log": str(asked.log.resolve()) if asked.log else "",
     }  # fmt: skip
-    rows, burst_bytes = on_a_bed([PROGRAM], told, 2)
-    turns = {"steps": asked.steps, "rounds": asked.rounds}
-    return {**rows[0], **turns, "burst_bytes": burst_bytes}
+    (found,) = on_a_bed(__file__, request)
+    return {**found, "steps": asked.steps, "rounds": asked.rounds}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -71,11 +363,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = measure(model, asked)
         part = page(found)
         print(part, flush=True)
-        if asked.markdown:
-            put_into(asked.markdown, model, part)
+        put_into(asked.markdown, model, part)
         rows += found["rows"]
-    print(json.dumps({"rows": rows}), flush=True)
+    print_json({"rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    if is_rank():
+        as_rank(rank_rows)
+    else:
+        main()

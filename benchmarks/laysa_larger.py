@@ -10,19 +10,16 @@ last line is one JSON object: rows.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from laysa import CASES
-from laysa_figures import OURS
-from laysa_page import mb
+from laysa import CASES, HOST_BYTES_PER_S, named, profile_of
+from laysa_page import OURS, mb
 from laysa_plans import RANKS, Chooser, two_hosts
-from laysa_ranks import HOST_BYTES_PER_S, named, profile_of
-from page import table
+from rows import markdown, print_json
 
+# Any: what needs least memory does not depend on it.
 LINK_BYTES_PER_S = 1e8
-"""Any: what needs least memory does not depend on it."""
 HEADINGS = ("batch", "sparse only MB", "collaborative MB", "below", "mirrors on a host MB", "below")
 
 
@@ -54,7 +51,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         sparse, ours, host = map(mb, figures)
         cuts = [f"{1 - f / figures[0]:.0%}" for f in figures[1:]]
         lines.append([row["batch"], sparse, ours, cuts[0], host, cuts[1]])
-    return table(list(HEADINGS), lines)
+    return markdown(HEADINGS, lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for model in asked.models:
         rows += (own := rows_of(model, asked.batches))
         print(page(own), flush=True)
-    print(json.dumps({"rows": rows}))
+    print_json({"rows": rows})
 
 
 if __name__ == "__main__":

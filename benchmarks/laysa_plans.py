@@ -9,12 +9,12 @@ come: early release everywhere, and residual buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
-from laysa_figures import OURS, largest
+from laysa_page import OURS
 from meshwright.executor.capability import CAPABILITY
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.memory import gradient_buffers
@@ -32,8 +32,10 @@ RATIO = 0.01
 SLICE_BYTES = 4 * 2**20
 OPTIMIZER = "momentum"
 OWN_MICRO_BATCHES = (2, 4)
+# Of its largest batch, what a variant may take instead where that is quicker for a sample.
 SHARES = (1.0, 0.75, 0.5)
-"""Of its largest batch, what a variant may take instead where that is quicker for a sample."""
+# So often the largest batch is guessed anew from what the last one took.
+TRIES = 3
 # The runs send RATIO from the first step on; the planner expects top-k's warm-up, which sends more.
 gradient_buffers.FIRST_RATIO = RATIO
 
@@ -57,7 +59,7 @@ VARIANTS = (
 )
 
 
-class Way(NamedTuple):
+class Common(NamedTuple):
     """What a plan of a variant has decided for all units alike."""
 
     saves: bool = False
@@ -70,7 +72,7 @@ class Way(NamedTuple):
 class Chosen(NamedTuple):
     """A plan's decisions for a batch of ``batch`` samples on each rank, and their predictions."""
 
-    way: Way
+    common: Common
     batch: int
     decisions: Decisions
     peak_bytes: int
@@ -81,15 +83,15 @@ class Chosen(NamedTuple):
         """What was decided."""
         segments = segments_of(self.decisions)
         inside = sum(last - first + 1 for first, last in segments)
-        alone = sum(o.memory == "recompute" and not o.segment for o in self.decisions)
+        units = sum(o.memory == "recompute" and not o.segment for o in self.decisions)
         parts = [
-            f"{alone} unit{'s' * (alone > 1)} recomputed alone" if alone else "",
+            f"{units} unit{'s' * (units > 1)} recomputed alone" if units else "",
             f"{inside} units recomputed in {len(segments)} segment{'s' * (len(segments) > 1)}"
             if segments
             else "",
-            "early release" if self.way.early else "",
-            f"top-k, {self.way.feedback}" if self.way.sparse else "",
-            f"{self.way.micro_batches} micro-batches" if self.way.micro_batches > 1 else "",
+            "early release" if self.common.early else "",
+            f"top-k, {self.common.feedback}" if self.common.sparse else "",
+            f"{self.common.micro_batches} micro-batches" if self.common.micro_batches > 1 else "",
         ]
         return ", ".join(p for p in parts if p) or "all kept, dense"
 
@@ -109,10 +111,10 @@ class Chooser:
     profile: ModelProfile
     cluster: Cluster
     budget_bytes: int
-    _searches: dict[tuple[Way, int], Checkpointing] = field(default_factory=dict)
-    _least: dict[tuple[Way, int], Chosen] = field(default_factory=dict)
+    _searches: dict[tuple[Common, int], Checkpointing] = field(default_factory=dict)
+    _least: dict[tuple[Common, int], Chosen] = field(default_factory=dict)
 
-    def ways(self, variant: Variant, micro_batches: int = 1) -> Iterator[Way]:
+    def commons(self, variant: Variant, micro_batches: int = 1) -> Iterator[Common]:
         """What may be decided within a variant. Early release needs one micro-batch."""
         every: tuple[FeedbackPolicy, ...] = ("residual",)
         if variant.collaborates:
@@ -122,11 +124,13 @@ class Chooser:
         early = (True,) if variant.name == "naive" and releasing else (False, True)[: 1 + releasing]
         for release in early:
             for feedback in every:
-                yield Way(variant.saves, variant.sparse, release, feedback, micro_batches)
+                yield Common(variant.saves, variant.sparse, release, feedback, micro_batches)
 
     def least(self, variant: Variant, batch: int, micro_batches: int = 1) -> Chosen:
         """The plan that needs least memory."""
-        found = [self._leanest(way, batch) for way in self.ways(variant, micro_batches)]
+        found = [
+            self._least_memory(common, batch) for common in self.commons(variant, micro_batches)
+        ]
         return min(found, key=lambda one: (one.peak_bytes, one.step_s))
 
     def quickest(
@@ -135,11 +139,11 @@ class Chooser:
         """The plan with the least predicted step among those within the limit; the one that needs
         least memory where none is."""
         found = []
-        for way in self.ways(variant, micro_batches):
-            search = self._search(way, batch)
-            decisions = search.quickest(limit_bytes) if way.saves else search.decisions
+        for common in self.commons(variant, micro_batches):
+            search = self._search(common, batch)
+            decisions = search.quickest(limit_bytes) if common.saves else search.decisions
             if decisions is not None:
-                found.append(self._chosen(way, batch, decisions))
+                found.append(self._chosen(common, batch, decisions))
         found = [one for one in found if one.peak_bytes <= limit_bytes]
         if not found:
             return self.least(variant, batch, micro_batches)
@@ -154,61 +158,54 @@ class Chooser:
             def fits(count: int, parts: int = parts) -> bool:
                 return self.least(variant, parts * count, parts).peak_bytes <= self.budget_bytes
 
-            top = largest(fits, most // parts)
+            top = bisected(fits, most // parts)
             for count in sorted({max(int(share * top), 1) for share in SHARES}) if top else ():
                 size = parts * count
                 chosen = self.quickest(variant, size, self.budget_bytes, parts)
                 rates[parts, size] = RANKS * size / chosen.step_s
         return max(rates, key=lambda key: rates[key], default=(1, 0))
 
-    def _leanest(self, way: Way, batch: int) -> Chosen:
-        key = way, batch
+    def _least_memory(self, common: Common, batch: int) -> Chosen:
+        key = common, batch
         if key not in self._least:
-            search = self._search(way, batch)
-            decisions = search.least() if way.saves else search.decisions
-            self._least[key] = self._chosen(way, batch, decisions)
+            search = self._search(common, batch)
+            decisions = search.least() if common.saves else search.decisions
+            self._least[key] = self._chosen(common, batch, decisions)
         return self._least[key]
 
-    def _chosen(self, way: Way, batch: int, decisions: Decisions) -> Chosen:
-        model = self._search(way, batch).model
+    def _chosen(self, common: Common, batch: int, decisions: Decisions) -> Chosen:
+        model = self._search(common, batch).model
         done = evaluation(model, decisions, schedule="priority").prediction
-        return Chosen(way, batch, decisions, max(done.peak_bytes), done.step_s)
+        return Chosen(common, batch, decisions, max(done.peak_bytes), done.step_s)
 
-    def _search(self, way: Way, batch: int) -> Checkpointing:
+    def _search(self, common: Common, batch: int) -> Checkpointing:
         """What may be recomputed where the rest is decided."""
-        key = way, batch
+        key = common, batch
         if key not in self._searches:
             model = CostModel(
-                self.profile, self.cluster, self._goal(way, batch),
-                micro_batches=way.micro_batches, bucket_bytes=SLICE_BYTES, sliced=True,
+                self.profile, self.cluster, self._goal(common, batch),
+                micro_batches=common.micro_batches,
+                bucket_bytes=SLICE_BYTES, sliced=True,
             )  # fmt: skip
-            decisions = [_option(way, unit) for unit in self.profile.units]
+            decisions = [_option(common, unit) for unit in self.profile.units]
             self._searches[key] = Checkpointing(model, decisions, CAPABILITY)
         return self._searches[key]
 
-    def _goal(self, way: Way, batch: int) -> Goal:
+    def _goal(self, common: Common, batch: int) -> Goal:
         return Goal(
-            batch=RANKS * batch,
-            optimizer=OPTIMIZER,
-            memory_limit_bytes=self.budget_bytes,
-            micro_batches=(way.micro_batches,),
-            allow_lossy=way.sparse,
-            min_fidelity=0.0 if way.sparse else 1.0,
-        )
+            batch=RANKS * batch, optimizer=OPTIMIZER, memory_limit_bytes=self.budget_bytes,
+            micro_batches=(common.micro_batches,), allow_lossy=common.sparse,
+            min_fidelity=0.0 if common.sparse else 1.0,
+        )  # fmt: skip
 
     def plan(self, chosen: Chosen) -> Plan:
         """The plan of some decisions."""
-        way = chosen.way
+        common = chosen.common
         return make_plan(
-            self.profile,
-            self.cluster,
-            self._goal(way, chosen.batch),
-            chosen.decisions,
-            way.micro_batches,
-            schedule="priority",
-            bucket_bytes=SLICE_BYTES,
+            self.profile, self.cluster, self._goal(common, chosen.batch), chosen.decisions,
+            common.micro_batches, schedule="priority", bucket_bytes=SLICE_BYTES,
             executor=CAPABILITY,
-        )
+        )  # fmt: skip
 
 
 def with_ratio(profile: ModelProfile, ratio: float) -> ModelProfile:
@@ -224,10 +221,68 @@ def with_ratio(profile: ModelProfile, ratio: float) -> ModelProfile:
     return msgspec.structs.replace(profile, units=units)
 
 
-def _option(way: Way, unit: UnitProfile) -> Option:
+def _option(common: Common, unit: UnitProfile) -> Option:
     option = Option(data_parallel(RANKS))
     if not any(p.trainable for p in unit.parameters):
         return option
-    if way.sparse and unit.kept("topk", RATIO) is not None:
-        option = option._replace(exchange="topk", ratio=RATIO, feedback=way.feedback)
-    return option._replace(early_release=way.early)
+    if common.sparse and unit.kept("topk", RATIO) is not None:
+        option = option._replace(exchange="topk", ratio=RATIO, feedback=common.feedback)
+    return option._replace(early_release=common.early)
+
+
+# -- the largest batch ---------------------------------------------------------------------------
+
+
+class Peak(NamedTuple):
+    """What a plan was predicted to take at most, and what it took."""
+
+    predicted_bytes: int
+    measured_bytes: int
+
+
+class Largest(NamedTuple):
+    """The largest batch that kept the budget (0: none did), and the peak measured there."""
+
+    batch: int
+    peak_bytes: int
+
+
+def bisected(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to ``most`` that fits, 0 where not even 1 does; what is larger than one
+    that does not fit is taken not to fit."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def largest_within(
+    predicted: Callable[[int], float],
+    run: Callable[[int, float], Peak],
+    budget_bytes: int,
+    most: int,
+) -> Largest:
+    """The largest batch that was run within the budget.
+
+    Guessed by bisection over ``predicted(batch)`` bytes, and run: ``run(batch, limit_bytes)`` makes
+    a plan within a limit. Where it took more or less than predicted, the next guess expects that
+    share of error. Where no guess kept the budget, batches are lowered one by one until one does.
+    """
+    limit, peaks = float(budget_bytes), dict[int, int]()
+    for _ in range(TRIES):
+        batch = bisected(lambda b: predicted(b) <= limit, most)  # noqa: B023  # called at once
+        if batch == 0 or batch in peaks:
+            break
+        peak = run(batch, limit)
+        peaks[batch] = peak.measured_bytes
+        limit = budget_bytes * peak.predicted_bytes / peak.measured_bytes
+    lowest = min(peaks, default=1)
+    while lowest > 1 and min(peaks.values()) > budget_bytes:
+        lowest -= 1
+        peaks[lowest] = run(lowest, limit).measured_bytes
+    good = [b for b, taken in peaks.items() if taken <= budget_bytes]
+    return Largest(max(good), peaks[max(good)]) if good else Largest(0, 0)

@@ -7,7 +7,8 @@ top-k, all in one run. First on fast links: test accuracy after the same number 
 seeds, the loss of a small language model, and the seconds of computing. Then on links so slow that
 the dense exchange takes about eight times the computing: the time of a step, how much of it the
 ranks wait for gradients, and the bytes on the wire. Needs root and iproute2, as the test bed does.
-Prints a table, and as the last line one JSON object.
+Prints a table, and as the last line one JSON object. With ``--markdown`` the page's parts are put
+between its marks.
 """
 
 from __future__ import annotations
@@ -15,27 +16,221 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from statistics import mean, median
+from typing import Any, NamedTuple
 
-from lossy_ranks import EPOCHS, MOMENTUM, RATE, TEXT_STEPS
-from meshwright.planner.schema.errors import RunError
-from rich.console import Console
-from rich.table import Table
-from testbed import Bed, missing
+import torch
+import torch.distributed as dist
+from meshwright.executor.gradients.feedback import Lossy
+from meshwright.executor.launch.train import share_of
+from meshwright.executor.parallel import run_of
+from meshwright.models.units.discover import discover
+from meshwright.models.workload import Batch
+from meshwright.models.zoo import build
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.layout import data_parallel
+from meshwright.planner.schema.plan import ExchangePolicy, UnitPlan
+from ranks import as_rank, is_rank, on_a_bed, set_rate, slowest
+from rows import markdown, print_json, print_table, put_into
+from systems import System, plan_by_hand
+from testbed import missing
 
-PROGRAM = str(Path(__file__).with_name("lossy_ranks.py"))
 FAST_MBIT_S = 10_000.0
+# The dense exchange takes so many times the computing.
 EXPOSED = 8.0
-"""The dense exchange takes so many times the computing."""
+# Of ``cnn-digits``; two ranks send as many in a ring.
 GRADIENT_BYTES = 4 * 1_635_274
-"""Of ``cnn-digits``; two ranks send as many in a ring."""
-LIMIT_S = 420.0
+# What is asked of layer dropping: both cuts, and the accuracy lost at most.
 COMMUNICATION, STEP, ACCURACY = 0.81, 0.70, 0.01
-"""What is asked of layer dropping: both cuts, and the accuracy lost at most."""
+BATCH, EPOCHS, SEEDS = 128, 20, 3
+# At 0.02 the dense exchange trains as well, and dropping a layer for ten steps diverges.
+RATE, MOMENTUM = 0.005, 0.9
+TEXT_BATCH, TEXT_STEPS, TEXT_RATE = 32, 400, 1e-3
+ROUNDS, ROUND_STEPS = 3, 24
+SLICE_BYTES = 2**20
+
+
+class Exchange(NamedTuple):
+    """How every unit's gradients are exchanged."""
+
+    policy: ExchangePolicy
+    ratio: float
+
+    def __str__(self) -> str:
+        return self.policy if self.policy == "dense" else f"{self.policy} {self.ratio:g}"
+
+
+EXCHANGES = (
+    Exchange("dense", 1.0),
+    Exchange("dropped", 0.17),
+    Exchange("dropped", 0.1),
+    Exchange("topk", 0.05),
+    Exchange("topk", 0.01),
+)
+
+
+# -- on the ranks --------------------------------------------------------------------------------
+
+
+class Training(System):
+    """A workload in training on this rank, with random numbers from a seed. Collective."""
+
+    def __init__(
+        self, name: str, exchange: Exchange, lossy: Lossy, *, batch: int = BATCH, seed: int = 0
+    ) -> None:
+        torch.manual_seed(seed)
+        workload = build(name)
+        found = discover(workload.model, workload.make_batch(3), workload.make_batch(2))
+        units = (
+            UnitPlan(
+                name=spec.name, kind=spec.kind, modules=spec.modules,
+                batched_inputs=spec.batched_inputs, layout=data_parallel(dist.get_world_size()),
+                exchange=exchange.policy, exchange_ratio=exchange.ratio,
+            )
+            for spec in found.units
+        )  # fmt: skip
+        plan = plan_by_hand(units, Goal(batch=batch, batch_statistics="local"), SLICE_BYTES)
+        optimizing = _adamw if name.startswith("gpt") else _momentum
+        super().__init__(workload, optimizing, plan, timeout_s=60, lossy=lossy)
+        self.model.train()
+
+    def parts(self, batch: Batch) -> tuple[Batch, ...]:
+        """This rank's share of a batch."""
+        return (share_of(batch, run_of(self.model)),)
+
+    @torch.no_grad()
+    def score(self, test: Batch) -> tuple[float, float]:
+        """(loss, share that is right) of a test set."""
+        self.model.eval()
+        outputs = self.model(*test.args, **test.kwargs)
+        right = self.workload.accuracy
+        assert right is not None
+        found = float(self.workload.loss(outputs, test.target)), float(right(outputs, test.target))
+        self.model.train()
+        return found
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=TEXT_RATE)
+
+
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
+
+
+def data_of(name: str) -> tuple[Batch, Batch]:
+    """(training set, test set) of a workload."""
+    data = build(name).data
+    assert data is not None
+    return data("train"), data("test")
+
+
+def batches(data: Batch, size: int, steps: int, seed: int = 0) -> list[Batch]:
+    """Batches of shuffled epochs, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    found: list[Batch] = []
+    while len(found) < steps:
+        order = torch.randperm(data.size, generator=generator)
+        found += [data.take(part) for part in order.split(size) if len(part) == size]
+    return found[:steps]
+
+
+def say(text: str) -> None:
+    """What is going on."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr)
+
+
+def accuracies() -> dict[str, list[float]]:
+    """Test accuracy on the digits under each exchange, for all seeds. Collective."""
+    train, test = data_of("cnn-digits")
+    steps = EPOCHS * (train.size // BATCH)
+    right: dict[str, list[float]] = {str(exchange): [] for exchange in EXCHANGES}
+    for seed in range(SEEDS):
+        drawn = batches(train, BATCH, steps, seed)
+        for exchange in EXCHANGES:
+            training = Training("cnn-digits", exchange, Lossy(stage_backwards=12), seed=seed)
+            for batch in drawn:
+                training.step(batch)
+            right[str(exchange)].append(training.score(test)[1])
+            say(f"seed {seed} {exchange}: {right[str(exchange)][-1]:.4f}")
+    return right
+
+
+def text_losses() -> dict[str, float]:
+    """The test loss of a small language model after the same steps. Collective."""
+    train, test = data_of("gpt-tiny")
+    drawn = batches(train, TEXT_BATCH, TEXT_STEPS)
+    found = {}
+    for exchange in EXCHANGES:
+        training = Training("gpt-tiny", exchange, Lossy(), batch=TEXT_BATCH)
+        for batch in drawn:
+            training.step(batch)
+        found[str(exchange)] = training.score(test.slice(0, min(512, test.size)))[0]
+        say(f"text {exchange}: {found[str(exchange)]:.4f}")
+    return found
+
+
+def compute_seconds() -> float:
+    """A step without any exchange, on the slowest rank. Collective."""
+    training = Training("cnn-digits", EXCHANGES[0], Lossy())
+    drawn = batches(data_of("cnn-digits")[0], BATCH, 12)
+    taken = []
+    for batch in drawn:
+        with training.model.no_sync():  # type: ignore[operator]
+            taken.append(training.step(batch))
+    return slowest(median(taken[2:]))
+
+
+def times() -> list[dict[str, Any]]:
+    """The mean step, wait and wire bytes under each exchange, medians of the rounds. Collective."""
+    drawn = batches(data_of("cnn-digits")[0], BATCH, ROUND_STEPS)
+    # The warm-up of top-k is over, and dropping beyond its first backward, which sends all.
+    ready = {e: Training("cnn-digits", e, Lossy(stages=0)) for e in EXCHANGES}
+    for training in ready.values():
+        for batch in drawn[:3]:
+            training.step(batch)
+        training.finish()
+    rounds: dict[Exchange, list[tuple[float, ...]]] = {e: [] for e in EXCHANGES}
+    for number in range(ROUNDS):
+        for exchange, training in ready.items():
+            rounds[exchange].append(one_round(training, drawn))
+            say(f"round {number} {exchange}: {rounds[exchange][-1]}")
+    names = ("step_s", "waited_s", "wire_bytes")
+    return [
+        {"way": str(e), **dict(zip(names, map(median, zip(*found, strict=True)), strict=True))}
+        for e, found in rounds.items()
+    ]
+
+
+def one_round(training: Training, drawn: list[Batch]) -> tuple[float, ...]:
+    """(seconds, seconds waited, bytes sent) of a mean step. Collective."""
+    run = run_of(training.model)
+
+    def reading() -> tuple[float, float, int]:
+        dist.barrier()
+        return time.perf_counter(), run.gradients.exposed_s, run.meter.sent_bytes
+
+    before = reading()
+    for batch in drawn:
+        training.step(batch)
+    training.finish()
+    return tuple((b - a) / len(drawn) for a, b in zip(before, reading(), strict=True))
+
+
+def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Everything, as one row. Collective."""
+    found = {"right": accuracies(), "losses": text_losses(), "compute_s": compute_seconds()}
+    mbit_s = 8e-6 * GRADIENT_BYTES / (EXPOSED * found["compute_s"])
+    set_rate(asked["folder"], mbit_s)
+    yield {**found, "mbit_s": mbit_s, "timed": times()}
+
+
+# -- rows and page -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,37 +250,20 @@ class Row:
     text_loss: float
 
 
-def run(bed: Bed, part: str) -> Any:
-    """What rank 0 found in a part."""
-    done = bed.launch([PROGRAM, part], timeout_s=LIMIT_S)
-    for one in done:
-        if one.returncode:
-            raise RunError(f"a host failed in {part}: {one.stderr[-3000:]}")
-    return json.loads(done[0].stdout.strip().splitlines()[-1])
-
-
-def measure() -> tuple[float, float, list[Row]]:
-    """(seconds of computing, Mbit/s of the slow links, rows)."""
-    with Bed(2, FAST_MBIT_S) as bed:
-        quality, losses = run(bed, "accuracy"), run(bed, "text")
-        compute_s = quality["compute_s"]
-        mbit_s = 8e-6 * GRADIENT_BYTES / (EXPOSED * compute_s)
-        for host in bed.hosts:
-            bed.set_rate(host, mbit_s)
-        timed = run(bed, "time")
-    dense = timed[0]
-    rows = [
+def rows_of(found: dict[str, Any]) -> list[Row]:
+    """A row for each exchange from what the ranks found."""
+    dense = found["timed"][0]
+    return [
         Row(
             **row,
             wire_cut=1 - row["wire_bytes"] / dense["wire_bytes"],
             waited_cut=1 - row["waited_s"] / dense["waited_s"],
             step_cut=1 - row["step_s"] / dense["step_s"],
-            accuracy=tuple(quality["right"][row["way"]]),
-            text_loss=losses[row["way"]],
+            accuracy=tuple(found["right"][row["way"]]),
+            text_loss=found["losses"][row["way"]],
         )
-        for row in timed
+        for row in found["timed"]
     ]
-    return compute_s, mbit_s, rows
 
 
 HEAD = (
@@ -118,99 +296,39 @@ def reaches(row: Row, dense: Row) -> bool:
     return cut and lost <= ACCURACY
 
 
-def summary_of(compute_s: float, mbit_s: float, rows: Sequence[Row]) -> dict[str, object]:
-    """The rows for machines."""
-    reached = [row.way for row in rows if reaches(row, rows[0])]
-    found = [asdict(row) for row in rows]
-    return {"compute_s": compute_s, "mbit_s": mbit_s, "rows": found, "reached": reached}
-
-
-def markdown(compute_s: float, mbit_s: float, rows: Sequence[Row]) -> str:
-    """The page with the results."""
-    lines = ["| " + " | ".join(HEAD) + " |", "| --- |" + " --: |" * (len(HEAD) - 1)]
-    lines += ["| " + " | ".join(cells(row, rows[0])) + " |" for row in rows]
-    last = json.dumps(summary_of(compute_s, mbit_s, rows))
-    reached = ", ".join(f"`{row.way}`" for row in rows if reaches(row, rows[0])) or "none"
-    return PAGE.format(
-        compute=1e3 * compute_s,
-        mbit=mbit_s,
-        epochs=EPOCHS,
-        rate=RATE,
-        momentum=MOMENTUM,
-        text_steps=TEXT_STEPS,
-        table="\n".join(lines),
-        reached=reached,
-        last=last,
-    )
-
-
-PAGE = """\
-# Exchanges that send a part
-
-    make bench-lossy
-
-Two hosts of the test bed, one core and one thread each. `cnn-digits` (1,635,274 parameters) trains
-on scikit-learn's digits, 64 samples on each host, SGD with momentum, by priority exchange in slices
-of 1 MiB. A step without any exchange takes {compute:.1f} ms; the links have {mbit:.0f} Mbit/s, so
-that the dense exchange takes about eight times that. Steps are means of 24, medians of three rounds
-in which the exchanges take turns, after top-k's warm-up. *Waiting* is what of the step a rank waits
-for gradients. Accuracy is after {epochs} epochs, warm-up included; *text loss* is the test loss of
-`gpt-tiny` after {text_steps} steps of AdamW.
-
-{table}
-
-At least 81% less communication (bytes, and waiting), 70% less time for a step, and accuracy within
-one point of dense: {reached}.
-
-## What the figures say
-
-- The number after an exchange is the share of the bytes (dropped) or of the elements (top-k) that a
-  unit sends. Dropping sends whole parameters: of this model one has 64% of the bytes, so some steps
-  send most of it and others almost nothing. The share holds over time, and the mean step counts.
-- An element of top-k costs eight bytes instead of four, and goes to every rank as it is: with two
-  ranks that is twice the share, with more ranks it grows with their number.
-- **Rate and epochs were chosen after looking** at the test accuracies here, so read "reached" as a
-  point of a trade-off, not as a prediction. What was tried before: a rate of 0.02 and ten epochs
-  (next entry); on one seed plain SGD at 0.05 and 0.1, AdamW at 0.001 and this momentum at 0.005;
-  then this table with ten epochs, where none reached the target: dropped 0.17 lost 1.9 points
-  against dense, dropped 0.1 lost 8.5, top-k 0.05 lost 1.5 and 0.01 lost 1.3.
-  Twenty epochs came last: what waits costs epochs. One picture of the 360 is 0.28 points.
-- The language model has not caught up with dense after its steps, under any of them: the text loss
-  is a loss of quality at equal steps, and its rate was not tuned.
-- What waits is applied late and in one piece: after ten steps, ten gradients at once. The rate here
-  is {rate:g} with a momentum of {momentum:g}. At a rate of 0.02 and after ten epochs, dense reached
-  98.3% to 99.2%, dropping to 0.19 between 69% and 98%, to 0.1 between 13% and 39%; top-k, which
-  applies momentum before it chooses, stayed within 0.7 points in the mean. Lower the rate where
-  layers are dropped.
-- Choosing the largest elements costs computing, which shows in the steps of top-k.
-
-## The last line
-
-```json
-{last}
-```
-"""
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs both parts and shows them."""
+    """Runs everything and shows it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--markdown", type=Path, help="write the page with the results there")
+    parser.add_argument("--markdown", type=Path, help="puts the results into that page")
     asked = parser.parse_args(arguments)
-    reason = missing()
-    if reason is not None:
+    if (reason := missing()) is not None:
         sys.exit(reason)
-    compute_s, mbit_s, rows = measure()
-    table = Table(title=f"computing {1e3 * compute_s:.1f} ms, links of {mbit_s:.0f} Mbit/s")
-    for name in HEAD:
-        table.add_column(name, justify="left" if name == HEAD[0] else "right")
-    for row in rows:
-        table.add_row(*cells(row, rows[0]))
-    Console(width=150).print(table)
-    if asked.markdown:
-        asked.markdown.write_text(markdown(compute_s, mbit_s, rows))
-    print(json.dumps(summary_of(compute_s, mbit_s, rows)), flush=True)
+    (found,) = on_a_bed(__file__, {}, mbit_s=FAST_MBIT_S)
+    compute_s, mbit_s, rows = found["compute_s"], found["mbit_s"], rows_of(found)
+    lines = [cells(row, rows[0]) for row in rows]
+    reached = [row.way for row in rows if reaches(row, rows[0])]
+    result = {
+        "compute_s": compute_s, "mbit_s": mbit_s, "rows": [asdict(row) for row in rows],
+        "reached": reached,
+    }  # fmt: skip
+    title = f"computing {1e3 * compute_s:.1f} ms, links of {mbit_s:.0f} Mbit/s"
+    print_table(title, HEAD, lines)
+    put_into(
+        asked.markdown,
+        "table",
+        f"A step without any exchange takes {1e3 * compute_s:.1f} ms; the links have "
+        f"{mbit_s:.0f} Mbit/s, so\nthat the dense exchange takes about eight times that.\n\n"
+        f"{markdown(HEAD, lines)}\n\n"
+        "At least 81% less communication (bytes, and waiting), 70% less time for a step, and "
+        "accuracy within\none point of dense: "
+        f"{', '.join(f'`{name}`' for name in reached) or 'none'}.",
+    )
+    put_into(asked.markdown, "last line", f"```json\n{json.dumps(result)}\n```")
+    print_json(result)
 
 
 if __name__ == "__main__":
-    main()
+    if is_rank():
+        as_rank(rank_rows)
+    else:
+        main()

@@ -16,21 +16,17 @@ starts the ranks on hosts of the test bed with links as slow as that.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from memory_page import page_of
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
-from meshwright.executor.launch.processes import Ranks, run_ranks
 from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.launch.train import run_steps
 from meshwright.models.zoo import build
@@ -42,22 +38,23 @@ from meshwright.planner.schema.plan import MIRRORS, ScheduleName
 from meshwright.planner.schema.profile import ModelProfile, UnitProfile
 from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.model import profile
-from page import keep, known, put_into
-from rich.console import Console
-from rich.table import Table
+from ranks import LIMIT_S, on_this_machine
+from rows import keep, known, markdown, print_json, print_table, put_into
 from testbed import Bed
 
 RANKS = 2
-LIMIT_S = 1800.0
 MODELS = ("mlp", "cnn-digits", "vgg11-32", "resnet50-32", "gpt-mini", "seq2seq-mini")
+# Global batches; a rank gets 4 or 16 samples.
 BATCHES = (8, 32)
-"""Global batches; a rank gets 4 or 16 samples."""
+# The sizes profiled, so that what runs lies between them.
 MEASURED = (2, 8, 32)
-"""The sizes profiled, so that what runs lies between them."""
 TRAINED_WITH: tuple[OptimizerName, ...] = ("momentum", "adamw")
 SLICE_BYTES = 2**20
+# What a lossy exchange sends, where the profile has measured that.
 RATIO = 0.1
-"""What a lossy exchange sends, where the profile has measured that."""
+# The targets: of the median error, and of the worst.
+WITHIN, BEYOND = 0.02, 0.05
+LARGEST = 10
 
 
 @dataclass(frozen=True)
@@ -161,15 +158,8 @@ def run(model: str, found: ModelProfile, policy: Policy, batch: int, optimizer: 
     workload.model.to(device())
     forget_resident()
     measured = run_steps(workload, plan, 1)
-    return Row(
-        model,
-        policy.name,
-        batch,
-        optimizer,
-        max(plan.prediction.peak_bytes),
-        max(measured.peak_bytes),
-        resident_bytes(),
-    )
+    peaks = max(plan.prediction.peak_bytes), max(measured.peak_bytes)
+    return Row(model, policy.name, batch, optimizer, *peaks, resident_bytes())
 
 
 def device() -> torch.device:
@@ -204,7 +194,7 @@ def profiled(model: str) -> ModelProfile:
     return rank_zero_decides(measure)
 
 
-def on_rank(asked: argparse.Namespace, show: Console) -> list[Row]:
+def on_rank(asked: argparse.Namespace) -> list[Row]:
     """All rows that were not known. Collective."""
     rows = [Row(**row) for row in known(asked.keep)]
     there = {(row.model, row.policy, row.batch, row.optimizer) for row in rows}
@@ -222,39 +212,82 @@ def on_rank(asked: argparse.Namespace, show: Console) -> list[Row]:
             assert found is not None
             rows.append(row := run(model, found, policy, batch, optimizer))
             if dist.get_rank() == 0:
-                show.print(f"{model} {policy.name} {batch} {optimizer}: {row.error:+.1%}")
+                line = f"{model} {policy.name} {batch} {optimizer}: {row.error:+.1%}"
+                print(line, file=sys.stderr)
                 keep(asked.keep, asdict(row))
     return rows
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    """The rows for people."""
-    table = Table(title="peak bytes of a rank, MB")
-    for name in ("model", "policy", "batch", "optimizer", "predicted", "measured", "error",
-                 "resident"):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("model", "policy") else "right")
-    for row in rows:
-        table.add_row(
-            row.model,
-            row.policy,
-            str(row.batch),
-            row.optimizer,
-            f"{row.predicted_bytes / 1e6:.2f}",
-            f"{row.measured_bytes / 1e6:.2f}",
-            f"{row.error:+.1%}",
-            f"{row.resident_bytes / 1e6:.0f}",
-        )
-    return table
+# -- tables --------------------------------------------------------------------------------------
 
 
-def summary_of(rows: Sequence[Row]) -> dict[str, object]:
-    """The rows for machines."""
-    errors = [abs(row.error) for row in rows]
-    return {
-        "rows": [asdict(row) for row in rows],
-        "median_abs_error": median(errors),
-        "max_abs_error": max(errors),
-    }
+def cells(row: Row) -> tuple[object, ...]:
+    """A row for people."""
+    return (
+        row.model, row.policy, row.batch, row.optimizer, f"{row.predicted_bytes / 1e6:.2f}",
+        f"{row.measured_bytes / 1e6:.2f}", f"{row.error:+.1%}",
+    )  # fmt: skip
+
+
+def page_of(rows: Sequence[Row], models: Sequence[str]) -> str:
+    """What all rows say, by model, by policy, and the worst of them."""
+    there = [m for m in models if any(r.model == m for r in rows)]
+    return "\n\n".join(
+        [
+            summary(rows),
+            by_model(rows, there),
+            "The largest error of each policy (a mirror takes SGD only), in %:",
+            by_policy(rows, there),
+            f"The {min(LARGEST, len(rows))} largest errors:",
+            largest(rows),
+        ]
+    )
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """The targets beside the figures."""
+    errors = [abs(r.error) for r in rows]
+    resident = [r.resident_bytes // 2**20 for r in rows]
+    return (
+        f"**{len(rows)} rows: median error {median(errors):.2%}, worst {max(errors):.1%}** "
+        f"(targets: {WITHIN:.0%} and {BEYOND:.0%}); {sum(e <= WITHIN for e in errors)} rows are "
+        f"within {WITHIN:.0%}, {sum(e > BEYOND for e in errors)} beyond {BEYOND:.0%}. Resident "
+        f"sets: {min(resident)} to {max(resident)} MiB."
+    )
+
+
+def by_model(rows: Sequence[Row], models: Sequence[str]) -> str:
+    """A line for each model."""
+    lines = []
+    for model in models:
+        mine = [r for r in rows if r.model == model]
+        megabytes = [r.measured_bytes / 1e6 for r in mine]
+        typical = median(abs(r.error) for r in mine)
+        lines.append(
+            (model, len(mine), f"{min(megabytes):.1f} to {max(megabytes):.1f}", f"{typical:.2%}",
+             f"{worst(mine):+.1%}")
+        )  # fmt: skip
+    return markdown(("model", "rows", "measured MB", "median error", "worst"), lines)
+
+
+def by_policy(rows: Sequence[Row], models: Sequence[str]) -> str:
+    """The worst error of each policy and model."""
+    lines = []
+    for policy in dict.fromkeys(r.policy for r in rows):
+        found = [[r for r in rows if (r.model, r.policy) == (m, policy)] for m in models]
+        lines.append((policy, *(f"{100 * worst(mine):+.1f}" if mine else "" for mine in found)))
+    return markdown(("policy", *models), lines)
+
+
+def largest(rows: Sequence[Row]) -> str:
+    """The rows whose error is largest."""
+    headings = ("model", "policy", "batch", "optimizer", "predicted MB", "measured MB", "error")
+    return markdown(headings, map(cells, sorted(rows, key=lambda r: -abs(r.error))[:LARGEST]))
+
+
+def worst(rows: Iterable[Row]) -> float:
+    """The error that is furthest from nothing, with its sign."""
+    return max((r.error for r in rows), key=abs)
 
 
 def on_a_bed(mbit_s: float) -> None:
@@ -278,22 +311,24 @@ def main() -> None:
         "--mbit-s", type=float, help="on hosts of a test bed whose links carry so much (needs root)"
     )
     asked = parser.parse_args()
-    if "RANK" not in os.environ and asked.mbit_s:
-        on_a_bed(asked.mbit_s)
-        return
     if "RANK" not in os.environ:
-        with tempfile.TemporaryDirectory(prefix="memory-") as folder:
-            program = [str(Path(__file__).resolve()), *sys.argv[1:]]
-            run_ranks(program, Ranks(RANKS, timeout_s=LIMIT_S), Path(folder))
+        if asked.mbit_s:
+            on_a_bed(asked.mbit_s)
+        else:
+            on_this_machine(RANKS)
         return
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     start_process_group()
-    rows = on_rank(asked, Console(file=sys.stderr, width=150))
+    rows = on_rank(asked)
     if dist.get_rank() == 0:
-        Console(width=150).print(table_of(rows))
+        names = ("model", "policy", "batch", "optimizer", "predicted", "measured", "error")
+        lines = [(*cells(row), f"{row.resident_bytes / 1e6:.0f}") for row in rows]
+        print_table("peak bytes of a rank, MB", (*names, "resident"), lines, left=(0, 1))
         if asked.markdown:
             put_into(asked.markdown, "rows", page_of(rows, MODELS))
-        print(json.dumps(summary_of(rows)), flush=True)
+        errors = [abs(row.error) for row in rows]
+        found = {"median_abs_error": median(errors), "max_abs_error": max(errors)}
+        print_json({"rows": [asdict(row) for row in rows], **found})
 
 
 if __name__ == "__main__":

@@ -28,27 +28,20 @@ from synthetic import cluster_of, gpt_like
 ROWS = ((100, 64), (200, 64), (400, 256), (1000, 1024))
 SAMPLES_PER_RANK = 4
 MEMORY_GIB = 40.0
+# At 1 MiB the latency of an all-reduce over 128 nodes is twenty times what its bytes take.
 SLICE_BYTES = 4 * 2**20
-"""At 1 MiB the latency of an all-reduce over 128 nodes is twenty times what its bytes take."""
 
 
 def problem(units: int, ranks: int, slice_bytes: tuple[int, ...] = ()) -> Problem:
     """The problem of one row; ``slice_bytes`` may be chosen from."""
     goal = Goal(
-        batch=SAMPLES_PER_RANK * ranks,
-        optimizer="adamw",
-        allow_lossy=True,
-        min_fidelity=0.9,
+        batch=SAMPLES_PER_RANK * ranks, optimizer="adamw", allow_lossy=True, min_fidelity=0.9,
         slice_bytes=slice_bytes,
-    )
+    )  # fmt: skip
     return Problem(
-        profile=gpt_like(units),
-        cluster=cluster_of(ranks, memory_gib=MEMORY_GIB),
-        goal=goal,
-        capability=EVERYTHING,
-        schedule="priority",
-        bucket_bytes=SLICE_BYTES,
-    )
+        profile=gpt_like(units), cluster=cluster_of(ranks, memory_gib=MEMORY_GIB), goal=goal,
+        capability=EVERYTHING, schedule="priority", bucket_bytes=SLICE_BYTES,
+    )  # fmt: skip
 
 
 def row(units: int, ranks: int, solver: str, slice_bytes: tuple[int, ...] = ()) -> dict[str, Any]:

@@ -10,20 +10,16 @@ Measuring is over when predicting begins: nothing here is fitted to the steps th
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from meshwright.executor.capability import CAPABILITY
-from meshwright.executor.launch.processes import Ranks, run_ranks
 from meshwright.executor.launch.start import cores, start_process_group
 from meshwright.executor.launch.train import Measured, run_steps
 from meshwright.models.zoo import build
@@ -36,21 +32,24 @@ from meshwright.planner.schema.plan import Plan, Prediction, ScheduleName
 from meshwright.planner.schema.profile import ModelProfile, UnitProfile
 from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.sessions import batches_for, cluster_of_ranks, profile_on_ranks
-from rich.console import Console
-from rich.table import Table
+from ranks import on_this_machine
+from rows import print_json, print_table
 
 RANKS = 2
 LIMIT_S = 600.0
 SLICE_BYTES = 4 * 2**20
+# About so long each layout trains; at least ``LEAST_STEPS`` steps, at most ``MOST_STEPS``.
 RUN_S = 4.0
-"""About so long each layout trains; at least ``LEAST_STEPS`` steps, at most ``MOST_STEPS``."""
 LEAST_STEPS, MOST_STEPS = 7, 40
+# The kinds of units that the second layout divides over all ranks; linear ones in turns.
 DIVIDED: dict[str, tuple[Style, ...]] = {
     "linear": ("column", "row"),
     "attention": ("pair",),
     "mlp": ("pair",),
 }
-"""The kinds of units that the second layout divides over all ranks; linear ones in turns."""
+
+HEADINGS = ("model", "batch", "layout", "schedule", "step", "error", "compute", "blocking",
+            "exposed", "update", "peak")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,13 @@ class Row:
 
 def decisions(profile: ModelProfile, groups: int, world_size: int) -> list[Option]:
     """Data parallelism, but for units of the kinds ``DIVIDED`` in that many groups."""
-    home, degree = Option(data_parallel(world_size)), world_size // groups
+    whole, degree = Option(data_parallel(world_size)), world_size // groups
     found: list[Option] = []
     turn = 0
     for unit, ties in zip(profile.units, tied_units(profile), strict=True):
         styles = _styles(unit, degree)
         if degree == 1 or not styles or len(ties) > 1:
-            found.append(home)
+            found.append(whole)
             continue
         found.append(Option(Layout(groups=groups, degree=degree), styles[turn % len(styles)]))
         turn += len(styles) > 1
@@ -120,14 +119,13 @@ def _styles(unit: UnitProfile, degree: int) -> tuple[Style, ...]:
 
 
 def _layout(plan: Plan) -> str:
-    home = data_parallel(plan.world_size)
-    divided = [u for u in plan.units if u.layout != home]
+    plain = data_parallel(plan.world_size)
+    divided = [u for u in plan.units if u.layout != plain]
+    text = f"({plain.groups}, {plain.degree})"
     if not divided:
-        return f"({home.groups}, {home.degree})"
+        return text
     layout, styles = divided[0].layout, "+".join(sorted({u.style for u in divided}))
-    return f"({home.groups}, {home.degree}), {len(divided)} at " + (
-        f"({layout.groups}, {layout.degree}) {styles}"
-    )
+    return f"{text}, {len(divided)} at ({layout.groups}, {layout.degree}) {styles}"
 
 
 def run_model(cases: Sequence[Case], cluster: Cluster) -> list[Row]:
@@ -135,18 +133,14 @@ def run_model(cases: Sequence[Case], cluster: Cluster) -> list[Row]:
     first = cases[0]
     goal = Goal(batch=first.batch, optimizer=first.optimizer)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    profile = profile_on_ranks(
-        build(first.model),
-        batches_for(goal, dist.get_world_size()),
-        torch.device("cpu"),
-        refresh=True,
-    )
+    sizes = batches_for(goal, dist.get_world_size())
+    profile = profile_on_ranks(build(first.model), sizes, torch.device("cpu"), refresh=True)
     rows = []
     for case in cases:
         chosen = decisions(profile, case.groups, cluster.world_size)
-        sizes = {"bucket_bytes": SLICE_BYTES} if case.schedule == "priority" else {}
+        slices = {"bucket_bytes": SLICE_BYTES} if case.schedule == "priority" else {}
         plan = make_plan(
-            profile, cluster, goal, chosen, schedule=case.schedule, executor=CAPABILITY, **sizes
+            profile, cluster, goal, chosen, schedule=case.schedule, executor=CAPABILITY, **slices
         )
         steps = int(RUN_S / max(plan.prediction.step_s, 1e-6))
         steps = min(max(steps, LEAST_STEPS), MOST_STEPS)
@@ -156,7 +150,7 @@ def run_model(cases: Sequence[Case], cluster: Cluster) -> list[Row]:
     return rows
 
 
-def on_rank(show: Console) -> list[Row]:
+def on_rank() -> list[Row]:
     """All cases. Collective."""
     cluster = cluster_of_ranks(torch.device("cpu"), refresh=True)
     rows: list[Row] = []
@@ -165,35 +159,25 @@ def on_rank(show: Console) -> list[Row]:
         rows += run_model(cases, cluster)
         if dist.get_rank() == 0:
             for row in rows[-len(cases) :]:
-                show.print(f"{row.case.model} {row.layout}: {row.error:+.0%}", style="dim")
+                print(f"{row.case.model} {row.layout}: {row.error:+.0%}", file=sys.stderr)
     return rows
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    """The rows for people: milliseconds, predicted / measured."""
-    table = Table(title="predicted / measured, ms (memory in MB)", caption=_busy())
-    for name in ("model", "batch", "layout", "schedule", "step", "error", "compute", "blocking",
-                 "exposed", "update", "peak"):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("model", "layout") else "right")
-    for row in rows:
-        p, m = row.predicted, row.measured
-        parts = [
-            (p.compute_s - p.update_s, m.compute_s),
-            (p.blocking_s, m.blocking_s),
-            (p.exposed_s, m.exposed_s),
-            (p.update_s, m.update_s),
-        ]
-        table.add_row(
-            row.case.model,
-            str(row.case.batch),
-            row.layout,
-            row.case.schedule,
-            f"{1e3 * p.step_s:.1f} / {1e3 * m.step_s:.1f}",
-            f"{row.error:+.0%}",
-            *(f"{1e3 * a:.1f} / {1e3 * b:.1f}" for a, b in parts),
-            f"{max(p.peak_bytes) / 1e6:.1f} / {max(m.peak_bytes) / 1e6:.1f}",
-        )
-    return table
+def cells(row: Row) -> tuple[object, ...]:
+    """The row for people: milliseconds, predicted / measured."""
+    p, m = row.predicted, row.measured
+    pairs = [
+        (p.compute_s - p.update_s, m.compute_s),
+        (p.blocking_s, m.blocking_s),
+        (p.exposed_s, m.exposed_s),
+        (p.update_s, m.update_s),
+    ]
+    return (
+        row.case.model, row.case.batch, row.layout, row.case.schedule,
+        f"{1e3 * p.step_s:.1f} / {1e3 * m.step_s:.1f}", f"{row.error:+.0%}",
+        *(f"{1e3 * a:.1f} / {1e3 * b:.1f}" for a, b in pairs),
+        f"{max(p.peak_bytes) / 1e6:.1f} / {max(m.peak_bytes) / 1e6:.1f}",
+    )  # fmt: skip
 
 
 def _busy() -> str:
@@ -209,38 +193,29 @@ def _busy() -> str:
 def summary_of(rows: Sequence[Row]) -> dict[str, object]:
     """The rows for machines."""
     errors = [abs(row.error) for row in rows]
-    return {
-        "rows": [
-            {
-                "model": row.case.model,
-                "layout": row.layout,
-                "schedule": row.case.schedule,
-                "predicted_s": row.predicted.step_s,
-                "measured_s": row.measured.step_s,
-            }
-            for row in rows
-        ],
-        "median_abs_error": median(errors),
-        "max_abs_error": max(errors),
-    }
+    found = [
+        {
+            "model": r.case.model, "layout": r.layout, "schedule": r.case.schedule,
+            "predicted_s": r.predicted.step_s, "measured_s": r.measured.step_s,
+        }
+        for r in rows
+    ]  # fmt: skip
+    return {"rows": found, "median_abs_error": median(errors), "max_abs_error": max(errors)}
 
 
 def main() -> None:
     """Starts the ranks, or is one."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "RANK" not in os.environ:
-        with tempfile.TemporaryDirectory(prefix="prediction-") as folder:
-            run_ranks(
-                [str(Path(__file__).resolve())], Ranks(RANKS, timeout_s=LIMIT_S), Path(folder)
-            )
+        on_this_machine(RANKS, LIMIT_S)
         return
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     start_process_group()
-    show = Console(file=sys.stderr, width=150)
-    rows = on_rank(show)
+    rows = on_rank()
     if dist.get_rank() == 0:
-        Console(width=150).print(table_of(rows))
-        print(json.dumps(summary_of(rows)), flush=True)
+        title = "predicted / measured, ms (memory in MB)"
+        print_table(title, HEADINGS, map(cells, rows), left=(0, 2), caption=_busy())
+        print_json(summary_of(rows))
 
 
 if __name__ == "__main__":

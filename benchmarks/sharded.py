@@ -12,40 +12,33 @@ object: rows.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from exchange import BATCHES, on_a_bed, shown
-from exchange_parts import Parts, Times
-from exchange_rank import (
-    SLICE_BYTES,
-    Found,
-    Optimizing,
-    System,
-    Turns,
-    by_fsdp,
-    by_plan,
-    fresh,
-    goodput,
-    momentum,
-    plan_of,
-    set_rate,
-    simulated,
-    slowest,
-)
 from meshwright.executor.gradients.fully_sharded import FullyShardedGradGroup
 from meshwright.executor.gradients.pending import bare
 from meshwright.executor.gradients.sharded import ShardedGradGroup
-from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.parallel import is_parallel, run_of
-from meshwright.models.units.discover import discover
 from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.plan import SHARDING, ExchangePolicy, Plan
+from ranks import as_rank, goodput, is_rank, on_a_bed, set_rate, slowest
+from rows import print_json, print_row
+from systems import (
+    BATCHES,
+    SLICE_BYTES,
+    Measured,
+    Optimizing,
+    System,
+    by_fsdp,
+    in_turns,
+    momentum,
+    own_batch,
+    simulated,
+    unit_clock,
+)
 
 OPTIMIZERS: dict[str, Optimizing] = {
     "momentum": momentum,
@@ -53,9 +46,9 @@ OPTIMIZERS: dict[str, Optimizing] = {
 }
 
 
-def waiting(found: Found, plan: Plan, optimizing: Optimizing) -> System:
+def waiting(measured: Measured, plan: Plan, optimizing: Optimizing) -> System:
     """A model under ``plan`` whose steps wait until the last gather has been issued. Collective."""
-    system = by_plan(found, plan, optimizing)
+    system = System(measured.workload(), optimizing, plan)
     exchange, step = run_of(system.model).priority, system.optimizer.step
     assert exchange is not None
 
@@ -87,78 +80,58 @@ def weight_bytes(system: System) -> int:
     return held + sum(c.untyped_storage().nbytes() for p in fully for c in p.chunks.values())
 
 
-def predicted(found: Found, policy: ExchangePolicy = "dense") -> float:
-    """A step as the planner simulates it."""
-    chain = found.chain
+def predicted(measured: Measured, policy: ExchangePolicy = "dense") -> float:
+    """A step as the planner simulates it, of the slowest rank. Collective."""
+    chain = measured.chain
     if policy in SHARDING:
         chain.update_s[:] /= dist.get_world_size()
     if policy == "fully_sharded":
         chain.exchange_s[:] *= 1.5  # a gather more, of what is a reduce-scatter and a gather
-    return simulated(chain, found.parts.sizes, SLICE_BYTES)
+    return slowest(simulated(chain, measured.sizes, SLICE_BYTES))
 
 
-def row_of(found: Found, batch: Any, asked: dict[str, Any], optimizer: str) -> dict[str, Any]:
+def figures(
+    measured: Measured, batch: Any, asked: dict[str, Any], optimizing: Optimizing
+) -> dict[str, Any]:
     """All systems in turns. Collective."""
-    dense = plan_of(found, SLICE_BYTES)
+    dense = measured.plan()
     sharded, fully = (with_exchange(dense, policy) for policy in SHARDING)
-    optimizing = OPTIMIZERS[optimizer]
     systems = {
-        "dense": by_plan(found, dense, optimizing),
-        "sharded": by_plan(found, sharded, optimizing),
-        "waiting": waiting(found, sharded, optimizing),
-        "fully": by_plan(found, fully, optimizing),
+        "dense": System(measured.workload(), optimizing, dense),
+        "sharded": System(measured.workload(), optimizing, sharded),
+        "waiting": waiting(measured, sharded, optimizing),
+        "fully": System(measured.workload(), optimizing, fully),
     }
     if asked["fsdp"]:
-        systems["fsdp"] = by_fsdp(found, optimizing)
-    seconds = Turns(found, batch, asked["steps"], asked["rounds"]).measure(systems)
+        systems["fsdp"] = by_fsdp(measured, optimizing)
+    seconds = in_turns(systems, batch, asked["steps"], asked["rounds"])
     return {
         **{f"{key}_s": value for key, value in seconds.items()},
         **{f"{key}_state_bytes": state_bytes(system) for key, system in systems.items()},
         **{f"{key}_weight_bytes": weight_bytes(system) for key, system in systems.items()},
-        "dense_predicted_s": slowest(predicted(found)),
-        "sharded_predicted_s": slowest(predicted(found, "sharded")),
-        "fully_predicted_s": slowest(predicted(found, "fully_sharded")),
+        "dense_predicted_s": predicted(measured),
+        "sharded_predicted_s": predicted(measured, "sharded"),
+        "fully_predicted_s": predicted(measured, "fully_sharded"),
     }
 
 
-def alone(name: str, batch: Any, units: Any, optimizer: str) -> tuple[Parts, Times]:
-    """Compute alone, with that optimizer. Collective."""
-    parts = Parts(System(fresh(name), 0.0, OPTIMIZERS[optimizer]), units)
-    return parts, parts.times(batch, slowest)
-
-
-def rank(asked: dict[str, Any]) -> None:
-    """What each rank runs; rank 0 writes a row for each optimizer and ratio. Collective."""
-    torch.set_num_threads(1)
-    start_process_group()
-    folder, name = Path(asked["folder"]), asked["model"]
-    workload = fresh(name)
-    torch.manual_seed(1 + dist.get_rank())
-    batch = workload.make_batch(asked["batch"])
-    units = discover(workload.model, workload.make_batch(2)).units
+def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each optimizer and ratio. Collective."""
+    name = asked["model"]
+    batch = own_batch(name, asked["batch"])
     for optimizer in asked["optimizers"]:
-        parts, times = alone(name, batch, units, optimizer)
+        clock = unit_clock(name, OPTIMIZERS[optimizer])
+        times, weights = clock.times(batch), sum(clock.sizes)
         for ratio in asked["ratios"]:
-            mbit_s = 8e-6 * sum(parts.sizes) / (ratio * times.step_s)
-            set_rate(folder, mbit_s)
-            rate = median(goodput(sum(parts.sizes)).bytes_per_s for _ in range(3))
-            figures = row_of(Found(name, parts, times, rate, None), batch, asked, optimizer)
-            row = {
+            mbit_s = 8e-6 * weights / (ratio * times.step_s)
+            set_rate(asked["folder"], mbit_s)
+            rate = median(goodput(weights).bytes_per_s for _ in range(3))
+            measured = Measured(name, clock.sizes, clock.modules, times, rate)
+            yield {
                 "model": name, "optimizer": optimizer, "ratio": ratio, "mbit_s": mbit_s,
-                "compute_s": times.step_s, "update_s": times.update_s, **figures,
+                "compute_s": times.step_s, "update_s": times.update_s,
+                **figures(measured, batch, asked, OPTIMIZERS[optimizer]),
             }  # fmt: skip
-            if dist.get_rank() == 0:
-                with (folder / "rows").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """A model's rows."""
-    told = {**vars(asked), "model": model, "batch": BATCHES[model] // 2}
-    rows, _ = on_a_bed([__file__, "--rank"], told, 2)
-    return rows
 
 
 def main() -> None:
@@ -171,14 +144,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
     parser.add_argument("--fsdp", action="store_true", help="measures FSDP2 as well")
     asked = parser.parse_args()
-    rows = [row for model in asked.models for row in measure(model, asked)]
+    rows = []
+    for model in asked.models:
+        request = {**vars(asked), "model": model, "batch": BATCHES[model] // 2}
+        rows += on_a_bed(__file__, request)
     for row in rows:
-        print("  ".join(f"{k} {shown(v)}" for k, v in row.items()), flush=True)
-    print(json.dumps({"rows": rows}), flush=True)
+        print_row(row)
+    print_json({"rows": rows})
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        rank(json.loads(sys.argv[2]))
+    if is_rank():
+        as_rank(rank_rows)
     else:
         main()

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..models.spec import ParameterCut, SplitSpec
 from ..models.splits import apply_split
-from ..models.splits.slicing import forget_accumulator
+from ..models.splits.recipe import forget_accumulator
 from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout
 from ..planner.schema.plan import Plan, UnitPlan

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,37 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from .preserve import preserved
 from .spec import UnitSpec
 from .workload import Batch
 
 
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Puts buffers (running statistics), gradients, train/eval flags and random states back at the
+    end. Parameters are not copied: a forward and backward do not change them.
+    """
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    modes = [(m, m.training) for m in model.modules()]
+    # Backward would add to gradients that are there.
+    for parameter, _ in gradients:
+        parameter.grad = None
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, mode in modes:
+            module.training = mode
+
+
 @dataclass(frozen=True, eq=False)
-class Call:
+class UnitCall:
     """The arguments of a unit's first module. Floating tensors require a gradient where they did in
     the model's forward.
     """
@@ -29,15 +54,15 @@ class Call:
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def _map(self, change: Any) -> Call:
+    def _map(self, change: Any) -> UnitCall:
         args, kwargs = pytree.tree_map_only(Tensor, change, (self.args, dict(self.kwargs)))
-        return Call(args, kwargs)
+        return UnitCall(args, kwargs)
 
-    def fresh(self) -> Call:
+    def fresh(self) -> UnitCall:
         """A copy whose tensors are leaves without gradients."""
         return self._map(lambda t: t.detach().clone().requires_grad_(t.requires_grad))
 
-    def double(self) -> Call:
+    def double(self) -> UnitCall:
         """A copy with floating tensors in double precision."""
 
         def change(t: Tensor) -> Tensor:
@@ -47,19 +72,19 @@ class Call:
         return self._map(change)
 
 
-def capture(model: nn.Module, batch: Batch, units: Sequence[UnitSpec]) -> dict[str, Call]:
+def capture(model: nn.Module, batch: Batch, units: Sequence[UnitSpec]) -> dict[str, UnitCall]:
     """The call of each unit (by name) in one forward of the model on ``batch``.
 
     The model, its buffers and the random state are left as they were.
     """
-    calls: dict[str, Call] = {}
+    calls: dict[str, UnitCall] = {}
     handles = []
     for unit in units:
         if not unit.modules:
             continue
 
         def hook(module: nn.Module, args: Any, kwargs: Any, name: str = unit.name) -> None:
-            calls[name] = Call(args, kwargs).fresh()
+            calls[name] = UnitCall(args, kwargs).fresh()
 
         first = model.get_submodule(unit.modules[0])
         handles.append(first.register_forward_pre_hook(hook, with_kwargs=True))
@@ -72,7 +97,7 @@ def capture(model: nn.Module, batch: Batch, units: Sequence[UnitSpec]) -> dict[s
     return calls
 
 
-def run_modules(model: nn.Module, modules: Sequence[str], call: Call) -> Any:
+def run_modules(model: nn.Module, modules: Sequence[str], call: UnitCall) -> Any:
     """The output of consecutive modules, the first called as ``call`` says."""
     output = model.get_submodule(modules[0])(*call.args, **call.kwargs)
     for name in modules[1:]:
@@ -80,6 +105,6 @@ def run_modules(model: nn.Module, modules: Sequence[str], call: Call) -> Any:
     return output
 
 
-def run_unit(model: nn.Module, unit: UnitSpec, call: Call) -> Any:
+def run_unit(model: nn.Module, unit: UnitSpec, call: UnitCall) -> Any:
     """The output of a unit on a call that ``capture`` recorded."""
     return run_modules(model, unit.modules, call)

@@ -19,8 +19,8 @@ from ..planner.schema.errors import InputError
 from .workload import Batch, Workload
 from .zoo import build
 
+# What a rank is taken to feed of a ``Workload``, which makes batches of any size.
 WORKLOAD_SAMPLES = 32
-"""What a rank is taken to feed of a ``Workload``, which makes batches of any size."""
 HOW = (
     "give a workload's name, path/to/file.py:factory or package.module:factory, where the "
     "factory takes no argument and returns a Workload"
@@ -63,11 +63,11 @@ def workload(target: str | Workload, *, seed: int = 0) -> Workload:
 
 
 def _from_factory(target: str) -> Workload:
-    home, _, name = target.rpartition(":")
-    module = _file(home) if home.endswith(".py") else _module(home)
+    where, _, name = target.rpartition(":")
+    module = _file(where) if where.endswith(".py") else _module(where)
     factory = getattr(module, name, None)
     if not callable(factory):
-        raise InputError(f"{home} has no function {name!r}: {HOW}")
+        raise InputError(f"{where} has no function {name!r}: {HOW}")
     made = _call(factory, target)
     if not isinstance(made, Workload):
         raise InputError(

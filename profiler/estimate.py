@@ -15,6 +15,8 @@ Where DeepPool published layer times for just that network and device, they repl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import resources
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -23,13 +25,14 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..executor.launch.start import software
-from ..models.preserve import preserved
-from ..models.replay import capture, run_unit
+from ..models.replay import capture, preserved, run_unit
 from ..models.spec import UnitSpec
 from ..models.units.discover import Discovery, discover
 from ..models.workload import Batch, Workload
 from ..planner.schema.capability import degrees
 from ..planner.schema.curve import Curve
+from ..planner.schema.errors import InputError
+from ..planner.schema.layer_times import profile_of_table
 from ..planner.schema.profile import (
     ModelProfile,
     ShareProfile,
@@ -38,30 +41,29 @@ from ..planner.schema.profile import (
     UpdateRate,
 )
 from .catalogue import GIGA, TERA, Datasheet, datasheet
-from .dry import Footprints, dry, is_dry
-from .model import edge_profiles, piece_profiles, unit_profile
-from .tables import load_table
+from .memory import Footprints, dry, is_dry
+from .model import unit_profile
 
+# Share of a device's float32 peak that large matrix products are assumed to reach. Convolutions
+# may use TF32, as torch lets them by default, and are faster then: DeepPool's A100 table has
+# VGG-16 at three times the float32 peak, so an estimate errs on the slow side there.
 FLOPS_REACHED = 0.6
-"""Share of a device's float32 peak that large matrix products are assumed to reach. Convolutions
-may use TF32, as torch lets them by default, and are faster then: DeepPool's A100 table has VGG-16
-at three times the float32 peak, so an estimate errs on the slow side there."""
 
+# Share of the memory bandwidth that streaming kernels reach.
 BANDWIDTH_REACHED = 0.8
-"""Share of the memory bandwidth that streaming kernels reach."""
 
+# A kernel's launch on a GPU, which small units cannot beat.
 KERNEL_S = 5e-6
-"""A kernel's launch on a GPU, which small units cannot beat."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Memory is counted at these batch sizes, and is linear beyond.
 FOOTPRINT_SIZES = (2, 4)
-"""Memory is counted at these batch sizes, and is linear beyond."""
 DEGREES = (2, 4, 8)
+# How often an optimizer reads or writes a parameter's bytes: parameter, gradient, state.
 STATE_TRAFFIC = {"sgd": 3, "momentum": 5, "adam": 7, "adamw": 7}
-"""How often an optimizer reads or writes a parameter's bytes: parameter, gradient, state."""
 
+# Workloads whose units are those of a published A100 table, one by one.
 TABLES = {"vgg16": "vgg16"}
-"""Workloads whose units are those of a published A100 table, one by one."""
 
 
 def estimate(
@@ -91,8 +93,8 @@ def estimate(
         software=software(),
         batches=sizes,
         units=units,
-        edges=edge_profiles(found),
-        pieces=piece_profiles(found),
+        edges=found.edges,
+        pieces=found.pieces,
         updates=tuple(
             UpdateRate(optimizer=name, seconds_per_byte=moves / (sheet.gbyte_s * GIGA))
             for name, moves in STATE_TRAFFIC.items()
@@ -113,12 +115,15 @@ def _counted(
         return found, _Estimator(workload, found, batch, sheet, sizes).units()
 
 
-class _Work:
-    """One unit's counted work for one sample: operations, bytes moved, kernels started."""
+class _Work(NamedTuple):
+    """One unit's counted work for one sample: operations, bytes moved, and ``fixed`` bytes moved
+    for all samples together; kernels started; how many times the forward the backward takes."""
 
-    def __init__(self, flops: float, moved: float, fixed: float, kernels: int, back: float) -> None:
-        self.flops, self.moved, self.fixed = flops, moved, fixed
-        self.kernels, self.back = kernels, back
+    flops: float
+    moved: float
+    fixed: float
+    kernels: int
+    back: float
 
     def seconds(self, samples: float, part: float, sheet: Datasheet) -> float:
         """Forward seconds of ``part`` of the unit on ``samples`` samples."""
@@ -191,7 +196,7 @@ class _Estimator:
         part = 1 / degree
         forward = [work.seconds(b, part, self.sheet) for b in self.sizes]
         sizes = tuple(map(float, self.sizes))
-        held, name = self.footprints, unit.name
+        footprints, name = self.footprints, unit.name
         # A column share keeps its input whole and makes a part of its output; a row share the
         # reverse. What is saved is mostly inputs.
         kept = 1.0 if style == "column" else part
@@ -200,12 +205,12 @@ class _Estimator:
             degree=degree,
             forward=Curve(x=sizes, y=tuple(forward)),
             backward=Curve(x=sizes, y=tuple(work.back * f for f in forward)),
-            saved=held.curve("saved", name, kept),
-            gradient=held.curve("gradient", name),
-            workspace=held.curve("workspace", name, part),
+            saved=footprints.curve("saved", name, kept),
+            gradient=footprints.curve("gradient", name),
+            workspace=footprints.curve("workspace", name, part),
             parameter_bytes=parameter_bytes,
-            fresh=held.curve("fresh", name, part),
-            spared=held.curve("spared", name, part),
+            fresh=footprints.curve("fresh", name, part),
+            spared=footprints.curve("spared", name, part),
         )
 
 
@@ -257,3 +262,20 @@ def _with_times(unit: UnitProfile, rows: Sequence[UnitProfile]) -> UnitProfile:
         twin = next(s for s in first.shares if s.style == share.style and s.degree == share.degree)
         shares.append(msgspec.structs.replace(share, forward=twin.forward, backward=twin.backward))
     return msgspec.structs.replace(unit, shares=tuple(shares))
+
+
+_FOLDER = ("data", "deeppool_a100")
+
+
+def tables() -> tuple[str, ...]:
+    """The names of the tables."""
+    folder = resources.files(__package__).joinpath(*_FOLDER)
+    return tuple(sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".json")))
+
+
+def load_table(name: str) -> ModelProfile:
+    """The profile of a network by its layer times on an A100 (see the folder's README)."""
+    if name not in tables():
+        raise InputError(f"there is no table {name!r}: choose from {', '.join(tables())}")
+    file = resources.files(__package__).joinpath(*_FOLDER, f"{name}.json")
+    return profile_of_table(file.read_bytes(), f"table {name}")

@@ -8,6 +8,7 @@ gradients are more alike than in training; normalisation parameters and biases a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 from ..models.workload import Batch, Workload
 from ..planner.schema.profile import FidelityProfile
 
+LossyExchange = Literal["dropped", "topk"]
 STEPS = 4
-PICKED = (0.01, 0.05, 0.1, 0.25)
-"""Ratios at which top-k is measured."""
-WAITING = (0.25, 0.5)
-"""Ratios at which layer dropping is measured: a parameter leaves every fourth or second step."""
+# Ratios at which each lossy exchange is measured.
+RATIOS: dict[LossyExchange, tuple[float, ...]] = {
+    "dropped": (0.25, 0.5),  # a parameter is sent every fourth or second step
+    "topk": (0.01, 0.05, 0.1, 0.25),
+}
+# So many elements of a parameter are looked at; a share of 1% of them is 655.
 SAMPLED = 65_536
-"""So many elements of a parameter are looked at; a share of 1% of them is 655."""
 
 
 class Fidelity:
@@ -31,7 +34,7 @@ class Fidelity:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._left: dict[tuple[str, str, float], Tensor] = {}
         self._sent: dict[tuple[str, str, float], float] = {}
-        self._held: dict[tuple[str, str, float], float] = {}
+        self._whole: dict[tuple[str, str, float], float] = {}
         self._energy: dict[str, float] = dict.fromkeys(self._parameters, 0.0)
         self._places: dict[str, Tensor] = {}
         self._steps = 0
@@ -44,10 +47,9 @@ class Fidelity:
                 continue
             gradient = self._sampled(name, parameter.grad.detach())
             self._energy[name] += _energy(parameter.grad.detach())
-            for ratio in PICKED:
-                self._picked(name, ratio, gradient)
-            for ratio in WAITING:
-                self._waiting(name, ratio, gradient)
+            for exchange, ratios in RATIOS.items():
+                for ratio in ratios:
+                    self._exchange(exchange, name, ratio, gradient)
 
     def _sampled(self, name: str, gradient: Tensor) -> Tensor:
         flat = gradient.reshape(-1).float()
@@ -57,24 +59,19 @@ class Fidelity:
             self._places[name] = torch.randint(flat.numel(), (SAMPLED,), device=flat.device)
         return flat[self._places[name]]
 
-    def _picked(self, name: str, ratio: float, gradient: Tensor) -> None:
-        key = ("topk", name, ratio)
+    def _exchange(self, exchange: LossyExchange, name: str, ratio: float, gradient: Tensor) -> None:
+        """Counts what the exchange sends of a gradient and of what it left behind so far."""
+        key = exchange, name, ratio
         whole = gradient + self._left[key] if key in self._left else gradient.clone()
-        sent = whole.abs().topk(max(1, round(ratio * whole.numel()))).indices
-        self._count(key, whole, _energy(whole[sent]))
+        if exchange == "topk":
+            sent = whole.abs().topk(max(1, round(ratio * whole.numel()))).indices
+        else:
+            leaves = self._steps % round(1 / ratio) == 0
+            sent = torch.arange(whole.numel() if leaves else 0, device=whole.device)
+        self._whole[key] = self._whole.get(key, 0.0) + _energy(whole)
+        self._sent[key] = self._sent.get(key, 0.0) + _energy(whole[sent])
         whole[sent] = 0.0
         self._left[key] = whole
-
-    def _waiting(self, name: str, ratio: float, gradient: Tensor) -> None:
-        key = ("dropped", name, ratio)
-        whole = gradient + self._left[key] if key in self._left else gradient.clone()
-        leaves = self._steps % round(1 / ratio) == 0
-        self._count(key, whole, _energy(whole) if leaves else 0.0)
-        self._left[key] = torch.zeros_like(whole) if leaves else whole
-
-    def _count(self, key: tuple[str, str, float], whole: Tensor, sent: float) -> None:
-        self._held[key] = self._held.get(key, 0.0) + _energy(whole)
-        self._sent[key] = self._sent.get(key, 0.0) + sent
 
     def energy(self, names: Iterable[str]) -> float:
         """The mean squared norm of those parameters' gradients."""
@@ -82,28 +79,24 @@ class Fidelity:
 
     def profiles(self, names: Sequence[str]) -> tuple[FidelityProfile, ...]:
         """What the exchanges keep of those parameters; none where all are always sent whole."""
-        mine = [n for n in names if n in self._parameters and self._energy[n] > 0]
-        if not any(self._parameters[n].ndim > 1 for n in mine):
+        own = [n for n in names if n in self._parameters and self._energy[n] > 0]
+        if not any(self._parameters[n].ndim > 1 for n in own):
             return ()
-        return (
+        return tuple(
             FidelityProfile(
-                exchange="dropped",
-                ratios=WAITING,
-                kept=tuple(self._kept("dropped", r, mine) for r in WAITING),
-            ),
-            FidelityProfile(
-                exchange="topk",
-                ratios=PICKED,
-                kept=tuple(self._kept("topk", r, mine) for r in PICKED),
-            ),
+                exchange=exchange,
+                ratios=ratios,
+                kept=tuple(self._kept(exchange, ratio, own) for ratio in ratios),
+            )
+            for exchange, ratios in RATIOS.items()
         )
 
     def _kept(self, exchange: str, ratio: float, names: Sequence[str]) -> float:
         sent = 0.0
         for name in names:
             key = (exchange, name, ratio)
-            whole = self._parameters[name].ndim <= 1 or not self._held.get(key)
-            sent += self._energy[name] * (1.0 if whole else self._sent[key] / self._held[key])
+            whole = self._parameters[name].ndim <= 1 or not self._whole.get(key)
+            sent += self._energy[name] * (1.0 if whole else self._sent[key] / self._whole[key])
         return min(sent / sum(self._energy[name] for name in names), 1.0)
 
 

@@ -12,41 +12,37 @@ import torch
 from torch import nn
 
 from ..executor.launch.start import device_name, software
-from ..models.preserve import preserved
-from ..models.replay import capture
+from ..models.replay import capture, preserved
 from ..models.spec import UnitSpec
-from ..models.splits.following import BATCH_NORMS
+from ..models.splits.leaves import BATCH_NORMS
 from ..models.units.discover import Discovery, discover
 from ..models.workload import Batch, Workload
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
 from ..planner.schema.profile import (
-    EdgeProfile,
     ModelProfile,
     ParameterProfile,
-    PieceProfile,
     ShareProfile,
     UnitProfile,
 )
 from .fidelity import STEPS, measure_fidelity
-from .footprint import Footprint, measure_footprint
+from .memory import Footprint, measure_footprint
 from .shares import ShareMeter, split_profiles
-from .timeline import StepTimes, Timeline, plain_step
-from .updates import update_rates
+from .timing import StepTimes, Timeline, plain_step, update_rates
 
 __all__ = ["device_name", "profile"]
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 OPTIMIZERS = ("sgd", "momentum", "adamw")
 DEGREES = (2, 4, 8)
+# Without sizes given, no larger batch is measured once a step takes this long.
 LONGEST_STEP_S = 4.0
-"""Without sizes given, no larger batch is measured once a step takes this long."""
 
+# Of the time for a profile, what a step may take where sizes are to fit.
 LONGEST_SHARE = 0.2
-"""Of the time for a profile, what a step may take where sizes are to fit."""
+# Samples whose step tells what larger batches take, and the fewest that are measured for a goal: a
+# batch of one has no statistics to normalise by, torch refuses it.
 FEW = 2
-"""Samples whose step tells what larger batches take, and the fewest that are measured for a goal: a
-batch of one has no statistics to normalise by, torch refuses it."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -70,7 +66,7 @@ class _Job:
     progress: Progress | None
     start: float = field(default_factory=time.perf_counter)
 
-    def tell(self, share: float, doing: str) -> None:
+    def report(self, share: float, doing: str) -> None:
         if self.progress is not None:
             self.progress(round(1000 * share), 1000, doing)
 
@@ -108,8 +104,9 @@ def profile(
     where = torch.device(device or "cpu")
     job = _Job(workload, where, budget_s, progress)
     job.workload.model.to(where)
-    job.tell(0.0, "finding units")
+    job.report(0.0, "finding units")
     with torch.random.fork_rng(devices=_cuda(where)):
+        # Not 1 and 2: a batch of one is refused by batch normalisation in training mode.
         found = discover(workload.model, job.batch(3), job.batch(2))
         with preserved(workload.model):
             if batches and room_bytes is not None:
@@ -117,10 +114,10 @@ def profile(
             measured = list(_measure(job, found, batches, repeats))
             units = _units(job, found, measured, degrees)
             units = _with_fidelity(job, units, measured[len(measured) // 2].batch)
-    job.tell(0.95, "measuring optimizers")
+    job.report(0.95, "measuring optimizers")
     rates = update_rates(workload.model.parameters(), optimizers)
     sizes = tuple(m.batch for m in measured)
-    job.tell(1.0, "measured")
+    job.report(1.0, "measured")
     return ModelProfile(
         target=workload.name,
         model=found.fingerprint,
@@ -130,8 +127,8 @@ def profile(
         software=software(),
         batches=sizes,
         units=units,
-        edges=edge_profiles(found),
-        pieces=piece_profiles(found),
+        edges=found.edges,
+        pieces=found.pieces,
         step=_curve(sizes, [m.times.total for m in measured]),
         updates=rates,
     )
@@ -154,10 +151,10 @@ def _fitting(job: _Job, found: Discovery, batches: Sequence[int], room_bytes: fl
     step_s = plain_step(model, batch, loss, job.device)
     model.zero_grad()
     # Of a profile's own: the model's values are kept, and gradients are made.
-    standing = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+    persistent = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
 
     def fits(size: int) -> bool:
-        takes = standing + few.total * size / FEW <= room_bytes
+        takes = persistent + few.total * size / FEW <= room_bytes
         return takes and step_s * size / FEW <= job.budget_s * LONGEST_SHARE
 
     sizes = set[int]()
@@ -177,9 +174,8 @@ def _measure(
     sizes = sorted(set(batches)) if batches else BATCHES
     if sizes[0] < 1:
         raise InputError(f"batch size {sizes[0]} cannot be measured: give at least 1")
-    done = 0.0
     for i, size in enumerate(sizes):
-        job.tell(0.1 + 0.6 * i / len(sizes), f"measuring a batch of {size}")
+        job.report(0.1 + 0.6 * i / len(sizes), f"measuring a batch of {size}")
         share = 0.1 + 0.6 * (i + 1) / len(sizes)
         measured = _measure_batch(job, found, size, repeats, share)
         yield measured
@@ -208,13 +204,11 @@ def _measure_batch(job: _Job, found: Discovery, size: int, repeats: int, share: 
 
 def _medians(steps: Sequence[StepTimes], step_s: float) -> StepTimes:
     """Each node's median, scaled so that they add up to ``step_s``, the step without hooks."""
-    result = StepTimes(
-        _node_medians([s.forward for s in steps]), _node_medians([s.backward for s in steps])
-    )
-    factor = step_s / max(result.total, 1e-12)
+    forward = _node_medians([s.forward for s in steps])
+    backward = _node_medians([s.backward for s in steps])
+    factor = step_s / max(StepTimes(forward, backward).total, 1e-12)
     return StepTimes(
-        {n: v * factor for n, v in result.forward.items()},
-        {n: v * factor for n, v in result.backward.items()},
+        {n: v * factor for n, v in forward.items()}, {n: v * factor for n, v in backward.items()}
     )
 
 
@@ -236,19 +230,18 @@ def _units(
     calls = capture(model, middle, [u for u in found.units if u.splits])
     meter = ShareMeter(model, job.device, job.start + job.budget_s)
     wholes = {u.name: _whole(u, sizes, measured) for u in found.units}
-    last = found.units[-1]
+    unused = {found.units[-1].name: found.unused}
     bases = {
-        u.name: unit_profile(model, u, wholes[u.name], found.unused if u is last else ())
-        for u in found.units
+        u.name: unit_profile(model, u, wholes[u.name], unused.get(u.name, ())) for u in found.units
     }
     # Should time run short, it was spent where most can be gained: on the most parameters.
     divided = [u for u in found.units if u.splits]
     divided.sort(key=lambda u: bases[u.name].parameter_bytes, reverse=True)
     for i, unit in enumerate(divided):
-        job.tell(0.7 + 0.25 * i / len(divided), f"dividing {unit.name}")
+        job.report(0.7 + 0.25 * i / len(divided), f"dividing {unit.name}")
         shares = meter.shares(unit, bases[unit.name], calls[unit.name], degrees)
-        unused = found.unused if unit is last else ()
-        bases[unit.name] = unit_profile(model, unit, wholes[unit.name], unused, shares)
+        base = bases[unit.name]
+        bases[unit.name] = msgspec.structs.replace(base, shares=(base.whole, *shares))
     discarded = measured[0].footprint.discarded
     return tuple(
         msgspec.structs.replace(bases[u.name], output_kept=u.name not in discarded)
@@ -260,7 +253,7 @@ def _with_fidelity(job: _Job, units: Sequence[UnitProfile], size: int) -> tuple[
     """The units with what lossy exchanges keep of their gradients, if there is time for it."""
     if job.left_s(1.0) < 0:
         return tuple(units)
-    job.tell(0.95, "measuring gradients")
+    job.report(0.95, "measuring gradients")
     measured = measure_fidelity(job.workload, [job.batch(size) for _ in range(STEPS)])
     found = []
     for unit in units:
@@ -270,24 +263,20 @@ def _with_fidelity(job: _Job, units: Sequence[UnitProfile], size: int) -> tuple[
     return tuple(found)
 
 
+# Fields of a share that are curves over the batch sizes, and where they were measured.
+_WHOLE: tuple[tuple[Callable[[_Measured], object], tuple[str, ...]], ...] = (
+    (lambda m: m.times, ("forward", "backward")),
+    (lambda m: m.footprint, ("saved", "gradient", "workspace", "fresh", "spared")),
+)
+
+
 def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) -> ShareProfile:
-    name = unit.name
-
-    def curve(pick: Callable[[_Measured], dict[str, float] | dict[str, int]]) -> Curve:
-        return _curve(sizes, [pick(m).get(name, 0.0) for m in measured])
-
-    return ShareProfile(
-        style="none",
-        degree=1,
-        forward=curve(lambda m: m.times.forward),
-        backward=curve(lambda m: m.times.backward),
-        saved=curve(lambda m: m.footprint.saved),
-        gradient=curve(lambda m: m.footprint.gradient),
-        workspace=curve(lambda m: m.footprint.workspace),
-        parameter_bytes=0,
-        fresh=curve(lambda m: m.footprint.fresh),
-        spared=curve(lambda m: m.footprint.spared),
-    )
+    curves = {
+        field: _curve(sizes, [getattr(source(m), field).get(unit.name, 0.0) for m in measured])
+        for source, fields in _WHOLE
+        for field in fields
+    }
+    return ShareProfile(style="none", degree=1, parameter_bytes=0, **curves)
 
 
 def unit_profile(
@@ -305,18 +294,6 @@ def unit_profile(
     modules = [model.get_submodule(name) for name in unit.modules]
     norms = [x for m in modules for x in m.modules() if isinstance(x, BATCH_NORMS)]
     total = sum(p.bytes for p in {p.shared: p for p in parameters}.values())
-    first = ShareProfile(
-        style="none",
-        degree=1,
-        forward=whole.forward,
-        backward=whole.backward,
-        saved=whole.saved,
-        gradient=whole.gradient,
-        workspace=whole.workspace,
-        parameter_bytes=total,
-        fresh=whole.fresh,
-        spared=whole.spared,
-    )
     return UnitProfile(
         name=unit.name,
         kind=unit.kind,
@@ -328,7 +305,7 @@ def unit_profile(
         # a mean and a sum of squares for each channel, and the count
         statistics_bytes=sum(4 * (2 * int(norm.num_features) + 1) for norm in norms),
         splits=split_profiles(model, unit, shared),
-        shares=(first, *shares),
+        shares=(msgspec.structs.replace(whole, parameter_bytes=total), *shares),
     )
 
 
@@ -344,34 +321,6 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 def _parameter(model: nn.Module, name: str, shared: str) -> ParameterProfile:
     parameter = model.get_parameter(name)
     return ParameterProfile(
-        name=name,
-        shared=shared,
-        shape=tuple(parameter.shape),
-        bytes=parameter.nbytes,
+        name=name, shared=shared, shape=tuple(parameter.shape), bytes=parameter.nbytes,
         trainable=parameter.requires_grad,
-    )
-
-
-def edge_profiles(found: Discovery) -> tuple[EdgeProfile, ...]:
-    """The edges as the planner knows them."""
-    return tuple(
-        EdgeProfile(
-            source=e.source,
-            target=e.target,
-            bytes_per_sample=e.bytes_per_sample,
-            gradient_bytes_per_sample=e.gradient_bytes_per_sample,
-            features=e.features,
-            tensors=e.tensors,
-        )
-        for e in found.edges
-    )
-
-
-def piece_profiles(found: Discovery) -> tuple[PieceProfile, ...]:
-    """The pieces as the planner knows them."""
-    return tuple(
-        PieceProfile(
-            modules=p.modules, first=p.first, last=p.last, follows=p.follows, opens=p.opens
-        )
-        for p in found.pieces
-    )
+    )  # fmt: skip

@@ -26,8 +26,8 @@ from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan
 
 ROUNDS, UNCOUNTED = 25, 3
+# What travels at once: all of a toy, and slices as plans mostly choose them.
 BUCKET_BYTES, SLICE_BYTES = 25 * 2**20, 4 * 2**20
-"""What travels at once: all of a toy, and slices as plans mostly choose them."""
 
 
 class _Toy(NamedTuple):
@@ -111,12 +111,12 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
     plain, batch = _model(toy), torch.ones(2, toy.width)
     by_hand = _updated(plain)
     model = _model(toy)
-    planned, ours = apply(model, _updated(model), _plan(toy, ranks, schedule))
-    assert ours is not None, "an optimizer comes back where one was given"
+    planned, optimizer = apply(model, _updated(model), _plan(toy, ranks, schedule))
+    assert optimizer is not None, "an optimizer comes back where one was given"
     meter, sent = run_of(planned).meter, torch.split(torch.zeros(toy.bytes // 4), _piece(schedule))
     turns: list[Callable[[], object]] = [
         lambda: _step(plain, by_hand, batch),
-        lambda: _step(planned, ours, batch),
+        lambda: _step(planned, optimizer, batch),
         lambda: _reduce(sent),
     ]
     taken: list[list[float]] = [[], [], []]
@@ -126,8 +126,8 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
             start, waited = time.perf_counter(), meter.seconds
             turn()
             seconds.append(time.perf_counter() - start - (meter.seconds - waited))
-    alone, under, wire = (median(seconds[UNCOUNTED:]) for seconds in taken)
-    return _Excess(under - alone - wire, meter.moves // (rounds + UNCOUNTED))
+    plainly, under, wire = (median(seconds[UNCOUNTED:]) for seconds in taken)
+    return _Excess(under - plainly - wire, meter.moves // (rounds + UNCOUNTED))
 
 
 def _piece(schedule: ScheduleName) -> int:
@@ -156,6 +156,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> 
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
+    # Any use of a parameter waits for its update, where the optimizer returned before it was done.
     for parameter in model.parameters():
         parameter.detach()
 
@@ -174,7 +175,7 @@ def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:
         gpu_seconds=0.0,
         samples_per_s=0.0,
     )
-    home, divided = data_parallel(ranks), Layout(groups=ranks // toy.degree, degree=toy.degree)
+    whole, divided = data_parallel(ranks), Layout(groups=ranks // toy.degree, degree=toy.degree)
     units = []
     for i in range(toy.layers):
         cut = toy.degree > 1 and i % 3 == 1
@@ -184,7 +185,7 @@ def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:
                 kind="linear",
                 modules=(str(i),),
                 batched_inputs=(0,),
-                layout=divided if cut else home,
+                layout=divided if cut else whole,
                 style="column" if cut else "none",
             )
         )

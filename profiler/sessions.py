@@ -1,8 +1,8 @@
-"""Measuring a model and its links on all ranks together, once: what was measured is kept on disk.
+"""Measuring on this machine: in this process, on its ranks, or from the catalogue.
 
-A profile is found again by the model's structure (its modules, parameters and batch), the sizes
-measured, the device, how many ranks share its host and the software; a cluster by its hosts,
-devices and software. ``refresh`` measures anew.
+What ranks measure together is kept on disk. A profile is found again by the model's structure (its
+modules, parameters and batch), the sizes measured, the device, how many ranks share its host and
+the software; a cluster by its hosts, devices and software. ``refresh`` measures anew.
 """
 
 from __future__ import annotations
@@ -21,23 +21,45 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..executor.comm.agreement import rank_zero_decides, together
+from ..executor.launch.processes import Ranks
 from ..executor.launch.progress import Step
-from ..executor.launch.start import device_name, memory_bytes, software
-from ..executor.launch.tasks import Task, rank_zero_bar
+from ..executor.launch.start import (
+    device_name,
+    local_device,
+    memory_bytes,
+    software,
+    start_process_group,
+    under_torchrun,
+)
+from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
+from ..models.target import try_out, workload
 from ..models.workload import Workload
 from ..planner.schema import cache
 from ..planner.schema.cache import DocumentT
 from ..planner.schema.cluster import Cluster, Device, Node
+from ..planner.schema.errors import InputError
 from ..planner.schema.goal import Goal
 from ..planner.schema.profile import ModelProfile
+from .catalogue import datasheet
+from .catalogue import names as catalogued
+from .estimate import estimate
+from .links import probe as probe_ranks
 from .model import FEW
 from .model import profile as profile_model
 from .overhead import measure_overhead, measure_priority_overhead
-from .probe import probe as probe_ranks
 
+# [Note: What is measured together]
+# Ranks that share a host share its memory bandwidth, caches and clock rate, in the run as well. So
+# on CPUs all ranks of a host profile the model at the same time, and rank 0's times are taken: they
+# hold what the others cost. On GPUs each rank has a device to itself and rank 0 measures alone.
+# Links are measured by the groups that plans use at the same time: all blocks of neighbours at
+# once, then all ranks with equal places at once, because these share a host's network interface.
+# Collectives are not timed while the model computes; how much both slow each other is measured
+# separately (``links.measure_interference``) and applied by the simulation.
+
+# Of a device's memory, what measuring may take: others may be on the machine.
 ROOM = 0.6
-"""Of a device's memory, what measuring may take: others may be on the machine."""
 
 
 def batches_for(goal: Goal, world_size: int) -> tuple[int, ...]:
@@ -71,8 +93,8 @@ def profile_on_ranks(
     def measure_together() -> ModelProfile:
         if device.type != "cpu" or dist.get_world_size() == 1:
             return rank_zero_decides(measure)
-        mine = together(measure)
-        return rank_zero_decides(lambda: mine)
+        own = together(measure)
+        return rank_zero_decides(lambda: own)
 
     mark = profile_mark(workload, batches, device, local_ranks())
     return _once(ModelProfile, mark, measure_together, refresh)
@@ -172,3 +194,103 @@ def profile_task(task: Task, folder: Path, device: torch.device) -> ModelProfile
         return profile_on_ranks(
             targets.workload(task.target), task.batches or None, device, step, refresh=task.refresh
         )
+
+
+def profile(
+    target: str | Workload,
+    batches: Sequence[int] | None,
+    device: str | None,
+    ranks: int,
+    progress: Step | None,
+) -> ModelProfile:
+    """See ``api.profile``."""
+    if device is not None and device.split(":")[0] not in ("cpu", "cuda"):
+        datasheet(device)  # an unknown device is told before any work
+        return estimate(_dry_workload(target), device, batches=batches)
+    chosen = workload(target)
+    try_out(chosen)
+    if ranks > 1:
+        return _on_ranks(target, batches, ranks, refresh=True)
+    return profile_model(chosen, batches=batches, device=device_of(device), progress=progress)
+
+
+def _dry_workload(target: str | Workload) -> Workload:
+    """The workload without memory for its parameters, as it may not fit here; with it where it
+    cannot be built otherwise (its factory loads weights, say)."""
+    try:
+        with torch.device("meta"):
+            return workload(target)
+    except InputError:
+        return workload(target)
+
+
+def device_of(name: str | None) -> torch.device:
+    """A device by name, or this machine's best; ``InputError`` where there is none such."""
+    if name is None:
+        return local_device()
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(
+            f"device {name!r} is not here: torch sees no GPU on this machine (with one, install a "
+            "torch that is built for CUDA); measure on 'cpu', or name a catalogued device that is "
+            "not here, such as 'h100-sxm', to estimate"
+        )
+    return torch.device(name)
+
+
+def _on_ranks(
+    target: str | Workload, batches: Sequence[int] | None, ranks: int, refresh: bool
+) -> ModelProfile:
+    if isinstance(target, Workload):
+        raise InputError(
+            f"workload {target.name!r} cannot be sent to {ranks} processes: name it as "
+            "file.py:factory"
+        )
+    task = Task(name="profile", target=target, batches=tuple(batches or ()), refresh=refresh)
+    found = run_task(task, Ranks(nproc=ranks), ModelProfile)
+    assert found is not None
+    return found
+
+
+def probe(ranks: int | None, progress: Step | None) -> Cluster:
+    """See ``api.probe``."""
+    if dist.is_initialized() or under_torchrun():
+        return cluster_of_ranks(start_process_group(), progress, refresh=True)
+    count = ranks if ranks is not None else max(torch.cuda.device_count(), 2)
+    if count < 1:
+        raise InputError(f"{count} ranks cannot be probed: name 1 (no links to measure) or more")
+    if count == 1:
+        return single_rank(local_device())
+    found = run_task(Task(name="probe"), Ranks(nproc=count), Cluster)
+    assert found is not None
+    return found
+
+
+def profile_for(
+    target: str | Workload, cluster: Cluster, goal: Goal, progress: Step | None
+) -> ModelProfile:
+    """A profile of ``target`` on the cluster's devices: measured where they are this machine's,
+    else estimated where they are catalogued."""
+    names = {device.name for device in cluster.devices}
+    name = min(names)
+    here = device_name(local_device())
+    if names == {here}:
+        batches = batches_for(goal, cluster.world_size)
+        ranks = max(len(node.devices) for node in cluster.nodes)
+        chosen, where = workload(target), local_device()
+        try_out(chosen)
+        if ranks > 1 and where.type == "cpu" and isinstance(target, str):
+            return _on_ranks(target, batches, ranks, refresh=False)
+        return profile_model(
+            chosen, batches=batches, device=where, progress=progress, room_bytes=room_bytes(where)
+        )
+    if len(names) > 1:
+        raise InputError(
+            f"the cluster has devices of several kinds ({', '.join(sorted(names))}): profile the "
+            "model on the slowest and plan from that profile"
+        )
+    if name not in catalogued():
+        raise InputError(
+            f"the cluster's device {name!r} is neither this machine's ({here!r}) nor catalogued: "
+            "run 'meshwright profile' there and plan from that profile"
+        )
+    return profile(target, None, name, 1, progress)

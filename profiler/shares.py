@@ -9,37 +9,34 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ..models.replay import Call, run_modules
+from ..models.replay import UnitCall, run_modules
 from ..models.spec import SplitSpec, UnitSpec
 from ..models.splits import apply_split
 from ..models.splits.check import isolated, member_call
 from ..planner.schema.capability import degrees
 from ..planner.schema.profile import ShareProfile, SplitProfile, UnitProfile
-from .footprint import SavedTensors
-from .timeline import Clock
+from .memory import SavedTensors
+from .timing import Clock
 
 ROUNDS = 3
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Seconds of forward and backward, bytes saved for backward, bytes of inputs and outputs that
-    have a gradient, of outputs, and of parameters."""
+    have a gradient, and of outputs; or these as shares of the whole unit's."""
 
     forward_s: float
     backward_s: float
-    saved: int
-    gradient: int
-    output: int
-    parameters: int
+    saved: float
+    gradient: float
+    output: float
 
 
 class ShareMeter:
@@ -47,10 +44,10 @@ class ShareMeter:
 
     def __init__(self, model: nn.Module, device: torch.device, deadline: float) -> None:
         self._model, self._device, self._deadline = model, device, deadline
-        self._known: dict[tuple[Any, ...], tuple[float, ...] | None] = {}
+        self._known: dict[tuple[Any, ...], Cost | None] = {}
 
     def shares(
-        self, unit: UnitSpec, profile: UnitProfile, call: Call, wanted: Sequence[int]
+        self, unit: UnitSpec, profile: UnitProfile, call: UnitCall, wanted: Sequence[int]
     ) -> list[ShareProfile]:
         """The shares of a unit for every style and every degree of ``wanted`` that it can have."""
         whole = profile.whole
@@ -62,21 +59,20 @@ class ShareMeter:
                 ratio = self._ratio(unit, split, call, degree)
                 if ratio is None:
                     continue
-                forward, backward, saved, gradient, workspace = ratio
                 size = self._shard_bytes(unit, split, degree)
-                part = _over(size, profile.whole.parameter_bytes)
+                part = _over(size, whole.parameter_bytes)
                 found.append(
                     ShareProfile(
                         style=split.style,
                         degree=degree,
-                        forward=whole.forward.scaled(forward),
-                        backward=whole.backward.scaled(backward),
-                        saved=whole.saved.scaled(saved),
-                        gradient=whole.gradient.scaled(gradient),
-                        workspace=whole.workspace.scaled(workspace),
+                        forward=whole.forward.scaled(ratio.forward_s),
+                        backward=whole.backward.scaled(ratio.backward_s),
+                        saved=whole.saved.scaled(ratio.saved),
+                        gradient=whole.gradient.scaled(ratio.gradient),
+                        workspace=whole.workspace.scaled(ratio.output),
                         parameter_bytes=size,
                         fresh=whole.fresh.scaled(part),
-                        spared=whole.spared.scaled(min(part, saved)),
+                        spared=whole.spared.scaled(min(part, ratio.saved)),
                     )
                 )
         return found
@@ -95,9 +91,7 @@ class ShareMeter:
             total += size
         return total
 
-    def _ratio(
-        self, unit: UnitSpec, split: SplitSpec, call: Call, degree: int
-    ) -> tuple[float, ...] | None:
+    def _ratio(self, unit: UnitSpec, split: SplitSpec, call: UnitCall, degree: int) -> Cost | None:
         modules = [self._model.get_submodule(name) for name in unit.modules]
         shapes = [tuple(p.shape) for module in modules for p in module.parameters()]
         inputs = [tuple(t.shape) for t in call.tensors()]
@@ -107,53 +101,34 @@ class ShareMeter:
             self._known[key] = None if late else self._measure(unit, split, call, degree)
         return self._known[key]
 
-    def _measure(
-        self, unit: UnitSpec, split: SplitSpec, call: Call, degree: int
-    ) -> tuple[float, ...]:
+    def _measure(self, unit: UnitSpec, split: SplitSpec, call: UnitCall, degree: int) -> Cost:
         holder = isolated(self._model, unit.modules)
         shard = copy.deepcopy(holder)
 
+        # Stands for the collective: the member's own samples of the group's, at no cost.
         def reduce(partial: Tensor) -> Tensor:
             return partial[: -(-len(partial) // degree)]
 
         apply_split(shard, unit.modules, split, degree, 0, reduce)
         given = member_call(unit, split, call, degree, 0)
-        whole, part = self._alternate((holder, call), (shard, given), unit)
-        return (
-            _over(part.forward_s, whole.forward_s),
-            _over(part.backward_s, whole.backward_s),
-            _over(part.saved, whole.saved),
-            _over(part.gradient, whole.gradient),
-            _over(part.output, whole.output),
-        )
-
-    def _alternate(
-        self, first: tuple[nn.Module, Call], second: tuple[nn.Module, Call], unit: UnitSpec
-    ) -> tuple[Cost, Cost]:
-        """Both costs, measured in turn so that a disturbance hits both, after a warm-up round."""
+        # In turn, so that a disturbance hits both; the first round warms up.
         rounds = [
-            tuple(cost_of(holder, unit, call, self._device) for holder, call in (first, second))
+            (cost_of(holder, unit, call, self._device), cost_of(shard, unit, given, self._device))
             for _ in range(ROUNDS + 1)
         ][1:]
-        return _median([r[0] for r in rounds]), _median([r[1] for r in rounds])
+        whole, part = (_median(costs) for costs in zip(*rounds, strict=True))
+        return Cost(*map(_over, part, whole))
 
 
 def _median(costs: Sequence[Cost]) -> Cost:
-    return Cost(
-        median(c.forward_s for c in costs),
-        median(c.backward_s for c in costs),
-        costs[0].saved,
-        costs[0].gradient,
-        costs[0].output,
-        costs[0].parameters,
-    )
+    return Cost(*map(median, zip(*costs, strict=True)))
 
 
 def _over(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 1.0
 
 
-def cost_of(holder: nn.Module, unit: UnitSpec, call: Call, device: torch.device) -> Cost:
+def cost_of(holder: nn.Module, unit: UnitSpec, call: UnitCall, device: torch.device) -> Cost:
     """What one run of a unit's modules takes."""
     given = call.fresh()
     clock = Clock(device)
@@ -179,7 +154,6 @@ def cost_of(holder: nn.Module, unit: UnitSpec, call: Call, device: torch.device)
         saved.bytes.get("", 0),
         inputs + out,
         out,
-        sum(p.nbytes for p in holder.parameters()),
     )
 
 

@@ -1,4 +1,4 @@
-"""``python -m meshwright.testbed``: a bed that stays until Ctrl-C, and how to enter its hosts."""
+"""``python -m benchmarks.testbed``: a bed that stays until Ctrl-C, and how to enter its hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .bed import BURST_BYTES, Bed
 
 def main() -> int:
     """Builds the bed, says how to use it, and waits."""
-    parser = argparse.ArgumentParser(prog="python -m meshwright.testbed", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.testbed", description=__doc__)
     parser.add_argument("--hosts", type=int, default=2, help="how many hosts, 2 to 8")
     parser.add_argument(
         "--mbit", type=float, nargs="+", default=[200.0], help="one rate, or one for each host"

@@ -24,10 +24,10 @@ from typing import Any
 
 from meshwright.planner.schema.errors import InputError, RunError
 
+# The token bucket's depth. 32 KB lose 40% of the rate; 2 MB beat it after a pause.
 BURST_BYTES = 256 * 1024
-"""The token bucket's depth. 32 KB lose 40% of the rate; 2 MB beat it after a pause."""
+# What a link holds back before it drops, in seconds at its rate.
 QUEUE_S = 0.1
-"""What a link holds back before it drops, in seconds at its rate."""
 NETWORK = "10.77.0"
 MOST_HOSTS = 8
 _PREFIX = "mwbed"

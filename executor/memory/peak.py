@@ -28,7 +28,7 @@ def peak_bytes(
         return int(torch.cuda.max_memory_allocated(device))
     live = LiveStorages()
     with live:
-        live.leave_out(excluded)
+        live.ignore(excluded)
         live.add(lasting)
         work()
     return live.peak

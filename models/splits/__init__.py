@@ -9,15 +9,9 @@ from torch import nn
 from ...planner.schema.errors import InputError
 from ...planner.schema.profile import UnitKind
 from ..spec import Reduce, SplitSpec
-from .attention import AttentionRecipe
-from .convolution import ConvolutionRecipe
-from .embedding import EmbeddingRecipe
-from .following import is_lookalike
-from .linear import LinearRecipe
-from .mlp import MLPRecipe
-from .multihead import MultiheadRecipe
-from .recipe import Place, Recipe
-from .slicing import cut_in_place, join_parameter, slice_parameter
+from .blocks import AttentionRecipe, MLPRecipe, MultiheadRecipe
+from .leaves import ConvolutionRecipe, EmbeddingRecipe, LinearRecipe, is_lookalike
+from .recipe import GroupMember, Recipe, cut_in_place, join_parameter, slice_parameter
 
 __all__ = [
     "apply_split",
@@ -28,12 +22,12 @@ __all__ = [
     "slice_parameter",
 ]
 
+# Recipes for modules with children, which become one unit because of them.
 BLOCKS: tuple[tuple[UnitKind, Recipe], ...] = (
     ("attention", MultiheadRecipe()),
     ("attention", AttentionRecipe()),
     ("mlp", MLPRecipe()),
 )
-"""Recipes for modules with children, which become one unit because of them."""
 
 LEAVES: tuple[Recipe, ...] = (LinearRecipe(), EmbeddingRecipe(), ConvolutionRecipe())
 
@@ -47,8 +41,8 @@ def find_splits(model: nn.Module, modules: Sequence[str]) -> tuple[SplitSpec, ..
     """The ways in which the unit made of ``modules`` (fully qualified names, in order) can be
     divided, by the look of it.
 
-    ``check.holds`` says whether such a split computes what the whole unit does; discovery offers
-    only those that do.
+    Discovery offers only those that compute what the whole unit does (see [Note: Splits are
+    proved] in models/splits/check.py).
     """
     found = _find(model, modules)
     return tuple(s for s in found[1] if s.parts > 1) if found else ()
@@ -76,7 +70,7 @@ def apply_split(
     member: int,
     reduce: Reduce,
 ) -> None:
-    """Makes the unit one member's part of itself, in place.
+    """Makes the unit one member's part of itself, in member.
 
     Parameters and buffers are cut (the objects stay, so optimizers and ties do), forwards that
     must end in ``reduce`` are replaced on the instances. ``recipe`` says what a member then takes
@@ -93,6 +87,7 @@ def apply_split(
             f"unit {modules[0]!r} has {spec.parts} parts, which {degree} members cannot share "
             "evenly: choose a degree that divides them"
         )
+    # Before the patch: recipes expect parameters in their new shapes.
     for cut in spec.cuts:
         cut_in_place(model, cut, degree, member)
-    found[0].patch(model, modules, spec, Place(degree, member, reduce))
+    found[0].patch(model, modules, spec, GroupMember(degree, member, reduce))

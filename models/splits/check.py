@@ -17,19 +17,30 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.cost.ownership import feature_bounds
-from ..replay import Call, run_modules
+from ..replay import UnitCall, run_modules
 from ..spec import SplitSpec, UnitSpec
 from . import apply_split
-from .slicing import slice_parameter
+from .recipe import slice_parameter
+
+# [Note: Splits are proved]
+# A recipe recognises a module by its type, or by names and shapes, and names can deceive: another
+# library's ``q_proj`` may be followed by a rotation over all heads. So before a split that goes by
+# looks is offered to the planner, it is carried out: all members of a group run as threads of this
+# process, each on its slice, with ``reduce`` as an addition over the threads instead of a
+# collective. Output, gradients of inputs, and gradients of parameters must equal those of the whole
+# unit: cut parameters' slice by slice, all others' as sums over members. It runs in double
+# precision, so that a tolerance of 1e-9 separates rounding from a wrong formula; without dropout,
+# which the members draw for themselves; and with random parameters, because zeros and ones (fresh
+# biases and norms) hide terms that are added twice or forgotten.
 
 _WAIT_S = 60.0
+# Sequences of more positions are tried with so many.
 _LONG, _SHORT = 256, 16
-"""Sequences of more positions are tried with so many."""
+# Standard deviation of the parameters that a split is tried with.
 _SPREAD = 0.2
-"""Standard deviation of the parameters that a split is tried with."""
 
 
-class _Meeting:
+class _ThreadReduce:
     """The reduction of members that run as threads: each gets the sum for its own samples."""
 
     def __init__(self, degree: int) -> None:
@@ -39,6 +50,7 @@ class _Meeting:
 
     def reduce(self, member: int, partial: Tensor) -> Tensor:
         self._partials[member] = partial
+        # The first barrier: all partial sums are there. The second: all have read them.
         self._barrier.wait(_WAIT_S)
         parts = [self._partials[m] for m in range(self._degree)]
         self._barrier.wait(_WAIT_S)
@@ -63,13 +75,13 @@ class Member:
 
 
 def run_members(
-    holder: nn.Module, unit: UnitSpec, spec: SplitSpec, call: Call, degree: int
+    holder: nn.Module, unit: UnitSpec, spec: SplitSpec, call: UnitCall, degree: int
 ) -> list[Member]:
     """The unit divided over ``degree`` members, each run on its part of ``call``'s inputs.
 
     ``holder`` has the unit's modules under their names. Outputs keep their graphs.
     """
-    meeting = _Meeting(degree)
+    meeting = _ThreadReduce(degree)
     members = [Member(copy.deepcopy(holder), unit.modules) for _ in range(degree)]
     threads = []
     for index, member in enumerate(members):
@@ -91,7 +103,7 @@ def run_members(
     return members
 
 
-def _work(member: Member, call: Call, meeting: _Meeting) -> None:
+def _work(member: Member, call: UnitCall, meeting: _ThreadReduce) -> None:
     try:
         member.output = run_modules(member.model, member.names, call)
     except BaseException as error:
@@ -99,7 +111,9 @@ def _work(member: Member, call: Call, meeting: _Meeting) -> None:
         meeting.abort()
 
 
-def member_call(unit: UnitSpec, spec: SplitSpec, call: Call, degree: int, member: int) -> Call:
+def member_call(
+    unit: UnitSpec, spec: SplitSpec, call: UnitCall, degree: int, member: int
+) -> UnitCall:
     """The call as a member gets it: whole, or with its slice of the first input's features."""
     if spec.style != "row":
         return call
@@ -108,7 +122,7 @@ def member_call(unit: UnitSpec, spec: SplitSpec, call: Call, degree: int, member
     left, right = feature_bounds(spec.features, degree, member)
     leaves[first] = leaves[first].narrow(spec.feature_dim, left, right - left)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
-    return Call(args, kwargs)
+    return UnitCall(args, kwargs)
 
 
 def joined(spec: SplitSpec, outputs: Sequence[Any]) -> Tensor:
@@ -122,7 +136,9 @@ def main_output(output: Any) -> Tensor:
     return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
 
 
-def holds(model: nn.Module, unit: UnitSpec, spec: SplitSpec, call: Call, degree: int = 2) -> bool:
+def is_equivalent(
+    model: nn.Module, unit: UnitSpec, spec: SplitSpec, call: UnitCall, degree: int = 2
+) -> bool:
     """Whether the split's output and gradients equal the whole unit's on ``call``'s inputs."""
     if not spec.uneven and spec.parts % degree:
         return False
@@ -138,7 +154,7 @@ def holds(model: nn.Module, unit: UnitSpec, spec: SplitSpec, call: Call, degree:
         return False  # a look-alike, whose own forward may fail in any way on its parts
 
 
-def _shortened(call: Call, holder: nn.Module) -> Call:
+def _shortened(call: UnitCall, holder: nn.Module) -> UnitCall:
     """The call with the first few positions of long sequences: what a split computes does not
     depend on how many there are, and the time that it takes does. The call itself where nothing is
     long, or where a length is also that of a parameter."""
@@ -155,7 +171,7 @@ def _shortened(call: Call, holder: nn.Module) -> Call:
         return tensor.detach().requires_grad_(tensor.requires_grad)
 
     args, kwargs = pytree.tree_map_only(Tensor, cut, (call.args, dict(call.kwargs)))
-    return Call(args, kwargs)
+    return UnitCall(args, kwargs)
 
 
 def isolated(model: nn.Module, modules: Sequence[str]) -> nn.Module:
@@ -194,7 +210,7 @@ def _prepared(holder: nn.Module) -> nn.Module:
     return holder
 
 
-def _with_values(call: Call) -> Call:
+def _with_values(call: UnitCall) -> UnitCall:
     """The call itself, or one with random numbers where it was recorded without memory."""
     generator = torch.Generator().manual_seed(1)
 
@@ -207,16 +223,19 @@ def _with_values(call: Call) -> Call:
         return drawn.to(t.dtype).requires_grad_(t.requires_grad)
 
     args, kwargs = pytree.tree_map_only(Tensor, fill, (call.args, dict(call.kwargs)))
-    return Call(args, kwargs)
+    return UnitCall(args, kwargs)
 
 
-def _agrees(holder: nn.Module, unit: UnitSpec, spec: SplitSpec, call: Call, degree: int) -> bool:
+def _agrees(
+    holder: nn.Module, unit: UnitSpec, spec: SplitSpec, call: UnitCall, degree: int
+) -> bool:
     whole_call, split_call = call.fresh(), call.fresh()
     whole = main_output(run_modules(holder, unit.modules, whole_call))
     members = run_members(holder, unit, spec, split_call, degree)
     output = joined(spec, [m.output for m in members])
     if output.shape != whole.shape or not torch.allclose(output, whole, 1e-9, 1e-10):
         return False
+    # A loss of random weights: a plain sum has the same gradient everywhere and hides permutations.
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(whole.shape, generator=generator, dtype=whole.dtype).to(whole.device)
     (whole * weight).sum().backward()  # type: ignore[no-untyped-call]

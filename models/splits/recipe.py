@@ -21,17 +21,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ...planner.schema.errors import InputError
 from ..spec import ParameterCut, Reduce, SplitSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class GroupMember:
     """Which member of a group this is, and how the group adds up partial sums."""
 
     degree: int
-    member: int
+    index: int
     reduce: Reduce
 
 
@@ -42,7 +44,7 @@ class Recipe(Protocol):
         """The splits that the unit has, none if this recipe is not for it."""
 
     def patch(
-        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, place: Place
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
     ) -> None:
         """Changes the modules of a unit whose parameters have just been cut, so that they compute a
         member's part. Cut parameters have their new shapes, attributes of modules not yet."""
@@ -63,3 +65,66 @@ def cuts_of(
 def qualified(module: str, name: str) -> str:
     """The fully qualified name of something in a module; the model itself is named ``""``."""
     return f"{module}.{name}" if module else name
+
+
+_MARK = "_meshwright_cut"
+
+
+def slice_parameter(tensor: Tensor, cut: ParameterCut, degree: int, member: int) -> Tensor:
+    """The slice of a whole parameter or buffer that a member holds, in memory of its own."""
+    bounds = cut.bounds(tensor.shape[cut.dim], degree, member)
+    return torch.cat(
+        [tensor.narrow(cut.dim, left, right - left) for left, right in bounds], cut.dim
+    )
+
+
+def join_parameter(
+    shards: Sequence[Tensor], cut: ParameterCut, full_shape: Sequence[int]
+) -> Tensor:
+    """The whole from all members' slices, in order of members: what ``slice_parameter`` undoes."""
+    full = shards[0].new_empty(tuple(full_shape))
+    for member, shard in enumerate(shards):
+        start = 0
+        for left, right in cut.bounds(full.shape[cut.dim], len(shards), member):
+            piece = shard.narrow(cut.dim, start, right - left)
+            full.narrow(cut.dim, left, right - left).copy_(piece)
+            start += right - left
+    return full
+
+
+def cut_in_place(model: nn.Module, cut: ParameterCut, degree: int, member: int) -> None:
+    """Replaces the content of a parameter or buffer by a member's slice; the object stays.
+
+    A parameter tied between units is cut by the first of them, and the others must agree. A
+    gradient that is there would not fit any more and is refused.
+    """
+    holder, _, name = cut.name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(holder), name)
+    wanted = (cut.dim, cut.blocks, degree, member)
+    if getattr(tensor, _MARK, wanted) != wanted:
+        raise InputError(
+            f"parameter {cut.name!r} is tied and its units divide it differently: "
+            "give all units that share it one layout"
+        )
+    if hasattr(tensor, _MARK):
+        return
+    if tensor.grad is not None:
+        raise InputError(
+            f"parameter {cut.name!r} has a gradient of its undivided shape: "
+            "call zero_grad() before dividing it"
+        )
+    shard = slice_parameter(tensor.detach(), cut, degree, member)
+    forget_accumulator(tensor)
+    tensor.data = shard
+    setattr(tensor, _MARK, wanted)
+
+
+def forget_accumulator(tensor: Tensor) -> None:
+    """Lets the next backward make the tensor's gradient accumulator anew.
+
+    A graph that is still alive (of a forward before, in profiling or the user's own) keeps the
+    accumulator, which remembers the shape from before the cut; torch 2.13 then refuses the
+    gradient. Storing data of another type makes torch drop it.
+    """
+    other = torch.float16 if tensor.dtype != torch.float16 else torch.float32
+    tensor.data = torch.empty(0, dtype=other, device=tensor.device)

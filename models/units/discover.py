@@ -9,34 +9,37 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ...planner.schema.profile import UnitKind
-from ..replay import Call, capture
+from ...planner.schema.profile import EdgeProfile, PieceProfile, UnitKind
+from ..replay import UnitCall, capture
 from ..spec import SplitSpec, UnitSpec
 from ..splits import find_splits, guessed
-from ..splits.check import holds
-from ..splits.following import BATCH_NORMS
+from ..splits.check import is_equivalent
+from ..splits.leaves import BATCH_NORMS
 from ..workload import Batch
-from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, loads_of, pruned
-from .pieces import Piece, pieces_of
-from .select import Run, draws_early, parameters_used_outside, select_runs, unused_parameters
+from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, pruned, tensor_numbers
+from .pieces import pieces_of
+from .select import (
+    TracedUnit,
+    draws_early,
+    parameters_used_outside,
+    select_units,
+    unused_parameters,
+)
 from .trace import Trace, record
+
+# [Note: How units are found]
+# A model is run once on a batch and once on a batch of another size, in training mode. Hooks on
+# every module and a TorchFunctionMode record what is called, with which tensors (``trace``). Then
+# ``select`` chooses the units, ``flow`` the tensors between them, and ``pieces`` the stretches that
+# can be recomputed as one. Symbolic tracing (torch.fx, torch.export) is not used: it fails on
+# forwards that look at values or shapes, it needs operations instead of the modules that users
+# name in plans, and the executor does not need a graph: it wraps modules of the model as it is.
+# Two sizes tell samples apart from other dimensions: bytes that do not grow with the batch are no
+# activations, and a dimension of size N that stays is a coincidence. What these two forwards do
+# not show (a branch taken for other inputs) is not known.
 
 _TRIED_SAMPLES = 2
 _BLOCKS = ("attention", "mlp")
-
-
-@dataclass(frozen=True)
-class Edge:
-    """The tensors with a batch dimension that flow between two units, in bytes for each sample;
-    ``gradient_bytes_per_sample`` is the part that has a gradient. ``features`` and ``tensors`` as
-    in ``EdgeProfile``."""
-
-    source: str
-    target: str
-    bytes_per_sample: float
-    gradient_bytes_per_sample: float
-    features: int = 1
-    tensors: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,15 @@ class Discovery:
     """A model's units in forward order, ``@input`` first and ``@output`` last, and their edges.
 
     ``unused`` are names of parameters that no forward uses, ``pieces`` the stretches of the forward
-    that can run again together. ``fingerprint`` stands for the
-    structure: names, shapes and types of parameters and buffers, and the units.
+    that can run again together. ``fingerprint`` stands for the structure: names, shapes and types
+    of parameters and buffers, and the units.
     """
 
     units: tuple[UnitSpec, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[EdgeProfile, ...]
     unused: tuple[str, ...]
     fingerprint: str
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[PieceProfile, ...] = ()
 
     def unit(self, name: str) -> UnitSpec:
         """The unit of that name."""
@@ -73,24 +76,25 @@ def discover(
     traces = record(model, batch), record(model, other)
     trial = _Trial(model, batch) if check else None
     refused: set[str] = set()
+    # Ends after a few rounds: ``refused`` only grows, and each name in it is a module.
     while True:
-        runs = [select_runs(model, trace, refused) for trace in traces]
-        flows = [flow_of(trace, r) for trace, r in zip(traces, runs, strict=True)]
-        specs = _specs(model, traces, runs, flows[0])
+        traced = [select_units(model, trace, refused) for trace in traces]
+        flows = [flow_of(trace, r) for trace, r in zip(traces, traced, strict=True)]
+        specs = _specs(model, traces, traced, flows[0])
         kept = trial.checked(specs) if trial else specs
         # A module that only looks like attention or an MLP has better chances in its parts.
         lost = {
             n for n, u in specs.items() if u.kind in _BLOCKS and u.splits and not kept[n].splits
         }
         if lost <= refused:
-            return _discovery(model, traces[0], runs[0], flows, kept, batch.size - other.size)
+            return _discovery(model, traces[0], traced[0], flows, kept, batch.size - other.size)
         refused |= lost
 
 
 def _discovery(
     model: nn.Module,
     trace: Trace,
-    runs: list[Run],
+    traced: list[TracedUnit],
     flows: Sequence[Flow],
     specs: dict[str, UnitSpec],
     samples: int,
@@ -102,10 +106,10 @@ def _discovery(
     glue = [node for node in nodes if node.startswith(GLUE)]
     names.update({node: f"{GLUE}{i}" for i, node in enumerate(glue)})
     units = tuple(specs[n] if n in specs else _fixed(names[n]) for n in nodes)
-    loads = loads_of(flows[0], ends)
-    edges = tuple(_edge(e, slopes[e], names, specs, loads[e]) for e in ends)
-    pieces = pieces_of(trace, runs, names)
-    unused = unused_parameters(model, runs)
+    numbers = tensor_numbers(flows[0], ends)
+    edges = tuple(_edge(e, slopes[e], names, specs, numbers[e]) for e in ends)
+    pieces = pieces_of(trace, traced, names)
+    unused = unused_parameters(model, traced)
     return Discovery(units, edges, unused, fingerprint(model, units), pieces)
 
 
@@ -145,7 +149,7 @@ def _edge(
     names: dict[str, str],
     specs: dict[str, UnitSpec],
     tensors: int,
-) -> Edge:
+) -> EdgeProfile:
     source, target = ends
     sliced = [
         split.features
@@ -153,47 +157,50 @@ def _edge(
         if name in specs and (split := specs[name].split(style)) is not None  # type: ignore[arg-type]
     ]
     features = sliced[0] if sliced else 1
-    return Edge(names[source], names[target], slope[0], slope[1], features, tensors)
+    return EdgeProfile(
+        source=names[source], target=names[target], bytes_per_sample=slope[0],
+        gradient_bytes_per_sample=slope[1], features=features, tensors=tensors,
+    )  # fmt: skip
 
 
 def _specs(
-    model: nn.Module, traces: Sequence[Trace], runs: Sequence[list[Run]], flow: Flow
+    model: nn.Module, traces: Sequence[Trace], traced: Sequence[list[TracedUnit]], flow: Flow
 ) -> dict[str, UnitSpec]:
     """The units by name, with the splits that they have by the look of them."""
     found = {}
-    twins = {run.name: run for run in runs[1]}
+    twins = {unit.name: unit for unit in traced[1]}
     sizes = [trace.size for trace in traces]
-    shared = parameters_used_outside(model, traces[0], runs[0])
-    for run in runs[0]:
-        twin = twins.get(run.name)
-        batched = _batched(run, twin, sizes)
-        modules = [model.get_submodule(name) for name in run.modules]
+    shared = parameters_used_outside(model, traces[0], traced[0])
+    for unit in traced[0]:
+        twin = twins.get(unit.name)
+        batched = _batched(unit, twin, sizes)
+        modules = [model.get_submodule(name) for name in unit.modules]
         own = {id(p) for m in modules for p in m.parameters()}
         plain = (
-            _leaves_samples(run, twin, sizes, flow)
-            and run.name not in flow.inside
+            _leaves_samples(unit, twin, sizes, flow)
+            and unit.name not in flow.inside
             and not own & shared
-            and not draws_early(traces[0], run)
+            and not draws_early(traces[0], unit)
         )
-        splits = find_splits(model, run.modules) if batched and plain else ()
-        found[run.name] = UnitSpec(
-            name=run.name,
-            kind=run.kind,
-            modules=run.modules,
+        splits = find_splits(model, unit.modules) if batched and plain else ()
+        found[unit.name] = UnitSpec(
+            name=unit.name,
+            kind=unit.kind,
+            modules=unit.modules,
             batched_inputs=batched,
-            splits=tuple(s for s in splits if _fits(run, s)),
+            splits=tuple(s for s in splits if _fits(unit, s)),
             batch_statistics=any(isinstance(x, BATCH_NORMS) for m in modules for x in m.modules()),
         )
     return found
 
 
-def _batched(run: Run, twin: Run | None, sizes: Sequence[int]) -> tuple[int, ...]:
+def _batched(unit: TracedUnit, twin: TracedUnit | None, sizes: Sequence[int]) -> tuple[int, ...]:
     """The leaves of the unit's inputs whose dimension 0 is the batch in both forwards; none if a
     main input has its samples elsewhere."""
-    if twin is None or len(run.calls[0].inputs) != len(twin.calls[0].inputs):
+    if twin is None or len(unit.calls[0].inputs) != len(twin.calls[0].inputs):
         return ()
     found = []
-    pairs = zip(run.calls[0].inputs, twin.calls[0].inputs, strict=True)
+    pairs = zip(unit.calls[0].inputs, twin.calls[0].inputs, strict=True)
     for i, (a, b) in enumerate(pairs):
         if a is None or b is None:
             continue
@@ -204,22 +211,24 @@ def _batched(run: Run, twin: Run | None, sizes: Sequence[int]) -> tuple[int, ...
     return tuple(found)
 
 
-def _leaves_samples(run: Run, twin: Run | None, sizes: Sequence[int], flow: Flow) -> bool:
+def _leaves_samples(
+    unit: TracedUnit, twin: TracedUnit | None, sizes: Sequence[int], flow: Flow
+) -> bool:
     """Whether the unit's first output has its samples in dim 0, and no other is used."""
-    outputs = [s for s in run.calls[-1].outputs if s is not None]
+    outputs = [s for s in unit.calls[-1].outputs if s is not None]
     others = [s for s in twin.calls[-1].outputs if s is not None] if twin else []
     if not outputs or not others:
         return False
     if outputs[0].shape[:1] != (sizes[0],) or others[0].shape[:1] != (sizes[1],):
         return False
-    used = {key for ends, seen in flow.edges.items() if ends[0] == run.name for key in seen}
+    used = {key for ends, seen in flow.edges.items() if ends[0] == unit.name for key in seen}
     return all(s.key == outputs[0].key or s.key not in used for s in outputs)
 
 
-def _fits(run: Run, split: SplitSpec) -> bool:
+def _fits(unit: TracedUnit, split: SplitSpec) -> bool:
     """Whether a split suits the tensors that the unit was seen with: its features are not what
     dim 0 counts, and the input that a row split slices comes first."""
-    given, made = run.calls[0].inputs[0], run.calls[-1].outputs[0]
+    given, made = unit.calls[0].inputs[0], unit.calls[-1].outputs[0]
     if given is None or made is None:
         return False
     tensor = given if split.style == "row" else made
@@ -245,13 +254,13 @@ class _Trial:
             found[unit.name] = replace(unit, splits=kept)
         return found
 
-    def _holds(self, unit: UnitSpec, split: SplitSpec, call: Call) -> bool:
-        """``check.holds``, once for each kind of unit: equal modules on equal shapes behave
+    def _holds(self, unit: UnitSpec, split: SplitSpec, call: UnitCall) -> bool:
+        """``check.is_equivalent``, once for each kind of unit: equal modules on equal shapes behave
         alike."""
         modules = [self.model.get_submodule(name) for name in unit.modules]
         inside = [(repr(m), [tuple(p.shape) for p in m.parameters()]) for m in modules]
         key = (split.style, split.parts, str(inside), str([t.shape for t in call.tensors()]))
         if key not in self._tried:
             degree = next((d for d in (2, 3, 5, 7) if split.uneven or split.parts % d == 0), 0)
-            self._tried[key] = bool(degree) and holds(self.model, unit, split, call, degree)
+            self._tried[key] = bool(degree) and is_equivalent(self.model, unit, split, call, degree)
         return self._tried[key]

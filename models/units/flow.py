@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .select import Run
-from .trace import Event, Seen, Trace
+from .select import TracedUnit
+from .trace import Event, Trace, TracedTensor
 
 Ends = tuple[str, str]
 
+# Names of nodes that are no modules. Without the @ they could be a module's.
 INPUT, OUTPUT, GLUE = "@input", "@output", "@glue."
-"""Names of nodes that are no modules. Without the @ they could be a module's."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Flow:
     """
 
     nodes: list[str] = field(default_factory=list)
-    edges: dict[Ends, dict[int, Seen]] = field(default_factory=dict)
+    edges: dict[Ends, dict[int, TracedTensor]] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)
 
     def bytes(self, ends: Ends) -> int:
@@ -43,14 +43,14 @@ class _Origin:
     """The node that made a tensor and, for glue, what it was made from: tensors of other nodes."""
 
     node: str
-    sources: dict[tuple[str, int], tuple[_Origin, Seen]] = field(default_factory=dict)
+    sources: dict[tuple[str, int], tuple[_Origin, TracedTensor]] = field(default_factory=dict)
 
 
 class _Walk:
     """Goes through a trace's events and remembers where each tensor comes from."""
 
-    def __init__(self, trace: Trace, runs: list[Run]) -> None:
-        self.trace, self.runs = trace, runs
+    def __init__(self, trace: Trace, traced: list[TracedUnit]) -> None:
+        self.trace, self.traced = trace, traced
         self.flow = Flow()
         self.origins: dict[int, _Origin] = {}
         self.views: dict[int, set[int]] = {}
@@ -58,12 +58,12 @@ class _Walk:
 
     def run(self) -> Flow:
         position, order = 0, [INPUT]
-        for i, run in enumerate(self.runs):
-            self._between(position, run.start, f"{GLUE}{i}")
-            self._unit(run)
-            position = run.end
-            order += [f"{GLUE}{i}", run.name]
-        last = f"{GLUE}{len(self.runs)}"
+        for i, unit in enumerate(self.traced):
+            self._between(position, unit.start, f"{GLUE}{i}")
+            self._unit(unit)
+            position = unit.end
+            order += [f"{GLUE}{i}", unit.name]
+        last = f"{GLUE}{len(self.traced)}"
         self._between(position, len(self.trace.events), last)
         self._arrive(OUTPUT, self.trace.outputs)
         linked = {node for ends in self.flow.edges for node in ends}
@@ -94,35 +94,35 @@ class _Walk:
         else:
             self._note(event.outputs)
 
-    def _unit(self, run: Run) -> None:
-        given = run.calls[0].inputs
+    def _unit(self, unit: TracedUnit) -> None:
+        given = unit.calls[0].inputs
         for seen in given:
             if seen is not None and seen.key not in self.origins:
                 # Made from nothing but the batch's size, if it has a batch dim: it comes with it.
                 self.origins[seen.key] = _Origin(INPUT)
         self._note(given)
-        self._arrive(run.name, given)
+        self._arrive(unit.name, given)
         known = {s.key for s in given if s is not None}
-        for event in self.trace.events[run.start : run.end]:
+        for event in self.trace.events[unit.start : unit.end]:
             if event.module is None:
-                self._check_inside(run, event, known)
+                self._check_inside(unit, event, known)
                 known.update(s.key for s in event.outputs if s is not None)
         changed = {s.key for s in given if s is not None}
-        self._make(_Origin(run.name), run.calls[-1].outputs, changed)
+        self._make(_Origin(unit.name), unit.calls[-1].outputs, changed)
 
-    def _check_inside(self, run: Run, event: Event, known: set[int]) -> None:
+    def _check_inside(self, unit: TracedUnit, event: Event, known: set[int]) -> None:
         foreign = [s for s in event.inputs if s and s.key in self.origins and s.key not in known]
         if foreign:
-            self.flow.inside.add(run.name)
-            self._arrive(run.name, foreign)
+            self.flow.inside.add(unit.name)
+            self._arrive(unit.name, foreign)
 
-    def _arrive(self, node: str, tensors: Iterable[Seen | None]) -> None:
+    def _arrive(self, node: str, tensors: Iterable[TracedTensor | None]) -> None:
         for seen in tensors:
             origin = self.origins.get(seen.key) if seen is not None else None
             if seen is not None and origin is not None and origin.node != node:
                 self._connect(origin, node, seen)
 
-    def _connect(self, origin: _Origin, node: str, seen: Seen) -> None:
+    def _connect(self, origin: _Origin, node: str, seen: TracedTensor) -> None:
         tensors = self.flow.edges.setdefault((origin.node, node), {})
         if seen.key in tensors and tensors[seen.key] is seen:
             return
@@ -130,13 +130,13 @@ class _Walk:
         for before, through in origin.sources.values():
             self._connect(before, origin.node, through)
 
-    def _note(self, tensors: Iterable[Seen | None]) -> None:
+    def _note(self, tensors: Iterable[TracedTensor | None]) -> None:
         for seen in tensors:
             if seen is not None:
                 self.views.setdefault(seen.storage, set()).add(seen.key)
 
     def _make(
-        self, origin: _Origin, tensors: Iterable[Seen | None], changed: Iterable[int] = ()
+        self, origin: _Origin, tensors: Iterable[TracedTensor | None], changed: Iterable[int] = ()
     ) -> None:
         """Gives tensors their origin; of those changed in place, all views of their memory too."""
         changed = set(changed)
@@ -148,14 +148,15 @@ class _Walk:
             self.origins.update(dict.fromkeys(keys, origin))
 
 
-def flow_of(trace: Trace, runs: list[Run]) -> Flow:
+def flow_of(trace: Trace, traced: list[TracedUnit]) -> Flow:
     """The nodes and edges of one forward."""
-    return _Walk(trace, runs).run()
+    return _Walk(trace, traced).run()
 
 
 def pruned(flow: Flow, ends: set[Ends]) -> tuple[list[str], list[Ends]]:
     """Nodes and edges without edges not in ``ends`` and glue from which then nothing leads on."""
     kept = {e for e in flow.edges if e in ends}
+    # Glue that lost its last outgoing edge makes the glue before it lead nowhere, too.
     while True:
         feeding = {source for source, _ in kept}
         dead = {e for e in kept if e[1].startswith(GLUE) and e[1] not in feeding}
@@ -168,7 +169,7 @@ def pruned(flow: Flow, ends: set[Ends]) -> tuple[list[str], list[Ends]]:
     return nodes, sorted(kept, key=lambda e: (place[e[0]], place[e[1]]))
 
 
-def loads_of(flow: Flow, ends: Iterable[Ends]) -> dict[Ends, int]:
+def tensor_numbers(flow: Flow, ends: Iterable[Ends]) -> dict[Ends, int]:
     """For each edge a number that it has in common with those of its source that carry the same
     tensors."""
     numbers: dict[str, dict[frozenset[int], int]] = {}

@@ -10,58 +10,57 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
+from ...planner.schema.profile import PieceProfile
 from .flow import GLUE
-from .select import Run
-from .trace import Event, Seen, Trace
+from .select import TracedUnit
+from .trace import Event, Trace, TracedTensor
+
+# The calls of modules one after another.
+_Calls = tuple[Event, ...]
 
 
-class Piece(NamedTuple):
-    """As ``PieceProfile`` has it."""
-
-    modules: tuple[str, ...]
-    first: str = ""
-    last: str = ""
-    follows: tuple[str, ...] = ()
-    opens: bool = True
-
-
-def pieces_of(trace: Trace, runs: Sequence[Run], names: Mapping[str, str]) -> tuple[Piece, ...]:
+def pieces_of(
+    trace: Trace, traced: Sequence[TracedUnit], names: Mapping[str, str]
+) -> tuple[PieceProfile, ...]:
     """The pieces of a forward in the order in which they begin. ``names`` are those of its units,
     and of its glue by the names that ``flow`` gives it; what is not there is no unit."""
-    return _Forward(trace, runs, names).pieces()
+    return _Forward(trace, traced, names).pieces()
 
 
 class _Forward:
-    def __init__(self, trace: Trace, runs: Sequence[Run], names: Mapping[str, str]) -> None:
-        self.trace, self.runs, self.names = trace, runs, names
+    def __init__(
+        self, trace: Trace, traced: Sequence[TracedUnit], names: Mapping[str, str]
+    ) -> None:
+        self.trace, self.traced, self.names = trace, traced, names
         self.operations = [e.index for e in trace.events if e.module is None]
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[PieceProfile, ...]:
         """See ``pieces_of``."""
         stretches = sorted(
-            [*(run.calls for run in self.runs), *((call,) for call in self._containers())],
+            [*(unit.calls for unit in self.traced), *((call,) for call in self._containers())],
             key=lambda calls: (calls[0].index, -calls[-1].end),
         )
-        makers: dict[int, list[tuple[Event, ...]]] = {}
+        makers: dict[int, list[_Calls]] = {}
         for calls in stretches:
             made = calls[-1].outputs[0] if calls[-1].makes_one else None
             if made is not None:
                 makers.setdefault(made.key, []).append(calls)
-        return tuple(
-            Piece(
-                tuple(call.module or "" for call in calls),
-                *self._units(calls[0].index, calls[-1].end),
-                tuple(before[0].module or "" for before in self._handing_over(makers, calls)),
-                not self._changes_input(calls),
-            )
-            for calls in stretches
+        return tuple(self._piece(calls, makers) for calls in stretches)
+
+    def _piece(self, calls: _Calls, makers: Mapping[int, list[_Calls]]) -> PieceProfile:
+        first, last = self._units(calls[0].index, calls[-1].end)
+        return PieceProfile(
+            modules=tuple(call.module or "" for call in calls),
+            first=first,
+            last=last,
+            follows=tuple(c[0].module or "" for c in self._predecessors(makers, calls)),
+            opens=not self._changes_input(calls),
         )
 
     def _containers(self) -> list[Event]:
         """Calls of modules that are called once and lie in no unit; the model itself is none."""
-        spans = [(run.start, run.end) for run in self.runs]
+        spans = [(unit.start, unit.end) for unit in self.traced]
         return [
             event
             for event in self.trace.events
@@ -77,20 +76,18 @@ class _Forward:
     def _units(self, start: int, end: int) -> tuple[str, str]:
         """The first and the last unit of which all lies in a stretch; empty where there is none."""
         inside: list[str] = []
-        ends = [0, *(run.end for run in self.runs)]
-        starts = [*(run.start for run in self.runs), len(self.trace.events)]
+        ends = [0, *(unit.end for unit in self.traced)]
+        starts = [*(unit.start for unit in self.traced), len(self.trace.events)]
         for i, (left, right) in enumerate(zip(ends, starts, strict=True)):
             glue = self._done(left, right)
             if glue and glue == self._done(max(left, start), min(right, end)):
                 inside.append(f"{GLUE}{i}")
-            if i < len(self.runs) and start <= right and self.runs[i].end <= end:
-                inside.append(self.runs[i].name)
+            if i < len(self.traced) and start <= right and self.traced[i].end <= end:
+                inside.append(self.traced[i].name)
         known = [self.names[node] for node in inside if node in self.names]
         return (known[0], known[-1]) if known else ("", "")
 
-    def _handing_over(
-        self, makers: Mapping[int, list[tuple[Event, ...]]], after: tuple[Event, ...]
-    ) -> Iterator[tuple[Event, ...]]:
+    def _predecessors(self, makers: Mapping[int, list[_Calls]], after: _Calls) -> Iterator[_Calls]:
         """The stretches whose result is all that enters ``after``, nothing being done from one to
         the other."""
         first = after[0]
@@ -100,7 +97,7 @@ class _Forward:
             if end <= first.index and not self._done(end, first.index):
                 yield before
 
-    def _changes_input(self, calls: tuple[Event, ...]) -> bool:
+    def _changes_input(self, calls: _Calls) -> bool:
         """Whether an operation in a piece returns, changed, memory that entered it."""
         entered = {seen.storage for seen in calls[0].inputs if seen is not None}
         return any(
@@ -111,5 +108,5 @@ class _Forward:
         )
 
 
-def _same(event: Event, output: Seen) -> bool:
+def _same(event: Event, output: TracedTensor) -> bool:
     return any(seen is not None and seen.key == output.key for seen in event.inputs)

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from ...planner.schema.profile import UnitKind
 from ..splits import block_kind
-from ..splits.following import BATCH_NORMS, CONVOLUTIONS, may_follow
-from ..splits.linear import is_linear
-from .trace import Event, Seen, Trace
+from ..splits.leaves import BATCH_NORMS, CONVOLUTIONS, is_linear, may_follow
+from .trace import Event, Trace, TracedTensor
 
+# How the names of torch's operations that draw random numbers begin.
 _RANDOM = ("dropout", "alpha_dropout", "feature_", "bernoulli", "rand", "normal", "uniform")
-"""How the names of torch's operations that draw random numbers begin."""
 
 
 @dataclass(frozen=True)
-class Run:
+class TracedUnit:
     """A unit in a trace: its modules' calls in order."""
 
     kind: UnitKind
@@ -48,14 +47,14 @@ class Run:
         return self.calls[-1].end
 
 
-def select_runs(model: nn.Module, trace: Trace, refused: Collection[str] = ()) -> list[Run]:
+def select_units(model: nn.Module, trace: Trace, refused: Collection[str] = ()) -> list[TracedUnit]:
     """The units of a model in the order in which a forward calls them.
 
     ``refused`` names modules that look as if a recipe knew them and do not stay whole for that.
     """
     chosen = dict(_units(model, trace, "", refused))
     calls = sorted((trace.calls(name)[0] for name in chosen), key=lambda e: e.index)
-    return _merge(model, trace, [Run(chosen[c.module or ""], (c,)) for c in calls])
+    return _merge(model, trace, [TracedUnit(chosen[c.module or ""], (c,)) for c in calls])
 
 
 def _units(
@@ -91,6 +90,7 @@ def _enterable(model: nn.Module, trace: Trace, name: str, children: list[str]) -
     if any(len(trace.calls(child)) != 1 for child in children):
         return False
     inside = set(children)
+    # An output layer that is tied to an embedding uses the embedding's weight in its own code.
     theirs = {id(p) for child in children for p in model.get_submodule(child).parameters()}
     return all(
         inside & set(event.stack)
@@ -100,17 +100,17 @@ def _enterable(model: nn.Module, trace: Trace, name: str, children: list[str]) -
     )
 
 
-def parameters_used_outside(model: nn.Module, trace: Trace, runs: list[Run]) -> set[int]:
+def parameters_used_outside(model: nn.Module, trace: Trace, traced: list[TracedUnit]) -> set[int]:
     """Identities of the parameters that are used where they are not registered: outside of units,
     or in a unit that does not have them. They cannot be divided.
     """
     owned = [
         (
-            run.start,
-            run.end,
-            {id(p) for m in run.modules for p in model.get_submodule(m).parameters()},
+            unit.start,
+            unit.end,
+            {id(p) for m in unit.modules for p in model.get_submodule(m).parameters()},
         )
-        for run in runs
+        for unit in traced
     ]
     found: set[int] = set()
     for event in trace.events:
@@ -122,11 +122,11 @@ def parameters_used_outside(model: nn.Module, trace: Trace, runs: list[Run]) -> 
     return found
 
 
-def draws_early(trace: Trace, run: Run) -> bool:
+def draws_early(trace: Trace, unit: TracedUnit) -> bool:
     """Whether a unit draws random numbers (dropout) before it uses a parameter: every member of a
     group would draw them for itself, on an input that all have alike.
     """
-    for event in trace.events[run.start : run.end]:
+    for event in trace.events[unit.start : unit.end]:
         if event.parameters:
             return False
         if event.module is None and event.name.startswith(_RANDOM):
@@ -150,44 +150,46 @@ def kind_of(module: nn.Module) -> UnitKind:
     return "norm" if leaf and "Norm" in type(module).__name__ else "other"
 
 
-def _merge(model: nn.Module, trace: Trace, runs: list[Run]) -> list[Run]:
+def _merge(model: nn.Module, trace: Trace, traced: list[TracedUnit]) -> list[TracedUnit]:
     """Runs with what follows each directly and belongs to it: activation, dropout, pooling, and
     batch normalisation after a convolution."""
     taken: set[str] = set()
     merged = []
-    for run in runs:
-        if run.modules[0] in taken:
+    for unit in traced:
+        if unit.modules[0] in taken:
             continue
-        while (call := _next_call(model, trace, run)) is not None:
-            run = Run(run.kind, (*run.calls, call))
+        while (call := _next_call(model, trace, unit)) is not None:
+            unit = TracedUnit(unit.kind, (*unit.calls, call))
             taken.add(call.module or "")
-        merged.append(run)
+        merged.append(unit)
     return merged
 
 
-def _next_call(model: nn.Module, trace: Trace, run: Run) -> Event | None:
-    """The call that directly follows a run and joins it, if there is one."""
-    if run.end >= len(trace.events) or run.kind not in ("linear", "conv", "embedding"):
+def _next_call(model: nn.Module, trace: Trace, unit: TracedUnit) -> Event | None:
+    """The call that directly follows a unit and joins it, if there is one."""
+    if unit.end >= len(trace.events) or unit.kind not in ("linear", "conv", "embedding"):
         return None
-    event = trace.events[run.end]
+    event = trace.events[unit.end]
     if event.module is None or len(trace.calls(event.module)) != 1:
         return None
-    first, module = model.get_submodule(run.modules[0]), model.get_submodule(event.module)
-    if not may_follow(first, module) or (isinstance(module, BATCH_NORMS) and len(run.calls) > 1):
+    first, module = model.get_submodule(unit.modules[0]), model.get_submodule(event.module)
+    if not may_follow(first, module) or (isinstance(module, BATCH_NORMS) and len(unit.calls) > 1):
         return None
-    given, made = _only(event.inputs), _only(run.calls[-1].outputs)
+    # It belongs to the unit only if the result goes there and nowhere else: a residual connection
+    # that starts between the two would otherwise be cut off from its tensor.
+    given, made = _only(event.inputs), _only(unit.calls[-1].outputs)
     if given is None or made is None or given.key != made.key or _only(event.outputs) is None:
         return None
     return None if _used_elsewhere(trace, made, event) else event
 
 
-def _only(leaves: list[Seen | None]) -> Seen | None:
+def _only(leaves: list[TracedTensor | None]) -> TracedTensor | None:
     """The tensor among the leaves, if there is just one."""
     tensors = [leaf for leaf in leaves if leaf is not None]
     return tensors[0] if len(tensors) == 1 else None
 
 
-def _used_elsewhere(trace: Trace, tensor: Seen, event: Event) -> bool:
+def _used_elsewhere(trace: Trace, tensor: TracedTensor, event: Event) -> bool:
     """Whether anything after ``event`` uses the tensor that went into it."""
     out = _only(event.outputs)
     if out is not None and out.key == tensor.key:
@@ -198,11 +200,11 @@ def _used_elsewhere(trace: Trace, tensor: Seen, event: Event) -> bool:
     return any(s is not None and s.key == tensor.key for s in trace.outputs)
 
 
-def unused_parameters(model: nn.Module, runs: list[Run]) -> tuple[str, ...]:
+def unused_parameters(model: nn.Module, traced: list[TracedUnit]) -> tuple[str, ...]:
     """Names of parameters that belong to no unit, because the forward does not use them."""
     owned: set[int] = set()
-    for run in runs:
-        for name in run.modules:
+    for unit in traced:
+        for name in unit.modules:
             owned.update(id(p) for p in model.get_submodule(name).parameters())
     found: list[tuple[str, Tensor]] = list(model.named_parameters())
     return tuple(name for name, parameter in found if id(parameter) not in owned)

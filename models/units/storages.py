@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Seen = Callable[["LiveStorages"], None]
-
 
 class OverBudgetError(MemoryError):
     """Tensors took more than they may: ``needed_bytes`` of ``limit_bytes``, while ``label`` was at
@@ -42,7 +40,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         label: Callable[[], str] = lambda: "",
-        seen: Seen = lambda live: None,
+        seen: Callable[[LiveStorages], None] = lambda live: None,
         limit_bytes: int | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,6 +55,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        # FSDP2 and the executor free a parameter's storage by resizing it to nothing and back: the
+        # storage object stays, so no weak reference would tell.
         if func is torch.ops.inductor.resize_storage_bytes_.default:  # freed or filled in place
             self._forget(_key(args[0]))
             self.add(args[:1])
@@ -75,15 +75,16 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if self.limit_bytes is not None and self.now > self.limit_bytes:
                     raise OverBudgetError(self.now, self.limit_bytes, self._label())
 
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Never counts the storages of ``tensors``, which somebody else holds."""
         for tensor in tensors:
             key, size, label = _key(tensor), 0, ""
             if key not in self._known:
+                # Noted with no bytes, so that a later ``add`` finds it known.
                 storage = tensor.untyped_storage()
                 self._known[key] = (weakref.ref(storage, self._freed(key)), size, label)
 
-    def held(self) -> dict[str, int]:
+    def bytes_by_label(self) -> dict[str, int]:
         """Bytes alive now, by what was at work when they were made."""
         found: dict[str, int] = {}
         for _, size, label in list(self._known.values()):

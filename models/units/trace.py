@@ -19,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.schema.errors import InputError
-from ..preserve import preserved
+from ..replay import preserved
 from ..workload import Batch
 
 
 @dataclass(frozen=True)
-class Seen:
+class TracedTensor:
     """A tensor at one moment. ``key`` tells it apart from all others of the forward; views of one
     memory have the same ``storage``.
     """
@@ -51,8 +51,8 @@ class Event:
     module: str | None
     name: str
     stack: tuple[str, ...]
-    inputs: list[Seen | None]
-    outputs: list[Seen | None] = field(default_factory=list)
+    inputs: list[TracedTensor | None]
+    outputs: list[TracedTensor | None] = field(default_factory=list)
     parameters: tuple[str, ...] = ()
     end: int = -1
     takes_one: bool = False
@@ -64,8 +64,8 @@ class Trace:
     """One forward: its events in order, the model's inputs and outputs."""
 
     events: list[Event]
-    inputs: list[Seen | None]
-    outputs: list[Seen | None]
+    inputs: list[TracedTensor | None]
+    outputs: list[TracedTensor | None]
     size: int
 
     def calls(self, module: str) -> list[Event]:
@@ -91,16 +91,17 @@ class _Recorder(TorchFunctionMode):
         self._alive: list[Tensor] = []
         self._names = {id(p): name for name, p in model.named_parameters()}
 
-    def seen(self, tree: Any) -> list[Seen | None]:
+    def seen(self, tree: Any) -> list[TracedTensor | None]:
         leaves = pytree.tree_leaves(tree)
         return [self._seen(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
-    def _seen(self, tensor: Tensor) -> Seen:
+    def _seen(self, tensor: Tensor) -> TracedTensor:
+        # id() and the storage's address tell tensors apart only while all of them are alive.
         self._alive.append(tensor)
         with torch._C.DisableTorchFunction():
             gradient = tensor.requires_grad and tensor.is_floating_point()
             size = tensor.numel() * tensor.element_size()
-            return Seen(id(tensor), _storage(tensor), tuple(tensor.shape), size, gradient)
+            return TracedTensor(id(tensor), _storage(tensor), tuple(tensor.shape), size, gradient)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,6 +123,7 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        # An assignment to a slice returns None, but changes its first argument.
         outputs = self.seen(args[0] if func is Tensor.__setitem__ else result)
         if any(outputs):
             inputs = self.seen((args, kwargs or {}))
@@ -151,6 +153,7 @@ def _hooked(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             recorder.leave(output)
 
+        # Before the user's own hooks, so that what they compute counts to the module.
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(leave))
     try:

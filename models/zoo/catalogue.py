@@ -10,27 +10,27 @@ from functools import partial
 from torch import nn
 
 from ..workload import Workload
-from . import alexnet, gpt, hugging_face, resnet, seq2seq, small, vgg
-from .images import Pictures, image_workload
+from . import gpt, hugging_face, seq2seq, vision
+from .data import Pictures, image_workload
 
 PUBLISHED = Pictures(channels=3, pixels=224, classes=1000)
 THUMBNAILS = Pictures(channels=3, pixels=32, classes=10)
 DIGITS = Pictures(channels=1, pixels=8, classes=10)
 
 _IMAGE_MODELS: dict[str, tuple[Callable[[], nn.Module], Pictures]] = {
-    "vgg11": (partial(vgg.vgg, 11), PUBLISHED),
-    "vgg16": (partial(vgg.vgg, 16), PUBLISHED),
-    "vgg19": (partial(vgg.vgg, 19), PUBLISHED),
-    "vgg11-32": (partial(vgg.vgg_thumbnail, 11), THUMBNAILS),
-    "vgg16-32": (partial(vgg.vgg_thumbnail, 16), THUMBNAILS),
-    "vgg19-32": (partial(vgg.vgg_thumbnail, 19), THUMBNAILS),
-    "vgg16-32-narrow": (partial(vgg.narrow_vgg_thumbnail, 16), THUMBNAILS),
-    "resnet50": (resnet.resnet50, PUBLISHED),
-    "resnet50-32": (resnet.resnet50_thumbnail, THUMBNAILS),
-    "wide_resnet101": (resnet.wide_resnet101, PUBLISHED),
-    "alexnet": (alexnet.alexnet, PUBLISHED),
-    "mlp": (small.mlp, DIGITS),
-    "cnn-digits": (small.cnn_digits, DIGITS),
+    "vgg11": (partial(vision.vgg, 11), PUBLISHED),
+    "vgg16": (partial(vision.vgg, 16), PUBLISHED),
+    "vgg19": (partial(vision.vgg, 19), PUBLISHED),
+    "vgg11-32": (partial(vision.vgg_thumbnail, 11), THUMBNAILS),
+    "vgg16-32": (partial(vision.vgg_thumbnail, 16), THUMBNAILS),
+    "vgg19-32": (partial(vision.vgg_thumbnail, 19), THUMBNAILS),
+    "vgg16-32-narrow": (partial(vision.narrow_vgg_thumbnail, 16), THUMBNAILS),
+    "resnet50": (vision.resnet50, PUBLISHED),
+    "resnet50-32": (vision.resnet50_thumbnail, THUMBNAILS),
+    "wide_resnet101": (vision.wide_resnet101, PUBLISHED),
+    "alexnet": (vision.alexnet, PUBLISHED),
+    "mlp": (vision.mlp, DIGITS),
+    "cnn-digits": (vision.cnn_digits, DIGITS),
 }
 
 

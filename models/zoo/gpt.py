@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..workload import Workload
-from .text import BYTES, next_symbol_workload
+from .data import BYTES, next_symbol_workload
 
 
 class Shape(NamedTuple):

@@ -14,13 +14,21 @@ import torch
 from torch import Tensor
 
 from ..workload import Batch, Workload
-from .images import Pictures, image_workload
-from .scoring import IGNORED, mean_cross_entropy, share_right
-from .text import BYTES, NO_BYTE, next_symbol_workload, windows
+from .data import (
+    BYTES,
+    IGNORED,
+    NO_BYTE,
+    Pictures,
+    image_workload,
+    mean_cross_entropy,
+    next_symbol_workload,
+    share_right,
+    windows,
+)
 
 LENGTH = 32
+# Symbols of each sample that BERT has to guess: 15% of ``LENGTH``, rounded up.
 MASKED = 5
-"""Symbols of each sample that BERT has to guess: 15% of ``LENGTH``, rounded up."""
 
 
 def gpt2_tiny(name: str) -> Workload:

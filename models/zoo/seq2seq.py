@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..workload import Batch, Workload
-from .scoring import mean_cross_entropy, share_right
-from .text import BYTES, NO_BYTE, windows
+from .data import BYTES, NO_BYTE, mean_cross_entropy, share_right, windows
 
 
 class Shape(NamedTuple):

@@ -21,7 +21,7 @@ from meshwright.planner.schema.plan import Plan, Style
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.simulate.schedule import grad_groups, messages_of
 from meshwright.planner.solve.evaluate import make_plan
-from meshwright.profiler.describe import describe_cluster
+from meshwright.profiler.catalogue import describe_cluster
 from meshwright.profiler.estimate import estimate
 
 DEVICE = "a100-sxm-40gb"

@@ -14,7 +14,7 @@ from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.record import save
 from meshwright.planner.solve.evaluate import make_plan
-from meshwright.profiler.tables import load_table
+from meshwright.profiler.estimate import load_table
 
 from tests.processes import alive, wait_until
 

@@ -21,8 +21,8 @@ from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
 from meshwright.models.units.storages import LiveStorages, OverBudgetError, tensors_in
 from meshwright.models.workload import Workload
+from meshwright.models.zoo.data import next_symbol_workload
 from meshwright.models.zoo.gpt import GPT, Shape
-from meshwright.models.zoo.text import next_symbol_workload
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.capability import Capability
 from meshwright.planner.schema.errors import InputError
@@ -120,7 +120,7 @@ def budget(
     ``excluded`` not; the operator that passes the limit raises ``OverBudgetError``. Any device."""
     live = LiveStorages(limit_bytes=limit_bytes)
     with live:
-        live.leave_out(excluded)
+        live.ignore(excluded)
         live.add(lasting)
         yield live
 

@@ -11,9 +11,9 @@ from harness import Ranks
 from meshwright.planner.schema.cluster import Cluster, StepOverhead
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.record import decode, encode
-from meshwright.profiler.collect import COLLECTIVES, Group, curves, measure
+from meshwright.profiler.collectives import COLLECTIVES, Group, curves, measure
+from meshwright.profiler.links import probe
 from meshwright.profiler.overhead import measure_overhead, measure_priority_overhead
-from meshwright.profiler.probe import probe
 
 SIZES = (1 << 10, 1 << 16, 1 << 20)
 

@@ -19,6 +19,8 @@ pytestmark = [
     pytest.mark.timeout(120),
 ]
 
+# Where ``benchmarks`` can be imported from, as `make testbed` does.
+ROOT = Path(__file__).parents[2]
 SERVE = """
 import socket, sys
 server = socket.create_server(("0.0.0.0", 5000))
@@ -158,13 +160,18 @@ def test_nothing_is_left() -> None:
 
 def test_the_next_bed_removes_what_a_killed_process_left() -> None:
     code = (
-        "import os, signal, subprocess\nfrom meshwright.testbed import Bed\n"
+        "import os, signal, subprocess\nfrom benchmarks.testbed import Bed\n"
         "bed = Bed(2, 100.0).__enter__()\n"
         "bed.start(bed.hosts[0], ['sleep', '600'], stdout=subprocess.DEVNULL)\n"
         "print(bed.switch, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=60
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=ROOT,
     )
     assert done.returncode == -signal.SIGKILL
     left = done.stdout.strip()
@@ -175,9 +182,10 @@ def test_the_next_bed_removes_what_a_killed_process_left() -> None:
 
 def test_the_command_says_how_to_enter_and_cleans_up() -> None:
     asked = subprocess.Popen(
-        [sys.executable, "-m", "meshwright.testbed", "--hosts", "2", "--mbit", "50", "100"],
+        [sys.executable, "-m", "benchmarks.testbed", "--hosts", "2", "--mbit", "50", "100"],
         stdout=subprocess.PIPE,
         text=True,
+        cwd=ROOT,
     )
     assert asked.stdout is not None
     said = ""

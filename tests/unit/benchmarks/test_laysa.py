@@ -33,13 +33,12 @@ def laysa() -> Iterator[SimpleNamespace]:
     before = gradient_buffers.FIRST_RATIO
     sys.path.append(folder)
     try:
-        import laysa_figures as figures
         import laysa_page as pages
         import laysa_plans as plans
-        import page
+        import rows as pages_of_docs
     finally:
         sys.path.remove(folder)
-    yield SimpleNamespace(figures=figures, pages=pages, plans=plans, page=page)
+    yield SimpleNamespace(pages=pages, plans=plans, rows=pages_of_docs)
     gradient_buffers.FIRST_RATIO = before
 
 
@@ -54,15 +53,15 @@ def test_bisection_finds_the_largest(laysa, limit: int, most: int) -> None:
         asked.append(batch)
         return batch <= limit
 
-    assert laysa.figures.largest(fits, most) == min(limit, most)
+    assert laysa.plans.bisected(fits, most) == min(limit, most)
     assert all(1 <= batch <= most for batch in asked)
     assert len(asked) <= 2 * most.bit_length() + 2
 
 
-def settle(
+def largest_batch(
     laysa, error: Callable[[int], float], budget: int = 1000, most: int = 256
 ) -> tuple[int, int, list[int]]:
-    """What is settled on where a batch is predicted to take 100 + 10 b bytes, and takes so many
+    """The largest batch where a batch is predicted to take 100 + 10 b bytes, and takes so many
     times that; and the batches that were run."""
     ran = []
 
@@ -72,9 +71,9 @@ def settle(
     def run(batch: int, limit: float) -> object:
         assert predicted(batch) <= limit or error(batch) > 1
         ran.append(batch)
-        return laysa.figures.Held(predicted(batch), round(error(batch) * predicted(batch)))
+        return laysa.plans.Peak(predicted(batch), round(error(batch) * predicted(batch)))
 
-    found = laysa.figures.settled(predicted, run, budget, most)
+    found = laysa.plans.largest_within(predicted, run, budget, most)
     return found.batch, found.peak_bytes, ran
 
 
@@ -83,23 +82,23 @@ def settle(
     [(1.0, 90), (0.9, 101), (1.1, 80), (0.5, 190)],
 )
 def test_what_was_predicted_wrongly_is_guessed_anew(laysa, error: float, best: int) -> None:
-    batch, peak, ran = settle(laysa, lambda _: error)
+    batch, peak, ran = largest_batch(laysa, lambda _: error)
     assert batch == best
     assert peak == round(error * (100 + 10 * best)) <= 1000
-    assert len(ran) <= laysa.figures.TRIES
+    assert len(ran) <= laysa.plans.TRIES
 
 
 def test_no_batch_counts_that_was_not_run_within_the_budget(laysa) -> None:
-    batch, peak, ran = settle(laysa, lambda b: 1.0 if b < 60 else 1.5)
+    batch, peak, ran = largest_batch(laysa, lambda b: 1.0 if b < 60 else 1.5)
     assert batch in ran
     assert batch < 60
     assert peak <= 1000
-    assert settle(laysa, lambda _: 20.0)[0] == 0
-    assert settle(laysa, lambda _: 1.0, budget=105) == (0, 0, [])
+    assert largest_batch(laysa, lambda _: 20.0)[0] == 0
+    assert largest_batch(laysa, lambda _: 1.0, budget=105) == (0, 0, [])
 
 
 def test_no_more_than_the_most_is_tried(laysa) -> None:
-    batch, _, ran = settle(laysa, lambda _: 1.0, most=16)
+    batch, _, ran = largest_batch(laysa, lambda _: 1.0, most=16)
     assert batch == 16
     assert max(ran) == 16
 
@@ -131,7 +130,7 @@ def rows() -> list[dict[str, object]]:
 
 
 def test_gains_are_against_the_best_and_the_worst_single_strategy(laysa) -> None:
-    found = laysa.figures.gains(rows())
+    found = laysa.pages.gains(rows())
     assert found.over_best == pytest.approx(9 / 8)
     assert found.over_worst == pytest.approx(9 / 6)
     assert found.over_dense == pytest.approx(9 / 5)
@@ -142,7 +141,7 @@ def test_gains_are_against_the_best_and_the_worst_single_strategy(laysa) -> None
     )
     without = rows()
     without[2]["samples_per_s"] = 0.0
-    found = laysa.figures.gains(without)
+    found = laysa.pages.gains(without)
     assert found.over_best == pytest.approx(9 / 6)
     assert found.over_worst == float("inf")
 
@@ -161,9 +160,9 @@ def test_the_page_holds_each_models_part_once(laysa) -> None:
     assert "workspace" not in part  # no variant has any
     assert "1.12 times the best" in part
     assert "1.50 times the worst" in part
-    once = laysa.page.put("# Head\n", "m", part)
-    both = laysa.page.put(once, "other", "text\n")
-    again = laysa.page.put(both, "m", "new\\1\n")
+    once = laysa.rows.put("# Head\n", "m", part)
+    both = laysa.rows.put(once, "other", "text\n")
+    again = laysa.rows.put(both, "m", "new\\1\n")
     assert again == both.replace(part, "new\\1\n")
     json.dumps({"rows": rows()})
 
@@ -223,7 +222,7 @@ def test_each_variant_decides_what_it_may(laysa, chooser) -> None:
     assert shown["sparse only"] == ({"keep"}, {"dense", "topk"}, {"residual"})
     assert shown["naive"] == (both, {"dense", "topk"}, {"residual"})
     assert shown["collaborative"] == (both, {"dense", "topk"}, {"residual", "mirror"})
-    assert found["naive"].way.early
+    assert found["naive"].common.early
     peaks = {name: one.peak_bytes for name, one in found.items()}
     assert peaks["memory only"] < peaks["dense"] < peaks["sparse only"]
     assert peaks["collaborative"] <= peaks["naive"]
@@ -271,5 +270,5 @@ def test_a_device_with_a_host_keeps_mirrors_there(laysa, chooser) -> None:
     ours = laysa.plans.VARIANTS[-1]
     beside = laysa.plans.Chooser(chooser.profile, laysa.plans.two_hosts(1e3, 1e9), 10**9)
     there = beside.least(ours, 8)
-    assert there.way.feedback == "host_mirror"
+    assert there.common.feedback == "host_mirror"
     assert there.peak_bytes < chooser.least(ours, 8).peak_bytes

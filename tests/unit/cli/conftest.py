@@ -10,7 +10,7 @@ from meshwright.cli import app as cli
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.record import load, save
-from meshwright.profiler.tables import load_table
+from meshwright.profiler.estimate import load_table
 
 
 class Outcome(NamedTuple):

@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 from meshwright.models.workload import Batch, Workload
-from meshwright.models.zoo import build, text
-from meshwright.models.zoo.images import Pictures, digits
+from meshwright.models.zoo import build
+from meshwright.models.zoo.data import BYTES, NO_BYTE, Pictures, digits, windows
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", 1437), ("test", 360)])
@@ -55,12 +55,12 @@ def test_an_unknown_split_is_refused(name: str):
 
 
 def test_text_is_cut_into_whole_windows_without_the_reserved_symbol():
-    train, test = text.windows("train", 50), text.windows("test", 50)
+    train, test = windows("train", 50), windows("test", 50)
     assert train.shape[1] == test.shape[1] == 50
     assert len(train) > 5000
     assert abs(len(train) - 9 * len(test)) < 10
-    assert train.min() > text.NO_BYTE
-    assert train.max() < text.BYTES
+    assert train.min() > NO_BYTE
+    assert train.max() < BYTES
 
 
 def test_gpt_is_asked_for_the_symbol_that_follows():
@@ -83,7 +83,7 @@ def test_bert_is_asked_for_the_same_count_of_symbols_in_each_sample():
     workload = build("bert-tiny")
     for batch in (workload.make_batch(4), data_of(workload, "test")):
         assert ((batch.target >= 0).sum(1) == 5).all()
-        assert ((batch.kwargs["input_ids"] == text.NO_BYTE) == (batch.target >= 0)).all()
+        assert ((batch.kwargs["input_ids"] == NO_BYTE) == (batch.target >= 0)).all()
 
 
 def test_data_feeds_the_model():

@@ -6,12 +6,12 @@ import pytest
 import torch
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
-from meshwright.models.units.pieces import Piece
 from meshwright.models.workload import Batch
+from meshwright.planner.schema.profile import PieceProfile
 from torch import Tensor, nn
 
 
-def pieces(model: nn.Module, width: int = 4) -> dict[str, Piece]:
+def pieces(model: nn.Module, width: int = 4) -> dict[str, PieceProfile]:
     """By their first module."""
     torch.manual_seed(0)
     found = discover(model, Batch((torch.randn(3, width),), None))
@@ -67,7 +67,9 @@ class Overwriting(Model):
 
 def test_modules_called_one_after_another_follow_each_other() -> None:
     found = pieces(Model(linear(), linear()))
-    assert found["first.0"] == Piece(("first.0", "first.1"), "first.0", "first.0", (), True)
+    assert found["first.0"] == PieceProfile(
+        modules=("first.0", "first.1"), first="first.0", last="first.0"
+    )
     assert found["second.0"].follows == ("first", "first.0")
     assert found["second"].follows == ("first", "first.0")
     assert (found["first"].first, found["first"].last) == ("first.0", "first.0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from meshwright.models import zoo as models
-from meshwright.models.replay import Call, capture, run_unit
+from meshwright.models.replay import UnitCall, capture, run_unit
 from meshwright.models.splits.check import main_output
 from meshwright.models.units.discover import discover
 from torch import Tensor, nn
@@ -52,6 +52,6 @@ def test_inputs_are_copies_from_before_they_are_changed_in_place() -> None:
 
 
 def test_double_keeps_integers_and_what_requires_a_gradient() -> None:
-    wide = Call((torch.ones(2, requires_grad=True), torch.ones(2).long()), {"k": None}).double()
+    wide = UnitCall((torch.ones(2, requires_grad=True), torch.ones(2).long()), {"k": None}).double()
     assert [t.dtype for t in wide.tensors()] == [torch.double, torch.long]
     assert [t.requires_grad for t in wide.tensors()] == [True, False]

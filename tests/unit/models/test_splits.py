@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from meshwright.models import zoo as models
-from meshwright.models.replay import Call, capture
+from meshwright.models.replay import UnitCall, capture
 from meshwright.models.spec import SplitSpec, UnitSpec
 from meshwright.models.splits import apply_split, find_splits, join_parameter
-from meshwright.models.splits.check import holds, joined, main_output, run_members
+from meshwright.models.splits.check import is_equivalent, joined, main_output, run_members
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.layout import Style
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ def randomised(model: nn.Module) -> nn.Module:
 
 
 def compare(
-    model: nn.Module, modules: Sequence[str], spec: SplitSpec, call: Call, degree: int
+    model: nn.Module, modules: Sequence[str], spec: SplitSpec, call: UnitCall, degree: int
 ) -> None:
     """The members' outputs and gradients put together, against the whole unit's."""
     unit = unit_of(modules, spec)
@@ -136,7 +136,7 @@ def test_layers(make: Make, style: Style, degree: int) -> None:
     if inputs.is_floating_point():
         inputs = inputs.double().requires_grad_()
     modules = [str(i) for i in range(len(layers))]
-    compare(model, modules, split_of(model, modules, style), Call((inputs,), {}), degree)
+    compare(model, modules, split_of(model, modules, style), UnitCall((inputs,), {}), degree)
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -186,7 +186,7 @@ def test_torchs_own_attention(degree: int, bias: bool, samples: int) -> None:
     ]
     for masks in ({}, *(masked if samples else ())):  # torch bears no masks without samples
         model.zero_grad()
-        call = Call((x, x, x), {**masks, "need_weights": False})
+        call = UnitCall((x, x, x), {**masks, "need_weights": False})
         compare(model, ["0"], spec, call, degree)
 
 
@@ -225,7 +225,7 @@ def test_fewer_keys_than_queries_limit_the_degree() -> None:
     spec = split_of(model, ["0"], "pair")
     assert (spec.parts, spec.uneven) == (2, False)
     x = torch.randn(4, 5, 8, dtype=torch.double, requires_grad=True)
-    compare(model, ["0"], spec, Call((x,), {}), 2)
+    compare(model, ["0"], spec, UnitCall((x,), {}), 2)
     with pytest.raises(InputError, match="2 parts, which 3 members cannot share"):
         apply_split(model, ["0"], spec, 3, 0, lambda partial: partial)
 
@@ -234,7 +234,7 @@ def test_fewer_keys_than_queries_limit_the_degree() -> None:
 def test_gated_units(degree: int) -> None:
     model = randomised(nn.Sequential(Gated()))
     x = torch.randn(4, 4, dtype=torch.double, requires_grad=True)
-    compare(model, ["0"], split_of(model, ["0"], "pair"), Call((x,), {}), degree)
+    compare(model, ["0"], split_of(model, ["0"], "pair"), UnitCall((x,), {}), degree)
 
 
 def test_buffers_are_cut_with_the_channels_and_stay_the_same_objects() -> None:
@@ -315,12 +315,12 @@ def test_a_unit_that_mixes_features_after_its_linear_layer_has_no_columns() -> N
 
 def test_the_check_finds_splits_that_do_not_hold() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Softmax(-1))
-    call = Call((torch.randn(4, 4, requires_grad=True),), {})
+    call = UnitCall((torch.randn(4, 4, requires_grad=True),), {})
     column, row = (split_of(model, ["0"], s) for s in ("column", "row"))
-    assert holds(model, unit_of(["0"], column), column, call)
-    assert holds(model, unit_of(["0", "1"], row), row, call)
+    assert is_equivalent(model, unit_of(["0"], column), column, call)
+    assert is_equivalent(model, unit_of(["0", "1"], row), row, call)
     deceived = nn.Sequential(nn.Linear(4, 6), _Hidden())
-    assert not holds(deceived, unit_of(["0", "1"], column), column, call)
+    assert not is_equivalent(deceived, unit_of(["0", "1"], column), column, call)
 
 
 class _Hidden(nn.ReLU):

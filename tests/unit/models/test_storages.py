@@ -22,7 +22,7 @@ def test_storages_count_once_and_until_they_are_freed():
 def test_what_is_left_out_never_counts():
     held = torch.zeros(1000)
     with LiveStorages() as live:
-        live.leave_out([held])
+        live.ignore([held])
         assert held[:10].sum().item() == 0
         live.add([held])
         assert live.peak < 100
@@ -34,7 +34,7 @@ def test_labels_say_who_made_what_is_alive():
         a = torch.zeros(10)
         at[0] = "second"
         b = torch.zeros(20)
-        assert live.held() == {"first": 40, "second": 80}
+        assert live.bytes_by_label() == {"first": 40, "second": 80}
         del a, b
 
 

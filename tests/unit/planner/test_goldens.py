@@ -18,7 +18,7 @@ import meshwright as mw
 import msgspec
 import pytest
 from meshwright.planner.solve.solver import solve
-from meshwright.profiler.tables import load_table
+from meshwright.profiler.estimate import load_table
 
 from tests.problems import problem
 from tests.strategies import chain_profile, cluster, linear, norm

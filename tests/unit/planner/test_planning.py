@@ -13,7 +13,7 @@ from meshwright.planner.schema.options import Option
 from meshwright.planner.solve.evaluate import evaluation, make_plan
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
-from meshwright.profiler.tables import load_table
+from meshwright.profiler.estimate import load_table
 
 from tests.strategies import chain_profile, cluster, linear, share
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.layer_times import profile_of_table
-from meshwright.profiler.tables import load_table, tables
+from meshwright.profiler.estimate import load_table, tables
 
 
 def test_vgg16_has_the_published_size():

@@ -11,9 +11,8 @@ import pytest
 import torch
 from meshwright.models.units.discover import discover
 from meshwright.models.zoo import build
-from meshwright.profiler.dry import FusedAttention, dry, is_dry
 from meshwright.profiler.estimate import estimate
-from meshwright.profiler.footprint import measure_footprint
+from meshwright.profiler.memory import FusedAttention, dry, is_dry, measure_footprint
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,7 +8,7 @@ from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
-from meshwright.profiler.fidelity import PICKED, Fidelity
+from meshwright.profiler.fidelity import RATIOS, Fidelity
 from meshwright.profiler.model import profile
 from torch import nn
 
@@ -63,7 +63,7 @@ def test_a_profile_says_what_is_kept_and_plans_use_it_only_where_it_counts():
     for unit in linear:
         assert {c.exchange for c in unit.fidelity} == {"dropped", "topk"}
         assert unit.gradient_energy > 0
-        shares = [unit.kept("topk", r) for r in PICKED]
+        shares = [unit.kept("topk", r) for r in RATIOS["topk"]]
         assert shares == sorted(shares)
         assert 0 < shares[0] < shares[-1] <= 1
     whole = msgspec.structs.replace(

@@ -14,10 +14,10 @@ from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.record import decode, encode
 from meshwright.profiler import catalogue
-from meshwright.profiler.describe import describe_cluster
-from meshwright.profiler.fit import fit_line
-from meshwright.profiler.tables import load_table, tables
-from meshwright.profiler.updates import OPTIMIZERS, update_rates
+from meshwright.profiler.catalogue import describe_cluster
+from meshwright.profiler.collectives import fit_line
+from meshwright.profiler.estimate import load_table, tables
+from meshwright.profiler.timing import OPTIMIZERS, update_rates
 
 SIZES = [2**n for n in range(10, 25, 2)]
 
@@ -68,14 +68,14 @@ def test_optimizers_unknown_and_models_without_parameters() -> None:
 
 def test_every_catalogued_device_is_plausible_and_cited() -> None:
     for name in catalogue.names():
-        device = catalogue.device(name)
+        device = catalogue.catalogued_device(name)
         sheet = catalogue.datasheet(name)
         assert device.source
         assert device.memory_bytes == sheet.memory_gib * 2**30
         assert 1e12 < device.flops_per_s < 1e15
         assert sheet.float32 <= sheet.tf32 <= sheet.half
         assert 1e11 < device.memory_bytes_per_s < 1e13
-    assert catalogue.device("t4", 1000).memory_bytes == 1000
+    assert catalogue.catalogued_device("t4", 1000).memory_bytes == 1000
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_every_catalogued_device_is_plausible_and_cited() -> None:
 )
 def test_unknown_devices_get_the_nearest_names(name: str, hint: str) -> None:
     with pytest.raises(InputError, match=hint):
-        catalogue.device(name)
+        catalogue.catalogued_device(name)
 
 
 def test_a_described_cluster_has_what_was_said() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from meshwright.models.units.discover import discover
 from meshwright.models.workload import Batch
-from meshwright.profiler.footprint import measure_footprint
+from meshwright.profiler.memory import measure_footprint
 from torch import nn
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from meshwright.planner.schema.cluster import CollectiveCurve, Interference
 from meshwright.planner.schema.curve import Curve
-from meshwright.profiler.host_link import copy_rate, host_bytes_per_s
-from meshwright.profiler.probe import _cluster
+from meshwright.profiler.links import _cluster, copy_rate, host_bytes_per_s
 
 CPU = torch.device("cpu")
 

@@ -16,10 +16,10 @@ from meshwright.models.workload import Batch, Workload
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.schema.record import decode, encode
-from meshwright.profiler.footprint import SavedTensors, measure_footprint
+from meshwright.profiler.memory import SavedTensors, measure_footprint
 from meshwright.profiler.model import profile
 from meshwright.profiler.shares import ShareMeter
-from meshwright.profiler.timeline import Timeline
+from meshwright.profiler.timing import Timeline
 from torch import nn
 from torch.nn import functional as F
 

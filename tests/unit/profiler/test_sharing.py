@@ -2,7 +2,7 @@
 
 import pytest
 from meshwright.planner.schema.errors import InputError
-from meshwright.profiler.probe import _check_order, sharing
+from meshwright.profiler.links import _check_order, sharing
 
 HOSTS = ["a", "a", "b", "b"]
 

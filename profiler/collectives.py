@@ -1,4 +1,4 @@
-"""Times collectives on one process group, as the executor calls them.
+"""Times collectives on one process group, as the executor calls them, and fits lines to them.
 
 Every rank runs the same sequence; a time is the slowest rank's, since everyone waits for it, and
 the median over rounds. Rounds go through all operations and sizes in turn, so that a disturbance
@@ -10,15 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from scipy.optimize import lsq_linear
 from torch import Tensor
 
 from ..planner.schema.cluster import Collective, CollectiveCurve
 from ..planner.schema.curve import Curve
-from .fit import fit_line
 
 COLLECTIVES: tuple[Collective, ...] = (
     "p2p",
@@ -28,9 +30,9 @@ COLLECTIVES: tuple[Collective, ...] = (
     "all_to_all",
 )
 FLOAT = 4
+# Share of the budget after which no longer message is timed: each size is sent twice by each of
+# five collectives, so that the first round stays within the budget even on a slow network.
 LONGEST = 1 / 40
-"""Share of the budget after which no longer message is timed: each size is sent twice by each of
-five collectives, so that the first round stays within the budget even on a slow network."""
 
 # torch 2.13 renamed both; the old names warn there.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,14 +56,31 @@ class Group:
     def operation(self, collective: Collective, size_bytes: int) -> Callable[[], None]:
         """A call of the collective; sizes as in ``CollectiveCurve``."""
         count = max(size_bytes // FLOAT, 1)
-        make = {
-            "p2p": self._p2p,
-            "all_reduce": self._all_reduce,
-            "all_gather": self._all_gather,
-            "reduce_scatter": self._reduce_scatter,
-            "all_to_all": self._all_to_all,
-        }[collective]
-        return make(count)
+        if collective == "p2p":
+            return self._p2p(count)
+        issue = self._issued(collective, count)
+
+        def run() -> None:
+            work = issue(group=self.handle, async_op=True)
+            if work is not None:
+                work.wait()
+
+        return run
+
+    def _issued(self, collective: Collective, count: int) -> Callable[..., dist.Work | None]:
+        """The collective with its tensors, to be issued on a group."""
+        if collective == "all_reduce":
+            return partial(dist.all_reduce, self._empty(count))
+        if collective == "all_to_all":
+            each = -(-count // max(self.size - 1, 1))
+            splits = [0 if m == self.member else each for m in range(self.size)]
+            out, into = self._empty(sum(splits)), self._empty(sum(splits))
+            return partial(dist.all_to_all_single, into, out, splits, splits)
+        shard = self._empty(-(-count // self.size))
+        full = self._empty(shard.numel() * self.size)
+        if collective == "all_gather":
+            return partial(_ALL_GATHER, full, shard)
+        return partial(_REDUCE_SCATTER, shard, full)
 
     def _empty(self, count: int) -> Tensor:
         return torch.zeros(count, device=self.device)
@@ -78,33 +97,6 @@ class Group:
                 dist.send(tensor, first, group=self.handle)
 
         return run
-
-    def _all_reduce(self, count: int) -> Callable[[], None]:
-        tensor = self._empty(count)
-        return lambda: _done(dist.all_reduce(tensor, group=self.handle, async_op=True))
-
-    def _all_gather(self, count: int) -> Callable[[], None]:
-        shard = self._empty(-(-count // self.size))
-        full = self._empty(shard.numel() * self.size)
-        return lambda: _done(_ALL_GATHER(full, shard, group=self.handle, async_op=True))
-
-    def _reduce_scatter(self, count: int) -> Callable[[], None]:
-        shard = self._empty(-(-count // self.size))
-        full = self._empty(shard.numel() * self.size)
-        return lambda: _done(_REDUCE_SCATTER(shard, full, group=self.handle, async_op=True))
-
-    def _all_to_all(self, count: int) -> Callable[[], None]:
-        each = -(-count // max(self.size - 1, 1))
-        splits = [0 if m == self.member else each for m in range(self.size)]
-        out, into = self._empty(sum(splits)), self._empty(sum(splits))
-        return lambda: _done(
-            dist.all_to_all_single(into, out, splits, splits, group=self.handle, async_op=True)
-        )
-
-
-def _done(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
 
 
 def synchronise(device: torch.device) -> None:
@@ -174,3 +166,25 @@ def curves(group: Group, sharing: int = 1) -> tuple[CollectiveCurve, ...]:
             )
         )
     return tuple(found)
+
+
+class Line(NamedTuple):
+    """Latency in seconds and bandwidth in bytes per second."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+    """The line with the least squared *relative* errors, latency and slope not negative.
+
+    Relative, as sizes span five orders of magnitude and the large ones would drown the latency.
+    """
+    size, time = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+    rows = np.stack([np.ones_like(size), size], axis=1) / time[:, None]
+    scale = np.array([time.min(), time.max() / size.max()])  # unknowns of about one
+    found = lsq_linear(rows * scale, np.ones_like(size), bounds=(0, np.inf)).x * scale
+    slope = float(found[1])
+    # A slope of zero says only that the largest message was too small to tell.
+    fastest = float(size.max() / time.max()) * 1e3
+    return Line(float(found[0]), 1 / slope if slope > 1 / fastest else fastest)

@@ -1,20 +1,30 @@
-"""The memory that a model's units take in one step: what is saved for backward, and temporaries."""
+"""The memory that a model's units take in one step: what is saved for backward, and temporaries.
+
+On torch's meta device tensors have shapes and no values. Everything that is asked of an estimate
+can be had there (units, edges, operations, storages), so that a model need not fit into this
+machine. What a model does by its values cannot (``.item()``, an index of what is not zero): it is
+refused by torch, and the caller falls back on real tensors.
+"""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from ..models.spec import UnitSpec
 from ..models.units.storages import LiveStorages, tensors_in
-from ..models.workload import Batch
-from .timeline import Loss, Timeline
+from ..models.workload import Batch, Workload
+from ..planner.schema.curve import Curve
+from .timing import Loss, Timeline
 
 
 @dataclass
@@ -76,12 +86,13 @@ def measure_footprint(
     """
     walk = _Walk(model, units, device)
     inputs = tensors_in((batch.args, dict(batch.kwargs), batch.target))
+    # Without gradients, as after zero_grad(set_to_none=True): backward allocates them anew.
     before = [p.grad for p in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None
     try:
         with walk.timeline, walk.live:
-            walk.live.add([*model.parameters(), *model.buffers()], _STANDING)
+            walk.live.add([*model.parameters(), *model.buffers()], _PERSISTENT)
             walk.live.add(inputs, units[0].name)
             walk.step(batch, loss)
     finally:
@@ -90,7 +101,7 @@ def measure_footprint(
     return walk.footprint()
 
 
-_STANDING = "standing"
+_PERSISTENT = "persistent"
 
 
 class _Walk:
@@ -101,7 +112,11 @@ class _Walk:
         self.timeline = Timeline(model, units, device)
         self.live = LiveStorages(self._node, self._see)
         self._phase = "forward"
-        self._most: dict[str, dict[str, int]] = {"forward": {}, "backward": {}, "apart": {}}
+        self._most: dict[str, dict[str, int]] = {
+            "forward": {},
+            "backward": {},
+            "without_complete": {},
+        }
         self._complete = 0
         self._saved: dict[str, int] = {}
         self._outputs: dict[str, list[weakref.ref[Any]]] = {}
@@ -113,13 +128,13 @@ class _Walk:
     def _see(self, live: LiveStorages) -> None:
         self._raise(self._phase, live.now)
         if self._phase == "backward":
-            self._raise("apart", live.now - self._complete)
+            self._raise("without_complete", live.now - self._complete)
 
     def _raise(self, phase: str, now: int) -> None:
         most, node = self._most[phase], self._node()
         most[node] = max(most.get(node, 0), now)
 
-    def _gathered(self, parameter: Tensor) -> None:
+    def _count_complete(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         self._complete += parameter.grad.untyped_storage().nbytes()
 
@@ -131,15 +146,15 @@ class _Walk:
             output = self.model(*batch.args, **batch.kwargs)
         timeline.mark(self.units[-1].name)
         value = loss(output, batch.target)
-        del output
-        self._saved = self.live.held()
+        del output  # freed in training as well, unless the loss saved it
+        self._saved = self.live.bytes_by_label()
         for name, storages in self._outputs.items():
             if not any(storage() is not None for storage in storages):
                 self._discarded.add(name)
         self._phase = "backward"
         # torch has not typed its hooks
         trained: list[Any] = [p for p in self.model.parameters() if p.requires_grad]
-        hooks = [p.register_post_accumulate_grad_hook(self._gathered) for p in trained]
+        hooks = [p.register_post_accumulate_grad_hook(self._count_complete) for p in trained]
         try:
             value.backward()  # type: ignore[no-untyped-call]
         finally:
@@ -167,37 +182,123 @@ class _Walk:
     def footprint(self) -> Footprint:
         """What the step has shown."""
         found = Footprint(discarded=self._discarded)
-        standing = self._saved.pop(_STANDING, 0)
-        gradients, held = _gradients_from(self.model, self.units), 0
+        persistent = self._saved.pop(_PERSISTENT, 0)
+        gradients, saved = _gradients_from(self.model, self.units), 0
         for unit in self.units:
             name = unit.name
-            held += self._saved.get(name, 0)
-            always = standing + held
+            saved += self._saved.get(name, 0)
+            always = persistent + saved
             forward = max(self._most["forward"].get(name, 0) - always, 0)
             found.saved[name], found.workspace[name] = self._saved.get(name, 0), forward
             if name not in self._most["backward"]:
                 continue
             backward = self._most["backward"][name] - always - gradients[name]
-            apart = self._most["apart"][name] - always
+            without = self._most["without_complete"][name] - always
             found.gradient[name] = max(backward - forward, 0)
             found.spared[name] = max(forward - backward, 0)
-            found.fresh[name] = max(apart - backward, 0)
+            found.fresh[name] = max(without - backward, 0)
         return found
 
 
 def _gradients_from(model: nn.Module, units: Sequence[UnitSpec]) -> dict[str, int]:
     """For each unit the bytes of the gradients of its own parameters and of later units', those of
     tied ones at their first unit."""
-    home: dict[nn.Parameter, str] = {}
+    first_unit: dict[nn.Parameter, str] = {}
     for unit in units:
         for module in unit.modules:
             for parameter in model.get_submodule(module).parameters():
-                home.setdefault(parameter, unit.name)
+                first_unit.setdefault(parameter, unit.name)
     own = dict.fromkeys((unit.name for unit in units), 0)
-    for parameter, name in home.items():
+    for parameter, name in first_unit.items():
         own[name] += parameter.nbytes if parameter.requires_grad else 0
     total, found = 0, {}
     for name in reversed(own):
         total += own[name]
         found[name] = total
     return found
+
+
+META = torch.device("meta")
+
+_ATTENTION: Any = F.scaled_dot_product_attention
+_FUSED: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def is_dry(model: nn.Module) -> bool:
+    """Whether the model has no memory."""
+    return all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def dry(workload: Workload) -> Workload:
+    """The same workload on the meta device; its model is copied but for its tensors, unless it is
+    there already."""
+    model = workload.model
+
+    def make_batch(size: int) -> Batch:
+        with META:
+            return workload.make_batch(size).to(META)
+
+    if is_dry(model):
+        return replace(workload, make_batch=make_batch)
+    # deepcopy finds the tensors in its memo and copies only the modules around them.
+    memo: dict[int, Any] = {id(b): b.to(META) for b in model.buffers()}
+    for parameter in model.parameters():
+        twin = nn.Parameter(parameter.detach().to(META), parameter.requires_grad)
+        memo[id(parameter)] = twin
+    return replace(workload, model=copy.deepcopy(model, memo), make_batch=make_batch)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention as fused kernels have it. On the meta device torch takes the way that makes the
+    whole matrix of scores, which no device of today's does in training."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is _ATTENTION and args and args[0].is_meta and not given.get("enable_gqa"):
+            return _fused(*args, **given)
+        return func(*args, **given)
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    # The CPU's flash kernel takes additive masks only; on meta nothing is computed.
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask.to(query.dtype)
+    found = _FUSED(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    result: Tensor = found[0]
+    return result
+
+
+class Footprints:
+    """Footprints at some batch sizes, as curves."""
+
+    def __init__(self, workload: Workload, units: Sequence[UnitSpec], sizes: Sequence[int]) -> None:
+        device = next((p.device for p in workload.model.parameters()), torch.device("cpu"))
+        self.sizes = tuple(sorted(sizes))
+        with FusedAttention():
+            self._found = [
+                measure_footprint(
+                    workload.model, units, workload.make_batch(n), workload.loss, device
+                )
+                for n in self.sizes
+            ]
+
+    def curve(self, quantity: str, unit: str, factor: float = 1.0) -> Curve:
+        """A field of ``Footprint`` for a unit; linear between and beyond the sizes."""
+        values = [getattr(one, quantity).get(unit, 0) * factor for one in self._found]
+        return Curve(x=tuple(map(float, self.sizes)), y=tuple(values))
+
+    @property
+    def smallest(self) -> Footprint:
+        """The footprint at the smallest size."""
+        return self._found[0]

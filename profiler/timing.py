@@ -1,19 +1,16 @@
-"""Where the time of one training step goes, unit by unit, measured while the whole model runs.
+"""Where the time of one training step goes, unit by unit, and what optimizers take.
 
-A unit that is timed alone finds its inputs in the cache and its memory allocated, and the sum over
-units is then less than the step. So the step itself is measured: hooks mark when the forward enters
-and leaves a unit and when a gradient arrives at a tensor that a node made, and the time between two
-marks belongs to the node at work. The hooks cost time themselves (5 to 18% of a step of small
-units on a CPU), so steps without them are timed in turn: those give the step, the marks its parts.
+See [Note: Times of units] below.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,8 +19,19 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..models.spec import UnitSpec
 from ..models.workload import Batch
+from ..planner.schema.errors import InputError
+from ..planner.schema.profile import UpdateRate
+from .collectives import synchronise
 
 Loss = Callable[[Any, Any], Tensor]
+
+# [Note: Times of units]
+# A unit that is timed by itself finds its inputs in the cache and its memory allocated, and the sum
+# over units is then less than the step. So the step itself is measured: hooks mark when the forward
+# enters and leaves a unit and when a gradient arrives at a tensor that a node made, and the time
+# between two marks belongs to the node at work. The hooks cost time themselves (5 to 18% of a step
+# of small units on a CPU), so steps without them are timed in turn: those give the step, the marks
+# its parts.
 
 
 class Clock:
@@ -122,6 +130,7 @@ class Timeline:
         if id(tensor) in self._made or not tensor.requires_grad or tensor.is_leaf:
             return
         self._made[id(tensor)] = tensor
+        # The gradient arrives when the backward of all users is over: the maker's begins.
         tensor.register_hook(lambda gradient: self.mark(maker))  # type: ignore[no-untyped-call]
 
     def step(self, batch: Batch, loss: Loss) -> StepTimes:
@@ -167,3 +176,56 @@ def _nodes_before(units: Sequence[UnitSpec]) -> dict[str, str]:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+# Of so many bytes of parameters copies are made at most; rates are per byte.
+LIMIT_BYTES = 256 * 2**20
+
+LEAST_ROUNDS, LONG_S = 3, 1.0
+
+# With torch's defaults, as users make them.
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+}
+
+
+def update_rates(
+    parameters: Iterable[Tensor], optimizers: Sequence[str], rounds: int = 9
+) -> tuple[UpdateRate, ...]:
+    """The measured rate of each optimizer on copies of ``parameters``; fewer rounds where they
+    take long."""
+    for name in optimizers:
+        if name not in OPTIMIZERS:
+            raise InputError(
+                f"optimizer {name!r} is not known: choose from {', '.join(OPTIMIZERS)}"
+            )
+    copies: list[Tensor] = []
+    for parameter in parameters:
+        if copies and sum(c.nbytes for c in copies) + parameter.nbytes > LIMIT_BYTES:
+            continue
+        copies.append(parameter.detach().clone().requires_grad_(True))
+    if not copies:
+        return tuple(UpdateRate(optimizer=name, seconds_per_byte=0.0) for name in optimizers)
+    for copy in copies:
+        copy.grad = torch.full_like(copy, 1e-3)
+    size = sum(c.nbytes for c in copies)
+    return tuple(
+        UpdateRate(optimizer=name, seconds_per_byte=_update_s(copies, name, rounds) / size)
+        for name in optimizers
+    )
+
+
+def _update_s(copies: list[Tensor], name: str, rounds: int) -> float:
+    optimizer = OPTIMIZERS[name](copies)
+    taken = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        optimizer.step()
+        synchronise(copies[0].device)
+        taken.append(time.perf_counter() - start)
+        if len(taken) > LEAST_ROUNDS and sum(taken) > LONG_S:
+            break
+    return median(taken[1:])  # the first makes the state

@@ -1,0 +1,268 @@
+"""How modules with children are divided: attention by heads, MLPs by columns and then by rows.
+
+Attention has its queries, keys and values cut by columns, the output projection by rows. It is
+recognised by the names of its projections, which most code shares: packed (``c_attn``), or
+``q_proj``, ``k_proj``, ``v_proj`` (``query``, ``key``, ``value``), with the output projection
+inside the module (``pair``) or, as in BERT, in another (``column``: the mixed heads are left as
+features for it). The module's own forward runs on fewer heads. Attention weights, where a module
+returns them beside its result, are of the member's heads only: they are left out of a divided
+unit's output. ``nn.MultiheadAttention`` gets a forward of our own, because its own passes all
+weights to one function that takes them whole.
+
+An MLP is linear layers, elementwise functions, one more linear layer; nothing is exchanged between
+them. It is recognised by the module's children: two linear layers, or three where two make the
+factors of a product (gated units), the last as wide at its input as the others at their outputs,
+all else elementwise.
+
+That a module that looks so works so is checked numerically (see [Note: Splits are proved] in
+models/splits/check.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree  # torch has no public name for it
+
+from ...planner.cost.ownership import feature_bounds
+from ..spec import ParameterCut, SplitSpec
+from .leaves import features_of, is_elementwise, is_linear, out_dim, patch_row, sync_width
+from .recipe import GroupMember, cuts_of, qualified
+
+
+class Names(NamedTuple):
+    """Names of an attention module's projections: ``ins`` by columns (a single one holds queries,
+    keys and values, a third each), ``out`` by rows if it lies in the module."""
+
+    ins: tuple[str, ...]
+    out: str | None
+
+    @property
+    def blocks(self) -> int:
+        """How many equal blocks one input projection packs."""
+        return 3 if len(self.ins) == 1 else 1
+
+
+_KNOWN = (
+    Names(("c_attn",), "c_proj"),
+    Names(("qkv",), "proj"),
+    Names(("in_proj",), "out_proj"),
+    Names(("q_proj", "k_proj", "v_proj"), "o_proj"),
+    Names(("q_proj", "k_proj", "v_proj"), "out_proj"),
+    Names(("q_lin", "k_lin", "v_lin"), "out_lin"),
+    Names(("wq", "wk", "wv"), "wo"),
+    Names(("query", "key", "value"), None),
+)
+_HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads", "num_heads", "heads", "n_heads")
+_HEAD_SIZES = ("head_dim", "attention_head_size")
+# Attributes that hold the count of heads times their size.
+_WIDTHS = ("split_size", "all_head_size")
+
+
+def _names_of(module: nn.Module) -> Names | None:
+    linear = {name for name, child in module.named_children() if is_linear(child)}
+    for names in _KNOWN:
+        if {*names.ins, *filter(None, [names.out])} <= linear:
+            return names
+    return None
+
+
+class AttentionRecipe:
+    """See the module's docstring."""
+
+    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+        """A pair where the output projection is inside, else column."""
+        module = model.get_submodule(modules[0])
+        names = _names_of(module)
+        heads = _heads(module, names) if names else 0
+        if names is None or heads < 2 or len(modules) > 1:
+            return []
+        cuts: list[ParameterCut] = []
+        for name in names.ins:
+            dims = {"weight": out_dim(module.get_submodule(name)), "bias": 0}
+            cuts += cuts_of(model, qualified(modules[0], name), dims, names.blocks)
+        if names.out is None:
+            width = features_of(module.get_submodule(names.ins[0]))[1]
+            return [SplitSpec("column", heads, False, width, -1, tuple(cuts))]
+        last = module.get_submodule(names.out)
+        cuts += cuts_of(model, qualified(modules[0], names.out), {"weight": 1 - out_dim(last)})
+        return [SplitSpec("pair", heads, False, features_of(last)[1], -1, tuple(cuts))]
+
+    def patch(
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
+    ) -> None:
+        """See ``Recipe.patch``."""
+        module = model.get_submodule(modules[0])
+        names = _names_of(module)
+        assert names is not None
+        for name in names.ins:
+            sync_width(module.get_submodule(name))
+        # Forwards reshape by these attributes, so they must be those of the member's heads.
+        for attribute in (*_HEAD_COUNTS, *_WIDTHS):
+            value = getattr(module, attribute, None)
+            if isinstance(value, int) and value % member.degree == 0:
+                setattr(module, attribute, value // member.degree)
+        if names.out is not None:
+            patch_row(module.get_submodule(names.out), member.reduce)
+        _return_first_only(module)
+
+
+def _heads(module: nn.Module, names: Names) -> int:
+    """Into how many pieces the heads can be divided (with fewer keys than queries: the keys'), 0
+    where the widths do not fit the size of a head."""
+    sizes = [getattr(module, name, None) for name in _HEAD_SIZES]
+    size = next((s for s in sizes if isinstance(s, int) and s > 0), None)
+    if size is None:
+        return 0
+    widths = [features_of(module.get_submodule(name))[1] for name in names.ins]
+    if any(width % (size * names.blocks) for width in widths):
+        return 0
+    return gcd(*(width // (size * names.blocks) for width in widths))
+
+
+def _return_first_only(module: nn.Module) -> None:
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten(output)
+        return pytree.tree_unflatten([leaves[0], *(None for _ in leaves[1:])], structure)
+
+    module.forward = forward
+
+
+class MultiheadRecipe:
+    """See the module's docstring."""
+
+    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+        """A pair, for packed projections with the batch first and nothing added to the keys."""
+        module = model.get_submodule(modules[0])
+        if type(module) is not nn.MultiheadAttention or len(modules) > 1:
+            return []
+        plain = module.bias_k is None and not module.add_zero_attn
+        if not (plain and module.batch_first and module._qkv_same_embed_dim):
+            return []
+        packed = {"in_proj_weight": 0, "in_proj_bias": 0}
+        cuts = [
+            *cuts_of(model, modules[0], packed, blocks=3),
+            *cuts_of(model, qualified(modules[0], "out_proj"), {"weight": 1}),
+        ]
+        return [SplitSpec("pair", module.num_heads, False, module.embed_dim, -1, tuple(cuts))]
+
+    def patch(
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
+    ) -> None:
+        """See ``Recipe.patch``."""
+        module = model.get_submodule(modules[0])
+        assert isinstance(module, nn.MultiheadAttention)
+        patch_row(module.out_proj, member.reduce)
+        heads = slice(*feature_bounds(module.num_heads, member.degree, member.index))
+        module.forward = _forward(module, heads)  # type: ignore[method-assign]
+        # torch's encoder layer reads the weights itself where it thinks that they are whole.
+        module._qkv_same_embed_dim = False
+
+
+def _forward(module: nn.MultiheadAttention, heads: slice) -> Callable[..., tuple[Tensor, None]]:
+    """Attention [sample, position, width] of some of the heads; arguments as torch's."""
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        weights = module.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+        q, k, v = (
+            _by_head(F.linear(x, w, b), module.head_dim)
+            for x, w, b in zip((query, key, value), weights, biases, strict=True)
+        )
+        mask = _mask(attn_mask, key_padding_mask, len(query), heads, query.dtype)
+        dropout = module.dropout if module.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        return module.out_proj(mixed.transpose(1, 2).flatten(2)), None
+
+    return forward
+
+
+def _by_head(x: Tensor, head_dim: int) -> Tensor:
+    """[sample, position, head × size] as [sample, head, position, size]."""
+    heads = x.shape[-1] // head_dim  # torch could not tell of a group that has no samples
+    return x.view(*x.shape[:-1], heads, head_dim).transpose(1, 2)
+
+
+def _mask(
+    scores: Tensor | None, padding: Tensor | None, samples: int, heads: slice, dtype: torch.dtype
+) -> Tensor | None:
+    """What is added to the scores [sample, head, to, from]. ``scores`` is [to, from] or, with all
+    heads of all samples in dim 0, [·, to, from]; ``padding`` is [sample, from].
+    """
+    parts = []
+    if scores is not None:
+        per_head = scores.dim() == 3
+        every = len(scores) // samples if samples else heads.stop
+        whole = scores.view(samples, every, *scores.shape[1:]) if per_head else scores
+        parts.append(whole[:, heads] if per_head else whole)
+    if padding is not None:
+        parts.append(padding[:, None, None, :])
+    added = [_additive(part, dtype) for part in parts]
+    return sum(added[1:], added[0]) if added else None
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """True means "do not look"."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+
+
+def layers_of(module: nn.Module) -> tuple[list[str], str] | None:
+    """Names of the first layers and of the last of a module that looks like an MLP, else None."""
+    children = list(module.named_children())
+    *firsts, last = [name for name, child in children if is_linear(child)] or [""]
+    rest = [child for _, child in children if not is_linear(child)]
+    own = next(module.parameters(recurse=False), None)
+    if len(firsts) not in (1, 2) or own is not None or not all(is_elementwise(c) for c in rest):
+        return None
+    return firsts, last
+
+
+class MLPRecipe:
+    """See the module's docstring."""
+
+    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+        """A pair, if it is one."""
+        module = model.get_submodule(modules[0])
+        found = layers_of(module)
+        if found is None or len(modules) > 1 or isinstance(module, nn.Sequential):
+            return []
+        last = module.get_submodule(found[1])
+        inner, outputs = features_of(last)
+        shapes = {features_of(module.get_submodule(name)) for name in found[0]}
+        if len(shapes) != 1 or shapes.pop()[1] != inner:
+            return []
+        cuts: list[ParameterCut] = []
+        for name in found[0]:
+            dims = {"weight": out_dim(module.get_submodule(name)), "bias": 0}
+            cuts += cuts_of(model, qualified(modules[0], name), dims)
+        cuts += cuts_of(model, qualified(modules[0], found[1]), {"weight": 1 - out_dim(last)})
+        return [SplitSpec("pair", inner, True, outputs, -1, tuple(cuts))]
+
+    def patch(
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
+    ) -> None:
+        """See ``Recipe.patch``."""
+        module = model.get_submodule(modules[0])
+        found = layers_of(module)
+        assert found is not None
+        for name in found[0]:
+            sync_width(module.get_submodule(name))
+        patch_row(module.get_submodule(found[1]), member.reduce)

@@ -1,0 +1,314 @@
+"""How single layers are divided, with what follows them in a unit: linear layers, embeddings and
+convolutions.
+
+Linear layers are ``nn.Linear`` and transformers' ``Conv1D``, whose weight is transposed:
+
+    column: y[:, j] = x W[:, j] + b[j]            row: y = Σ_j x[:, j] W[j, :] + b
+
+(W as [in, out].) The bias of a row split is added after the reduction, once.
+
+Embeddings by columns have a slice of every vector; as a pair, a slice of the vocabulary. A member
+that holds a part of the vocabulary looks up the symbols that it has and leaves zeros for the
+others, so the sum over members is the lookup. It needs the symbols whole and ends in a reduction,
+which is what ``pair`` means. Its slice is that of an output layer by columns, so the two can be
+tied.
+
+Convolutions are divided by output channels (column) or input channels (row), on local slices. Batch
+normalisation that follows is cut along with the output channels, which it treats one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...planner.cost.ownership import feature_bounds
+from ..spec import ParameterCut, Reduce, SplitSpec
+from .recipe import GroupMember, cuts_of, qualified
+
+# Work on each element by itself.
+ELEMENTWISE = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh,
+    nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid,
+    nn.Dropout, nn.AlphaDropout, nn.Identity,
+)  # fmt: skip
+
+# Work on each channel by itself.
+PER_CHANNEL = (
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d,
+    nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+    nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.Upsample,
+)  # fmt: skip
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+_ACTIVATION_SUFFIXES = ("Activation", "GELU", "GELUTanh", "ReLU", "SiLU", "Swish")
+
+
+def is_elementwise(module: nn.Module) -> bool:
+    """Whether a module without parameters works on each element by itself.
+
+    Libraries bring activations of their own, known by their names (``GELUActivation``); that the
+    guess is right is checked numerically with every split.
+    """
+    return isinstance(module, ELEMENTWISE) or is_lookalike(module)
+
+
+def is_lookalike(module: nn.Module) -> bool:
+    """Whether a module is taken for elementwise because of its name."""
+    if isinstance(module, ELEMENTWISE):
+        return False
+    leaf = not any(True for _ in module.children()) and not any(True for _ in module.parameters())
+    return leaf and type(module).__name__.endswith(_ACTIVATION_SUFFIXES)
+
+
+def is_per_channel(module: nn.Module) -> bool:
+    """Whether a module works on each channel of [sample, channel, ...] by itself."""
+    return is_elementwise(module) or isinstance(module, (*PER_CHANNEL, *BATCH_NORMS))
+
+
+def may_follow(first: nn.Module, module: nn.Module) -> bool:
+    """Whether ``module`` joins the unit that ``first`` begins."""
+    if isinstance(first, CONVOLUTIONS):
+        return is_per_channel(module)
+    return is_elementwise(module) or isinstance(module, PER_CHANNEL)
+
+
+def works_on_slices(first: nn.Module, rest: Sequence[nn.Module]) -> bool:
+    """Whether all that follows ``first`` works on a slice of its features as on the whole."""
+    if isinstance(first, CONVOLUTIONS):
+        return all(is_per_channel(m) for m in rest)
+    return all(is_elementwise(m) for m in rest)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the recipe knows the module."""
+    return type(module) is nn.Linear or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weight is [in, out]: transformers' Conv1D, an optional dependency."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers")
+
+
+def out_dim(module: nn.Module) -> int:
+    """The weight's dimension of output features."""
+    return 1 if is_transposed(module) else 0
+
+
+def features_of(module: nn.Module) -> tuple[int, int]:
+    """(input, output) features of the whole layer, also when a tied weight has been cut already."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    return cast(int, module.nx), cast(int, module.nf)
+
+
+def sync_width(module: nn.Module) -> None:
+    """Tells the layer how many outputs it has now, where its forward asks."""
+    if is_transposed(module):
+        module.nf = cast(Tensor, module.weight).shape[1]  # type: ignore[assignment]
+
+
+def patch_row(module: nn.Module, reduce: Reduce) -> None:
+    """Makes a layer with sliced inputs end in a reduction, then its bias."""
+
+    def forward(input: Tensor) -> Tensor:  # noqa: A002
+        weight = cast(Tensor, module.weight)
+        total = reduce(F.linear(input, weight.t() if is_transposed(module) else weight))
+        bias = cast("Tensor | None", module.bias)
+        return total if bias is None else total + bias
+
+    module.forward = forward
+
+
+class LinearRecipe:
+    """See the module's docstring."""
+
+    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+        """Column where all that follows is elementwise; row always."""
+        first, *rest = (model.get_submodule(m) for m in modules)
+        if not is_linear(first):
+            return []
+        inputs, outputs = features_of(first)
+        out = out_dim(first)
+        row = cuts_of(model, modules[0], {"weight": 1 - out})
+        found = [SplitSpec("row", inputs, True, inputs, -1, tuple(row))]
+        if works_on_slices(first, rest):
+            column = cuts_of(model, modules[0], {"weight": out, "bias": 0})
+            found.insert(0, SplitSpec("column", outputs, True, outputs, -1, tuple(column)))
+        return found
+
+    def patch(
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
+    ) -> None:
+        """See ``Recipe.patch``."""
+        module = model.get_submodule(modules[0])
+        sync_width(module)
+        if spec.style == "row":
+            patch_row(module, member.reduce)
+
+
+class EmbeddingRecipe:
+    """See the module's docstring."""
+
+    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+        """None where vectors are renormalised (that needs them whole) or gradients sparse."""
+        first, *rest = (model.get_submodule(m) for m in modules)
+        if type(first) is not nn.Embedding:
+            return []
+        assert isinstance(first, nn.Embedding)
+        if first.max_norm is not None or first.sparse or first.scale_grad_by_freq:
+            return []
+        symbols, width = first.num_embeddings, first.embedding_dim
+        name = qualified(modules[0], "weight")
+        by_symbol = (ParameterCut(name, 0),)
+        found = [SplitSpec("pair", symbols, True, width, -1, by_symbol)]
+        if works_on_slices(first, rest):
+            found.insert(0, SplitSpec("column", width, True, width, -1, (ParameterCut(name, 1),)))
+        return found
+
+    def patch(
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
+    ) -> None:
+        """See ``Recipe.patch``."""
+        if spec.style == "pair":
+            module = model.get_submodule(modules[0])
+            assert isinstance(module, nn.Embedding)
+            first, _ = feature_bounds(module.num_embeddings, member.degree, member.index)
+            _patch_symbols(module, first, member.reduce)
+
+
+def _patch_symbols(module: nn.Embedding, first: int, reduce: Reduce) -> None:
+    """``first`` is the symbol whose vector is in row 0 of the member's slice."""
+    padding = None if module.padding_idx is None else module.padding_idx - first
+
+    def forward(input: Tensor) -> Tensor:  # noqa: A002
+        count = module.weight.shape[0]
+        local = input - first  # rows of the slice; symbols of others are outside of it
+        mine = (local >= 0) & (local < count)
+        if count == 0:
+            zeros = module.weight.new_zeros(*input.shape, module.weight.shape[1])
+            return reduce(zeros + module.weight.sum())
+        inside = padding if padding is not None and 0 <= padding < count else None
+        vectors = F.embedding(local.clamp(0, count - 1), module.weight, inside)
+        return reduce(vectors * mine.unsqueeze(-1))
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+# A member whose slice of the channels is empty: torch's convolution refuses empty outputs and,
+# given empty inputs, returns a wrong shape without an error; pooling and normalisation refuse no
+# channels, too. Below, one channel of zeros stands in and is dropped again, and empty tensors are
+# added as sums, so that autograd's graph reaches what it reaches on the other members, and they all
+# make the same collectives.
+
+
+def allow_no_channels(module: nn.Module) -> None:
+    """Lets a module of a column unit (convolution, normalisation, pooling) work on no channels."""
+    original = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if isinstance(module, CONVOLUTIONS):
+            return _attach(_one_channel_out(module, x)[:, :0], module)
+        if isinstance(module, BATCH_NORMS):
+            return _attach(_counted(module, x), module)
+        empty: Tensor = original(_stand_in(x))[:, :0]
+        return empty + x.sum()
+
+    if isinstance(module, (*CONVOLUTIONS, *BATCH_NORMS, *PER_CHANNEL)):
+        module.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def partial_without_channels(module: Convolution, x: Tensor) -> Tensor:
+    """The partial sums of a convolution without input channels: zeros of the full shape."""
+    weight = module.weight
+    kernel = weight.new_zeros(weight.shape[0], 1, *weight.shape[2:])
+    zeros: Tensor = module._conv_forward(_stand_in(x), kernel, None)
+    return zeros + x.sum() + weight.sum()
+
+
+def _one_channel_out(module: Convolution, x: Tensor) -> Tensor:
+    kernel = module.weight.new_zeros(1, *module.weight.shape[1:])
+    channel: Tensor = module._conv_forward(x, kernel, None)
+    return channel
+
+
+def _stand_in(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape[0], 1, *x.shape[2:], dtype=x.dtype, device=x.device)
+
+
+def _attach(x: Tensor, module: nn.Module) -> Tensor:
+    """Adds the module's empty parameters, whose sums are zero."""
+    for parameter in module.parameters(recurse=False):
+        x = x + parameter.sum()
+    return x
+
+
+def _counted(module: nn.Module, x: Tensor) -> Tensor:
+    """The batch is counted as on the members that have channels."""
+    count = getattr(module, "num_batches_tracked", None)
+    if module.training and isinstance(count, Tensor):
+        count.add_(1)
+    return x
+
+
+_PER_CHANNEL = {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}
+
+
+# DTensor is not used for the computation: in torch 2.13 it returns wrong results for a convolution
+# with sharded channels, without an error.
+class ConvolutionRecipe:
+    """See the module's docstring."""
+
+    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+        """None for grouped convolutions."""
+        first, *rest = (model.get_submodule(m) for m in modules)
+        if type(first) not in CONVOLUTIONS:
+            return []
+        assert isinstance(first, CONVOLUTIONS)
+        if first.groups != 1:
+            return []
+        assert isinstance(first, CONVOLUTIONS)
+        outputs, inputs = first.out_channels, first.in_channels
+        row = cuts_of(model, modules[0], {"weight": 1})
+        found = [SplitSpec("row", inputs, True, inputs, 1, tuple(row))]
+        if works_on_slices(first, rest):
+            column = cuts_of(model, modules[0], {"weight": 0, "bias": 0})
+            for name, module in zip(modules[1:], rest, strict=True):
+                if isinstance(module, BATCH_NORMS):
+                    column += cuts_of(model, name, _PER_CHANNEL)
+            found.insert(0, SplitSpec("column", outputs, True, outputs, 1, tuple(column)))
+        return found
+
+    def patch(
+        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
+    ) -> None:
+        """See ``Recipe.patch``."""
+        first = model.get_submodule(modules[0])
+        assert isinstance(first, CONVOLUTIONS)
+        if spec.style == "row":
+            _patch_convolution_row(first, member.reduce)
+        elif not first.weight.shape[0]:
+            for name in modules:
+                allow_no_channels(model.get_submodule(name))
+
+
+def _patch_convolution_row(module: Convolution, reduce: Reduce) -> None:
+    def forward(input: Tensor) -> Tensor:  # noqa: A002
+        if module.weight.shape[1]:
+            total = reduce(module._conv_forward(input, module.weight, None))
+        else:
+            total = reduce(partial_without_channels(module, input))
+        if module.bias is None:
+            return total
+        return total + module.bias.view(-1, *(1 for _ in module.kernel_size))
+
+    module.forward = forward  # type: ignore[method-assign]
