@@ -12,8 +12,8 @@ import meshwright as mw
 import msgspec
 import pytest
 import torch
+from meshwright.executor.launch import verify as verification
 from meshwright.executor.launch.equality import LOSS, STATE, Yardstick, deviations
-from meshwright.executor.launch.processes import verify as verification
 from meshwright.executor.launch.verify import verify_on_ranks
 from meshwright.models.units.discover import discover
 from meshwright.models.zoo import build

@@ -9,7 +9,7 @@ from meshwright.cli.render.documents import decision_table, units_table
 from meshwright.cli.render.folding import Row, fold
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import Plan, UnitPlan
-from meshwright.profiler.tables import load_table
+from meshwright.profiler.estimate import load_table
 from msgspec.structs import replace
 from rich.console import Console
 

@@ -13,7 +13,7 @@ from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.profile import FidelityProfile
 from meshwright.planner.solve.evaluate import make_plan
-from meshwright.profiler.tables import load_table
+from meshwright.profiler.estimate import load_table
 
 
 def cluster(gbit_s: float, nodes: int = 8) -> Cluster:

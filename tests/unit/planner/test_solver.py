@@ -18,7 +18,7 @@ from meshwright.planner.solve.ilp import infeasible as ilp_infeasible
 from meshwright.planner.solve.ilp.solve import Integer
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import Solver, solve, solvers
-from meshwright.profiler.tables import load_table
+from meshwright.profiler.estimate import load_table
 
 from tests.brute import best
 from tests.problems import problem as random_problem
