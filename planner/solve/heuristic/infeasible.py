@@ -31,7 +31,7 @@ from .splits import feasible
 
 EXPLAIN_S = 10.0
 """Seconds after which a report asks no further question."""
-NODES_S = 0.5
+NODES_S = 1.0
 """Of these, after which it asks no further one about nodes."""
 LIMITS = ("memory_limit_bytes", "amplification_limit", "time_limit_s")
 """Limits of which a closest plan can be told, in the order in which they are blamed."""
