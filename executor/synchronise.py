@@ -125,7 +125,7 @@ class GradientSynchroniser:
                 self._exchange.absorb(entry)
 
     def _finish(self) -> None:
-        """At the end of backward: sends the rest, waits for all, and shows the averages."""
+        """At the end of backward: sends the rest. Under the barrier also waits for all averages."""
         self._active = False
         if not (self._complete or self._anchored):
             return  # torch.autograd.grad: no parameter has accumulated anything

@@ -103,7 +103,7 @@ class FullyShardedGradGroup(ShardedGradGroup):
     # -- the whole -----------------------------------------------------------------------------
 
     def announce(self) -> None:
-        """It will be unsharded: ``issue`` will have been called when ``wait_for_unshard`` is."""
+        """Marks it as coming; ``issue`` must follow, or ``wait_for_unshard`` never ends."""
         self.coming = True
         self._issued.clear()
 

@@ -106,9 +106,9 @@ class Order:
                 self._left[grad_group] = ahead
 
     def arrived(self, grad_group: GradGroup, waited_s: float) -> None:
-        """A group has come back after a wait: the links were busy until now. Of a step the wait
-        with most before it counts; after little, what is measured is mostly the forward between.
-        The thread of a sharded step says so too."""
+        """Estimates the links' rate from a wait for a group: they were busy until now. Of a step's
+        waits the one with most bytes ahead counts; others measure mostly the forward. Also called
+        by the sharded step's thread."""
         with self._arriving:
             ahead = self._left.pop(grad_group, 0)
             if waited_s > 0 and ahead > self._most[0]:

@@ -6,17 +6,18 @@ ends. The library then carries them in that order, while the next forward waits 
 """
 
 # [Note: Who issues collectives on which group]
-# Collectives of one process group must be issued in the same order on all of its ranks. Each thread
-# below has process groups of its own, so that no order between threads is ever needed:
+# Collectives of one process group must be issued in the same order on all of its ranks. Each line
+# below has process groups of its own, so that no order between the lines is ever needed:
 #
 # - gradients (``GradParam.group``): the thread that runs backward, in the order of slots, from the
-#   hooks of parameters and from ``end``. Nobody else, so all of a step's slices have been issued
+#   hooks of parameters, from ``foresee`` and from ``end``. Nobody else, so all of a step's slices have been issued
 #   when backward is over, and a rank can wait for its parameters (to save them, say) without any
 #   other rank's help;
-# - updated chunks of sharded parameters (``Channels.gathers``): the pipeline's thread
-#   ([Note: Sharded steps pipeline] in sharded.py);
-# - parameters that are whole only while they are used (``Channels.unshards``): the thread that runs
-#   forward or backward, in the order of use ([Note: Unshard and reshard] in unshard.py);
+# - updated chunks of sharded parameters (``Channels.gathers``): the pipeline's thread, or on NCCL
+#   and with a gradient scaler the thread that trains ([Note: Sharded steps pipeline] in sharded.py);
+# - parameters that are whole only while they are used (``Channels.unshards``): one ``IssueQueue``,
+#   in the order of use, which issues from the thread that uses them or, while their chunk waits for
+#   its update, from one of its own ([Note: Unshard and reshard] in unshard.py);
 # - what a user asks of a sharded gradient (``Channels.reads``): the thread that asks, which must
 #   then ask on all ranks;
 # - votes, agreements and forwards' headers: ``Control``, from the thread that trains.
@@ -137,7 +138,7 @@ class PriorityExchange(Exchange):
         self._votes: Votes | None = None
         self._unused: set[GradParam] = set()
         self._fresh: ShardedGradGroup | None = None
-        """What has just been taken, in the midst of autograd's work on one of its gradients."""
+        """Packed just now; sent at the next gradient, when autograd has freed its last one."""
         fully = [g for g in self.grad_groups if isinstance(g, FullyShardedGradGroup)]
         self.unshard_manager = UnshardManager(fully, watch, issued, self.finish)
 
@@ -192,8 +193,8 @@ class PriorityExchange(Exchange):
         return self.group_of[param].holds(param)
 
     def ready(self, param: GradParam) -> None:
-        """The gradient is complete: its slices leave if it is their turn; those that have taken
-        what they send when autograd has let go of it, which is with the next gradient."""
+        """Notes a complete gradient. Once its group is full, its slices leave in their turn; packed
+        (sharded) ones with the next gradient, when autograd has freed this."""
         grad_group = self.group_of[param]
         if self._fresh is not None:
             self._fresh = None
@@ -213,8 +214,8 @@ class PriorityExchange(Exchange):
             self._release()
 
     def foresee(self) -> None:
-        """Fully sharded groups leave in backward as peers wait for them there, to hold no more
-        gradients than planned: what this backward will not compute is sent as zeros at once."""
+        """Sends zeros now for fully sharded gradients that this backward will not compute: peers
+        wait for them during backward, so that few gradients are held."""
         if not self.unshard_manager.grad_groups:
             return
         absent = left_out([param.parameter for param in self.group_of])
@@ -230,7 +231,7 @@ class PriorityExchange(Exchange):
                 self._advance()
 
     def order_digest(self) -> int:
-        """Of the uses of fully sharded parameters."""
+        """A hash of the unshards since the last vote."""
         return self.unshard_manager.take_order_digest()
 
     def absorb(self, param: GradParam) -> None:

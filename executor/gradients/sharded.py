@@ -157,7 +157,7 @@ class ShardedSlice(Slice):
 
     @property
     def bytes(self) -> int:
-        """Of an all-reduce that takes as long as the gradients' way, which is half of its way."""
+        """Half its size: its all-to-all takes half the time of an all-reduce of all of it."""
         return self.width * self.group.size * self.params[0].parameter.element_size() // 2
 
     def pack(
@@ -357,7 +357,7 @@ class ShardedGradGroup(GradGroup):
 # [Note: Sharded steps pipeline]
 # After ``step()`` three things are left to do for each group of gradients: wait for the averages of
 # this rank's chunk, update the chunk, and all-gather the parameters. ``step()`` only notes with
-# which hyperparameters and gradients (optimizer/sharded_steps.py) and returns; a thread does the
+# which hyperparameters and gradients (optimizer/lazy.py) and returns; a thread does the
 # rest, group by group in forward order, while the thread that trains goes on to the next forward.
 #
 # All ranks must issue the all-gathers in one order. They have a process group of their own, on
@@ -366,8 +366,8 @@ class ShardedGradGroup(GradGroup):
 # nothing that other ranks' programs have to do: their threads send, even while their main threads
 # wait in something else.
 #
-# The next forward waits in ``ShardedGradGroup.settle``: first until the all-gather of its unit has
-# been issued, then for the all-gather. An error in the thread is raised there as well.
+# The next forward waits in ``ShardedGradGroup.wait_and_average``: first until the all-gather of its
+# unit has been issued, then for the all-gather. An error in the thread is raised there as well.
 #
 # On a device's streams (NCCL) kernels of two communicators must be launched in one order on all
 # ranks, and a wait does not hold the host: there ``step()`` runs all of it itself.

@@ -39,14 +39,14 @@ class Slice:
 
     @property
     def bytes(self) -> int:
-        """What a member has of it."""
+        """Its size on this rank."""
         numel = sum(p.parameter.numel() for p in self.params)
         return numel * self.params[0].parameter.element_size() // self.cut.parts
 
     @property
     def shared_bytes(self) -> int:
-        """What every rank takes it to have, whatever its own member has of it, or if it has
-        nothing: all must find the same order of slices."""
+        """Its size for ordering: the same number on all ranks, whatever each holds, so that all
+        find one order of slices."""
         share = sum(p.shared_bytes for p in self.params) // self.cut.parts
         # Of an all-reduce that takes as long as the way of gradients to those who own elements.
         return share // 2 if self.params[0].exchange in SHARDING else share
@@ -148,8 +148,8 @@ class GradGroup:
 
     @property
     def needs_room(self) -> bool:
-        """Whether to take it in needs room beside what travels, which there is when those before
-        it have been."""
+        """Whether applying it takes extra memory, which is free once the groups before it are
+        applied."""
         return False
 
     def following(self, number: int) -> Slice:

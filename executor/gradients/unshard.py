@@ -158,7 +158,7 @@ class UnshardManager:
         return grad_group in self._without_grad
 
     def take_order_digest(self) -> int:
-        """Stands for the groups that were unsharded since it was last asked, in their order."""
+        """A hash of the groups unsharded since the last call, in their order."""
         found, self._order_digest = self._order_digest, 0
         return found
 
@@ -306,7 +306,7 @@ class UnshardManager:
         return grad_group.chunks[entry]
 
     def chunk(self, grad_group: FullyShardedGradGroup, entry: GradParam) -> Tensor:
-        """The same, to be changed: the whole is free from then on. On all ranks alike."""
+        """This rank's chunk, to be changed. Reshards the group; call it on all ranks."""
         with _out_of_graph():
             if grad_group.pipeline is not None:
                 self._finish_step(grad_group)
@@ -357,7 +357,7 @@ class IssueQueue:
 
 @contextmanager
 def _out_of_graph() -> Iterator[None]:
-    """What is made here outlives the forward in whose midst it is."""
+    """Without autograd or inference mode: tensors made here stay."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
