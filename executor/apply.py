@@ -296,9 +296,9 @@ def entries_of(model: nn.Module, run: Run, shards: ModelShards) -> list[GradPara
     return sorted(entries, key=lambda entry: entry.unit)[::-1]
 
 
-def _peers(residence: SubsetShard) -> Layout:
+def _peers(shard: SubsetShard) -> Layout:
     """The layout whose peers exchange the gradient of what lives there."""
-    return residence.layout if residence.degree > 1 else flat(residence.layout)
+    return shard.layout if shard.degree > 1 else flat(shard.layout)
 
 
 def _members(run: Run, shard: Shard | None) -> Members | None:

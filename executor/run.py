@@ -11,10 +11,10 @@
 #    other way. Fully sharded parameters are unsharded when autograd takes out what it has saved,
 #    and resharded when their gradients are complete.
 # 3. Each complete gradient (``GradientSynchroniser._ready``) is handed to the exchange. Buckets
-#    (``barrier``) or the slices of a gradient group (``priority``) leave as soon as all gradients in
-#    them are complete and it is their turn. When a group's first slice leaves, ``grad`` of its
-#    parameters shows a tensor that waits when it is read, as clipping does.
-#    Where a unit is released early, backward waits, updates its parameters and frees gradients.
+#    (``barrier``) or the slices of a gradient group (``priority``) leave as soon as all gradients
+#    in them are complete and it is their turn. When a group's first slice leaves, ``grad`` of its
+#    parameters shows a tensor that waits when it is read, as clipping does. Where a unit is
+#    released early, backward waits, updates its parameters and frees gradients.
 # 4. The engine's callback at the end (``_finish``): ranks vote on which parameters have gradients,
 #    the rest leaves. Under ``barrier`` this waits for all averages; under ``priority`` for none.
 # 5. ``optimizer.step()``. Under ``priority`` it takes over gradients that still travel and returns:

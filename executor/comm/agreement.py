@@ -25,7 +25,7 @@ def rank_zero_decides(work: Callable[[], Answer]) -> Answer:
 
     Where it raises, every rank raises the same sentence: of the same class for Meshwright's own
     errors, else ``RunError`` (rank 0 raises what happened, so that its traceback is not lost). The
-    answer must survive pickling. Nouns do.
+    answer must survive pickling. Records do.
     """
     if dist.get_world_size() == 1:
         return work()

@@ -2,7 +2,7 @@
 
 gloo's threads keep the tensors of a collective until they come to destroy it, which is some time
 after it has completed: on a busy machine long enough for the next gradient to be made beside one
-that has been applied and freed. What was waited for is carried, and nothing reads or writes it any
+that has been applied and freed. What was waited for has arrived, and nothing reads or writes it any
 more. So the library gets tensors of its own, and their memory is taken away again: what is alive at
 a moment does not depend on when a thread gets its turn.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def alias_for_comm(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor to be carried. No view, which would hold what it is a view of."""
+    """The same memory as a tensor to be sent. No view, which would hold what it is a view of."""
     return tensor.detach()
 
 

@@ -10,11 +10,12 @@ ends. The library then carries them in that order, while the next forward waits 
 # below has process groups of its own, so that no order between the lines is ever needed:
 #
 # - gradients (``GradParam.group``): the thread that runs backward, in the order of slots, from the
-#   hooks of parameters, from ``foresee`` and from ``end``. Nobody else, so all of a step's slices have been issued
-#   when backward is over, and a rank can wait for its parameters (to save them, say) without any
-#   other rank's help;
+#   hooks of parameters, from ``foresee`` and from ``end``. Nobody else, so all of a step's slices
+#   have been issued when backward is over, and a rank can wait for its parameters (to save them,
+#   say) without any other rank's help;
 # - updated chunks of sharded parameters (``Channels.gathers``): the pipeline's thread, or on NCCL
-#   and with a gradient scaler the thread that trains ([Note: Sharded steps pipeline] in sharded.py);
+#   and with a gradient scaler the thread that trains ([Note: Sharded steps pipeline] in
+#   sharded.py);
 # - parameters that are whole only while they are used (``Channels.unshards``): one ``IssueQueue``,
 #   in the order of use, which issues from the thread that uses them or, while their chunk waits for
 #   its update, from one of its own ([Note: Unshard and reshard] in unshard.py);

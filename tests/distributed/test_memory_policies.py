@@ -702,8 +702,8 @@ def under_pressure(rank: int, cache: str) -> tuple[list[str], float, tuple[int, 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_plan_that_needs_recompute_is_made_and_run(ranks, tmp_path):
-    for memory, limit, (lean, kept) in ranks(2)(under_pressure, str(tmp_path), limit_s=100):
+    for memory, limit, (recomputed, kept) in ranks(2)(under_pressure, str(tmp_path), limit_s=100):
         assert "recompute" in memory
         assert "offload" not in memory
-        assert lean < 0.8 * kept
-        assert lean < 1.2 * limit < kept
+        assert recomputed < 0.8 * kept
+        assert recomputed < 1.2 * limit < kept

@@ -16,13 +16,13 @@ from meshwright.planner.schema.record import Record, decode, encode
 
 from tests.strategies import clusters, plans, profiles
 
-NOUNS = {
+RECORDS = {
     Plan: plans(),
     ModelProfile: profiles(),
     Cluster: clusters(measured=True),
 }
 SCHEMA = {Plan: "plan.json", ModelProfile: "model_profile.json", Cluster: "cluster.json"}
-cases = pytest.mark.parametrize("cls", NOUNS, ids=lambda c: c.__name__)
+cases = pytest.mark.parametrize("cls", RECORDS, ids=lambda c: c.__name__)
 
 JUNK = st.one_of(
     st.none(),
@@ -40,9 +40,9 @@ JUNK = st.one_of(
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_round_trip_byte_for_byte(cls, data):
-    noun = data.draw(NOUNS[cls])
-    written = encode(noun)
-    assert decode(cls, written) == noun
+    record = data.draw(RECORDS[cls])
+    written = encode(record)
+    assert decode(cls, written) == record
     assert encode(decode(cls, written)) == written
 
 
@@ -51,18 +51,18 @@ def test_round_trip_byte_for_byte(cls, data):
 @given(data=st.data())
 def test_valid_documents_satisfy_the_schema(cls, data):
     schema = json.loads(schema_files()[SCHEMA[cls]])
-    document = json.loads(encode(data.draw(NOUNS[cls])))
+    document = json.loads(encode(data.draw(RECORDS[cls])))
     jsonschema.Draft202012Validator(schema).validate(document)
 
 
 def attempt(cls: type[Record], damaged: bytes) -> None:
-    """Reads what may be damaged: a valid noun or an ``InputError`` of one line, nothing else."""
+    """Reads what may be damaged: a valid record or an ``InputError`` of one line, nothing else."""
     try:
-        noun = decode(cls, damaged, "plan.json")
+        record = decode(cls, damaged, "plan.json")
     except InputError as error:
         message = str(error)
     else:
-        assert encode(decode(cls, encode(noun))) == encode(noun)
+        assert encode(decode(cls, encode(record))) == encode(record)
         return
     assert message.startswith("plan.json")
     assert "\n" not in message
@@ -80,7 +80,7 @@ def paths(node, here=()):
 @settings(max_examples=250, deadline=None)
 @given(data=st.data())
 def test_hand_damaged_documents(cls, data):
-    document = json.loads(encode(data.draw(NOUNS[cls])))
+    document = json.loads(encode(data.draw(RECORDS[cls])))
     for _ in range(data.draw(st.integers(1, 2))):
         document = damage(document, data)
     attempt(cls, json.dumps(document).encode("utf-8", "surrogatepass"))
@@ -110,7 +110,7 @@ def damage(document, data):
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_truncated_and_overwritten_bytes(cls, data):
-    written = bytearray(encode(data.draw(NOUNS[cls])))
+    written = bytearray(encode(data.draw(RECORDS[cls])))
     start = data.draw(st.integers(0, len(written) - 1))
     if data.draw(st.booleans()):
         written = written[:start]
