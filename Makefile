@@ -12,7 +12,7 @@ SEVERAL := $(TEST) tests/distributed tests/testbed
 # What another Python or other versions of what we build on would break first.
 SMOKE := tests/unit/planner tests/unit/cli tests/unit/test_imports.py tests/distributed/test_training.py
 
-.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-laysa bench-exchange bench-sharded testbed clean
+.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-laysa bench-exchange bench-sharded bench-burst testbed clean
 
 help:
 	@echo "make demo              measure, plan, verify and train on this machine"

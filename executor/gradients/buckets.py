@@ -215,7 +215,7 @@ class BucketExchange(Exchange):
     """Sends buckets as they fill, in order, and waits for them at the end of backward.
 
     ``issued(text, sent, group)`` is told of each collective before it is issued, and the bytes that
-    a ring sends for it. With ``eager`` off nothing leaves before ``flush``: on NCCL, collectives of
+    a ring sends for it. With ``eager`` off nothing leaves before ``end``: on NCCL, collectives of
     several communicators must be launched in one order on all ranks, which buckets that leave in
     the midst of redistributions could break.
     """

@@ -204,7 +204,7 @@ def values(rows_: Rows, figures: Matrix) -> Values:
 
 def slice_waits(figures: Matrix) -> Matrix:
     """For each link and unit the longest slice of the units after it, which one of its own may
-    find on the wire (none where it has none): what ``step.priority_step`` adds to the rows."""
+    find on the wire (none where it has none): what ``step_time.priority_step`` adds to the rows."""
     waits = np.zeros((len(SLICES), len(figures)))
     later = figures[:0:-1, list(SLICES)].T
     waits[:, :-1] = np.maximum.accumulate(later, axis=1)[:, ::-1]

@@ -64,8 +64,8 @@ class SplitProfile(Record, frozen=True, kw_only=True):
     ``parts`` is how many pieces cannot be cut further (output features, attention heads);
     ``uneven`` says whether degrees that do not divide ``parts`` work too. ``features`` is the
     length of the dimension by which the input (``row``) or output (``column``) is sliced.
-    ``shard_dim`` per shared parameter name: parameters tied between units can be divided only if
-    all uses cut the same dimension.
+    ``sharded`` has the dimension for each shared parameter name: parameters tied between units can
+    be divided only if all uses cut the same dimension.
     """
 
     style: Style

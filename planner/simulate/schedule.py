@@ -57,7 +57,7 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step. ``fifo`` messages go in the order in which they get ready; else by urgency, and
+    """One step. Under the barrier messages go as they get ready; else by urgency, and
     with ``preempt`` a more urgent one stops one under way."""
 
     work: tuple[Work, ...]

@@ -1,7 +1,7 @@
 """What is to be least, and which limits a plan keeps: the judgement that all solvers share.
 
-The value of a plan is that of the formulas of ``step``, which are what is proved about; the
-simulation of the schedule as it is run tells what the Plan predicts.
+The value of a plan is that of the formulas of ``cost.step_time``, which are what is proved about;
+the simulation of the schedule as it is run tells what the Plan predicts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The interface behind which the ways of searching stand, and how one of them is asked.
 
-A solver takes a ``Problem`` and returns a ``Result``: what it found, what it proved. ``OPTIMAL`` is
+A solver takes a ``Problem`` and returns a ``Result``: what it found, what it proved. ``optimal`` is
 said only of what was proved. Solvers register under a name; ``auto`` takes the first of
 ``PREFERENCE`` that is registered, and the result says which.
 """

@@ -18,7 +18,6 @@ ORDER = (
     "planner/multiplex",
     "planner",
     "models/workload",
-    "models/preserve",
     "models/spec",
     "models/replay",
     "models/splits",
