@@ -121,10 +121,10 @@ def test_its_end_is_told_with_what_it_used(tmp_path):
 def test_a_killed_launcher_takes_it_along(tmp_path):
     code = (
         "import time\n"
-        "from meshwright.executor.background.job import beside\n"
+        "from meshwright.executor.background.job import background_job\n"
         "from meshwright.executor.background.protocol import Settings\n"
-        f"with beside(Settings({python(tmp_path, FOREVER)!r}, {str(tmp_path / 'log')!r}, 1.1, "
-        "grace_s=0.5)):\n"
+        f"with background_job(Settings({python(tmp_path, FOREVER)!r}, {str(tmp_path / 'log')!r}, "
+        "1.1, grace_s=0.5)):\n"
         "    print('begun', flush=True)\n    time.sleep(90)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as launcher:
