@@ -1,4 +1,4 @@
-"""Ways to divide a unit's parameters over the members of a group, one module for each kind."""
+"""Ways to divide a unit's parameters over the members of a group: single layers and blocks."""
 
 from __future__ import annotations
 

@@ -60,8 +60,6 @@ def solvers() -> tuple[str, ...]:
 
 
 # [Note: Order of searches]
-
-
 # A policy that takes something from the user or that is only predicted to pay is tried last. So a
 # problem that leaves the schedule or sharding open becomes several problems, each allowed more than
 # the one before, and the first that has a plan decides:
