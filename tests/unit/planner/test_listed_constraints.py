@@ -4,8 +4,7 @@ import importlib
 import re
 from pathlib import Path
 
-from meshwright.planner.cost import budget
-from meshwright.planner.cost import step_time as step
+from meshwright.planner.cost import budget, step_time
 from meshwright.planner.memory import rows
 from meshwright.planner.solve.ilp import integer
 from meshwright.planner.solve.ilp.timeline import Timeline
@@ -18,7 +17,7 @@ HOMES = {
     "Variables": Variables,
     "budget": budget,
     "rows": rows,
-    "step": step,
+    "step_time": step_time,
 }
 
 
