@@ -37,9 +37,9 @@ def test_the_table_of_equations_names_what_exists():
     named = re.findall(r"`([\w/]+(?:\.\w+)*)`", table)
     assert len(named) > 15
     for name in named:
-        module, *steps = name.replace("/", ".", name.count("/")).split(".")
-        if "/" in name:
-            module, steps = f"{module}.{steps[0]}", steps[1:]
-        at = importlib.import_module(f"meshwright.planner.{module}")
+        folder, _, rest = name.rpartition("/")
+        module, *steps = rest.split(".")
+        path = ".".join(part for part in (*folder.split("/"), module) if part)
+        at = importlib.import_module(f"meshwright.planner.{path}")
         for step_ in steps:
             at = getattr(at, step_)
