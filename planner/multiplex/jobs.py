@@ -15,8 +15,8 @@ from ..schema.cluster import Cluster, Device, Node
 from ..schema.errors import InputError
 from ..schema.goal import Goal
 from ..schema.options import Decisions
-from ..schema.plan import Plan, ScheduleName
-from ..schema.profile import ModelProfile
+from ..schema.plan import ScheduleName
+from ..schema.profile import ModelProfile, ShareProfile
 from ..schema.record import Positive, Record, Seconds, Share
 from ..solve.evaluate import evaluate
 from .timeline import StepTimelines, timelines
@@ -85,41 +85,21 @@ class Background(NamedTuple):
 def slowed(profile: ModelProfile, slowdown: float) -> ModelProfile:
     """The profile with all computing ``slowdown`` times as long."""
     replace = msgspec.structs.replace
+
+    def of_share(share: ShareProfile) -> ShareProfile:
+        forward, backward = share.forward.scaled(slowdown), share.backward.scaled(slowdown)
+        return replace(share, forward=forward, backward=backward)
+
     if slowdown == 1.0:
         return profile
-    units = tuple(
-        replace(
-            unit,
-            shares=tuple(
-                replace(
-                    share,
-                    forward=share.forward.scaled(slowdown),
-                    backward=share.backward.scaled(slowdown),
-                )
-                for share in unit.shares
-            ),
-        )
+    units = (
+        replace(unit, shares=tuple(of_share(share) for share in unit.shares))
         for unit in profile.units
     )
-    updates = tuple(
+    updates = (
         replace(rate, seconds_per_byte=rate.seconds_per_byte * slowdown) for rate in profile.updates
     )
-    return replace(profile, units=units, updates=updates)
-
-
-def foreground_of(
-    plan: Plan, profile: ModelProfile, cluster: Cluster, decisions: Decisions, slowdown: float
-) -> Foreground:
-    """The job of a plan that was made from ``profile`` for ``cluster``."""
-
-    def step(made: ModelProfile) -> StepTimelines:
-        model = CostModel.of_plan(plan, made, cluster)
-        return timelines(model, decisions, plan.schedule)
-
-    unshared = step(profile)
-    shared = unshared if slowdown == 1.0 else step(slowed(profile, slowdown))
-    rate = plan.baseline.samples_per_s
-    return Foreground(plan.target, plan.goal.batch, unshared, shared, rate)
+    return replace(profile, units=tuple(units), updates=tuple(updates))
 
 
 def shared_device_model(model: CostModel, slowdown: float) -> CostModel:
@@ -131,13 +111,10 @@ def foreground(
     name: str, model: CostModel, decisions: Decisions, schedule: ScheduleName, slowdown: float
 ) -> Foreground:
     """The job of decisions under a cost model."""
-    shared = shared_device_model(model, slowdown)
-    return Foreground(
-        name,
-        model.goal.batch,
-        timelines(model, decisions, schedule),
-        timelines(shared, decisions, schedule),
-    )
+    unshared = shared = timelines(model, decisions, schedule)
+    if slowdown != 1.0:
+        shared = timelines(shared_device_model(model, slowdown), decisions, schedule)
+    return Foreground(name, model.goal.batch, unshared, shared)
 
 
 # Of batches whose rates differ by less the smallest is taken: it leaves more memory.
@@ -148,11 +125,12 @@ def best_background(
     profile: ModelProfile, device: Device, optimizer: str = "sgd", held_bytes: int = 0
 ) -> Background:
     """The background that trains ``profile``'s model on one ``device``, of whose memory
-    ``held_bytes`` are the foreground's: of the batches measured the one with most samples per
-    second. Raises ``InputError`` where not even the smallest fits."""
+    ``held_bytes`` are the foreground's. Raises ``InputError`` where not even the smallest batch
+    fits."""
     cluster = Cluster(name="one device", nodes=(Node(name="node", devices=(device,)),), levels=())
     left, made = device.memory_bytes - held_bytes, []
-    # Its step is predicted, not measured: by the same cost model as that of the foreground.
+    # Its step is predicted, not measured: by the same cost model as that of the foreground, so that
+    # the two are compared without the difference between a prediction and a measurement.
     for batch in profile.batches:
         found = evaluate(profile, cluster, Goal(batch=batch, optimizer=optimizer))  # type: ignore[arg-type]
         if found.step_s > 0:

@@ -1,8 +1,8 @@
 """One step of a plan as each kind of device sees it: when it computes, when it communicates.
 
-Devices that take the same part in every unit see the same step and are told once. The step is that
-of the simulation by which a plan is predicted (``simulate_decisions``): it has the times of the
-busiest device, of which the others do what concerns their units and their share of the samples.
+The step is that of the simulation by which a plan is predicted (``simulate_decisions``): it has the
+times of the busiest device, of which the others do what concerns their units and their share of the
+samples.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def timelines(model: CostModel, decisions: Decisions, schedule: ScheduleName) ->
         until_s = max((s.end_s for s in found.spans if s.phase != "exchange"), default=0.0)
         until_s -= found.step_s
     spans = list(_within(found.spans, until_s - found.step_s, until_s))
+    # Devices that take the same part in every unit see the same step and are told once.
     classes = position_classes(model.counts, [o.layout for o in decisions])
     return StepTimelines(
         found.step_s,
@@ -108,8 +109,8 @@ def _timeline(
 
 
 def _apart(computing: Iterable[Busy]) -> Iterable[Busy]:
-    """In order, rounding aside: one ends where the next starts."""
     last_s = 0.0
+    # A device does one thing at a time: what overlaps here does so by rounding.
     for busy in sorted(computing):
         start_s = max(busy.start_s, last_s)
         if busy.end_s > start_s:
