@@ -21,7 +21,7 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.explain.front import Point, cheapest_within, within
+from meshwright.planner.explain.front import FoundPoint, cheapest_within, within
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import Goal
@@ -49,8 +49,8 @@ class Comparison(NamedTuple):
     limit: float
     greedy_s: float
     greedy_gpu_s: float
-    faster: Point | None
-    cheaper: Point | None
+    faster: FoundPoint | None
+    cheaper: FoundPoint | None
 
     @property
     def holds(self) -> bool:

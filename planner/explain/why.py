@@ -3,12 +3,15 @@
 One unit at a time (with the units tied to it) is given every other option that it could have, the
 formula ranks them, and the best are simulated. Nothing else changes with it: what the whole plan
 would gain from more of anything is ``what_if``'s, which plans again.
+
+Device-seconds are told beside what one device would take by itself; their ratio is DeepPool's
+amplification (Park et al., arXiv 2112.10065).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -17,7 +20,9 @@ from ..cost.budget import (
     gpu_seconds,
     gpu_seconds_limit,
     lost_energy,
+    single_device_s,
     unit_amplification,
+    unit_s,
 )
 from ..cost.cost import CostModel
 from ..cost.step_time import LINKS, binding_term
@@ -34,10 +39,11 @@ from ..simulate.events import Simulation
 from ..simulate.schedule import COMPUTE
 from ..solve.evaluate import Evaluation, decisions_of, evaluation, excess
 from ..solve.heuristic.space import Point, Space
-from .device_time import DeviceTime, device_time
 from .what_if import Gain, with_bandwidth
 
+# Limits may be overdrawn by this much: sums of floats differ by their order.
 ROUNDING = 1 + 1e-9
+# What limits are called in documents: fields of the goal, pins among them.
 MEMORY, GPU_SECONDS, UNIT, STEP, FIDELITY, PINS = (
     "memory_limit_bytes",
     "amplification_limit",
@@ -46,7 +52,6 @@ MEMORY, GPU_SECONDS, UNIT, STEP, FIDELITY, PINS = (
     "min_fidelity",
     "pins",
 )
-
 
 Part = Literal["compute", "blocking", "exchange"]
 
@@ -106,6 +111,33 @@ class Alternative(Record, frozen=True, kw_only=True):
         return MEMORY not in self.breaks
 
 
+class DeviceTime(Record, frozen=True, kw_only=True):
+    """Device-seconds of a step. ``used_s`` is their sum; ``alone_s`` is what one device would take
+    to compute the whole batch and update once, and the others are what the division costs, or saves
+    where they are negative:
+
+    ``shares_s``    units at smaller shares of the batch (a kernel's fixed cost is paid on each
+                    device), divided, or run again
+    ``updates_s``   the update on every device that holds a parameter
+    ``executor_s``  the executor's own work, as the probe measured it
+    ``slowing_s``   computing beside communication, where each slows the other
+    ``waiting_s``   redistribution, collectives inside units, exposed gradient exchange
+    """
+
+    used_s: Seconds
+    alone_s: Seconds
+    shares_s: float
+    updates_s: float
+    executor_s: Seconds
+    slowing_s: float
+    waiting_s: float
+
+    @property
+    def amplification(self) -> float:
+        """Device-seconds as a multiple of what one device takes."""
+        return self.used_s / self.alone_s if self.alone_s else 0.0
+
+
 class UnitExplanation(Record, frozen=True, kw_only=True):
     """One unit's cost, part by part, for one micro-batch (exchange: for one step), and its best
     alternatives, the quickest first. ``with_it`` are the units tied to it."""
@@ -161,8 +193,7 @@ def explain(
     capability: Capability = PLAIN,
     best: int = 3,
 ) -> Explanation:
-    """Explains ``plan``, made from ``profile`` and ``cluster``, with ``best`` alternatives of each
-    unit."""
+    """``best`` is how many alternatives of each unit are told."""
     check_belongs(plan, profile, cluster)
     model, schedule = CostModel.of_plan(plan, profile, cluster), plan.schedule
     decisions = decisions_of(plan)
@@ -175,8 +206,7 @@ def explain(
     units = []
     for k in range(len(decisions)):
         point.move_to(decisions)
-        nearest = _nearest(point, k, best)
-        found = tuple(_alternative(model, k, d, schedule) for d in nearest)
+        found = [_alternative(model, k, d, schedule) for d in _nearest(point, k, best)]
         units.append(_unit(done, k, tuple(sorted(found, key=lambda a: a.step_s))))
     tight = excess(model, done.memory)
     return Explanation(
@@ -199,15 +229,10 @@ def explain(
 
 def _binding(done: Evaluation, units: Sequence[UnitExplanation]) -> Iterator[str]:
     """The limits that alternatives break which would be better without them."""
-    economical = done.model.goal.objective == "gpu_seconds"
-    ours = done.prediction.gpu_seconds if economical else done.prediction.step_s
-    better = [
-        a
-        for unit in units
-        for a in unit.alternatives
-        if (a.gpu_seconds if economical else a.step_s) < ours * (1 - 1e-9)
-    ]
-    yield from dict.fromkeys(limit for a in better for limit in a.breaks)
+    what = "gpu_seconds" if done.model.goal.objective == "gpu_seconds" else "step_s"
+    ours = getattr(done.prediction, what) * (1 - 1e-9)
+    every = (a for unit in units for a in unit.alternatives)
+    yield from dict.fromkeys(b for a in every if getattr(a, what) < ours for b in a.breaks)
 
 
 class Bottleneck(NamedTuple):
@@ -298,33 +323,28 @@ def _alternative(
     model: CostModel, k: int, decisions: Decisions, schedule: ScheduleName
 ) -> Alternative:
     done = evaluation(model, decisions, schedule=schedule)
-    option: Option = decisions[k]
     return Alternative(
-        layout=option.layout,
-        style=option.style,
-        memory=option.memory,
-        exchange=option.exchange,
-        exchange_ratio=option.ratio,
-        early_release=option.early_release,
-        feedback=option.feedback,
+        **_fields(decisions[k]),
         step_s=done.prediction.step_s,
         gpu_seconds=done.prediction.gpu_seconds,
         peak_bytes=max(done.prediction.peak_bytes),
-        breaks=broken(done),
+        breaks=_broken(done),
     )
 
 
+def _fields(option: Option) -> dict[str, Any]:
+    """What documents say of an option; segments are not changed unit by unit."""
+    found = option._asdict()
+    found["exchange_ratio"] = found.pop("ratio")
+    del found["segment"]
+    return found
+
+
 def _unit(done: Evaluation, k: int, alternatives: tuple[Alternative, ...]) -> UnitExplanation:
-    units, chain, option = done.model.profile.units, done.chain, done.decisions[k]
+    units, chain = done.model.profile.units, done.chain
     return UnitExplanation(
         name=units[k].name,
-        layout=option.layout,
-        style=option.style,
-        memory=option.memory,
-        exchange=option.exchange,
-        exchange_ratio=option.ratio,
-        early_release=option.early_release,
-        feedback=option.feedback,
+        **_fields(done.decisions[k]),
         forward_s=float(chain.forward_s[k]),
         backward_s=float(chain.backward_s[k]),
         redistribute_s=float((chain.entry_forward_s + chain.entry_backward_s)[:, k].sum()),
@@ -337,8 +357,8 @@ def _unit(done: Evaluation, k: int, alternatives: tuple[Alternative, ...]) -> Un
 
 
 def term_of(done: Evaluation, schedule: ScheduleName) -> BindingTerm | None:
-    """The term that binds a plan's step; None where units begin at other positions than the first
-    (branches side by side), for which there is no formula."""
+    """The term that binds a plan's step; None where there is no formula for it."""
+    # Branches side by side overlap on different ranks: their step is a critical path.
     if any(option.layout.first for option in done.decisions):
         return None
     found = binding_term(done.chain, priority=schedule == "priority")
@@ -373,15 +393,12 @@ def _use(limit: str, used: float, available: float) -> LimitUse:
     return LimitUse(limit=limit, used=float(used), available=float(available))
 
 
-def broken(done: Evaluation) -> tuple[str, ...]:
+def _broken(done: Evaluation) -> tuple[str, ...]:
     """The limits that a plan does not keep, pins among them."""
-    over = [use.limit for use in limit_uses(done) if not use.kept]
-    return (*over, PINS) if _unpinned(done.model, done.decisions) else tuple(over)
-
-
-def _unpinned(model: CostModel, decisions: Sequence[Option]) -> bool:
-    units = zip(model.profile.units, decisions, strict=True)
-    return not all(model.goal.permits(u.name, o.layout, o.style) for u, o in units)
+    over = tuple(use.limit for use in limit_uses(done) if not use.kept)
+    units = zip(done.model.profile.units, done.decisions, strict=True)
+    pinned = all(done.model.goal.permits(u.name, o.layout, o.style) for u, o in units)
+    return over if pinned else (*over, PINS)
 
 
 def largest_part(simulation: Simulation) -> tuple[Part, float]:
@@ -423,3 +440,40 @@ def _stalls(simulation: Simulation) -> Iterator[tuple[float, float]]:
     end = max((s.end_s for s in simulation.spans), default=0.0)
     if end > last:  # Nothing follows the exchange: without trained parameters there is no update.
         yield last, end
+
+
+def device_time(done: Evaluation) -> DeviceTime:
+    """The parts of what an evaluated plan uses. A step keeps all devices for its time, less those
+    that a burst leaves idle while its units compute."""
+    model, decisions = done.model, done.decisions
+    units = range(len(decisions))
+    sizes = [option.layout.size for option in decisions]
+    seconds = [unit_s(model, k, decisions[k]) for k in units]
+    computing_s = sum(sizes[k] * seconds[k] for k in units)
+    executor_s = sum(sizes[k] * model.micro_batches * _executor_s(model, k, o)
+                     for k, o in enumerate(decisions))  # fmt: skip
+    updates_s = sum(sizes[k] * model.unit(k, decisions[k]).update_s for k in units)
+    # One device has no executor and nothing to wait for.
+    alone_s = sum(single_device_s(model, k) for k in units)
+    trained = sum(p.bytes for owned in model.owned for p in owned if p.trainable)
+    once_s = trained * model.profile.update_seconds_per_byte(model.goal.optimizer)
+    # With branches side by side the step is a critical path, on which the units of a rank do not
+    # add up: what is slowed by communication is then counted as waiting.
+    branches = any(option.layout.first for option in decisions)
+    slowed_s = 0.0 if branches else done.prediction.compute_s - sum(seconds)
+    slowing_s = model.world_size * max(slowed_s, 0.0)
+    return DeviceTime(
+        used_s=done.prediction.gpu_seconds,
+        alone_s=alone_s,
+        shares_s=computing_s - executor_s - updates_s - (alone_s - once_s),
+        updates_s=updates_s - once_s,
+        executor_s=executor_s,
+        slowing_s=slowing_s,
+        waiting_s=done.prediction.gpu_seconds - computing_s - slowing_s,
+    )
+
+
+def _executor_s(model: CostModel, k: int, option: Option) -> float:
+    """The executor's own seconds in one backward of unit ``k``."""
+    sent = model.unit(k, option).trained_bytes if option.layout.groups > 1 else 0
+    return model.overhead_s(k, sent)
