@@ -9,8 +9,7 @@ once more on arrays over states: ``plain``, ``recomputed`` and ``offloaded``. A 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ from ..memory.unit_memory import MemoryModel
 from ..schema.curve import Curve
 from ..schema.layout import Layout, Style
 from ..schema.options import Option
-from ..schema.profile import ShareProfile, UnitProfile
+from ..schema.profile import UnitProfile
 
 Reals = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -41,7 +40,7 @@ _MEASURED_BYTES: tuple[tuple[str, Quantity], ...] = (
 
 
 class UnitFigures:
-    """The figures of a model's options, their bytes as one position of the placement has them."""
+    """The figures of a model's options; bytes are those at ``position``."""
 
     def __init__(self, model: CostModel, memory: MemoryModel, position: int) -> None:
         self.model, self.memory, self.position = model, memory, position
@@ -74,6 +73,8 @@ class UnitFigures:
 
     def plain(self, k: int, states: tuple[State, ...]) -> Reals:
         """[state, figure] without policies."""
+        # The first unit of a shape is worked out option by option. The others begin with a copy of
+        # its figures, over which is written what their own curves say.
         key = states, self.shape(k)
         if key not in self._of_shape:
             self._of_shape[key] = np.array([self.of(k, Option(*state)) for state in states])
@@ -92,6 +93,8 @@ class UnitFigures:
         # Where it was not measured it follows from the shape alone, and is in the copied figures.
         shaped = found[:, AT["new_grad"]] - summed
         found[:, AT["new_grad"]] = np.where(new, np.where(fresh > 0, fresh, shaped), 0.0) + summed
+        # A position that takes no part in a layout holds nothing of a unit there, whatever curves
+        # say of no samples.
         absent = [self.samples(layout) is None for layout, _ in states]
         measured = [*(AT[name] for name, _ in _MEASURED_BYTES), AT["new_grad"]]
         found[np.ix_(absent, measured)] = 0.0
@@ -108,16 +111,17 @@ class UnitFigures:
             whole * (self.samples(layout) or 0) / (layout.degree if style == "column" else 1)
             for layout, style in states
         ])  # fmt: skip
+        # What stays is ``MemoryModel._resident`` and the unit's gathered input.
         gathered = self._gathered(k, states)
         resident = np.minimum(output, plain[:, AT["saved"]] - gathered) + gathered
         found[:, AT["recomputed"]] = plain[:, AT["saved"]] - resident
         return self._with_resident(found, resident, states)
 
-    def offloaded(
-        self, k: int, states: tuple[State, ...], plain: Reals, host_bytes_per_s: float
-    ) -> Reals:
+    def offloaded(self, k: int, states: tuple[State, ...], plain: Reals) -> Reals:
         """``plain`` with feature maps that are copied to the host and back."""
         found, unit = plain.copy(), self.model.profile.units[k]
+        host_bytes_per_s = self.model.cluster.host_bytes_per_s
+        assert host_bytes_per_s is not None, "offered only where the rate is known"
         busiest, _ = self._readers_of(states)
         copy_s = busiest.values(unit, lambda s: s.saved, divides=False) / host_bytes_per_s
         found[:, AT["forward"]] += copy_s
@@ -165,41 +169,17 @@ class UnitFigures:
 
 
 # Which points of a unit's curves matter for a layout depends on the sizes that were measured and on
-# the layouts only. So these are worked out once, as weights, for all units that were measured at
-# the same sizes, and reading a unit's curve is a few products of small arrays.
-
-
-class _Position(NamedTuple):
-    """How sizes are read from curves with the same x: y[left] + (y[right] - y[left]) · part, the
-    slope not falling where ``beyond``, nothing where ``empty``; a single point is in proportion."""
-
-    left: Numbers
-    right: Numbers
-    part: Reals
-    beyond: npt.NDArray[np.bool_]
-    empty: npt.NDArray[np.bool_]
-    single: bool
-
-
-class _Blend(NamedTuple):
-    """How degrees are read from measured ones: share · value[near] + (1 - share) · value[far], not
-    under value[near] · ``perfect`` where ``beyond``."""
-
-    near: Numbers
-    far: Numbers
-    share: Reals
-    beyond: npt.NDArray[np.bool_]
-    perfect: Reals
-
-
+# the layouts only. So these are worked out once, as functions of the measured values, for all units
+# that were measured at the same sizes; reading a unit's curve is then a few products of small
+# arrays.
 class CurveReader:
     """Reads units' curves for a list of states with so many samples each."""
 
     def __init__(self, states: Sequence[State], samples: Sequence[float]) -> None:
         self.states = states
         self.samples = np.array(samples, dtype=np.float64)
-        self._positions: dict[tuple[float, ...], _Position] = {}
-        self._blends: dict[tuple[tuple[int, ...], Style], _Blend] = {}
+        self._at_samples: dict[tuple[float, ...], Callable[[Reals], Reals]] = {}
+        self._at_degrees: dict[tuple[tuple[int, ...], Style], Callable[[Reals, bool], Reals]] = {}
         styles = [style for _, style in states]
         self._of_style: dict[Style, Numbers] = {
             style: np.array([i for i, s in enumerate(styles) if s == style])
@@ -210,72 +190,59 @@ class CurveReader:
         """``share_of(unit, style, degree, quantity, samples, divides=divides)`` for each state."""
         found = np.zeros(len(self.states))
         for style, where in self._of_style.items():
-            known: list[ShareProfile] = [
-                s for s in unit.shares if s.style == style and s.degree > 1
-            ]
-            known.sort(key=lambda s: s.degree)
-            points = [unit.whole, *known]
+            known = [s for s in unit.shares if s.style == style and s.degree > 1]
+            points = [unit.whole, *sorted(known, key=lambda s: s.degree)]
             table = np.stack([self._curve(quantity(p))[where] for p in points])
-            degrees = tuple(p.degree for p in points)
-            found[where] = self._blended(table, degrees, style, where, divides)
+            key = tuple(p.degree for p in points), style
+            if key not in self._at_degrees:
+                asked = np.array([self.states[i][0].degree for i in where])
+                self._at_degrees[key] = _at_degrees(np.array(key[0]), asked)
+            found[where] = self._at_degrees[key](table, divides)
         return found
-
-    def _blended(
-        self, table: Reals, degrees: tuple[int, ...], style: Style, where: Numbers, divides: bool
-    ) -> Reals:
-        """[state] from [measured degree, state]."""
-        key = degrees, style
-        if key not in self._blends:
-            self._blends[key] = _blend(degrees, [self.states[i][0].degree for i in where])
-        blend, at = self._blends[key], np.arange(table.shape[1])
-        near, far = table[blend.near, at], table[blend.far, at]
-        straight: Reals = blend.share * near + (1.0 - blend.share) * far
-        if len(degrees) == 1:
-            return near * blend.perfect if divides else near
-        lifted = np.maximum(straight, near * blend.perfect)
-        return np.where(blend.beyond, lifted, straight)
 
     def _curve(self, curve: Curve) -> Reals:
         """The curve at each state's samples."""
-        if curve.x not in self._positions:
-            self._positions[curve.x] = _position(curve.x, self.samples)
-        at, y = self._positions[curve.x], np.array(curve.y)
-        if at.single:
-            proportional: Reals = y[0] * at.part
-            return proportional
-        rise = y[at.right] - y[at.left]
-        rise = np.where(at.beyond, np.maximum(rise, 0.0), rise)
-        found = np.maximum(y[at.left] + rise * at.part, 0.0)
-        return np.where(at.empty, 0.0, found)
+        if curve.x not in self._at_samples:
+            self._at_samples[curve.x] = _at_sizes(np.array(curve.x), self.samples)
+        return self._at_samples[curve.x](np.array(curve.y))
 
 
-def _position(x: tuple[float, ...], sizes: Reals) -> _Position:
-    places, empty = np.array(x), sizes <= 0
-    none = np.zeros(len(sizes), dtype=np.int64)
+def _at_sizes(x: Reals, sizes: Reals) -> Callable[[Reals], Reals]:
+    """Reads curves that were measured at ``x`` at the ``sizes``: ``Curve.__call__`` on arrays."""
+    empty = sizes <= 0
     if len(x) == 1:
         part = np.where(empty, 0.0, sizes / x[0])
-        return _Position(none, none, part, empty, empty, True)
-    right = np.clip(np.searchsorted(places, sizes), 1, len(x) - 1)
-    left = right - 1
-    beyond = sizes > x[-1]
-    part = (sizes - places[left]) / (places[right] - places[left])
-    return _Position(left, right, part, beyond, empty, False)
+        return lambda y: y[0] * part
+    right = np.clip(np.searchsorted(x, sizes), 1, len(x) - 1)
+    left, beyond = right - 1, sizes > x[-1]
+    part = (sizes - x[left]) / (x[right] - x[left])
+
+    def read(y: Reals) -> Reals:
+        rise = y[right] - y[left]
+        rise = np.where(beyond, np.maximum(rise, 0.0), rise)
+        return np.where(empty, 0.0, np.maximum(y[left] + rise * part, 0.0))
+
+    return read
 
 
-def _blend(degrees: tuple[int, ...], asked: Sequence[int]) -> _Blend:
-    inverse = np.array([1.0 / d for d in degrees])
-    near, far, share, beyond, perfect = [], [], [], [], []
-    for degree in asked:
-        x = 1.0 / degree
-        above = [i for i, d in enumerate(degrees) if d <= degree]
-        i = above[-1]
-        last = i == len(degrees) - 1
-        j = i if degrees[i] == degree else (max(i - 1, 0) if last else i + 1)
-        near.append(i)
-        far.append(j)
-        share.append(1.0 if i == j else (x - inverse[j]) / (inverse[i] - inverse[j]))
-        beyond.append(last and degrees[i] != degree)
-        perfect.append(x / inverse[i])
-    return _Blend(
-        np.array(near), np.array(far), np.array(share), np.array(beyond), np.array(perfect)
-    )
+def _at_degrees(degrees: Numbers, asked: Numbers) -> Callable[[Reals, bool], Reals]:
+    """Reads shares at the degrees ``asked``, one for each state, from [measured degree, state]:
+    ``share_of`` on arrays."""
+    at, last = np.arange(len(asked)), len(degrees) - 1
+    near = np.searchsorted(degrees, asked, "right") - 1
+    measured, beyond = degrees[near] == asked, (near == last) & (degrees[near] != asked)
+    far = np.where(measured, near, np.where(near == last, np.maximum(near - 1, 0), near + 1))
+    # Linear in 1/m between the degree at or below the one that is asked and the one next to it.
+    x, inverse = 1.0 / asked, 1.0 / degrees
+    apart = np.where(near == far, 1.0, inverse[near] - inverse[far])
+    share = np.where(near == far, 1.0, (x - inverse[far]) / apart)
+    perfect = x / inverse[near]
+
+    def read(table: Reals, divides: bool) -> Reals:
+        if last == 0:
+            return table[0] * perfect if divides else table[0]
+        straight: Reals = share * table[near, at] + (1.0 - share) * table[far, at]
+        lifted = np.maximum(straight, table[near, at] * perfect)
+        return np.where(beyond, lifted, straight)
+
+    return read

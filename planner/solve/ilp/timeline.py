@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import pulp
 
+from ...cost.cost import CostModel
+from ...cost.ownership import group_samples
 from ...cost.step_time import Vector
-from ...memory.rows import AT, Matrix, Rows
+from ...memory.rows import AT, OWN_BYTES, Matrix, Rows
 from ...schema.layout import Layout
+from ..evaluate import limits_bytes
+from ..option_table import OptionTable
 from .variables import Terms, Variables, summed
 
 
@@ -25,10 +30,56 @@ class MemoryClass(NamedTuple):
     figures: tuple[Matrix, ...]
     takes_part: tuple[Vector, ...]
 
+    def covers(self, other: MemoryClass) -> bool:
+        """Whether what fits here fits there."""
+        parts = zip(self.takes_part, other.takes_part, strict=True)
+        held = zip(self.figures, other.figures, strict=True)
+        return (
+            self.limit_bytes <= other.limit_bytes
+            and all((a >= b).all() for a, b in parts)
+            and all((a[:, OWN_BYTES] >= b[:, OWN_BYTES]).all() for a, b in held)
+        )
+
+
+def memory_classes(table: OptionTable, model: CostModel) -> list[MemoryClass]:
+    """The positions whose memory may bind, in order; limits are those of the model's goal."""
+    # Position 0 takes part in every layout, with the largest shards. But where the batch does not
+    # divide, another position's group may have a sample more, and devices may differ in memory. A
+    # position is left out where another has figures at least as large for every option, and no
+    # more memory.
+    limits = limits_bytes(model.cluster, model.goal, model.placement)
+    layouts = sorted({layout for states in table.states for layout, _ in states})
+    samples = {layout: group_samples(table.model.counts, layout) for layout in layouts}
+    found: list[MemoryClass] = []
+    seen: set[tuple[float, tuple[int | None, ...]]] = set()
+    for position, limit in enumerate(limits):
+        there = {layout: samples[layout][position] for layout in layouts}
+        key = float(limit), tuple(there.values())
+        if key in seen:
+            continue
+        seen.add(key)
+        part = tuple(
+            np.array([float(there[layout] is not None) for layout, _ in states])
+            for states in table.states
+        )
+        figures = tuple(table.bytes_at(k, there) for k in range(len(table.options)))
+        each = MemoryClass(position, float(max(limit, 1)), figures, part)
+        if not any(other.covers(each) for other in found):
+            found = [other for other in found if not each.covers(other)] + [each]
+    return [each for each in found if not _always_fits(table, each)]
+
+
+def _always_fits(table: OptionTable, each: MemoryClass) -> bool:
+    """Whether even the largest of everything together stays under the limit."""
+    most = sum(float(f[:, OWN_BYTES].max(axis=0).sum() + f[:, AT["gradients"]].max()
+                     + f[:, AT["gradients_sent"]].max())
+               for f in each.figures)  # fmt: skip
+    received = [e.figures[-1].max(initial=0.0) for e in table.edges]
+    return most + max(received, default=0.0) <= each.limit_bytes
+
 
 class Timeline:
-    """Writes the rows of bytes of a program; with ``excess`` a limit may be passed by that share of
-    it."""
+    """Writes a program's rows of bytes; with ``excess`` a limit may be passed by that share."""
 
     def __init__(self, program: Variables, rows: Rows, excess: pulp.LpVariable | None) -> None:
         self.program, self.rows, self.excess = program, rows, excess
@@ -42,8 +93,9 @@ class Timeline:
         none: list[Terms] = [{} for _ in units]
         nothing: list[list[Terms]] = [[{}] for _ in units]
         families = [("forward", received, none), ("backward", received, flight)]
+        # Without temporaries of the update, or of an exchange, backward's rows hold these points.
         if any(f[:, AT["update_temp"]].any() for f in figures):
-            families.append(("update", nothing, none))  # else backward's rows hold it
+            families.append(("update", nothing, none))
         if any(f[:, [AT["exchange_temp"], AT["never_together"]]].any() for f in figures):
             families.append(("exchange", nothing, none))
         for point, coming, flying in families:
@@ -78,6 +130,8 @@ class Timeline:
 
     def _received(self, i: int, k: int, each: MemoryClass) -> list[Terms]:
         """The bytes that a unit receives over each of its edges, of which the largest counts."""
+        # Several edges share one variable, at least each of them: a point has a row, not one for
+        # each edge.
         takes_part = each.takes_part[k]
         found = [
             summed((p.variable, p.figures[-1] / each.limit_bytes * takes_part[p.target])
@@ -105,31 +159,34 @@ class Timeline:
             self.program.running(to_come[k], to_come[k - 1], added)
         bucket = self.program.model.bucket_bytes / each.limit_bytes
         most = sum(float(s.max()) for s in sent)
-        closed = [self._closed(k, bucket) for k in units]
+        # An option under which a gradient of the unit's own has a bucket to itself takes one off.
+        closes = self.program.model.closes_bucket
+        closed = [
+            {
+                x: -bucket
+                for x, option in zip(self.program.x[k], self.program.table.options[k], strict=True)
+                if closes(k, option)
+            }
+            for k in units
+        ]
+        # What is still to be exchanged is the smaller where all of it fits into one bucket.
         if most <= bucket and not any(closed):
             return [{v: 1.0} for v in to_come]
         top: Terms = dict.fromkeys(self._kinds(i), bucket)
         return [self._smaller(f"h{i}_{k}", to_come[k], most, top, closed[k]) for k in units]
 
-    def _closed(self, k: int, bucket: float) -> Terms:
-        """What a unit takes off that by the options under which a gradient of its own has a bucket
-        to itself."""
-        options = zip(self.program.x[k], self.program.table.listed[k].options, strict=True)
-        closes = self.program.model.closes_bucket
-        return {x: -bucket for x, option in options if closes(k, option)}
-
     def _kinds(self, i: int) -> list[pulp.LpVariable]:
         """For each layout that exchanges gradients whether it is in use."""
         used: dict[Layout, pulp.LpVariable] = {}
-        for row, unit in zip(self.program.x, self.program.table.listed, strict=True):
-            options: dict[Layout, list[pulp.LpVariable]] = {}
-            for x, option in zip(row, unit.options, strict=True):
-                options.setdefault(option.layout, []).append(x)
-            for layout, mine in options.items():
-                if layout.groups > 1:
-                    if layout not in used:
-                        used[layout] = self.program.new(f"k{i}_{len(used)}")
-                    self.program.at_most(dict.fromkeys(mine, 1.0) | {used[layout]: -1.0}, 0.0)
+        for row, options in zip(self.program.x, self.program.table.options, strict=True):
+            chosen: dict[Layout, list[pulp.LpVariable]] = {}
+            for x, option in zip(row, options, strict=True):
+                if option.layout.groups > 1:
+                    chosen.setdefault(option.layout, []).append(x)
+            for layout, mine in chosen.items():
+                if layout not in used:
+                    used[layout] = self.program.new(f"k{i}_{len(used)}")
+                self.program.at_most(dict.fromkeys(mine, 1.0) | {used[layout]: -1.0}, 0.0)
         return list(used.values())
 
     def _smaller(

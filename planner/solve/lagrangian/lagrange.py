@@ -17,45 +17,34 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...cost.step_time import Vector
-from ...memory.rows import ALWAYS, AT, LOST_FIGURE, Matrix, Rows, prices
+from ...memory.rows import ALWAYS, AT, Matrix, Rows, prices
 from ..edge_table import EDGE_FIGURES
-from ..option_table import Block, OptionTable, UnitTable
+from ..option_table import OptionTable
 from ..unit_figures import Numbers, Reals
-from .dynamic import Order, minimise, order_of
-from .judging import JudgedPlan, Limits, PlanJudge
+from .dynamic import minimise, order_of
+from .judging import IDLE, INFINITE, JudgedPlan, Limits, PlanJudge
 from .master import Master, Mixture, Weights
 from .restricted_program import RestrictedProgram
 
 ITERATIONS = 400
+# How far each guess of weights is drawn back to the best ones yet.
 SMOOTHING = 0.5
-"""How far each guess of weights is drawn back to the best ones yet."""
+# Iterations between restricted programs.
 RESTRICTED_EVERY = 6
-"""Iterations between restricted programs."""
+# Plans of the mixture, those with the largest shares, that the restricted program takes states and
+# policies from.
 LARGEST = 4
-"""Plans of the mixture, those with the largest shares, that the restricted program takes states and
-policies from."""
+# Seconds that it may take, each time, and more for each unit.
 RESTRICTED_S = 1.0
 RESTRICTED_UNIT_S = 0.004
-"""Seconds that it may take, each time, and more for each unit."""
-IDLE = AT["idle"]
-
-
-class Priced(NamedTuple):
-    """The cheapest plan for some weights, and the bound that it proves."""
-
-    numbers: Numbers
-    bound: float
 
 
 class Outcome(NamedTuple):
-    """What a search found: the best plan and what it is, the bound on the objective of every plan
-    that keeps the limits (infinite where none does), and how often weights were tried."""
+    """What a search found: the best plan, and the bound on the objective of every plan that keeps
+    the limits (infinite where none does)."""
 
     best: JudgedPlan
     bound: float
-    iterations: int
-    weights: Weights | None
 
 
 # [Note: The bound that the Lagrangian proves]
@@ -79,25 +68,29 @@ class Lagrangian:
         sizes = [len(u.states) for u in table.units]
         ends = [(e.source, e.target) for e in table.edges]
         ends += [(t.source, t.target) for t in table.ties]
-        self.order: Order = order_of(sizes, ends)
+        self.order = order_of(sizes, ends)
         self._ties = [(t.source, t.target, np.where(t.agree, 0.0, np.inf)) for t in table.ties]
         self._edge_prices = EdgePrices(table)
 
-    def cheapest(self, weights: Weights) -> Priced:
-        """The cheapest plan for the weights."""
-        price = self.prices(weights)
-        choices = [_choices(u, p) for u, p in zip(self.table.units, price, strict=True)]
+    def cheapest(self, weights: Weights) -> tuple[Numbers, float]:
+        """The cheapest plan for the weights, and the bound that it proves."""
+        price, units = self.prices(weights), self.table.units
+        # Memory and exchange add up, so that each is chosen by itself in each state.
+        priced = [
+            (u.memory.priced(p), u.exchange.priced(p)) for u, p in zip(units, price, strict=True)
+        ]
         edges = [
             (edge.source, edge.target, self._edge_prices.of(e, price))
             for e, edge in enumerate(self.table.edges)
         ]
-        answer = minimise(self.order, [c.least for c in choices], [*edges, *self._ties])
+        least = [memory.min(axis=1) + exchange.min(axis=1) for memory, exchange in priced]
+        answer = minimise(self.order, least, [*edges, *self._ties])
         numbers = [
-            u.number(int(s), int(c.memory[s]), int(c.exchange[s]))
-            for u, c, s in zip(self.table.units, choices, answer.states, strict=True)
+            u.number(int(s), int(memory[s].argmin()), int(exchange[s].argmin()))
+            for u, (memory, exchange), s in zip(units, priced, answer.states, strict=True)
         ]
         charge = weights.charge(self.limits, self.rows.timed)
-        return Priced(np.array(numbers), answer.price - charge)
+        return np.array(numbers), answer.price - charge
 
     def prices(self, weights: Weights) -> Matrix:
         """What one of each figure of each unit costs, [unit, figure]."""
@@ -112,28 +105,23 @@ class Lagrangian:
         count = len(self.table.units)
         shape = len(self.rows.before), count
         one = float(self.limits.devices) if self.limits.economical else 1.0
-        found = []
-        for track in range(self.rows.timed):
-            weights = Weights(np.zeros(shape), np.zeros(3))
+        links = [Weights(np.zeros(shape), np.zeros(3)) for _ in range(self.rows.timed)]
+        for track, weights in enumerate(links):
             weights.tracks[track] = one / count
-            found.append(weights)
-        serial = np.zeros(3)
-        serial[ALWAYS] = one
-        small = Weights(np.zeros(shape), serial.copy())
-        scale = max(self.limits.memory_bytes, 1.0)
-        small.tracks[self.rows.timed :] = one / count / scale
-        return [Weights(np.zeros(shape), serial), *found, small]
+        serial, small = (Weights(np.zeros(shape), np.zeros(3)) for _ in range(2))
+        serial.totals[ALWAYS] = small.totals[ALWAYS] = one
+        small.tracks[self.rows.timed :] = one / count / max(self.limits.memory_bytes, 1.0)
+        return [serial, *links, small]
 
 
+# [Note: Prices of shared redistributions]
+# A plan is charged for the first only of several edges that move the same. Which one that is
+# depends on more than the states at an edge's two ends, so the charge is divided: where n units
+# could need a tensor in one form, each is charged an n-th of the redistribution, at the least price
+# that any of them has. Those g ≤ n that do need it so then pay g/n of it at most, and never more
+# than the first of them by itself: the bound stays one.
 class EdgePrices:
-    """What edges cost at prices of figures.
-
-    A plan is charged for the first only of several edges that bring the same. Which one that is
-    depends on more than the states at an edge's two ends, so the charge is divided: where n units
-    could need a tensor in one form, each is charged an n-th of the redistribution, at the least
-    price that any of them has. Those g ≤ n that do need it so then pay g/n of it at most, and never
-    more than the first of them by itself: the bound stays one.
-    """
+    """What edges cost at prices of figures."""
 
     def __init__(self, table: OptionTable) -> None:
         self.edges, self.shared = table.edges, table.shared
@@ -157,30 +145,12 @@ class EdgePrices:
         count = self.sharers[e]
         if count is None:
             return unshared
-        targets = [self.edges[other].target for other in self.shared.with_load[e]]
+        targets = [self.edges[other].target for other in self.shared.same_tensors[e]]
         least = price[np.ix_(targets, EDGE_FIGURES)].min(axis=0)
         least[-1] = 0.0
         shared = np.tensordot(least, edge.figures, axes=1) / count
         found: Reals = np.where(count > 1, shared, unshared)
         return found
-
-
-class _Choice(NamedTuple):
-    """The least price of each state of a unit, and the policies that have it."""
-
-    least: Reals
-    memory: Numbers
-    exchange: Numbers
-
-
-def _choices(unit: UnitTable, price: Vector) -> _Choice:
-    memory, exchange = _priced(unit.memory, price), _priced(unit.exchange, price)
-    return _Choice(memory.min(axis=1) + exchange.min(axis=1), memory.argmin(1), exchange.argmin(1))
-
-
-def _priced(block: Block, price: Vector) -> Reals:
-    found: Reals = block.figures @ price + block.lost * price[LOST_FIGURE]
-    return found if block.free else np.where(block.allowed, found, np.inf)
 
 
 class Search:
@@ -194,7 +164,7 @@ class Search:
         self.target = target
         table, rows, limits = lagrangian.table, lagrangian.rows, lagrangian.limits
         self.judge = PlanJudge(table, rows, limits)
-        self.master = Master(rows.timed, limits)
+        self.master = Master(rows, len(table.units), limits)
         self.seen: list[JudgedPlan] = []
         self._known: set[bytes] = set()
         self.best: JudgedPlan | None = None
@@ -203,7 +173,7 @@ class Search:
         self.iterations = 0
         self._last_restricted: JudgedPlan | None = None
 
-    def run(self, first: Sequence[Numbers], cutoff: float = float("inf")) -> Outcome:
+    def run(self, first: Sequence[Numbers], cutoff: float = INFINITE) -> Outcome:
         """All of it, from the plans ``first`` on; ends early once no plan can be better than an
         objective of ``cutoff``."""
         for numbers in first:
@@ -216,6 +186,7 @@ class Search:
             guess = mixture.weights
             if self.centre is not None:
                 guess = self.centre.mixed(guess, SMOOTHING)
+            # A guess that was drawn back may find nothing new where the mixture's own weights do.
             if not self._price(guess) and not self._price(mixture.weights):
                 break
             mixture = self.master.solve()
@@ -225,17 +196,13 @@ class Search:
         if not self._done(cutoff):
             self._combine(mixture)
             self._solve_restricted(mixture)
-        if not self._done(cutoff) and self.best is not None:
-            self._offer(self.judge.polish(self.best, self.deadline))
-        return self._outcome()
-
-    def _outcome(self) -> Outcome:
         assert self.best is not None
+        if not self._done(cutoff):
+            self._offer(self.judge.polish(self.best, self.deadline))
         score = self.best.score
-        bound = min(self.bound, score.objective) if not score.over else self.bound
-        return Outcome(self.best, bound, self.iterations, self.centre)
+        return Outcome(self.best, self.bound if score.over else min(self.bound, score.objective))
 
-    def _done(self, cutoff: float) -> bool:
+    def _done(self, cutoff: float = INFINITE) -> bool:
         assert self.best is not None
         over, value = self.best.score
         closed = not over and value <= max(self.target, self.bound + self.gap * value)
@@ -245,8 +212,7 @@ class Search:
     def _promising(self, mixture: Mixture) -> bool:
         """Whether a plan as good as the mixture would end the search."""
         idle = sum(float(w) * p.idle_s for w, p in zip(mixture.shares, self.seen, strict=True))
-        value = self.lagrangian.limits.objective(mixture.step_s, idle)
-        return value <= self.enough
+        return self.lagrangian.limits.objective(mixture.step_s, idle) <= self.enough
 
     @property
     def enough(self) -> float:
@@ -255,22 +221,24 @@ class Search:
 
     def _price(self, weights: Weights) -> bool:
         """Finds the cheapest plan for the weights; says whether it is new."""
-        found = self.lagrangian.cheapest(weights)
-        if self.centre is None or found.bound > self.bound:
-            self.bound, self.centre = max(found.bound, self.bound), weights
-        return self._add(self.judge.judged(found.numbers))
+        numbers, bound = self.lagrangian.cheapest(weights)
+        if self.centre is None or bound > self.bound:
+            self.bound, self.centre = max(bound, self.bound), weights
+        return self._add(self.judge.judged(numbers))
 
     def _solve_restricted(self, mixture: Mixture) -> None:
         """Decides states and policies of all units together."""
         assert self.best is not None
-        left = self.deadline - time.perf_counter()
-        if not self._done(float("inf")) and self.best is not self._last_restricted:
-            largest = [self.seen[i] for i in np.argsort(-mixture.shares)[:LARGEST]]
-            prices = None if self.centre is None else self.lagrangian.prices(self.centre)
-            program = RestrictedProgram(self.judge, self.best, largest, prices)
-            most = RESTRICTED_S + RESTRICTED_UNIT_S * len(self.best.numbers)
-            self._offer(program.run(max(min(left / 4, most), 0.01), self.enough))
-            self._last_restricted = self.best
+        # From the same plan the same program would follow.
+        if self._done() or self.best is self._last_restricted:
+            return
+        largest = [self.seen[i] for i in np.argsort(-mixture.shares)[:LARGEST]]
+        prices = None if self.centre is None else self.lagrangian.prices(self.centre)
+        program = RestrictedProgram(self.judge, self.best, largest, prices)
+        most_s = RESTRICTED_S + RESTRICTED_UNIT_S * len(self.best.numbers)
+        left_s = self.deadline - time.perf_counter()
+        self._offer(program.run(max(min(left_s / 4, most_s), 0.01), self.enough))
+        self._last_restricted = self.best
 
     def _add(self, plan: JudgedPlan) -> bool:
         key = plan.numbers.tobytes()
@@ -294,7 +262,7 @@ class Search:
         shares = mixture.shares
         parts = [self.seen[i] for i in np.argsort(-shares)[: int((shares > 1e-9).sum())]]
         for start in (self.best, *parts[:2]):
-            if self._done(float("inf")):
+            if self._done():
                 return
             plan, before = start, None
             for _ in range(3):

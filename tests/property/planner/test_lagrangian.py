@@ -72,7 +72,7 @@ def test_tables_hold_what_the_cost_model_says_of_every_option(seed):
                 option = unit.option(number)
                 assert unit.find(option) == number
                 expected = table.figures.of(k, option)
-                found = table.unit_figures(k, number)
+                found = table.units[k].figures(number)
                 found[np.flatnonzero(expected == 0) if option.lossy else []] = 0.0
                 np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
