@@ -256,6 +256,5 @@ def _spans(run: ClusterRun, process: int, one: DeviceClass) -> Iterator[Event]:
             yield span(row, name, low, high, job=run.foregrounds[job].name)
     for filled in one.filled:
         if filled.pieces and one.background is not None:
-            job = run.backgrounds[one.background]
-            times = filled.start_s, filled.end_s
-            yield span(2, job.name, *times, pieces=filled.pieces, batch=job.batch)
+            mine, times = run.backgrounds[one.background], (filled.start_s, filled.end_s)
+            yield span(2, mine.name, *times, pieces=filled.pieces, batch=mine.batch)

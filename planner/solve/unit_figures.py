@@ -106,7 +106,7 @@ class UnitFigures:
         found[:, AT["backward"]] += plain[:, AT["forward"]]
         for link in LINKS:
             found[:, AT[f"inner_backward.{link}"]] += plain[:, AT[f"inner_forward.{link}"]]
-        whole = self.model.output_bytes_per_sample(k)[0]
+        whole = self.model.output_bytes_per_sample(k)[0] * self.memory.keeps_output(k)
         output = np.array([
             whole * (self.samples(layout) or 0) / (layout.degree if style == "column" else 1)
             for layout, style in states
@@ -243,6 +243,7 @@ def _at_degrees(degrees: Numbers, asked: Numbers) -> Callable[[Reals, bool], Rea
             return table[0] * perfect if divides else table[0]
         straight: Reals = share * table[near, at] + (1.0 - share) * table[far, at]
         lifted = np.maximum(straight, table[near, at] * perfect)
-        return np.where(beyond, lifted, straight)
+        found: Reals = np.where(beyond, lifted, straight)
+        return found
 
     return read

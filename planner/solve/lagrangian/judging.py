@@ -88,7 +88,8 @@ class PlanJudge:
 
     def __init__(self, table: OptionTable, rows: Rows, limits: Limits) -> None:
         self.table, self.rows, self.limits = table, rows, limits
-        self.neighbours = nx.Graph((e.source, e.target) for e in (*table.edges, *table.ties))
+        self.neighbours = nx.Graph((e.source, e.target) for e in table.edges)
+        self.neighbours.add_edges_from((t.source, t.target) for t in table.ties)
         self.neighbours.add_nodes_from(range(len(table.units)))
 
     def judged(self, numbers: Numbers) -> JudgedPlan:

@@ -42,7 +42,12 @@ class Weights(NamedTuple):
     def mixed(self, other: Weights, share: float) -> Weights:
         """``share`` of these and the rest of the others."""
         rest = 1.0 - share
-        return Weights(*(share * a + rest * b for a, b in zip(self, other, strict=True)))
+        return Weights(
+            share * self.tracks + rest * other.tracks,
+            share * self.totals + rest * other.totals,
+            share * self.gpu + rest * other.gpu,
+            share * self.step + rest * other.step,
+        )
 
     def charge(self, limits: Limits, timed: int) -> float:
         """What keeping to the limits is worth: each weight times its limit."""
