@@ -8,8 +8,9 @@ from typing import Any
 from rich.table import Table
 
 from ...planner.multiplex.report import ClusterReport, devices_of, utilisation
-from ...planner.multiplex.simulation import ClusterRun, DeviceClass, Interval
+from ...planner.multiplex.simulation import ClusterRun, DeviceClass
 from ...planner.schema.text import seconds
+from ...planner.simulate.events import Interval
 from .plots import figure_in
 from .table import filled_table
 

@@ -35,7 +35,7 @@ from ..schema.options import Decisions, Option
 from ..schema.plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, ScheduleName
 from ..schema.profile import ModelProfile
 from ..schema.record import Bytes, Index, Record, Seconds
-from ..simulate.events import Simulation
+from ..simulate.events import Simulation, gaps
 from ..simulate.schedule import COMPUTE
 from ..solve.evaluate import Evaluation, decisions_of, evaluation, excess
 from ..solve.heuristic.space import Point, Space
@@ -43,15 +43,6 @@ from .what_if import Gain, with_bandwidth
 
 # Limits may be overdrawn by this much: sums of floats differ by their order.
 ROUNDING = 1 + 1e-9
-# What limits are called in documents: fields of the goal, pins among them.
-MEMORY, GPU_SECONDS, UNIT, STEP, FIDELITY, PINS = (
-    "memory_limit_bytes",
-    "amplification_limit",
-    "unit_amplification_limit",
-    "time_limit_s",
-    "min_fidelity",
-    "pins",
-)
 
 Part = Literal["compute", "blocking", "exchange"]
 
@@ -108,7 +99,7 @@ class Alternative(Record, frozen=True, kw_only=True):
     @property
     def fits(self) -> bool:
         """Whether it keeps the limit on memory."""
-        return MEMORY not in self.breaks
+        return "memory_limit_bytes" not in self.breaks
 
 
 class DeviceTime(Record, frozen=True, kw_only=True):
@@ -237,12 +228,10 @@ def _binding(done: Evaluation, units: Sequence[UnitExplanation]) -> Iterator[str
 
 class Bottleneck(NamedTuple):
     """The largest part of a step of ``step_s``, and what would shorten it with the same decisions.
-
     ``link`` is where most of the communication that the rank waits for goes over, and ``faster_s``
     the step with twice its bandwidth; None where nothing is waited for. ``recompute_s`` is
     computing that is done again for lack of memory. ``may_drop`` says that a lossy exchange was not
-    allowed although it was measured what it would keep.
-    """
+    allowed although it was measured what it would keep."""
 
     part: Part
     part_s: float
@@ -270,18 +259,16 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Bottlenec
     level = cluster.level(max(waited, key=lambda name: waited[name])) if waited else None
     if level is None:
         return found
-    faster = CostModel.of_plan(
-        plan, profile, with_bandwidth(cluster, level.name, level.bytes_per_s)
-    )
-    after = evaluation(faster, decisions, schedule=plan.schedule)
+    faster = with_bandwidth(cluster, level.name, level.bytes_per_s)
+    after = evaluation(CostModel.of_plan(plan, profile, faster), decisions, schedule=plan.schedule)
     return found._replace(link=level.name, faster_s=after.prediction.step_s)
 
 
 def _waited(done: Evaluation) -> Iterator[tuple[LevelName, float]]:
-    """Seconds for which the rank waits for each link: exposed messages and blocking communication
-    (under the schedule by priority several steps of it, which does not change what is most)."""
+    """Seconds for which the rank waits for each link: exposed messages, blocking communication."""
     for exposed in exposures(done):
         yield exposed.link, exposed.seconds  # type: ignore[misc]
+    # By priority there are several steps of spans, which does not change what is most.
     for span in done.simulation.spans:
         if span.phase != "exchange" and span.resource != COMPUTE:
             yield span.resource, span.end_s - span.start_s  # type: ignore[misc]
@@ -289,9 +276,8 @@ def _waited(done: Evaluation) -> Iterator[tuple[LevelName, float]]:
 
 def check_belongs(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
     """Raises where a plan is of another model or of another number of ranks."""
-    if plan.model != profile.model or [u.name for u in plan.units] != [
-        u.name for u in profile.units
-    ]:
+    planned, measured = ([u.name for u in each.units] for each in (plan, profile))
+    if plan.model != profile.model or planned != measured:
         raise InputError(
             f"the plan is of {plan.target} ({plan.model}) and the profile of {profile.target} "
             f"({profile.model}): plan again from this profile"
@@ -315,7 +301,8 @@ def _nearest(point: Point, k: int, best: int) -> list[Decisions]:
         found.append((point.score(), point.taken()))
         point.set(before.items())
     fitting = sorted(found, key=lambda f: f[0])[:best]
-    quickest = sorted(found, key=lambda f: f[0].step_s)[:1]  # even if a limit forbids it
+    # The quickest too, even if a limit forbids it: that tells what the limit costs.
+    quickest = sorted(found, key=lambda f: f[0].step_s)[:1]
     return list(dict.fromkeys(d for _, d in [*fitting, *quickest]))
 
 
@@ -373,24 +360,25 @@ def limit_uses(done: Evaluation) -> tuple[LimitUse, ...]:
     them by the formula)."""
     model, decisions, goal = done.model, done.decisions, done.model.goal
     tight = excess(model, done.memory)
-    found = [_use(MEMORY, tight.needed_bytes, tight.available_bytes)]
     step_s = done.prediction.step_s
+    found: list[tuple[str, float, float]] = [
+        ("memory_limit_bytes", tight.needed_bytes, tight.available_bytes)
+    ]
     if goal.amplification_limit is not None:
         used = gpu_seconds(model, decisions, step_s)
-        found.append(_use(GPU_SECONDS, used, gpu_seconds_limit(model)))
+        found.append(("amplification_limit", used, gpu_seconds_limit(model)))
     if goal.unit_amplification_limit is not None:
         most = max(unit_amplification(model, k, o) for k, o in enumerate(decisions))
-        found.append(_use(UNIT, most, goal.unit_amplification_limit))
+        found.append(("unit_amplification_limit", most, goal.unit_amplification_limit))
     if goal.time_limit_s is not None:
-        found.append(_use(STEP, step_s * goal.slowdown, goal.time_limit_s))
+        found.append(("time_limit_s", step_s * goal.slowdown, goal.time_limit_s))
     if goal.allow_lossy:
         lost = sum(lost_energy(model, k, o) for k, o in enumerate(decisions))
-        found.append(_use(FIDELITY, lost, energy_budget(model)))
-    return tuple(found)
-
-
-def _use(limit: str, used: float, available: float) -> LimitUse:
-    return LimitUse(limit=limit, used=float(used), available=float(available))
+        found.append(("min_fidelity", lost, energy_budget(model)))
+    return tuple(
+        LimitUse(limit=limit, used=float(used), available=float(most))
+        for limit, used, most in found
+    )
 
 
 def _broken(done: Evaluation) -> tuple[str, ...]:
@@ -398,7 +386,7 @@ def _broken(done: Evaluation) -> tuple[str, ...]:
     over = tuple(use.limit for use in limit_uses(done) if not use.kept)
     units = zip(done.model.profile.units, done.decisions, strict=True)
     pinned = all(done.model.goal.permits(u.name, o.layout, o.style) for u, o in units)
-    return over if pinned else (*over, PINS)
+    return over if pinned else (*over, "pins")
 
 
 def largest_part(simulation: Simulation) -> tuple[Part, float]:
@@ -413,33 +401,23 @@ def largest_part(simulation: Simulation) -> tuple[Part, float]:
 
 def exposures(done: Evaluation) -> Iterator[Exposure]:
     """Each message's part in the stalls of the step, those without one left out."""
-    units = done.model.profile.units
-    stalls = list(_stalls(done.simulation))
+    units, spans = done.model.profile.units, done.simulation.spans
+    end_s = max((s.end_s for s in spans), default=0.0)
+    # A stall is when the rank neither computes nor communicates for itself. One may be the last of
+    # a step: where no parameter is trained there is no update, and nothing follows the exchange.
+    busy = [(s.start_s, s.end_s) for s in spans if s.phase != "exchange"]
+    stalls = list(gaps(busy, 0.0, end_s))
     # A message is exposed for as long as it is under way while the rank does nothing. Messages on
     # two links at once share a stall, so these seconds may add up to more than the step's.
     for index, message in enumerate(done.step.messages):
         seconds = sum(
             max(min(span.end_s, end) - max(span.start_s, start), 0.0)
-            for span in done.simulation.spans
+            for span in spans
             if span.message == index
             for start, end in stalls
         )
         if seconds > 0:
             yield Exposure(tuple(units[k].name for k in message.units), message.link, seconds)
-
-
-def _stalls(simulation: Simulation) -> Iterator[tuple[float, float]]:
-    """When the rank neither computes nor communicates for itself."""
-    last = 0.0
-    for span in simulation.spans:
-        if span.phase == "exchange":
-            continue
-        if span.start_s > last:
-            yield last, span.start_s
-        last = max(last, span.end_s)
-    end = max((s.end_s for s in simulation.spans), default=0.0)
-    if end > last:  # Nothing follows the exchange: without trained parameters there is no update.
-        yield last, end
 
 
 def device_time(done: Evaluation) -> DeviceTime:

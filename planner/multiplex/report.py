@@ -17,8 +17,9 @@ import numpy as np
 
 from ..cost.step_time import Vector
 from ..schema.record import Count, Index, Record, Seconds, Share
+from ..simulate.events import Interval
 from .jobs import Assumptions
-from .simulation import ClusterRun, DeviceClass, Interval
+from .simulation import ClusterRun, DeviceClass
 
 BINS = 200
 

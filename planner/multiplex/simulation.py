@@ -22,6 +22,7 @@ from ..schema.cluster import Cluster
 from ..schema.errors import InputError
 from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
+from ..simulate.events import Interval, gaps
 from ..solve.evaluate import decisions_of
 from .jobs import Assumptions, Background, Foreground, best_background, foreground
 from .timeline import Busy, StepTimelines, Timeline
@@ -33,9 +34,6 @@ MOST_STEPS = 2_000
 # A piece that passes the end of its gap by this share of itself still fits: sums of floats.
 ROUNDING = 1e-9
 
-Interval = tuple[float, float]
-
-
 # -- gaps of one device ----------------------------------------------------------------------------
 
 
@@ -45,19 +43,6 @@ class Filled(NamedTuple):
     start_s: float
     end_s: float
     pieces: int
-
-
-def gaps(computing: Sequence[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
-    """What ``computing`` (in order, apart) leaves between ``start_s`` and ``end_s``."""
-    at = start_s
-    for low, high in computing:
-        if high <= start_s or low >= end_s:
-            continue
-        if low > at:
-            yield at, low
-        at = max(at, min(high, end_s))
-    if end_s > at:
-        yield at, end_s
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:

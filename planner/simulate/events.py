@@ -10,7 +10,7 @@ step formulas are held against, and what a plan predicts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from ..schema.cluster import Interference
 from .schedule import COMPUTE, Message, ScheduleName, Step, Work
 
 ALONE = Interference()
+Interval = tuple[float, float]
+"""From when to when, in seconds."""
 
 
 class Span(NamedTuple):
@@ -200,3 +202,16 @@ def simulate(
         else:
             blocking += took
     return Simulation.of(ends[-1] - ends[-2], compute, blocking, update, run.spans)
+
+
+def gaps(busy: Sequence[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
+    """What intervals in the order of their starts leave between ``start_s`` and ``end_s``."""
+    at = start_s
+    for low, high in busy:
+        if high <= start_s or low >= end_s:
+            continue
+        if low > at:
+            yield at, low
+        at = max(at, min(high, end_s))
+    if end_s > at:
+        yield at, end_s
