@@ -67,7 +67,6 @@ class LimitUse(Record, frozen=True, kw_only=True):
 
     @property
     def kept(self) -> bool:
-        """Whether the plan keeps it."""
         return self.used <= self.available * ROUNDING + 1e-12
 
 

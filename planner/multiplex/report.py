@@ -93,7 +93,6 @@ class ClusterReport(Record, frozen=True, kw_only=True):
 
 
 def report(run: ClusterRun, bins: int = BINS) -> ClusterReport:
-    """The figures of a run."""
     foregrounds = tuple(_foreground(run, i) for i in range(len(run.foregrounds)))
     backgrounds = tuple(_background(run, i) for i in range(len(run.backgrounds)))
     ratio, bounded = _ratios(run, foregrounds, backgrounds)
@@ -217,7 +216,6 @@ Event = dict[str, Any]
 
 
 def trace(run: ClusterRun) -> bytes:
-    """The trace as JSON."""
     events: list[Event] = []
     for number, one in enumerate(run.classes):
         events += _names(number, one)

@@ -24,8 +24,16 @@ from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..simulate.events import Interval, gaps
 from ..solve.evaluate import decisions_of
-from .jobs import Assumptions, Background, Foreground, best_background, foreground
-from .timeline import Busy, StepTimelines, Timeline
+from .jobs import (
+    Assumptions,
+    Background,
+    Busy,
+    Foreground,
+    StepTimelines,
+    Timeline,
+    best_background,
+    foreground,
+)
 
 # Steps of the longest job that are simulated where nothing else is asked.
 STEPS = 8
@@ -150,7 +158,6 @@ class DeviceClass(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Pieces of its background that were done."""
         return sum(each.pieces for each in self.filled)
 
 

@@ -27,9 +27,8 @@ from ..schema.capability import Capability
 from ..schema.layout import Layout
 from ..schema.options import Decisions, Option, allowed, ties_agree
 from .choices import STYLES, exchange_options, layouts_of, memory_policies, unit_options
-from .edge_table import EdgeFigures, EdgeTable, SharedEdges
 from .evaluate import memory_of
-from .unit_figures import Numbers, Reals, State, UnitFigures
+from .figures import EdgeFigures, Numbers, Reals, SharedEdges, State, UnitFigures
 
 Mask = npt.NDArray[np.bool_]
 Policy = tuple[tuple[str, Any], ...]
@@ -82,7 +81,6 @@ class UnitTable(NamedTuple):
         return (state * count + memory) * len(self.exchange.policies) + exchange
 
     def state(self, number: int) -> int:
-        """The state of an option's number."""
         return self.split(number)[0]
 
     def figures(self, number: int) -> Reals:
@@ -93,7 +91,6 @@ class UnitTable(NamedTuple):
         return found
 
     def option(self, number: int) -> Option:
-        """The option of a number."""
         state, memory, exchange = self.split(number)
         fields = (*self.memory.policies[memory], *self.exchange.policies[exchange])
         return Option(*self.states[state])._replace(**dict(fields))
@@ -112,13 +109,19 @@ class UnitTable(NamedTuple):
         return -1
 
     def may(self, state: int, memory: int, exchange: int) -> bool:
-        """Whether the option may be had."""
         return bool(self.memory.allowed[state, memory] and self.exchange.allowed[state, exchange])
 
     def numbers(self) -> list[int]:
-        """The numbers of all options."""
         pairs = self.memory.allowed[:, :, None] & self.exchange.allowed[:, None, :]
         return [int(n) for n in np.flatnonzero(pairs)]
+
+
+class EdgeTable(NamedTuple):
+    """One edge's ``EDGE_FIGURES``, [figure, source's state, target's state]."""
+
+    source: int
+    target: int
+    figures: Reals
 
 
 class TieTable(NamedTuple):
@@ -144,7 +147,6 @@ class OptionTable:
 
     @cached_property
     def options(self) -> tuple[tuple[Option, ...], ...]:
-        """All options of each unit."""
         return tuple(unit_options(self.model, k, self.capability) for k in self._every)
 
     @property
@@ -173,7 +175,6 @@ class OptionTable:
 
     @cached_property
     def states(self) -> tuple[tuple[State, ...], ...]:
-        """The states of each unit."""
         if not self._limits_units:
             return tuple(self._states_of(k) for k in self._every)
         # A unit's own limit may forbid a state under every policy.
@@ -202,7 +203,6 @@ class OptionTable:
 
     @cached_property
     def units(self) -> tuple[UnitTable, ...]:
-        """The tables of all units."""
         if self._limits_units:
             return tuple(self._pairs(k) for k in self._every)
         return tuple(

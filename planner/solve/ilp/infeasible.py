@@ -40,7 +40,6 @@ class IntegerEvidence:
     proves = True
 
     def closest(self, problems: Sequence[Problem], what: str, deadline: float) -> Closest | None:
-        """The plan that needs the least of ``what`` and keeps every other limit."""
         if what == "memory_limit_bytes":
             memory = [(p, model) for p in problems for model in memory_models(p)]
             return _least_memory(memory, deadline)
@@ -56,7 +55,6 @@ class IntegerEvidence:
         return None if best is None else best._replace(proved=proved)
 
     def fits(self, problem: Problem, deadline: float) -> bool:
-        """Whether a plan keeps all limits."""
         bounds = [(m, least_memory(problem, m)) for m in memory_models(problem)]
         known = [(model, bound) for model, bound in bounds if bound is not None]
         # The program is asked only where the bound from below does not rule a plan out.

@@ -55,7 +55,7 @@ from ...cost.step_time import LINKS, Vector
 from ...memory.rows import AT, RECEIVED, SLICES, rows
 from ...schema.options import Option
 from ..answer import choice
-from ..edge_table import EDGE_FIGURES
+from ..figures import EDGE_FIGURES
 from ..option_table import OptionTable
 from ..problem import Problem
 from .timeline import Timeline, memory_classes
@@ -161,7 +161,6 @@ class Program(Variables):
             self.at_most(lost, energy_budget(self.model))
 
     def lost(self) -> Terms:
-        """The share of the gradient's energy that is left for later."""
         return summed(
             (x, lost_energy(self.model, k, option))
             for k, row in enumerate(self.x)

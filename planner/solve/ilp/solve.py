@@ -67,11 +67,9 @@ class Search:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the time limit."""
         return self.deadline - time.perf_counter()
 
     def result(self) -> Result:
-        """The best plan, or why there is none."""
         with self.interruption.listening():
             every = list(self.problem.cost_models())
             self._begin(every)

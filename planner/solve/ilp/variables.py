@@ -15,7 +15,7 @@ import pulp
 from ...cost.step_time import Vector
 from ...memory.rows import RECEIVED, Matrix
 from ...schema.options import Decisions
-from ..edge_table import EDGE_FIGURES
+from ..figures import EDGE_FIGURES
 from ..option_table import OptionTable
 
 Terms = dict[pulp.LpVariable, float]
@@ -104,7 +104,6 @@ class Variables(Linear):
             self.equal(dict.fromkeys(row, 1.0), 1.0)
 
     def in_state(self, k: int, state: int) -> list[pulp.LpVariable]:
-        """The options of a unit that have a state."""
         numbers = enumerate(self.table.listed[k].state_of)
         return [self.x[k][n] for n, theirs in numbers if theirs == state]
 
@@ -192,14 +191,12 @@ class Variables(Linear):
         return summed([*own, *(edges if entry.any() else ())])
 
     def chosen(self) -> Decisions:
-        """The decisions of the solution found."""
         return tuple(
             options[int(np.argmax([x.value() or 0.0 for x in row]))]
             for options, row in zip(self.table.options, self.x, strict=True)
         )
 
     def forbid(self, decisions: Decisions) -> None:
-        """Excludes one set of decisions."""
         chosen = [
             row[options.index(option)]
             for row, options, option in zip(self.x, self.table.options, decisions, strict=True)

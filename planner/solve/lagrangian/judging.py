@@ -22,8 +22,8 @@ from ...memory.rows import (
     values,
     write_neighbours,
 )
+from ..figures import Numbers
 from ..option_table import OptionTable
-from ..unit_figures import Numbers
 
 INFINITE = float("inf")
 # Limits may be overdrawn by this share: sums of floats differ by their order.
@@ -93,7 +93,6 @@ class PlanJudge:
         self.neighbours.add_nodes_from(range(len(table.units)))
 
     def judged(self, numbers: Numbers) -> JudgedPlan:
-        """A plan with everything known of it."""
         figures = self.table.plan_figures(numbers)
         return self._scored(numbers, figures, values(self.rows, figures))
 
@@ -191,7 +190,6 @@ class PlanJudge:
         return [*blocks, *([k] for k in differ if k not in together)]
 
     def _changed(self, plan: JudgedPlan, numbers: Numbers, block: list[int]) -> JudgedPlan:
-        """The plan with other options for the units of a block."""
         figures = plan.figures.copy()
         touched = set(block)
         for k in block:

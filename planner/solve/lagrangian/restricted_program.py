@@ -23,10 +23,9 @@ from scipy.sparse import coo_array, csr_array, vstack
 
 from ...cost.step_time import Vector
 from ...memory.rows import ALWAYS, AT, LOST, SLICES, Matrix, slice_waits
-from ..edge_table import EDGE_FIGURES
+from ..figures import EDGE_FIGURES, Numbers
 from ..highs import ArrayProgram
 from ..option_table import UnitTable
-from ..unit_figures import Numbers
 from .judging import IDLE, INFINITE, JudgedPlan, PlanJudge
 
 # The share of the objective within which the program is solved.

@@ -175,7 +175,10 @@ def search_part(
     lagrangian = lagrangian_of(problem, model)
     if lagrangian is None:
         return ModelOutcome(None, INFINITE)
-    begin = [*_first(problem, model), *([] if start is None else [start])]
+    begin = list(_simple_plans(problem, model))
+    if not problem.capability.idle_positions and len(model.baseline) <= FEW_UNITS:
+        begin.append(splits.search(problem, 1.0).evaluation.decisions)
+    begin += [] if start is None else [start]
     known = (lagrangian.table.numbers(d) for d in begin)
     first = [n for n in known if n is not None]
     bound, best = 0.0, None
@@ -224,28 +227,21 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
     return Lagrangian(table, made, bounds)
 
 
-def _begins(problem: Problem) -> bool:
-    """Whether plain data parallelism or a burst keeps all limits: then a search begins with it."""
-    for model in problem.cost_models():
-        plans = {model.baseline}
-        if problem.capability.idle_positions and len(model.baseline) <= FEW_UNITS:
-            plans.update(greedy(model, limit) for limit in LIMITS)
-        for decisions in plans:
-            legal = all(within_unit_limit(model, k, d) for k, d in enumerate(decisions))
-            if legal and choice(model, decisions, problem.schedule).feasible:
-                return True
-    return False
-
-
-def _first(problem: Problem, model: CostModel) -> Iterator[Decisions]:
-    """Plans to begin with: plain data parallelism, and bursts or what the heuristic finds."""
+def _simple_plans(problem: Problem, model: CostModel) -> Iterator[Decisions]:
+    """Plain data parallelism, and bursts where ranks may idle."""
     yield model.baseline
-    if len(model.baseline) > FEW_UNITS:
-        return
-    if problem.capability.idle_positions:
+    if problem.capability.idle_positions and len(model.baseline) <= FEW_UNITS:
         yield from dict.fromkeys(greedy(model, limit) for limit in LIMITS)
-    else:
-        yield splits.search(problem, 1.0).evaluation.decisions
+
+
+def _begins(problem: Problem) -> bool:
+    """Whether a simple plan keeps all limits: then a search begins with it."""
+    return any(
+        all(within_unit_limit(model, k, option) for k, option in enumerate(decisions))
+        and choice(model, decisions, problem.schedule).feasible
+        for model in problem.cost_models()
+        for decisions in _simple_plans(problem, model)
+    )
 
 
 # -- limits on device-seconds and time -------------------------------------------------------------
@@ -266,7 +262,6 @@ class LeastUse(NamedTuple):
     hopeless: bool
 
     def kept(self, problem: Problem) -> bool:
-        """Whether the best choice keeps the problem's limit."""
         return self.enough <= float(getattr(problem.goal, self.what))
 
     @property
@@ -370,7 +365,6 @@ class LagrangianEvidence:
         self.known = known
 
     def closest(self, problems: Sequence[Problem], what: str, deadline: float) -> Closest | None:
-        """The plan that needs the least of ``what`` and keeps all other limits."""
         if what != "memory_limit_bytes":
             return self._closest_to(problems, what, deadline)
         asked = limit_of(problems[-1])
@@ -386,7 +380,6 @@ class LagrangianEvidence:
         return Heuristic().closest(problems, what, deadline)
 
     def fits(self, problem: Problem, deadline: float) -> bool:
-        """Whether a plan is found."""
         return _solves(problem, deadline) if _limited(problem) else splits.feasible(problem)
 
     def _closest_to(
