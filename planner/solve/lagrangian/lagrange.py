@@ -327,9 +327,8 @@ class Search:
         mixture = self.master.solve()
         while not self._done(cutoff):
             self.iterations += 1
-            guess = mixture.weights
-            if self.centre is not None:
-                guess = self.centre.mixed(guess, SMOOTHING)
+            assert self.centre is not None
+            guess = self.centre.mixed(mixture.weights, SMOOTHING)
             # A guess that was drawn back may find nothing new where the mixture's own weights do.
             if not self._price(guess) and not self._price(mixture.weights):
                 break
@@ -373,11 +372,12 @@ class Search:
     def _solve_restricted(self, mixture: Mixture) -> None:
         """Decides states and policies of all units together."""
         assert self.best is not None
-        # From the same plan the same program would follow.
+        assert self.centre is not None
+        # From the same plan much the same program would follow.
         if self._done() or self.best is self._last_restricted:
             return
         largest = [self.seen[i] for i in np.argsort(-mixture.shares)[:LARGEST]]
-        prices = None if self.centre is None else self.lagrangian.prices(self.centre)
+        prices = self.lagrangian.prices(self.centre)
         program = RestrictedProgram(self.judge, self.best, largest, prices)
         most_s = RESTRICTED_S + RESTRICTED_UNIT_S * len(self.best.numbers)
         left_s = self.deadline - time.perf_counter()

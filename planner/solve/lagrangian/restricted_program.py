@@ -9,14 +9,13 @@ prove most; and a share w of each pair of states along an edge, which is 0 or 1 
 
 Only the few rows that matter are in it; rows that turn out to be violated are added. It is solved
 to a share of a percent, and the plan is judged like any other. Redistributions that units share
-(``edge_table.SharedEdges``) count for each of them here.
+(``figures.SharedEdges``) count for each of them here.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import coo_array, csr_array, vstack
@@ -41,73 +40,45 @@ Equation = tuple[list[int], list[int], float]
 """Σ of some variables - Σ of others = a number."""
 
 
-class PolicyColumn(NamedTuple):
-    """One policy of a unit in a state: the option's number."""
-
-    unit: int
-    state: int
-    number: int
-
-
-class PairColumn(NamedTuple):
-    """The states at both ends of an edge."""
-
-    edge: int
-    source: int
-    target: int
-
-
 class RestrictedProgram:
     """The program for one plan; ``others`` are the plans that states and policies are taken from,
-    ``prices`` [unit, figure] those at which more are chosen."""
+    ``prices`` [unit, figure] those at which more are chosen.
+
+    Its variables are the ``policies`` (unit, number of an option), then the ``pairs`` (edge, its
+    source's state, its target's), then T."""
 
     def __init__(
-        self,
-        judge: PlanJudge,
-        plan: JudgedPlan,
-        others: Sequence[JudgedPlan],
-        prices: Matrix | None = None,
+        self, judge: PlanJudge, plan: JudgedPlan, others: Sequence[JudgedPlan], prices: Matrix
     ) -> None:
         self.judge, self.plan = judge, plan
         table = judge.table
-        self.policies = self._policy_columns([plan, *others], prices)
-        self.states: dict[tuple[int, int], list[int]] = {}
-        for i, column in enumerate(self.policies):
-            self.states.setdefault((column.unit, column.state), []).append(i)
-        self.pairs = self._pairs()
-        ends = [table.edges[p.edge].target for p in self.pairs]
-        self.unit_of = np.array([*(column.unit for column in self.policies), *ends])
-        self.figures = np.zeros((len(self.unit_of), plan.figures.shape[1]))
-        for i, column in enumerate(self.policies):
-            self.figures[i] = table.units[column.unit].figures(column.number)
-        for i, pair in enumerate(self.pairs, len(self.policies)):
-            cost = table.edges[pair.edge].figures[:, pair.source, pair.target]
-            self.figures[i, EDGE_FIGURES] = cost
-        self.rows: list[Row] = []
-
-    def _policy_columns(
-        self, plans: Sequence[JudgedPlan], prices: Matrix | None
-    ) -> list[PolicyColumn]:
-        columns = []
-        for k, unit in enumerate(self.judge.table.units):
-            seen = {int(p.numbers[k]) for p in plans}
+        self.policies: list[tuple[int, int]] = []
+        self.states: dict[tuple[int, int], list[int]] = {}  # (unit, state): its policies
+        self.states_of: dict[int, list[int]] = {}
+        for k, unit in enumerate(table.units):
+            seen = {int(p.numbers[k]) for p in (plan, *others)}
             for state in sorted({unit.state(n) for n in seen}):
                 mine = {n for n in seen if unit.state(n) == state}
-                if prices is not None:
-                    mine |= set(_cheap(unit, state, prices[k]))
-                columns += [PolicyColumn(k, state, n) for n in sorted(mine)]
-        return columns
-
-    def _pairs(self) -> list[PairColumn]:
-        may: dict[int, list[int]] = {}
-        for unit, state in self.states:
-            may.setdefault(unit, []).append(state)
-        return [
-            PairColumn(e, a, b)
-            for e, edge in enumerate(self.judge.table.edges)
-            for a in may[edge.source]
-            for b in may[edge.target]
+                mine |= set(_cheap(unit, state, prices[k]))
+                self.states_of.setdefault(k, []).append(state)
+                first = len(self.policies)
+                self.policies += [(k, n) for n in sorted(mine)]
+                self.states[k, state] = list(range(first, len(self.policies)))
+        self.pairs = [
+            (e, a, b)
+            for e, edge in enumerate(table.edges)
+            for a in self.states_of[edge.source]
+            for b in self.states_of[edge.target]
         ]
+        # An edge's figures are its target's.
+        ends = [table.edges[e].target for e, _, _ in self.pairs]
+        self.unit_of = np.array([*(k for k, _ in self.policies), *ends])
+        self.figures = np.zeros((len(self.unit_of), plan.figures.shape[1]))
+        for i, (k, number) in enumerate(self.policies):
+            self.figures[i] = table.units[k].figures(number)
+        for i, (e, a, b) in enumerate(self.pairs, len(self.policies)):
+            self.figures[i, EDGE_FIGURES] = table.edges[e].figures[:, a, b]
+        self.rows: list[Row] = []
 
     def run(self, seconds: float, enough: float = 0.0) -> JudgedPlan:
         """The better of the plan and what the program found; ends early with an objective of
@@ -188,14 +159,14 @@ class RestrictedProgram:
         in states that agree."""
         found: list[Equation] = []
         units: dict[int, list[int]] = {}
-        for i, column in enumerate(self.policies):
-            units.setdefault(column.unit, []).append(i)
+        for i, (k, _) in enumerate(self.policies):
+            units.setdefault(k, []).append(i)
         found += [(members, [], 1.0) for members in units.values()]
         sides: dict[tuple[int, int, int], list[int]] = {}
-        for i, pair in enumerate(self.pairs, len(self.policies)):
-            edge = self.judge.table.edges[pair.edge]
-            sides.setdefault((pair.edge, edge.source, pair.source), []).append(i)
-            sides.setdefault((pair.edge, edge.target, pair.target), []).append(i)
+        for i, (e, a, b) in enumerate(self.pairs, len(self.policies)):
+            edge = self.judge.table.edges[e]
+            sides.setdefault((e, edge.source, a), []).append(i)
+            sides.setdefault((e, edge.target, b), []).append(i)
         found += [(self.states[k, state], pairs, 0.0) for (_, k, state), pairs in sides.items()]
         found += self._ties()
         entries = [
@@ -212,8 +183,7 @@ class RestrictedProgram:
         """The states of a unit that agree with the same states of the unit tied to it are taken
         together or not at all."""
         for tie in self.judge.table.ties:
-            mine = [s for u, s in self.states if u == tie.source]
-            theirs = [s for u, s in self.states if u == tie.target]
+            mine, theirs = self.states_of[tie.source], self.states_of[tie.target]
             for state in mine:
                 fits = [s for s in theirs if tie.agree[state, s]]
                 others = [s for s in mine if s != state and any(tie.agree[s, f] for f in fits)]
@@ -242,7 +212,8 @@ class RestrictedProgram:
             return None
         numbers = self.plan.numbers.copy()
         for i in np.flatnonzero(found[:policies] > 0.5):
-            numbers[self.policies[i].unit] = self.policies[i].number
+            k, number = self.policies[i]
+            numbers[k] = number
         return numbers
 
 
