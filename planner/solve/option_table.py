@@ -231,6 +231,7 @@ class OptionTable:
         plain = self.figures.plain(k, states)
         ways = {"keep": lambda *_: plain, "recompute": self.figures.recomputed,
                 "offload": self.figures.offloaded}  # fmt: skip
+        # Whether anything is saved does not depend on how many samples there are, or on the state.
         saved = saved_bytes(unit, "none", 1, 1.0)
         names = memory_policies(self.model, unit, saved, self.capability)
         parts = [ways[name](k, states, plain) for name in names]
@@ -260,6 +261,7 @@ class OptionTable:
         ]
         policies = tuple(dict.fromkeys(_exchange_of(o) for options in offered for o in options))
         figures = np.zeros((len(states), len(policies), len(FIGURES)))
+        # Where nothing is exchanged there is no choice, and bursts have fewer than other layouts.
         open_ = np.zeros(figures.shape[:2], dtype=bool)
         for i, (state, options) in enumerate(zip(states, offered, strict=True)):
             plain = self.figures.of(k, Option(*state))

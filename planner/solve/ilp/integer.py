@@ -38,8 +38,8 @@ al., Applied Sciences 10(24):8846, 2020), reconstructed from their abstracts. Th
 GHP's groups (Joo & Youn, IEEE Access 9:52601, 2021; the abstract) and DeepPool's narrower layouts.
 
 The objective is T, or W·T - Σ_k idle_k. Of the y, which are not integer, none needs to be: once x
-is, each edge has one pair left. Sums over k < j and k > j are running sums (``Linear.track``), so
-that a row has few terms. Times are in units of ``time_unit_s``, bytes in units of the limit.
+is, each edge has one pair left. Sums over k < j and k > j are running sums (``Variables.track``).
+Times are in units of ``time_unit_s``, bytes in units of the limit.
 """
 
 from __future__ import annotations
@@ -95,7 +95,6 @@ class Program(Variables):
 
     def _step(self, *, waits_for_slices: bool) -> None:
         """T in units of time is at least every row of seconds."""
-        units = range(len(self.x))
         figures = [u.figures / self.time_unit_s for u in self.table.listed]
         # The seconds of edges likewise; their bytes stay.
         scale = [1.0 if f == RECEIVED else 1 / self.time_unit_s for f in EDGE_FIGURES]
@@ -103,7 +102,9 @@ class Program(Variables):
             [p._replace(figures=p.figures * np.array(scale)) for p in row] for row in self.moves
         ]
         always = summed(
-            item for k in units for item in self.form(k, self.rows.totals[0], figures[k]).items()
+            item
+            for k, own in enumerate(figures)
+            for item in self.form(k, self.rows.totals[0], own).items()
         )
         self._bound(always)
         for link in range(self.rows.timed):
@@ -111,12 +112,10 @@ class Program(Variables):
             # The terms of a link, or of a unit, that gradients do not use are never the largest.
             if not any(s.any() for s in sends):
                 continue
-            family = (self.rows.before[link], self.rows.at[link], self.rows.after[link])
-            parts = [tuple(self.form(k, w, figures[k]) for w in family) for k in units]
             delay = {}
             if waits_for_slices:
                 delay = self._slices(link, sends, [f[:, SLICES[link]] for f in figures])
-            for j, row in enumerate(self.track(f"t{link}", parts)):  # type: ignore[arg-type]
+            for j, row in enumerate(self.track(f"t{link}", self.rows, link, figures)):
                 if sends[j].any():
                     self._bound(row | ({delay[j]: 1.0} if j in delay else {}))
 

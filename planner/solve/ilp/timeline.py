@@ -91,22 +91,18 @@ class Timeline:
         received = [self._received(i, k, each) for k in units]
         flight = self._buckets(i, figures, each)
         none: list[Terms] = [{} for _ in units]
-        nothing: list[list[Terms]] = [[{}] for _ in units]
         families = [("forward", received, none), ("backward", received, flight)]
         # Without temporaries of the update, or of an exchange, backward's rows hold these points.
         if any(f[:, AT["update_temp"]].any() for f in figures):
-            families.append(("update", nothing, none))
+            families.append(("update", none, none))
         if any(f[:, [AT["exchange_temp"], AT["never_together"]]].any() for f in figures):
-            families.append(("exchange", nothing, none))
-        for point, coming, flying in families:
+            families.append(("exchange", none, none))
+        for point, *more in families:
             track = self.rows.memory_track(point)
-            family = (self.rows.before[track], self.rows.at[track], self.rows.after[track])
-            parts = [tuple(self.program.form(k, w, figures[k]) for w in family) for k in units]
-            table = self.program.track(f"m{i}_{track}", parts)  # type: ignore[arg-type]
+            table = self.program.track(f"m{i}_{track}", self.rows, track, figures)
             there = self._neighbours(track, figures)
-            for row, into, buckets, others in zip(table, coming, flying, there, strict=True):
-                for terms in into:
-                    self._fits([*row.items(), *terms.items(), *buckets.items(), *others])
+            for row, into, buckets, others in zip(table, *more, there, strict=True):
+                self._fits([*row.items(), *into.items(), *buckets.items(), *others])
         update = (self.program.form(k, self.rows.totals[1], figures[k]).items() for k in units)
         self._fits([t for part in update for t in part])
 
@@ -128,10 +124,8 @@ class Timeline:
         over = {self.excess: -1.0} if self.excess is not None else {}
         self.program.at_most(summed(parts) | over, 1.0)
 
-    def _received(self, i: int, k: int, each: MemoryClass) -> list[Terms]:
-        """The bytes that a unit receives over each of its edges, of which the largest counts."""
-        # Several edges share one variable, at least each of them: a point has a row, not one for
-        # each edge.
+    def _received(self, i: int, k: int, each: MemoryClass) -> Terms:
+        """The bytes that a unit receives over its edges, of which the largest counts."""
         takes_part = each.takes_part[k]
         found = [
             summed((p.variable, p.figures[-1] / each.limit_bytes * takes_part[p.target])
@@ -139,41 +133,49 @@ class Timeline:
             for e in self.program.model.edges_into[k]
         ]  # fmt: skip
         if len(found) < 2:
-            return found or [{}]
+            return found[0] if found else {}
+        # A variable of at least each of them: a point has one row, not one for each edge.
         most = self.program.new(f"r{i}_{k}")
         for terms in found:
             self.program.at_most(terms | {most: -1.0}, 0.0)
-        return [{most: 1.0}]
+        return {most: 1.0}
 
     def _buckets(self, i: int, figures: Sequence[Matrix], each: MemoryClass) -> list[Terms]:
         """h_k: as unit k's backward comes, the smaller of what is still to be exchanged and of the
         open buckets, one for each layout in use but one that the unit closes; slices need none."""
-        units = range(len(self.program.x))
-        if self.program.model.sliced:
+        program, units = self.program, range(len(self.program.x))
+        if program.model.sliced:
             return [{} for _ in units]
         sent = [f[:, AT["bucketed"]] for f in figures]
-        to_come = [self.program.new(f"h{i}_come_{k}") for k in units]
-        self.program.equal({to_come[0]: 1.0}, 0.0)
+        to_come = [program.new(f"h{i}_come_{k}") for k in units]
+        program.equal({to_come[0]: 1.0}, 0.0)
         for k in units[1:]:
-            added = summed(zip(self.program.x[k - 1], sent[k - 1], strict=True))
-            self.program.running(to_come[k], to_come[k - 1], added)
-        bucket = self.program.model.bucket_bytes / each.limit_bytes
+            added = summed(zip(program.x[k - 1], sent[k - 1], strict=True))
+            program.running(to_come[k], to_come[k - 1], added)
+        bucket = program.model.bucket_bytes / each.limit_bytes
         most = sum(float(s.max()) for s in sent)
         # An option under which a gradient of the unit's own has a bucket to itself takes one off.
-        closes = self.program.model.closes_bucket
-        closed = [
+        closed: list[Terms] = [
             {
                 x: -bucket
-                for x, option in zip(self.program.x[k], self.program.table.options[k], strict=True)
-                if closes(k, option)
+                for x, o in zip(row, options, strict=True)
+                if program.model.closes_bucket(k, o)
             }
-            for k in units
+            for k, (row, options) in enumerate(zip(program.x, program.table.options, strict=True))
         ]
         # What is still to be exchanged is the smaller where all of it fits into one bucket.
         if most <= bucket and not any(closed):
             return [{v: 1.0} for v in to_come]
         top: Terms = dict.fromkeys(self._kinds(i), bucket)
-        return [self._smaller(f"h{i}_{k}", to_come[k], most, top, closed[k]) for k in units]
+        highest, found = sum(top.values()), []
+        for k in units:
+            # At least the smaller of the two: a binary says which.
+            height = program.new(f"h{i}_{k}")
+            full = pulp.LpVariable(f"h{i}_{k}_full", cat="Binary")
+            program.at_most({to_come[k]: 1.0, height: -1.0, full: -most}, 0.0)
+            program.at_most(top | closed[k] | {height: -1.0, full: highest}, highest)
+            found.append({height: 1.0})
+        return found
 
     def _kinds(self, i: int) -> list[pulp.LpVariable]:
         """For each layout that exchanges gradients whether it is in use."""
@@ -188,14 +190,3 @@ class Timeline:
                     used[layout] = self.program.new(f"k{i}_{len(used)}")
                 self.program.at_most(dict.fromkeys(mine, 1.0) | {used[layout]: -1.0}, 0.0)
         return list(used.values())
-
-    def _smaller(
-        self, name: str, to_come: pulp.LpVariable, most: float, top: Terms, closed: Terms
-    ) -> Terms:
-        """h ≥ the smaller of to_come and top + closed; a binary says which."""
-        height = self.program.new(name)
-        full = pulp.LpVariable(f"{name}_full", cat="Binary")
-        self.program.at_most({to_come: 1.0, height: -1.0, full: -most}, 0.0)
-        highest = sum(top.values())
-        self.program.at_most(top | closed | {height: -1.0, full: highest}, highest)
-        return {height: 1.0}

@@ -13,7 +13,7 @@ import numpy as np
 import pulp
 
 from ...cost.step_time import Vector
-from ...memory.rows import RECEIVED, Matrix
+from ...memory.rows import RECEIVED, Matrix, Rows
 from ...schema.options import Decisions
 from ..figures import EDGE_FIGURES
 from ..option_table import OptionTable
@@ -31,11 +31,27 @@ def summed(parts: Iterable[tuple[pulp.LpVariable, float]]) -> Terms:
     return total
 
 
-class Linear:
-    """A program that rows are added to."""
+class Pair(NamedTuple):
+    """One variable of an edge and what it adds to the target: ``EDGE_FIGURES``.
+    ``source`` and ``target`` are the numbers of the ends' states."""
 
-    def __init__(self) -> None:
+    variable: pulp.LpVariable
+    figures: Vector
+    source: int
+    target: int
+
+
+class Variables:
+    """A program with the variables of an option table: x for each option of each unit, the pairs of
+    each edge."""
+
+    def __init__(self, table: OptionTable) -> None:
         self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
+        self.table, self.model = table, table.model
+        self._options()
+        self._ties()
+        self.pairs = [self._pairs(e) for e in range(len(table.edges))]
+        self.moves = [self._moves(e) for e in range(len(table.edges))]
 
     def new(self, name: str) -> pulp.LpVariable:
         return pulp.LpVariable(name, lowBound=0)
@@ -48,52 +64,6 @@ class Linear:
     def equal(self, terms: Terms, value: float) -> None:
         form = pulp.LpAffineExpression(terms)
         self.problem += pulp.LpConstraint(form, pulp.LpConstraintEQ, rhs=value)
-
-    def track(self, name: str, parts: Sequence[tuple[Terms, Terms, Terms]]) -> list[Terms]:
-        """The rows of a track from each unit's (before, at, after)."""
-        count = len(parts)
-        ahead = [self.new(f"{name}_ahead_{j}") for j in range(count)]
-        behind = [self.new(f"{name}_behind_{j}") for j in range(count)]
-        for j in range(1, count):
-            self.running(ahead[j], ahead[j - 1], parts[j - 1][0])
-            self.running(behind[j - 1], behind[j], parts[j][2])
-        found = []
-        # Running sums: a row has its own terms and two more, not those of all units.
-        for j in range(count):
-            row = dict(parts[j][1])
-            if j:
-                row[ahead[j]] = 1.0
-            if j + 1 < count:
-                row[behind[j]] = 1.0
-            found.append(row)
-        self.equal({ahead[0]: 1.0}, 0.0)
-        self.equal({behind[-1]: 1.0}, 0.0)
-        return found
-
-    def running(self, now: pulp.LpVariable, last: pulp.LpVariable, added: Terms) -> None:
-        self.equal({now: 1.0, last: -1.0} | {v: -c for v, c in added.items()}, 0.0)
-
-
-class Pair(NamedTuple):
-    """One variable of an edge and what it adds to the target: ``EDGE_FIGURES``.
-    ``source`` and ``target`` are the numbers of the ends' states."""
-
-    variable: pulp.LpVariable
-    figures: Vector
-    source: int
-    target: int
-
-
-class Variables(Linear):
-    """The variables of an option table: x for each option of each unit, the pairs of each edge."""
-
-    def __init__(self, table: OptionTable) -> None:
-        super().__init__()
-        self.table, self.model = table, table.model
-        self._options()
-        self._ties()
-        self.pairs = [self._pairs(e) for e in range(len(table.edges))]
-        self.moves = [self._moves(e) for e in range(len(table.edges))]
 
     def _options(self) -> None:
         self.x = [
@@ -176,6 +146,29 @@ class Variables(Linear):
             key = option.layout, tuple(sharded.get(name) for name in names)
             found.setdefault(key, []).append(x)
         return found
+
+    def track(self, name: str, rows: Rows, track: int, figures: Sequence[Matrix]) -> list[Terms]:
+        """The rows of a track, one for each unit; ``figures`` [option, figure] are units' own."""
+        before, at, after = (
+            [self.form(k, weights, own) for k, own in enumerate(figures)]
+            for weights in (rows.before[track], rows.at[track], rows.after[track])
+        )
+        # Running sums: a row has its own terms and two more, not those of all units.
+        last = len(figures) - 1
+        ahead = [self.new(f"{name}_ahead_{j}") for j in range(last + 1)]
+        behind = [self.new(f"{name}_behind_{j}") for j in range(last + 1)]
+        for j in range(1, last + 1):
+            self.running(ahead[j], ahead[j - 1], before[j - 1])
+            self.running(behind[j - 1], behind[j], after[j])
+        for j, row in enumerate(at):
+            row |= {ahead[j]: 1.0} if j else {}
+            row |= {behind[j]: 1.0} if j < last else {}
+        self.equal({ahead[0]: 1.0}, 0.0)
+        self.equal({behind[-1]: 1.0}, 0.0)
+        return at
+
+    def running(self, now: pulp.LpVariable, last: pulp.LpVariable, added: Terms) -> None:
+        self.equal({now: 1.0, last: -1.0} | {v: -c for v, c in added.items()}, 0.0)
 
     def form(self, k: int, weights: Vector, figures: Matrix) -> Terms:
         """weights·f_k; ``figures`` [option, figure] are the unit's own."""

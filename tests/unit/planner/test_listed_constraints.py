@@ -8,10 +8,9 @@ from meshwright.planner.cost import budget, step_time
 from meshwright.planner.memory import rows
 from meshwright.planner.solve.ilp import integer
 from meshwright.planner.solve.ilp.timeline import Timeline
-from meshwright.planner.solve.ilp.variables import Linear, Variables
+from meshwright.planner.solve.ilp.variables import Variables
 
 HOMES = {
-    "Linear": Linear,
     "Program": integer.Program,
     "Timeline": Timeline,
     "Variables": Variables,
