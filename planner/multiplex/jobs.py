@@ -49,7 +49,7 @@ class Busy(NamedTuple):
     phase: str
 
 
-class Timeline(NamedTuple):
+class DeviceTimeline(NamedTuple):
     """The step of the devices at ``positions``: ``computing`` in order, never two at once;
     ``communicating`` in order of their starts, also while it computes."""
 
@@ -67,7 +67,7 @@ class StepTimelines(NamedTuple):
     """A step of ``step_s`` by kinds of devices; ``peak_bytes`` on the fullest."""
 
     step_s: float
-    kinds: tuple[Timeline, ...]
+    kinds: tuple[DeviceTimeline, ...]
     units: tuple[str, ...]
     peak_bytes: int = 0
 
@@ -108,7 +108,7 @@ def _within(spans: Iterable[Span], start_s: float, end_s: float) -> Iterable[Spa
 
 def _timeline(
     model: CostModel, decisions: Decisions, kind: PositionClass, spans: Sequence[Span]
-) -> Timeline:
+) -> DeviceTimeline:
     computing, communicating = [], []
     for span in spans:
         if span.resource != COMPUTE:
@@ -119,7 +119,7 @@ def _timeline(
         if part > 0:
             end_s = span.start_s + part * (span.end_s - span.start_s)
             computing.append(Busy(span.start_s, end_s, span.unit, span.phase))
-    return Timeline(kind.positions, tuple(_apart(computing)), tuple(sorted(communicating)))
+    return DeviceTimeline(kind.positions, tuple(_apart(computing)), tuple(sorted(communicating)))
 
 
 def _apart(computing: Iterable[Busy]) -> Iterable[Busy]:

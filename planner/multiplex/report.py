@@ -69,7 +69,7 @@ class ClassReport(Record, frozen=True, kw_only=True):
     idle_s: Seconds
 
 
-class Moment(Record, frozen=True, kw_only=True):
+class Utilisation(Record, frozen=True, kw_only=True):
     """Shares of all devices' time from ``start_s`` on, up to the next."""
 
     start_s: Seconds
@@ -86,7 +86,7 @@ class ClusterReport(Record, frozen=True, kw_only=True):
     foregrounds: tuple[ForegroundReport, ...]
     backgrounds: tuple[BackgroundReport, ...]
     classes: tuple[ClassReport, ...]
-    utilisation: tuple[Moment, ...]
+    utilisation: tuple[Utilisation, ...]
     samples_per_s: float
     ratio: float | None = None
     bounded_ratio: float | None = None
@@ -179,7 +179,7 @@ def _ratios(
     return ours / plain, sum(speeds) / used + shares
 
 
-def utilisation(run: ClusterRun, bins: int = BINS) -> tuple[Moment, ...]:
+def utilisation(run: ClusterRun, bins: int = BINS) -> tuple[Utilisation, ...]:
     """The share of all devices' time that goes to foregrounds and to backgrounds, in ``bins`` equal
     parts of the horizon."""
     edges = np.linspace(0.0, run.horizon_s, bins + 1)
@@ -189,7 +189,9 @@ def utilisation(run: ClusterRun, bins: int = BINS) -> tuple[Moment, ...]:
         ahead += weight * _covered([i for i, _, _ in one.computing], edges)
         behind += weight * _covered([(f.start_s, f.end_s) for f in one.filled], edges)
     return tuple(
-        Moment(start_s=float(start), foreground=min(float(a), 1.0), background=min(float(b), 1.0))
+        Utilisation(
+            start_s=float(start), foreground=min(float(a), 1.0), background=min(float(b), 1.0)
+        )
         for start, a, b in zip(edges, ahead, behind, strict=False)
     )
 

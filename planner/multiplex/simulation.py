@@ -28,9 +28,9 @@ from .jobs import (
     Assumptions,
     Background,
     Busy,
+    DeviceTimeline,
     Foreground,
     StepTimelines,
-    Timeline,
     best_background,
     foreground,
 )
@@ -98,7 +98,7 @@ def _at_full_speed(given: Assumptions) -> Assumptions:
     return msgspec.structs.replace(given, idle_speed=1.0)
 
 
-def background_share(kind: Timeline, step_s: float, given: Assumptions) -> float:
+def background_share(kind: DeviceTimeline, step_s: float, given: Assumptions) -> float:
     """The share of its speed alone that a background has in the gaps of a step that goes on and on;
     a gap at the step's end continues in the next."""
     talking = merged((b.start_s, b.end_s) for b in kind.communicating)
@@ -126,7 +126,7 @@ class Visit(NamedTuple):
     end_s: float
 
 
-class Run(NamedTuple):
+class ForegroundRun(NamedTuple):
     """A foreground as it ran: on ``devices`` from ``start_s`` to ``end_s``."""
 
     job: int
@@ -172,7 +172,7 @@ class ClusterRun(NamedTuple):
     foregrounds: tuple[Foreground, ...]
     backgrounds: tuple[Background, ...]
     steps: tuple[StepTimelines, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[ForegroundRun, ...]
     waiting: tuple[int, ...]
     classes: tuple[DeviceClass, ...]
 
@@ -238,9 +238,9 @@ def _placed(
     foregrounds: Sequence[Foreground],
     steps: Sequence[StepTimelines],
     horizon_s: float,
-) -> tuple[list[Run], tuple[int, ...]]:
+) -> tuple[list[ForegroundRun], tuple[int, ...]]:
     """When and where each job runs, and which never do."""
-    runs: list[Run] = []
+    runs: list[ForegroundRun] = []
     # At every arrival and every end those that wait may start; between these nothing changes.
     jobs = range(len(foregrounds))
     waiting = sorted(jobs, key=lambda i: (-foregrounds[i].priority, foregrounds[i].arrival_s, i))
@@ -259,7 +259,7 @@ def _placed(
                 continue
             took = float("inf") if one.steps is None else one.steps * steps[i].step_s
             end_s = min(now_s + took, horizon_s)
-            runs.append(Run(i, tuple(free[: one.devices]), now_s, end_s))
+            runs.append(ForegroundRun(i, tuple(free[: one.devices]), now_s, end_s))
             events.add(end_s)
             free = free[one.devices :]
             waiting.remove(i)
@@ -267,7 +267,7 @@ def _placed(
 
 
 def _histories(
-    devices: int, runs: Iterable[Run], steps: Sequence[StepTimelines]
+    devices: int, runs: Iterable[ForegroundRun], steps: Sequence[StepTimelines]
 ) -> Iterator[tuple[tuple[int, ...], tuple[Visit, ...]]]:
     """Devices with equal visits together."""
     visits: list[list[Visit]] = [[] for _ in range(devices)]

@@ -18,11 +18,11 @@ family of constraints, with the function that adds it:
                          for every j in forward, in backward (+ h_j),
                          and Σ_k update·f_k for the update, for each
                          class of positions; v = 0 but where it is
-                         what shall be least                           ``Timeline.add``
- (7) bytes received      r_k ≥ what each edge brings to unit k         ``Timeline._received``
+                         what shall be least                           ``MemoryRows.add``
+ (7) bytes received      r_k ≥ what each edge brings to unit k         ``MemoryRows._received``
  (8) open buckets        h_k ≥ min(Σ_{i<k} sent_i,
                                    (layouts in use - those that the
-                                   unit closes) · bucket)              ``Timeline._buckets``
+                                   unit closes) · bucket)              ``MemoryRows._buckets``
  (9) device-seconds      W·T - Σ_k idle_k ≤ amplification · single     ``Program._budgets``
 (10) fidelity            Σ_k lost_k ≤ 1 - the floor                    ``Program._budgets``
 (11) step time limit     T ≤ limit                                     ``Program._budgets``
@@ -58,7 +58,7 @@ from ..answer import choice
 from ..figures import EDGE_FIGURES
 from ..option_table import OptionTable
 from ..problem import Problem
-from .timeline import Timeline, memory_classes
+from .memory_rows import MemoryRows, memory_classes
 from .variables import Terms, Variables, summed
 
 # The step of plain data parallelism is so many units of time: see [Note: Tolerances of HiGHS].
@@ -86,9 +86,9 @@ class Program(Variables):
         self.step = self.new("T")
         self._step(waits_for_slices=problem.schedule == "priority")
         self.excess = self.new("v") if excess else None
-        timeline = Timeline(self, self.rows, self.excess)
+        memory = MemoryRows(self, self.rows, self.excess)
         for i, each in enumerate(memory_classes(table, limits_of or self.model)):
-            timeline.add(i, each)
+            memory.add(i, each)
         self._budgets()
 
     # -- seconds -------------------------------------------------------------------------------

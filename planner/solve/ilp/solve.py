@@ -45,14 +45,14 @@ class Integer:
 
     def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
         """See ``solver.Solver``."""
-        return Search(problem.placed(), time_limit_s).result()
+        return IntegerSearch(problem.placed(), time_limit_s).result()
 
     def explain(self, problems: Sequence[Problem]) -> Infeasibility:
         """See ``solver.Solver``."""
         return explain([problem.placed() for problem in problems], IntegerEvidence())
 
 
-class Search:
+class IntegerSearch:
     """One search: the cases, the best choice so far, what is proved, the time that is left."""
 
     def __init__(self, problem: Problem, time_limit_s: float | None) -> None:

@@ -172,7 +172,7 @@ class Variables:
 
     def form(self, k: int, weights: Vector, figures: Matrix) -> Terms:
         """weights·f_k; ``figures`` [option, figure] are the unit's own."""
-        # Bytes received are left out: of several edges the largest counts (``Timeline._received``).
+        # Without bytes received: of several edges the largest counts (``MemoryRows._received``).
         own = zip(self.x[k], figures @ weights, strict=True)
         into = [w for w in EDGE_FIGURES if w != RECEIVED]
         entry = weights[into]

@@ -40,7 +40,7 @@ class Order(NamedTuple):
     kept: frozenset[int]
 
 
-class Answer(NamedTuple):
+class Assignment(NamedTuple):
     """The least price and an assignment that has it: one state for each unit."""
 
     price: float
@@ -97,7 +97,7 @@ def _greedy(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> list[Elimi
 
 def minimise(
     order: Order, units: Sequence[Reals], edges: Sequence[tuple[int, int, Reals]]
-) -> Answer:
+) -> Assignment:
     """The least Σ units[k][s_k] + Σ edges[s_a, s_b] over the kept edges, relaxed ones at their
     least."""
     factors: list[list[tuple[tuple[int, ...], Reals]]] = [[((k,), u)] for k, u in enumerate(units)]
@@ -127,7 +127,7 @@ def minimise(
     states = np.zeros(len(units), dtype=np.int64)
     for one, choice in zip(reversed(order.eliminations), reversed(choices), strict=True):
         states[one.unit] = choice[tuple(states[list(one.scope)])]
-    return Answer(least_price, states)
+    return Assignment(least_price, states)
 
 
 def _joined(one: Elimination, factors: Sequence[tuple[tuple[int, ...], Reals]]) -> Reals:

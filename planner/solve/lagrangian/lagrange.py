@@ -289,7 +289,7 @@ class Master:
         return Weights(tracks, flat[self.end :], gpu * per / self.limits.devices, step * per)
 
 
-class Outcome(NamedTuple):
+class SearchOutcome(NamedTuple):
     """What a search found: the best plan, and the bound on the objective of every plan that keeps
     the limits (infinite where none does)."""
 
@@ -297,7 +297,7 @@ class Outcome(NamedTuple):
     bound: float
 
 
-class Search:
+class LagrangianSearch:
     """The loop of pricing and mixing, and the best of each so far. A plan whose objective
     is at most ``target`` is good enough."""
 
@@ -317,7 +317,7 @@ class Search:
         self.iterations = 0
         self._last_restricted: JudgedPlan | None = None
 
-    def run(self, first: Sequence[Numbers], cutoff: float = INFINITE) -> Outcome:
+    def run(self, first: Sequence[Numbers], cutoff: float = INFINITE) -> SearchOutcome:
         """All of it, from the plans ``first`` on; ends early once no plan can be better than an
         objective of ``cutoff``."""
         for numbers in first:
@@ -343,7 +343,9 @@ class Search:
         if not self._done(cutoff):
             self._offer(self.judge.polish(self.best, self.deadline))
         score = self.best.score
-        return Outcome(self.best, self.bound if score.over else min(self.bound, score.objective))
+        return SearchOutcome(
+            self.best, self.bound if score.over else min(self.bound, score.objective)
+        )
 
     def _done(self, cutoff: float = INFINITE) -> bool:
         assert self.best is not None

@@ -43,7 +43,7 @@ from ..ilp.solve import Integer
 from ..option_table import OptionTable
 from ..problem import INTEGER_PAIRS, Infeasibility, Problem, Result, state_pairs
 from .judging import INFINITE, Limits
-from .lagrange import Lagrangian, Search
+from .lagrange import Lagrangian, LagrangianSearch
 
 # The search ends when plan and bound are this close.
 GAP = 0.0075
@@ -183,7 +183,7 @@ def search_part(
     first = [n for n in known if n is not None]
     bound, best = 0.0, None
     for attempt in range(REPAIRS):
-        outcome = Search(lagrangian, deadline, GAP, target).run(first, cutoff)
+        outcome = LagrangianSearch(lagrangian, deadline, GAP, target).run(first, cutoff)
         # Under a lowered limit there are fewer plans: only the first bound is one for all.
         bound = outcome.bound if attempt == 0 else bound
         decisions = lagrangian.table.choose(outcome.best.numbers)

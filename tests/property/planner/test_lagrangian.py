@@ -10,7 +10,7 @@ from meshwright.planner.memory.rows import ENTRY, RECEIVED, slice_waits, values
 from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.lagrangian.dynamic import minimise, order_of
-from meshwright.planner.solve.lagrangian.lagrange import Search
+from meshwright.planner.solve.lagrangian.lagrange import LagrangianSearch
 from meshwright.planner.solve.lagrangian.solver import LagrangianSolver, lagrangian_of
 
 from tests import brute, problems
@@ -104,7 +104,7 @@ def test_price_of_every_plan_is_at_least_the_bound_of_the_weights(seed):
     rng = np.random.default_rng(seed)
     for made, model, lagrangian in lagrangians(seed):
         table = lagrangian.table
-        search = Search(lagrangian, time.perf_counter() + 5, 0.0)
+        search = LagrangianSearch(lagrangian, time.perf_counter() + 5, 0.0)
         outcome = search.run([])
         for _ in range(50):
             numbers = np.array([rng.choice(u.numbers()) for u in table.units])

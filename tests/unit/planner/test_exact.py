@@ -220,9 +220,9 @@ def test_pulp_says_optimal_where_time_was_up(large):
 def test_an_interruption_returns_the_best_so_far(large):
     stopped = Interruption()
     stopped.set = True
-    from meshwright.planner.solve.ilp.solve import Search
+    from meshwright.planner.solve.ilp.solve import IntegerSearch
 
-    search = Search(large.placed(), None)
+    search = IntegerSearch(large.placed(), None)
     search.interruption = stopped
     result = search.result()
     assert result.status == "feasible"

@@ -78,7 +78,7 @@ def _always_fits(table: OptionTable, each: MemoryClass) -> bool:
     return most + max(received, default=0.0) <= each.limit_bytes
 
 
-class Timeline:
+class MemoryRows:
     """Writes a program's rows of bytes; with ``excess`` a limit may be passed by that share."""
 
     def __init__(self, program: Variables, rows: Rows, excess: pulp.LpVariable | None) -> None:
