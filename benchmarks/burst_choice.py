@@ -115,7 +115,7 @@ def _plain_models(
         if times == 1 or goal.batch >= times * problem.cluster.world_size:
             yield CostModel(
                 problem.profile, problem.cluster, goal, micro_batches=times,
-                placement=problem.placement, bucket_bytes=size, sliced=schedule == "priority",
+                placement=problem.placement, message_bytes=size, sliced=schedule == "priority",
             )  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def _model(problem: Problem) -> CostModel:
     return CostModel(
         problem.profile, problem.cluster, problem.goal,
         micro_batches=problem.goal.micro_batches[0], placement=problem.placement,
-        bucket_bytes=problem.bucket_bytes, sliced=problem.schedule == "priority",
+        message_bytes=problem.bucket_bytes, sliced=problem.schedule == "priority",
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def compare(case: str, asked: Problem) -> list[Comparison]:
         asked.cluster,
         asked.goal,
         placement=asked.placement,
-        bucket_bytes=asked.bucket_bytes,
+        message_bytes=asked.bucket_bytes,
         sliced=True,
     )
     plans = {}

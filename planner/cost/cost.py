@@ -49,7 +49,7 @@ BUCKET_BYTES = 25 * 2**20
 class CostModel(Exchanges):
     """The costs of one profile on one cluster for one goal, micro-batch count and placement.
 
-    Gradients travel in buckets of ``bucket_bytes`` (the barrier's schedule), or with ``sliced``
+    Gradients travel in buckets of ``message_bytes`` (the barrier's schedule), or with ``sliced``
     unit by unit in slices of at most that (the schedule by priority).
 
     Every answer is a pure function of these; the object only remembers what it has worked out.
@@ -63,11 +63,11 @@ class CostModel(Exchanges):
         *,
         micro_batches: int = 1,
         placement: tuple[int, ...] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        message_bytes: int = BUCKET_BYTES,
         sliced: bool = False,
     ) -> None:
         self.placement = placement or tuple(range(cluster.world_size))
-        super().__init__(profile, Fabric(cluster, self.placement), bucket_bytes, sliced)
+        super().__init__(profile, Fabric(cluster, self.placement), message_bytes, sliced)
         self.cluster, self.goal, self.micro_batches = cluster, goal, micro_batches
         self.world_size = cluster.world_size
         self.counts = batch_counts(goal.batch, self.world_size, micro_batches)
@@ -83,7 +83,7 @@ class CostModel(Exchanges):
         another ``goal``."""
         return cls(
             profile, cluster, goal or plan.goal, micro_batches=plan.micro_batches,
-            placement=plan.placement, bucket_bytes=plan.bucket_bytes,
+            placement=plan.placement, message_bytes=plan.bucket_bytes,
             sliced=plan.schedule == "priority",
         )  # fmt: skip
 
@@ -97,7 +97,7 @@ class CostModel(Exchanges):
         layouts does not depend on the profile, and is worked out for both together."""
         made = CostModel(
             profile, self.cluster, self.goal, micro_batches=self.micro_batches,
-            placement=self.placement, bucket_bytes=self.bucket_bytes, sliced=self.sliced,
+            placement=self.placement, message_bytes=self.message_bytes, sliced=self.sliced,
         )  # fmt: skip
         made._traffic = self._traffic
         return made

@@ -56,17 +56,17 @@ class Gradient(NamedTuple):
 
 
 class Exchanges(Structure):
-    """The gradient exchange of a profile's units over a fabric. Gradients travel in buckets of
-    ``bucket_bytes``, or with ``sliced`` unit by unit in slices of at most that. Parameters that are
+    """The gradient exchange of a profile's units over a fabric. Messages are buckets of at most
+    ``message_bytes``, or with ``sliced`` slices of at most that, unit by unit. Parameters that are
     whole only while they are used are gathered twice in each of ``micro_batches``."""
 
     micro_batches = 1
 
     def __init__(
-        self, profile: ModelProfile, fabric: Fabric, bucket_bytes: int, sliced: bool
+        self, profile: ModelProfile, fabric: Fabric, message_bytes: int, sliced: bool
     ) -> None:
         super().__init__(profile)
-        self.fabric, self.bucket_bytes, self.sliced = fabric, bucket_bytes, sliced
+        self.fabric, self.message_bytes, self.sliced = fabric, message_bytes, sliced
         self._gradients: dict[tuple[int, Option], tuple[Gradient, ...]] = {}
         self._exchanges: dict[tuple[Layout, str, float], OnLink] = {}
         self._rings: dict[tuple[Layout, str], Rings] = {}
@@ -104,7 +104,7 @@ class Exchanges(Structure):
     def _overflowing(self) -> tuple[bool, ...]:
         """For each unit whether it has a gradient larger than a bucket; asked for every plan that a
         search looks at."""
-        most = inf if self.sliced else self.bucket_bytes
+        most = inf if self.sliced else self.message_bytes
         return tuple(any(p.trainable and p.bytes > most for p in own) for own in self.owned)
 
     def payload_bytes(self, option: Option, trained_bytes: int) -> int:
@@ -147,10 +147,10 @@ class Exchanges(Structure):
         if not payload_bytes:
             return OnLink(), 0.0
         if self.sliced:
-            pieces = ceil(payload_bytes / self.bucket_bytes)
+            pieces = ceil(payload_bytes / self.message_bytes)
             one = self.exchange(option, payload_bytes / pieces)
             return OnLink(one.seconds * pieces, one.link, one.sent_bytes * pieces), one.seconds
-        part = min(payload_bytes / self.bucket_bytes, 1.0)
+        part = min(payload_bytes / self.message_bytes, 1.0)
         full = self.exchange(option, payload_bytes / part)
         return OnLink(full.seconds * part, full.link, full.sent_bytes * part), 0.0
 

@@ -51,7 +51,7 @@ def comm_buffer_bytes(model: CostModel, k: int, option: Option) -> float:
     if option.exchange == "topk":
         return (layout.groups + 1) * _message_bytes(model, option, sum(sizes))
     if option.exchange != "sharded":
-        return float(sum(s for s in sizes if packed(s, model.bucket_bytes)))
+        return float(sum(s for s in sizes if packed(s, model.message_bytes)))
     return sum(sizes) * (1 - 1 / layout.groups)
 
 

@@ -273,7 +273,7 @@ class MemoryModel:
     def _write_buckets(self, table: Table, decisions: Sequence[Option]) -> None:
         """The most that open buckets take: one for each layout that exchanges gradients, and no
         more than what is still to be exchanged. A unit that works may have closed one."""
-        size = float(self.model.bucket_bytes)
+        size = float(self.model.message_bytes)
         all_open = size * len({o.layout for o in decisions if o.layout.groups > 1})
         closed = size * np.array(
             [self.model.closes_bucket(k, option) for k, option in enumerate(decisions)]

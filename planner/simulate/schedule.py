@@ -150,7 +150,7 @@ def grad_groups(
         ]
     packed = slicing.pack_units(Travelling(g.kind, g.unit, g.shared_bytes) for g in gradients)
     found = [tuple(gradients[i] for i in numbers) for numbers in packed]
-    made = [GradGroup(group, _cuts(group, model.bucket_bytes)) for group in found]
+    made = [GradGroup(group, _cuts(group, model.message_bytes)) for group in found]
     return sorted(made, key=lambda group: group.units[0], reverse=True)
 
 
@@ -161,7 +161,7 @@ def _in_backward(model: CostModel, decisions: Sequence[Option]) -> list[Gradient
 def _buckets(model: CostModel, gradients: Sequence[Gradient]) -> list[list[int]]:
     """By undivided sizes, so that all ranks agree."""
     travelling = (Travelling(g.kind, g.unit, g.full_bytes) for g in gradients)
-    return slicing.pack_buckets(travelling, model.bucket_bytes)
+    return slicing.pack_buckets(travelling, model.message_bytes)
 
 
 def _cuts(gradients: Sequence[Gradient], message_bytes: int) -> tuple[SliceSpec, ...]:
@@ -198,7 +198,7 @@ def step_of(
     chain: Chain,
     schedule: ScheduleName,
 ) -> Step:
-    """The step that the executor runs under those decisions; the model's ``bucket_bytes`` is the
+    """The step that the executor runs under those decisions; the model's ``message_bytes`` is the
     size of a slice under priority."""
     work = work_of(chain, model.micro_batches, schedule)
     return Step(work, messages_of(model, decisions, schedule), schedule)
@@ -217,13 +217,13 @@ def bucketed_s(model: CostModel, decisions: Sequence[Option]) -> LinkMatrix:
 
 
 def slice_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
-    """Each unit's gradients in equal slices of at most ``bucket_bytes``, each one collective (two
+    """Each unit's gradients in equal slices of at most ``message_bytes``, each one collective (two
     where the exchange is sharded), as the step formulas have them (the executor packs small ones
     together: ``grad_groups``); none of those that are waited for in backward."""
     found = []
     for k in reversed(range(len(decisions))):
         size = model.unit(k, decisions[k]).gradient_bytes
-        pieces = ceil(size / model.bucket_bytes)
+        pieces = ceil(size / model.message_bytes)
         if pieces and not decisions[k].early_release:
             on = model.exchange(decisions[k], size / pieces)
             found += [Message((k,), LINKS[on.link], on.seconds, k, on.sent_bytes)] * pieces

@@ -101,7 +101,7 @@ def plan_of(
         model.placement,
         provenance=provenance_of(problem.profile, problem.cluster, solver, status, **proof),
         schedule=problem.schedule,
-        bucket_bytes=model.bucket_bytes,
+        bucket_bytes=model.message_bytes,
         executor=problem.executor or problem.capability,
     )
 

@@ -97,7 +97,7 @@ def evaluate(
     """
     model = CostModel(
         profile, cluster, goal, micro_batches=micro_batches,
-        placement=tuple(placement) if placement else None, bucket_bytes=bucket_bytes,
+        placement=tuple(placement) if placement else None, message_bytes=bucket_bytes,
         sliced=schedule == "priority",
     )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
@@ -235,7 +235,7 @@ def make_plan(
     """
     model = CostModel(
         profile, cluster, goal, micro_batches=micro_batches,
-        placement=tuple(placement) if placement else None, bucket_bytes=bucket_bytes,
+        placement=tuple(placement) if placement else None, message_bytes=bucket_bytes,
         sliced=schedule == "priority",
     )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
@@ -275,7 +275,7 @@ def _baseline(
     found = []
     for name, size in ways:
         model = CostModel(
-            profile, cluster, goal, micro_batches=micro_batches, bucket_bytes=size,
+            profile, cluster, goal, micro_batches=micro_batches, message_bytes=size,
             sliced=name == "priority",
         )  # fmt: skip
         found.append(evaluation(model, model.baseline, schedule=name))

@@ -78,7 +78,7 @@ class Problem:
             self.goal,
             micro_batches=micro_batches,
             placement=placement or self.placement,
-            bucket_bytes=self.bucket_bytes if bucket_bytes is None else bucket_bytes,
+            message_bytes=self.bucket_bytes if bucket_bytes is None else bucket_bytes,
             sliced=self.schedule == "priority",
         )
 

@@ -55,7 +55,7 @@ def planned(name: str, world: int, degree: int, **how: Any) -> tuple[Plan, CostM
     profile, goal = profiled(name), Goal(batch=8 * world)
     cluster = describe_cluster(device=DEVICE, nodes=world, inter_gbit_s=10.0)
     decisions = decided(profile, world, degree, ("column", "row"), **how)
-    model = CostModel(profile, cluster, goal, bucket_bytes=SLICE_BYTES, sliced=True)
+    model = CostModel(profile, cluster, goal, message_bytes=SLICE_BYTES, sliced=True)
     plain = tuple(Option(o.layout, o.style) for o in decisions)
     plan = make_plan(profile, cluster, goal, plain, schedule="priority", bucket_bytes=SLICE_BYTES)
     units = [
@@ -121,7 +121,7 @@ def test_the_planner_simulates_the_buckets_that_are_sent(ranks, name, world, deg
     profile, goal = profiled(name), Goal(batch=8 * world)
     cluster = describe_cluster(device=DEVICE, nodes=world, inter_gbit_s=10.0)
     decisions = decided(profile, world, degree, ("column",))
-    model = CostModel(profile, cluster, goal, bucket_bytes=SLICE_BYTES)
+    model = CostModel(profile, cluster, goal, message_bytes=SLICE_BYTES)
     plan = make_plan(profile, cluster, goal, decisions, bucket_bytes=SLICE_BYTES)
     theirs = ranks(world)(sent_in_buckets, name, plan)[0]
     groups = grad_groups(model, decisions, "barrier")

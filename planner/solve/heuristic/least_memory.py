@@ -54,7 +54,7 @@ def memory_models(problem: Problem) -> Iterator[CostModel]:
     alike = not goal.allow_lossy and not any(seconds)
     smallest = min(problem.slice_bytes)
     for model in problem.cost_models():
-        if not alike or model.bucket_bytes == smallest:
+        if not alike or model.message_bytes == smallest:
             yield model
 
 

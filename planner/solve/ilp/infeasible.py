@@ -143,7 +143,7 @@ def _run(program: Program, deadline: float) -> Solved:
 
 
 def _with_goal(problem: Problem, model: CostModel, goal: Goal) -> CostModel:
-    return replace(problem, goal=goal).cost_model(model.micro_batches, model.bucket_bytes)
+    return replace(problem, goal=goal).cost_model(model.micro_batches, model.message_bytes)
 
 
 def _has_plan(problem: Problem, model: CostModel, deadline: float) -> bool:

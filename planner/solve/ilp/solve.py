@@ -135,7 +135,7 @@ class Search:
 
     def _case(self, model: CostModel, done: float, part: float) -> None:
         """Solves one program against the best so far, and takes its bound."""
-        label = f"{model.micro_batches} micro-batches, slices of {model.bucket_bytes:,} bytes"
+        label = f"{model.micro_batches} micro-batches, slices of {model.message_bytes:,} bytes"
         self.problem.report(label, done)
         this = case(self.problem, model)
         if not all(this.table.options):

@@ -73,7 +73,7 @@ plan on if there is one: the best choice and the bound."""
 
 def key_of(model: CostModel) -> tuple[int, int]:
     """Which of a problem's models it is."""
-    return model.micro_batches, model.bucket_bytes
+    return model.micro_batches, model.message_bytes
 
 
 def least_use(problem: Problem, what: str, deadline: float, part: Part) -> LeastUse:

@@ -179,7 +179,7 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
         for u in table.units
     )
     closes = any(model.closes_bucket(k, option) for k, option in enumerate(model.baseline))
-    share = 0.0 if model.sliced or closes else bucket_share(most, model.bucket_bytes)
+    share = 0.0 if model.sliced or closes else bucket_share(most, model.message_bytes)
     goal = model.goal
     economical = goal.objective == "gpu_seconds"
     bounds = Limits(

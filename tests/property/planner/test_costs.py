@@ -123,7 +123,7 @@ def test_the_search_scores_what_is_simulated(case, bucket_bytes):
         quiet,
         model.goal,
         micro_batches=model.micro_batches,
-        bucket_bytes=bucket_bytes,
+        message_bytes=bucket_bytes,
     )
     point = Point(Space(model, EVERYTHING), MemoryModel(model), "barrier")
     point.move_to(chosen)

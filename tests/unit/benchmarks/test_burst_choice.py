@@ -62,7 +62,7 @@ def stiff_problem(*names):
 def test_narrowing_finds_the_best_of_all_bursts(choice, slack):
     problem = stiff_problem("even", "stiff", "stiff too")
     model = CostModel(
-        problem.profile, problem.cluster, problem.goal, bucket_bytes=2**20, sliced=True
+        problem.profile, problem.cluster, problem.goal, message_bytes=2**20, sliced=True
     )
     point = Point(Space(model, BURSTS), MemoryModel(model), "priority")
     limit_s, rate = slack * point.step_s(), 400.0

@@ -30,7 +30,7 @@ def member_bytes(bucket):
 
 def model(count, bucket_bytes):
     units = [linear(f"fc{i}", 512, 512, 1e-4) for i in range(count)]
-    return CostModel(chain_profile(units), cluster(4), Goal(batch=16), bucket_bytes=bucket_bytes)
+    return CostModel(chain_profile(units), cluster(4), Goal(batch=16), message_bytes=bucket_bytes)
 
 
 def test_buckets_close_before_they_overflow():

@@ -126,7 +126,7 @@ def test_front_falls_in_device_seconds_as_it_rises_in_time(problem):
 
 def test_plans_are_never_worse_than_the_greedy_bursts(problem):
     model = CostModel(
-        problem.profile, problem.cluster, problem.goal, bucket_bytes=2**16, sliced=True
+        problem.profile, problem.cluster, problem.goal, message_bytes=2**16, sliced=True
     )
     from meshwright.planner.solve.objective import value
 
@@ -142,7 +142,7 @@ def test_plans_are_never_worse_than_the_greedy_bursts(problem):
 
 def test_greedy_keeps_every_unit_within_its_limit(problem):
     model = CostModel(
-        problem.profile, problem.cluster, problem.goal, bucket_bytes=2**16, sliced=True
+        problem.profile, problem.cluster, problem.goal, message_bytes=2**16, sliced=True
     )
     for limit in (1.1, 2.0):
         for k, option in enumerate(greedy(model, limit)):
