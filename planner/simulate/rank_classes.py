@@ -19,7 +19,7 @@ from ..cost.unit_cost import OnLink
 from ..schema.cluster import Interference
 from ..schema.layout import Layout
 from ..schema.options import Option
-from .events import ALONE, Simulation, Span, simulate, steps_until_steady
+from .events import ALONE, STEADY_STEPS, Simulation, Span, simulate
 from .schedule import COMPUTE, Message, ScheduleName, Step
 
 RankClasses = frozenset[int]
@@ -51,7 +51,7 @@ def rank_classes(world_size: int, layouts: Sequence[Layout]) -> tuple[tuple[int,
     different = list(dict.fromkeys(layouts))
     found: dict[tuple[bool, ...], list[int]] = {}
     for position in range(world_size):
-        key = tuple(y.first <= position < y.first + y.size for y in different)
+        key = tuple(position in layout.positions for layout in different)
         found.setdefault(key, []).append(position)
     return tuple(tuple(positions) for positions in found.values())
 
@@ -69,7 +69,11 @@ class _TaskGraph:
         self.model, self.decisions, self.messages = model, tuple(decisions), tuple(messages)
         self.schedule = schedule
         self.classes = rank_classes(model.world_size, [o.layout for o in decisions])
-        self.of_unit = [self._classes_in(o.layout) for o in decisions]
+        self.of_unit = [
+            # Positions of one class take part in the same units: the first speaks for all.
+            frozenset(i for i, at in enumerate(self.classes) if at[0] in option.layout.positions)
+            for option in decisions
+        ]
         self.tasks: list[Task] = []
         self.ends: list[int] = []
         # The number of the latest task, by rank class, by unit and by edge.
@@ -78,10 +82,6 @@ class _TaskGraph:
         self._backward: dict[int, int] = {}
         self._returned: dict[int, int] = {}
         self._sent: dict[int, list[int]] = {}
-
-    def _classes_in(self, layout: Layout) -> RankClasses:
-        inside = range(layout.first, layout.first + layout.size)
-        return frozenset(i for i, positions in enumerate(self.classes) if positions[0] in inside)
 
     def _compute(self, k: int, phase: str, seconds: float, after: Sequence[int]) -> int:
         mine = self.of_unit[k]
@@ -199,12 +199,8 @@ class _GraphRun:
         self.ready = [i for i, count in enumerate(self.waits) if not count]
         self.order = {i: place for place, i in enumerate(self.ready)}
 
-    def run(self) -> None:
-        """Everything, from event to event."""
-        while self.ready:
-            self._advance()
-
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Everything up to the next event."""
         tasks = self.tasks
         working = [i for i in self.ready if not tasks[i].message]
         instant = [i for i in working if not self.left_s[i]]
@@ -215,7 +211,8 @@ class _GraphRun:
         sending = self._sending(working)
         rates = self._rates(working, sending)
         span_s = min(self.left_s[i] / rate for i, rate in rates.items())
-        # Tasks that differ by rounding only end together.
+        # Tasks that differ by rounding only end together: what rounding leaves of one would be an
+        # event of its own, at which a less urgent message could start.
         over = [i for i, rate in rates.items() if self.left_s[i] / rate <= span_s * (1 + 1e-15)]
         for i, rate in rates.items():
             self.start_s.setdefault(i, self.now_s)
@@ -280,15 +277,12 @@ def simulate_rank_classes(
     """Runs a few steps and describes the last, as ``simulate`` does; computing, blocking and
     exposed seconds are those of the class that works longest."""
     graph = _TaskGraph(model, decisions, messages, schedule)
-    for _ in range(steps or steps_until_steady(schedule)):
+    for _ in range(steps or STEADY_STEPS[schedule]):
         graph.step()
-    run = _GraphRun(graph.tasks, interference, preempt=preempt)
-    run.run()
-    return _summary(graph, run)
-
-
-def _summary(graph: _TaskGraph, run: _GraphRun) -> Simulation:
     tasks = graph.tasks
+    run = _GraphRun(tasks, interference, preempt=preempt)
+    while run.ready:
+        run.advance()
     ends = [0.0]
     for end in graph.ends:
         ends.append(max(run.end_s[i] for i in range(end) if not tasks[i].message))

@@ -13,7 +13,7 @@ from meshwright.executor.gradients.slices import make_grad_groups
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.simulate import slicing
-from meshwright.planner.simulate.schedule import bucketed_s, grad_groups
+from meshwright.planner.simulate.schedule import bucketed_s, pack_gradients
 from meshwright.planner.simulate.slicing import SliceSpec
 from torch import nn
 
@@ -29,8 +29,8 @@ def simulated(schedule: str, **how: object) -> list[tuple[list[int], tuple[Slice
     profile, sliced = chain_profile(units), schedule == "priority"
     model = CostModel(profile, cluster(4), Goal(batch=16), message_bytes=2_000, sliced=sliced)
     decisions = tuple(o._replace(**how) for o in model.baseline)
-    groups = grad_groups(model, decisions, schedule)
-    return [([g.unit for g in group.gradients], group.cuts) for group in groups]
+    groups = pack_gradients(model, decisions, schedule)
+    return [([g.unit for g in group.gradients], group.slices) for group in groups]
 
 
 def sent(schedule: str, **how: object) -> list[tuple[list[int], tuple[SliceSpec, ...]]]:

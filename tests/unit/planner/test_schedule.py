@@ -9,8 +9,8 @@ from meshwright.planner.simulate.events import simulate
 from meshwright.planner.simulate.schedule import (
     Message,
     Step,
-    grad_groups,
     messages_of,
+    pack_gradients,
     slice_messages,
     work_of,
 )
@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 def buckets(model, decisions):
-    return grad_groups(model, decisions, "barrier")
+    return pack_gradients(model, decisions, "barrier")
 
 
 def member_bytes(bucket):
