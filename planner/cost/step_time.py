@@ -30,6 +30,15 @@ LinkMatrix = npt.NDArray[np.float64]
 """[link, unit], links in the order of ``LINKS``."""
 
 
+class OnLink(NamedTuple):
+    """Seconds of communication, the link it occupies (index in ``LINKS``), and what the busiest
+    rank sends."""
+
+    seconds: float = 0.0
+    link: int = 0
+    sent_bytes: float = 0.0
+
+
 class Chain(NamedTuple):
     """Seconds of each unit on the busiest rank, for one micro-batch (exchange: for one step).
 
@@ -60,12 +69,8 @@ def compute_s(chain: Chain) -> float:
 
 def blocking_s(chain: Chain) -> float:
     """ΣA of one micro-batch, both ways, over all links."""
-    return float(
-        chain.entry_forward_s.sum()
-        + chain.entry_backward_s.sum()
-        + chain.inner_forward_s.sum()
-        + chain.inner_backward_s.sum()
-    )
+    entry = chain.entry_forward_s.sum() + chain.entry_backward_s.sum()
+    return float(entry + chain.inner_forward_s.sum() + chain.inner_backward_s.sum())
 
 
 def _from(values: Vector) -> Vector:
@@ -74,7 +79,8 @@ def _from(values: Vector) -> Vector:
 
 
 def _used(chain: Chain) -> list[int]:
-    """The links that gradients use: the terms of another are never the largest."""
+    """The links that gradients use."""
+    # The terms of another link are never the largest: they have no C, and Σ(F+B+U+A) is no less.
     return [link for link in range(len(LINKS)) if chain.exchange_s[link].any()]
 
 
@@ -120,12 +126,10 @@ def priority_step(chain: Chain, micro_batches: int = 1) -> float:
 
 
 def priority_bound(chain: Chain, micro_batches: int = 1) -> float:
-    """Seconds that no synchronous schedule on these wires can beat, however it updates.
-
-    ``priority_step`` without U_k in the terms of j, since another schedule might update a unit in
-    an earlier stall; Σ(F+B+U+A) still bounds.
-    """
+    """Seconds that no synchronous schedule on these wires can beat, however it updates:
+    ``priority_step`` without U_k in the terms of j."""
     whole = compute_s(chain) + blocking_s(chain)
+    # Another schedule might update a unit in an earlier stall. Σ(F+B+U+A) still bounds.
     bare = chain._replace(slice_s=None)
     return (micro_batches - 1) * whole + _last(bare, np.zeros_like(chain.update_s))
 
@@ -157,17 +161,20 @@ def binding_term(chain: Chain, *, priority: bool) -> tuple[int, int] | None:
     found = None
     for link in _used(chain):
         late = _ready(own, inner, entry, link) + chain.exchange_s[link].cumsum() + waits[link]
+        # Terms that are equal but for rounding: what the rank itself does binds.
         if late.max() > end * (1 + 1e-12):
             end, found = float(late.max()), (link, int(late.argmax()))
     return found
 
 
 def _slice_before(chain: Chain, link: int) -> Vector:
-    """For each j the longest slice of the units after it; none where unit j exchanges nothing (its
-    term is then not the largest: nothing is waited for that was not waited for before it)."""
+    """For each j the longest slice of the units after it."""
     wait = np.zeros_like(chain.update_s)
     if chain.slice_s is not None:
+        # Backwards: the maximum runs from the last unit, whose slices may be on the wire, to j.
         wait[:-1] = np.maximum.accumulate(chain.slice_s[link, :0:-1])[::-1]
+        # The term of a unit that exchanges nothing is not the largest: nothing is waited for there
+        # that was not waited for before it.
         wait[chain.exchange_s[link] == 0] = 0.0
     return wait
 
@@ -191,7 +198,7 @@ def priority_terms(chain: Chain) -> Terms:
     inner = chain.inner_forward_s + chain.inner_backward_s
     own = chain.forward_s + chain.backward_s + chain.update_s
     blocking = entry + inner
-    after = own + blocking[::-1] + blocking
+    after = own + blocking[::-1] + blocking  # ``[::-1]``: waiting on the other of the two links
     return Terms(
         before=blocking + chain.exchange_s,
         at=own + inner[::-1] + blocking + chain.exchange_s,

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..cost.cost import CostModel
-from ..cost.step_time import LINKS
-from ..cost.unit_cost import OnLink
+from ..cost.step_time import LINKS, OnLink
 from ..schema.cluster import Interference
 from ..schema.layout import Layout
 from ..schema.options import Option
