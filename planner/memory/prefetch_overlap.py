@@ -1,11 +1,11 @@
 """What one unit holds while other units work: parameters on their way, and feature maps.
 
 Parameters that are fully sharded (exchange ``fully_sharded``) are whole only while they are used.
-Each rank keeps its chunk of them. While a unit works, forward or backward, its own are whole, and
+Each rank keeps its part of them. While a unit works, forward or backward, its own are whole, and
 those of the unit that comes next are on their way. In backward the gradients of the two units after
 it are on their way too, what belongs to others as sent and as received; the executor waits before
-there are those of a third. An embedding's backward does not use its parameters: the unit that comes
-next there is the one before it.
+there are those of a third. An embedding's backward does not use its parameters, so the parameters
+that come next there are those of the unit before it.
 
 ``gathered`` counts this for units that have parameters themselves. It counts their neighbours
 whatever exchange these have, so that a unit's bytes depend on its own decision alone: an upper
@@ -35,9 +35,9 @@ from ..cost.step_time import Vector
 from ..cost.structure import Structure
 from ..schema.options import Option
 
+# So many times what others own of a gradient it takes, besides this rank's own part, until it has
+# arrived: what is sent, what is received.
 GRADIENT_COPIES = 2
-"""So many times what others own of a gradient it takes, besides this rank's own chunk, until it has
-arrived: what is sent, what is received."""
 
 
 class Gathered(NamedTuple):
@@ -92,22 +92,12 @@ def neighbours_bytes(structure: Structure, k: int) -> tuple[int, ...]:
 
 def _near(structure: Structure, k: int) -> tuple[int | None, int | None, int | None]:
     """The unit that gathers parameters before ``k`` in backward, and the two after it."""
-    after = _whole_after(structure, k)
-    beyond = None if after is None else _whole_after(structure, after)
-    return _whole_before(structure, k), after, beyond
-
-
-def _whole_before(structure: Structure, k: int) -> int | None:
-    """The last unit before ``k`` whose parameters backward uses, and which may gather them."""
     units = structure.profile.units
+    # An embedding's backward does not use its parameters.
     earlier = (i for i in reversed(range(k)) if units[i].kind != "embedding")
-    return next((i for i in earlier if own_bytes(structure, i)), None)
-
-
-def _whole_after(structure: Structure, k: int) -> int | None:
-    """The first unit after ``k`` that may gather parameters."""
-    later = range(k + 1, len(structure.profile.units))
-    return next((i for i in later if own_bytes(structure, i)), None)
+    before = next((i for i in earlier if own_bytes(structure, i)), None)
+    later = (i for i in range(k + 1, len(units)) if own_bytes(structure, i))
+    return before, next(later, None), next(later, None)
 
 
 def own_bytes(structure: Structure, k: int, option: Option | None = None) -> int:

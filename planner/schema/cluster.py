@@ -119,14 +119,8 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
             raise ValueError("the cluster has several nodes and no links between them")
         if any(len(n.devices) > 1 for n in self.nodes) and "intra" not in names:
             raise ValueError("a node has several devices and no links between them")
-        self._check_pairs()
-
-    def _check_pairs(self) -> None:
-        pairs = self.pair_bytes_per_s
-        if not pairs:
-            return
-        size = self.world_size
-        if len(pairs) != size or any(len(row) != size for row in pairs):
+        pairs, size = self.pair_bytes_per_s, self.world_size
+        if pairs and {len(pairs), *map(len, pairs)} != {size}:
             raise ValueError(f"pair_bytes_per_s must be {size} by {size}, one row for each rank")
         for i, row in enumerate(pairs):
             for j, rate in enumerate(row):

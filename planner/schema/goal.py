@@ -13,7 +13,8 @@ from .record import Bytes, Count, Positive, Record, Share, Slowdown
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
 
 
-# Read from torch.optim (2.13), which the planner never imports: hence classes by name.
+# Values that optimizers of torch keep for each of a parameter's, by the name of their class and
+# without the options that keep more. Read from torch.optim (2.13), which the planner never imports.
 STATE_COPIES = {
     "SGD": 0,
     "Adam": 2,
@@ -25,8 +26,6 @@ STATE_COPIES = {
     "Adagrad": 1,
     "RMSprop": 1,
 }
-"""Values that optimizers of torch keep for each of a parameter's, by the name of their class and
-without the options that keep more."""
 STATE_OPTIONS = ("momentum", "amsgrad", "centered")
 """Options of theirs that keep one value more."""
 
@@ -54,8 +53,8 @@ OPTIMIZERS: dict[OptimizerName, Optimizer] = {
 }
 """The optimizers that plans are made for."""
 
+# Times are predicted in floating point, which holds every whole number up to here.
 MOST = 2**53
-"""Times are predicted in floating point, which holds every count up to here."""
 OBJECTIVES = {"step": "time", "gpu-seconds": "gpu_seconds"}
 """What users call what shall be least, and what ``Goal`` calls it."""
 
@@ -91,7 +90,7 @@ class Pin(Record, frozen=True, kw_only=True):
             " ".join(f"not {layout}" for layout in self.never),
             " ".join(f"not {style}" for style in self.never_styles),
         )
-        return " ".join(part for part in parts if part)
+        return " ".join(filter(None, parts))
 
 
 class Goal(Record, frozen=True, kw_only=True):

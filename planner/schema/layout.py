@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Literal
 
 from .record import Count, Index, Record
@@ -72,15 +73,9 @@ def lattice(world_size: int, *, complete: bool = False, bursts: bool = True) -> 
     with ``bursts``.
     """
     # All numbers up to W would make about W ln W layouts, and search time grows with their square.
-    sizes = range(1, world_size + 1) if complete else _round_sizes(world_size)
-    for groups in sizes:
-        for degree in sizes:
-            used = groups * degree
-            if used == world_size or (bursts and used < world_size):
-                yield Layout(groups=groups, degree=degree)
-
-
-def _round_sizes(world_size: int) -> list[int]:
-    divisors = {d for d in range(1, world_size + 1) if world_size % d == 0}
-    powers = {1 << i for i in range(world_size.bit_length()) if 1 << i <= world_size}
-    return sorted(divisors | powers)
+    every = range(1, world_size + 1)
+    sizes = [n for n in every if complete or world_size % n == 0 or n.bit_count() == 1]
+    for groups, degree in product(sizes, sizes):
+        used = groups * degree
+        if used == world_size or (bursts and used < world_size):
+            yield Layout(groups=groups, degree=degree)

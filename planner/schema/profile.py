@@ -238,12 +238,12 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
         if len(set(names)) != len(names):
             twice = next(n for n in names if names.count(n) > 1)
             raise ValueError(f"unit {twice!r} is listed twice")
-        for edge in self.edges:
-            for end in (edge.source, edge.target):
-                if end not in names:
-                    raise ValueError(f"an edge names unit {end!r}, which is not listed")
         order = {n: i for i, n in enumerate(names)}
         for edge in self.edges:
+            for end in (edge.source, edge.target):
+                if end not in order:
+                    raise ValueError(f"an edge names unit {end!r}, which is not listed")
+            # Both step formulas and the memory timeline walk units in the order of forward.
             if order[edge.source] >= order[edge.target]:
                 raise ValueError(
                     f"edge {edge.source!r} to {edge.target!r} goes back: keep forward order"
@@ -265,6 +265,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
         """The measured update rate, Adam's and AdamW's for each other where one was not measured;
         zero where none was."""
         rates = {r.optimizer: r.seconds_per_byte for r in self.updates}
+        # Both do the same work for each element.
         alike = {"adam": "adamw", "adamw": "adam"}.get(optimizer, optimizer)
         return rates.get(optimizer, rates.get(alike, 0.0))
 

@@ -6,7 +6,6 @@ from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.explain.compare import decision_text
 from meshwright.planner.memory.checkpoint_segments import windows
 from meshwright.planner.schema.capability import EVERYTHING
-from meshwright.planner.schema.curve import constant
 from meshwright.planner.schema.errors import InfeasibleError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
@@ -17,7 +16,7 @@ from meshwright.planner.solve.heuristic.checkpointing import Checkpointing
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
 
-from tests.strategies import chain_profile, cluster, linear
+from tests.strategies import chain_profile, cluster, constant, linear
 
 HOME = Option(data_parallel(2))
 AGAIN = HOME._replace(memory="recompute")
