@@ -45,13 +45,15 @@ class Optimizer(NamedTuple):
     linear: bool = False
 
 
+# The optimizers that plans are made for. Adam's step holds the root of the second moments and its
+# quotient at once, parameter by parameter (``_single_tensor_adam`` in torch 2.13); with ``foreach``
+# the roots of all, which it divides in place (``_multi_tensor_adam``).
 OPTIMIZERS: dict[OptimizerName, Optimizer] = {
     "sgd": Optimizer("SGD", STATE_COPIES["SGD"], linear=True),
     "momentum": Optimizer("SGD", STATE_COPIES["SGD"] + 1, linear=True),
     "adam": Optimizer("Adam", STATE_COPIES["Adam"], 2, 1),
     "adamw": Optimizer("AdamW", STATE_COPIES["AdamW"], 2, 1),
 }
-"""The optimizers that plans are made for."""
 
 # Times are predicted in floating point, which holds every whole number up to here.
 MOST = 2**53
@@ -199,6 +201,7 @@ def make_goal(
         batch=batch,
         memory_limit_bytes=memory_limit_bytes,
         optimizer=optimizer,  # type: ignore[arg-type]
+        # Each once: a search looks at all of them.
         micro_batches=tuple(dict.fromkeys(micro_batches)),
         batch_statistics=batch_statistics,  # type: ignore[arg-type]
         objective=OBJECTIVES[objective],  # type: ignore[arg-type]

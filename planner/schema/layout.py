@@ -53,6 +53,8 @@ class Layout(Record, frozen=True, kw_only=True, order=True):
             return None
         return divmod(position - self.first, self.degree)
 
+    # Members of a group are neighbours, as they wait for each other in forward and backward; peers
+    # are a group's length apart, as their exchange can hide behind computing.
     def peers(self, member: int) -> range:
         """The positions that hold the same shard: those that exchange its gradient."""
         return range(self.first + member, self.first + self.size, self.degree)

@@ -4,9 +4,6 @@ Written:            ``UNIT=WHAT`` with a unit's name or a pattern (``*``, ``?``,
     pin a unit      ``fc1=4x2``  ``fc1=(4,2)``  ``fc1=column``  ``fc1=4x2:row``  ``fc1=8x1/4x2``
     forbid a unit   ``fc1=4x2``  ``fc1=row``
     forbid all      ``4x2``  ``row``, or a policy: ``recompute``  ``offload``  ``sharded`` …
-
-A name that is written out must be able to be what is asked. A pattern concerns those of its units
-that can, so that ``*=1x8`` divides what can be divided; one that concerns none is refused.
 """
 
 from __future__ import annotations
@@ -36,8 +33,8 @@ POLICIES: tuple[str, ...] = (
     *get_args(FeedbackPolicy),
     EARLY_RELEASE,
 )
+# Policies that a unit falls back on: without them nothing would be left to plan.
 ALWAYS = ("keep", "dense", "residual")
-"""Policies that a unit falls back on."""
 # Names are proposed from this ratio of ``SequenceMatcher`` on, difflib's own default.
 LEAST_LIKE = 0.6
 MOST_NAMES = 3
@@ -124,6 +121,7 @@ def spelled_out(goal: Goal, profile: ModelProfile, capability: Capability, world
     unit, or pins leave a unit nothing that it can be."""
     if not goal.pins:
         return goal
+    # Without pins, so that a refusal can list all that the unit can be.
     bare = msgspec.structs.replace(goal, pins=())
     states = _States(profile, bare, capability, world)
     pins = tuple(dict.fromkeys(p for pin in goal.pins for p in states.pins(pin)))
@@ -161,6 +159,8 @@ class _States:
 
     def pins(self, pin: Pin) -> list[Pin]:
         """The pin on each unit that it concerns."""
+        # A name that is written out must be able to be what is asked. A pattern concerns those of
+        # its units that can, so that ``*=1x8`` divides what can be divided.
         if pin.unit in self.of:
             if not self.left(pin.unit, (pin,)):
                 raise InputError(self._cannot(pin.unit, (pin,)))

@@ -21,8 +21,9 @@ UnitKind = Literal[
     "recurrent",
     "other",
 ]
+# Kinds that always have the layout (W, 1): the model's ends and its own code between units, which
+# see each rank's own samples whatever is planned.
 FIXED_KINDS = frozenset({"input", "output", "glue"})
-"""Kinds that always have the layout (W, 1): the model's ends and its own code between units."""
 
 
 class ParameterProfile(Record, frozen=True, kw_only=True):
@@ -152,6 +153,7 @@ class UnitProfile(Record, frozen=True, kw_only=True):
 
     def kept(self, exchange: str, ratio: float) -> float | None:
         """The share of the gradient's energy that a lossy exchange sends, None if not measured."""
+        # At the measured ratios only: between them nothing is known.
         for curve in self.fidelity:
             if curve.exchange == exchange and ratio in curve.ratios:
                 return curve.kept[curve.ratios.index(ratio)]
@@ -248,6 +250,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
                 raise ValueError(
                     f"edge {edge.source!r} to {edge.target!r} goes back: keep forward order"
                 )
+        # The model's ends have the layout (W, 1): what can be decided lies between them.
         if not names or self.units[0].kind != "input" or self.units[-1].kind != "output":
             raise ValueError("units must begin with the model's input and end with its output")
 
@@ -258,6 +261,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     @property
     def parameter_bytes(self) -> int:
         """Bytes of all parameters, each tied one counted once."""
+        # By canonical name: a tied parameter has several names and one memory.
         once = {p.shared: p.bytes for u in self.units for p in u.parameters}
         return sum(once.values())
 
