@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -108,6 +109,14 @@ class Structure:
             seen |= mine.keys()
             found.append(tuple(mine.values()))
         return tuple(found)
+
+    @cached_property
+    def untied(self) -> tuple[tuple[ParameterProfile, ...], ...]:
+        """Each unit's parameters that are trained and that no other unit uses."""
+        users = Counter(n for u in self.profile.units for n in {p.shared for p in u.parameters})
+        return tuple(
+            tuple(p for p in own if p.trainable and users[p.shared] == 1) for own in self.owned
+        )
 
     @cached_property
     def energy_shares(self) -> tuple[float, ...]:

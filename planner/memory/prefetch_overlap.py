@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 from typing import Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -101,16 +100,11 @@ def _near(structure: Structure, k: int) -> tuple[int | None, int | None, int | N
 
 
 def own_bytes(structure: Structure, k: int, option: Option | None = None) -> int:
-    """A member's parameters of a unit that are trained and not tied to another unit's; without an
-    ``option`` those of the whole unit."""
-    unit, tied = structure.profile.units[k], set[str]()
-    for other in structure.ties[k]:
-        if other != k:
-            tied |= {p.shared for p in structure.profile.units[other].parameters}
-    own = tuple(p for p in structure.owned[k] if p.trainable and p.shared not in tied)
+    """A member's ``untied`` parameters of a unit; without an ``option`` those of the whole unit."""
     if option is None:
-        return sum(p.bytes for p in own)
-    return shard_bytes(unit, option.style, option.layout.degree, own)
+        return sum(p.bytes for p in structure.untied[k])
+    unit, degree = structure.profile.units[k], option.layout.degree
+    return shard_bytes(unit, option.style, degree, structure.untied[k])
 
 
 NeighbourField = Literal["unsharded", "gradients_sent", "offloaded"]
@@ -138,35 +132,29 @@ def _sums(where: npt.NDArray[np.int64], values: Vector, count: int) -> Vector:
     return np.asarray(np.bincount(where, weights=values, minlength=count), dtype=np.float64)
 
 
-# Many memory models are made of one cost model, and finding the overlaps takes quadratic time.
-_FOUND: WeakKeyDictionary[Structure, tuple[PrefetchOverlap, ...]] = WeakKeyDictionary()
-
-
 def prefetch_overlaps(structure: Structure) -> tuple[PrefetchOverlap, ...]:
     """Which units' bytes are there while which others work, whatever is decided."""
-    if structure not in _FOUND:
-        found: dict[tuple[OverlapPoint, NeighbourField], list[tuple[int, int]]] = {}
-        for point, field, at, of in (*_fully_sharded(structure), *_offloaded(structure)):
-            found.setdefault((point, field), []).append((at, of))
-        _FOUND[structure] = tuple(
-            PrefetchOverlap(point, field, *(np.array(v) for v in zip(*entries, strict=True)))
-            for (point, field), entries in found.items()
-        )
-    return _FOUND[structure]
+    found: dict[tuple[OverlapPoint, NeighbourField], list[tuple[int, int]]] = {}
+    for point, field, at, of in (*_fully_sharded(structure), *_offloaded(structure)):
+        found.setdefault((point, field), []).append((at, of))
+    return tuple(
+        PrefetchOverlap(point, field, *(np.array(v) for v in zip(*entries, strict=True)))
+        for (point, field), entries in found.items()
+    )
 
 
 Entry = tuple[OverlapPoint, NeighbourField, int, int]
 
 
 def _fully_sharded(structure: Structure) -> Iterator[Entry]:
-    """At units without parameters of their own, between the nearest ones that have some. Nothing
-    is called for in forward before the first of these is reached."""
+    """At units without parameters of their own, between the nearest ones that have some."""
     last: int | None = None
     for at in range(len(structure.profile.units)):
         if own_bytes(structure, at):
             last = at
             continue
         before, after, beyond = _near(structure, at)
+        # Forward calls for nothing before the first unit with parameters is reached.
         if last is not None:
             yield "neighbours_forward", "unsharded", at, last
             if after is not None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from math import ceil
 
@@ -54,7 +55,7 @@ class MemoryModel:
         self.model = model
         self._units: dict[tuple[int, Option, int | None], UnitBytes] = {}
 
-    @property
+    @cached_property
     def overlaps(self) -> tuple[PrefetchOverlap, ...]:
         """Which units' bytes are there while which others work."""
         return prefetch_overlaps(self.model)
