@@ -117,27 +117,26 @@ def rings(fabric: Fabric, groups: Positions) -> Rings:
     return Rings(ranks, level, int(sharing.max()), float((rates / sharing).min()), paired)
 
 
-def _steps(collective: Collective, ranks: int) -> int:
+def _steps_and_share(collective: Collective, ranks: int) -> tuple[int, float]:
+    """The last two columns of the table at the top."""
     if collective == "p2p":
-        return 1
-    return (2 if collective == "all_reduce" else 1) * (ranks - 1)
-
-
-def _share(collective: Collective, ranks: int) -> float:
-    if collective in ("p2p", "all_to_all"):
-        return 1.0
-    return (2.0 if collective == "all_reduce" else 1.0) * (ranks - 1) / ranks
+        return 1, 1.0
+    if collective == "all_to_all":
+        return ranks - 1, 1.0
+    rounds = 2 if collective == "all_reduce" else 1
+    return rounds * (ranks - 1), rounds * (ranks - 1) / ranks
 
 
 def _ring_s(fabric: Fabric, ring: Rings, collective: Collective, size_bytes: float) -> float:
     if ring.ranks < 2 or size_bytes <= 0:
         return 0.0
     level = fabric.level(ring.level)
-    wire_s = _share(collective, ring.ranks) * size_bytes / ring.bytes_per_s
+    steps, share = _steps_and_share(collective, ring.ranks)
+    wire_s = share * size_bytes / ring.bytes_per_s
     # Rings that share an interface take as long as one of them with the bytes of all.
     measured = measured_s(level, collective, ring.ranks, size_bytes * ring.load)
     if measured is None:
-        return _steps(collective, ring.ranks) * level.latency_s + wire_s
+        return steps * level.latency_s + wire_s
     # Curves were measured over some pairs of ranks, and this ring may have a slower one.
     return max(measured, wire_s) if ring.paired else measured
 
@@ -197,8 +196,10 @@ def measured_s(level: Level, collective: Collective, ranks: int, size_bytes: flo
             low, high = _rising(lower.seconds)(size_bytes), _rising(upper.seconds)(size_bytes)
             return low + part * (high - low)
     curve = curves[0] if ranks < curves[0].ranks else curves[-1]
-    size_bytes *= _share(collective, ranks) / max(_share(collective, curve.ranks), 1e-12)
-    extra = _steps(collective, ranks) / max(_steps(collective, curve.ranks), 1) - 1.0
+    steps, share = _steps_and_share(collective, ranks)
+    known_steps, known_share = _steps_and_share(collective, curve.ranks)
+    size_bytes *= share / max(known_share, 1e-12)
+    extra = steps / max(known_steps, 1) - 1.0
     seconds = _rising(curve.seconds)(size_bytes) + extra * curve.latency_s
     # Taking latency away for fewer ranks must not leave less than the wire takes.
     return max(seconds, size_bytes / curve.bytes_per_s)

@@ -48,11 +48,17 @@ class Simulation(NamedTuple):
     spans: tuple[Span, ...]
 
     @staticmethod
-    def of(
-        step_s: float, compute_s: float, blocking_s: float, update_s: float, spans: Iterable[Span]
-    ) -> Simulation:
-        """What remains of the step is exposed."""
-        exposed_s = max(step_s - compute_s - blocking_s, 0.0)
+    def of(step_s: float, work: Iterable[Span], spans: Iterable[Span]) -> Simulation:
+        """The simulation of a step in which the rank itself did ``work``, messages aside."""
+        compute_s = update_s = blocking_s = 0.0
+        for span in work:
+            took = span.end_s - span.start_s
+            if span.resource == COMPUTE:
+                compute_s += took
+                update_s += took if span.phase == "update" else 0.0
+            else:
+                blocking_s += took
+        exposed_s = max(step_s - compute_s - blocking_s, 0.0)  # what remains
         ordered = tuple(sorted(spans, key=lambda s: s.start_s))
         return Simulation(step_s, compute_s, blocking_s, exposed_s, update_s, ordered)
 
@@ -175,17 +181,8 @@ def simulate(
     run = _StepRun(step, count, interference)
     ends = [0.0]
     for s in range(count):
-        for work in step.work:
-            run.run(work, s)
+        for each in step.work:
+            run.run(each, s)
         ends.append(run.now_s)
-    compute = update = blocking = 0.0
-    for span in run.spans:
-        if span.start_s < ends[-2] or span.phase == "exchange":
-            continue
-        took = span.end_s - span.start_s
-        if span.resource == COMPUTE:
-            compute += took
-            update += took if span.phase == "update" else 0.0
-        else:
-            blocking += took
-    return Simulation.of(ends[-1] - ends[-2], compute, blocking, update, run.spans)
+    work = [span for span in run.spans if span.start_s >= ends[-2] and span.message < 0]
+    return Simulation.of(ends[-1] - ends[-2], work, run.spans)

@@ -184,8 +184,8 @@ class _TaskGraph:
 class _GraphRun:
     """The state of a simulation of a graph's tasks."""
 
-    def __init__(self, tasks: list[Task], interference: Interference, *, preempt: bool) -> None:
-        self.tasks, self.interference, self.preempt = tasks, interference, preempt
+    def __init__(self, tasks: list[Task], interference: Interference) -> None:
+        self.tasks, self.interference = tasks, interference
         self.left_s = [task.seconds for task in tasks]
         self.waits = [len(task.after) for task in tasks]
         self.then: list[list[int]] = [[] for _ in tasks]
@@ -222,9 +222,14 @@ class _GraphRun:
     def _sending(self, working: Sequence[int]) -> list[int]:
         """The messages under way: each takes its link on all of its classes, unless what these wait
         for or a more urgent message does."""
+
+        def key(i: int) -> tuple[bool, float, int]:
+            # What has started goes on: the executor's slices are not stopped either.
+            return i not in self.start_s, self.tasks[i].urgency, self.order[i]
+
         taken = {(self.tasks[i].resource, c) for i in working for c in self.tasks[i].occupies}
         found = []
-        for i in sorted((i for i in self.ready if self.tasks[i].message), key=self._key):
+        for i in sorted((i for i in self.ready if self.tasks[i].message), key=key):
             wires = {(self.tasks[i].resource, c) for c in self.tasks[i].classes}
             if not wires & taken:
                 taken |= wires
@@ -246,11 +251,6 @@ class _GraphRun:
             rates[i] = 1 / self.interference.communication_slowdown if slowed else 1.0
         return rates
 
-    def _key(self, i: int) -> tuple[bool, float, int]:
-        """Messages under way go on, unless a more urgent one may stop them."""
-        started = i in self.start_s and not self.preempt
-        return not started, self.tasks[i].urgency, self.order[i]
-
     def _finish(self, over: Sequence[int]) -> None:
         gone = set(over)
         self.ready = [i for i in self.ready if i not in gone]
@@ -269,8 +269,6 @@ def simulate_rank_classes(
     messages: Sequence[Message],
     schedule: ScheduleName,
     interference: Interference = ALONE,
-    *,
-    preempt: bool = False,
     steps: int | None = None,
 ) -> Simulation:
     """Runs a few steps and describes the last, as ``simulate`` does; computing, blocking and
@@ -279,31 +277,26 @@ def simulate_rank_classes(
     for _ in range(steps or STEADY_STEPS[schedule]):
         graph.step()
     tasks = graph.tasks
-    run = _GraphRun(tasks, interference, preempt=preempt)
+    run = _GraphRun(tasks, interference)
     while run.ready:
         run.advance()
     ends = [0.0]
     for end in graph.ends:
         ends.append(max(run.end_s[i] for i in range(end) if not tasks[i].message))
-    spans = [
+    every = [
         Span(t.resource, t.unit, t.phase, run.start_s[i], run.end_s[i], i if t.message else -1)
         for i, t in enumerate(tasks)
-        if run.end_s[i] > run.start_s[i]
     ]
-    last = graph.ends[-2] if len(graph.ends) > 1 else 0
-    best = (0.0, 0.0, 0.0)
-    for c in range(len(graph.classes)):
-        compute = update = blocking = 0.0
-        for i in range(last, len(tasks)):
-            task = tasks[i]
-            if c not in task.classes or task.message:
-                continue
-            took = run.end_s[i] - run.start_s[i]
-            compute += took if task.resource == COMPUTE else 0.0
-            update += took if task.phase == "update" else 0.0
-            blocking += 0.0 if task.resource == COMPUTE else took
-        best = max(best, (compute, blocking, update), key=lambda b: b[0] + b[1])
-    return Simulation.of(ends[-1] - ends[-2], *best, spans)
+    spans = [span for span in every if span.end_s > span.start_s]
+    last = [0, *graph.ends][-2]
+    work = [(t, s) for t, s in zip(tasks[last:], every[last:], strict=True) if not t.message]
+    found = (
+        Simulation.of(
+            ends[-1] - ends[-2], [span for task, span in work if c in task.classes], spans
+        )
+        for c in range(len(graph.classes))
+    )
+    return max(found, key=lambda one: one.compute_s + one.blocking_s)
 
 
 def simulate_decisions(
@@ -312,7 +305,5 @@ def simulate_decisions(
     """Runs the step of those decisions as the cluster does, with its interference."""
     noise = model.cluster.interference
     if any(option.layout.first for option in decisions):  # branches on ranks of their own
-        return simulate_rank_classes(
-            model, decisions, step.messages, step.schedule, noise, steps=steps
-        )
+        return simulate_rank_classes(model, decisions, step.messages, step.schedule, noise, steps)
     return simulate(step, noise, steps)
