@@ -16,12 +16,12 @@ import msgspec
 
 from ...cost.cost import CostModel
 from ...schema.goal import Goal
-from ...schema.options import ties_agree
+from ...schema.options import Decisions, ties_agree
 from ..answer import Choice, choice
 from ..evaluate import rank_memory
 from ..heuristic.fitting import fits_in_segments
 from ..heuristic.infeasible import Closest
-from ..heuristic.least_memory import LeastMemory, least_memory, memory_models
+from ..heuristic.least_memory import LeastMemory, least_memory, memory_models, never_fits
 from ..heuristic.relaxations import needed
 from ..problem import Problem
 from .backend import Interruption, Solved, run
@@ -58,11 +58,13 @@ class IntegerEvidence:
 
     def fits(self, problem: Problem, deadline: float) -> bool:
         """Whether a plan keeps all limits."""
-        models = list(memory_models(problem))
+        models = [m for m in memory_models(problem) if not never_fits(problem, m)]
         bounds = [least_memory(problem, model) for model in models]
         known = [(m, bound) for m, bound in zip(models, bounds, strict=True) if bound is not None]
         return any(
-            _has_plan(problem, model, deadline) for model, bound in known if bound.over_bytes <= 0
+            _has_plan(problem, model, deadline, bound.decisions)
+            for model, bound in known
+            if bound.over_bytes <= 0
         ) or any(
             fits_in_segments(problem, model)
             for model, bound in known
@@ -146,8 +148,12 @@ def _with_goal(problem: Problem, model: CostModel, goal: Goal) -> CostModel:
     return replace(problem, goal=goal).cost_model(model.micro_batches, model.bucket_bytes)
 
 
-def _has_plan(problem: Problem, model: CostModel, deadline: float) -> bool:
+def _has_plan(problem: Problem, model: CostModel, deadline: float, easiest: Decisions) -> bool:
     """Whether the program has any solution; much quicker than the one that needs least."""
+    # The options that hold least where memory is fullest are often a plan, and seen without it.
+    tried = choice(model, easiest, problem.schedule)
+    if _is_plan(tried) and tried.feasible:
+        return True
     this = case(problem, model)
     if not all(this.table.options):
         return False
