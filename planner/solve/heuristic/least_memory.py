@@ -20,11 +20,11 @@ from ...memory.rows import AT, OWN_BYTES, UPDATE, Matrix, rows
 from ...schema.capability import Capability
 from ...schema.layout import Layout
 from ...schema.options import Decisions, Option
+from ..answer import over_bytes
 from ..choices import unit_options
 from ..evaluate import limits_bytes, memory_of
-from ..objective import over_bytes
 from ..problem import Problem
-from .fitting import has_segments
+from .checkpointing import has_segments
 
 ROUNDING = 1e-9
 """A bound is lowered by this share: sums of floats differ by their order."""
@@ -83,7 +83,7 @@ def _one_unit_is_too_large(problem: Problem, model: CostModel) -> bool:
         return False
     memory, (_, at, _, _) = memory_of(model), _own_bytes(problem, model)
     samples = _samples(model, options, 0)
-    limit = limits_bytes(model.cluster, model.goal, model.placement)[0]
+    limit = limits_bytes(model)[0]
 
     def too_large(k: int, option: Option) -> bool:
         own = memory.unit(k, option, samples[option.layout]).figures @ at
@@ -110,7 +110,7 @@ def _least_memory(problem: Problem, model: CostModel) -> LeastMemory | None:
     options = _options(problem, model)
     if not all(options):
         return None
-    limits = limits_bytes(model.cluster, model.goal, model.placement)
+    limits = limits_bytes(model)
     found = []
     # Every layout that is searched takes position 0 in; another may have less memory.
     for position in sorted({0, limits.index(min(limits))}):

@@ -19,10 +19,9 @@ from ...schema.goal import Goal
 from ...schema.options import Decisions, ties_agree
 from ..answer import Choice, choice
 from ..evaluate import rank_memory
-from ..heuristic.fitting import fits_in_segments
-from ..heuristic.infeasible import Closest
+from ..heuristic.checkpointing import fits_in_segments
+from ..heuristic.infeasible import Closest, needed
 from ..heuristic.least_memory import LeastMemory, least_memory, memory_models, never_fits
-from ..heuristic.relaxations import needed
 from ..problem import Problem
 from .backend import Interruption, Solved, run
 from .cases import case
@@ -51,7 +50,7 @@ class IntegerEvidence:
             chosen, known = _least(problem, model, what, deadline)
             proved &= known
             if chosen is not None:
-                limit = needed(what, chosen.value, model) * (1 + MARGIN)
+                limit = needed(what, chosen) * (1 + MARGIN)
                 if best is None or limit < (best.limit or inf):
                     best = Closest(chosen, limit)
         return None if best is None else best._replace(proved=proved)
@@ -81,14 +80,14 @@ def _least_memory(every: Sequence[tuple[Problem, CostModel]], deadline: float) -
     proved = True
     known = [(bound, problem, model) for bound, problem, model in bounds if bound is not None]
     for bound, problem, model in sorted(known, key=lambda each: each[0].over_bytes):
-        if best is not None and bound.over_bytes >= best.value.over_bytes:
+        if best is not None and bound.over_bytes >= best.over_bytes:
             break
         easiest = choice(model, bound.decisions, problem.schedule)
         chosen: Choice | None = easiest
-        if not _is_plan(easiest) or easiest.value.over_bytes > bound.over_bytes:
+        if not _is_plan(easiest) or easiest.over_bytes > bound.over_bytes:
             chosen, solved = _least(problem, model, "memory_limit_bytes", deadline, bound)
             proved &= solved
-        if chosen is not None and (best is None or chosen.value.over_bytes < best.value.over_bytes):
+        if chosen is not None and (best is None or chosen.over_bytes < best.over_bytes):
             best = chosen
     if best is None:
         return None
@@ -104,7 +103,7 @@ def _is_plan(chosen: Choice) -> bool:
         for ties in model.ties
         if len(ties) > 1
     )
-    return agree and chosen.value._replace(over_bytes=0).feasible(model)
+    return agree and chosen._replace(over_bytes=0).feasible
 
 
 def _least(
