@@ -1,5 +1,5 @@
-"""What all solvers are judged by, and the way from their decisions to an answer: evaluated again,
-simulated, checked, made into a Plan.
+"""What all solvers are judged by, and the way from their decisions to an answer: their figures are
+worked out again, simulated, checked and made into a Plan.
 
 The value of a plan is that of the formulas of ``cost.step_time``, which are what is proved about;
 the simulation of the schedule as it is run tells what the Plan predicts. What may differ between
@@ -92,6 +92,7 @@ def check(chosen: Choice, schedule: ScheduleName) -> None:
     """Simulates what the formula describes; raises ``DisagreementError`` where they differ."""
     chain, times = chosen.model.chain(chosen.decisions), chosen.model.micro_batches
     work = work_of(chain, times, schedule)
+    # Where gradients use several links at once the formula is a lower bound only.
     one_link = sum(bool(row.any()) for row in chain.exchange_s) < 2
     plain = Step(work, plain_messages(chain), schedule, preempt=schedule == "priority")
     # Twice as many steps as an estimate takes to be steady by priority: here none may be missing.
@@ -103,6 +104,8 @@ def check(chosen: Choice, schedule: ScheduleName) -> None:
         return
     low = priority_step(chain._replace(slice_s=None), times)
     _agree("the priority formula", low, ideal, exact=one_link)
+    # A slice on its way is not stopped. The formula without waits for slices leaves that out, the
+    # one with them counts the longest wait that there may be.
     sliced = Step(work, slice_messages(chosen.model, chosen.decisions), schedule)
     real = simulate(sliced, steps=steps).step_s
     _agree("the priority formula", low, real, exact=False)

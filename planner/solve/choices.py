@@ -44,6 +44,12 @@ def unit_options(model: CostModel, k: int, capability: Capability) -> tuple[Opti
     )
 
 
+def all_options(model: CostModel, capability: Capability) -> tuple[tuple[Option, ...], ...]:
+    """The options of each unit by itself."""
+    units = range(len(model.profile.units))
+    return tuple(unit_options(model, k, capability) for k in units)
+
+
 def may_have(model: CostModel, k: int, option: Option, capability: Capability) -> bool:
     """Whether unit ``k`` may have the option's policies in the option's layout."""
     return option in with_policies(model, k, Option(option.layout, option.style), capability)

@@ -185,7 +185,8 @@ def _gpu_seconds(model: CostModel, decisions: Decisions, result: Simulation) -> 
 
 
 def _wire_bytes(model: CostModel, decisions: Decisions, step: Step) -> float:
-    """What the busiest rank sends in a step (busiest in each collective: an upper estimate)."""
+    """What the busiest rank sends in a step."""
+    # An upper estimate: the rank that is busiest in one collective may not be so in another.
     blocking = 0.0
     for k, option in enumerate(decisions):
         cost = model.unit(k, option)
@@ -275,9 +276,9 @@ def plan_by(
 
 
 def _baseline(model: CostModel, schedule: ScheduleName) -> Evaluation:
-    """Plain data parallelism as it would be run: ranks in the order of the hosts; by priority or,
-    where the plan's slices would make that slower, as DDP does by default."""
+    """Plain data parallelism as it would be run: ranks in the order of the hosts."""
     ways: list[tuple[ScheduleName, int]] = [(schedule, model.bucket_bytes)]
+    # A plan is not to gain by slices that are bad for the baseline: there DDP's default counts.
     if schedule == "priority":
         ways.append(("barrier", BUCKET_BYTES))
     found = []

@@ -39,6 +39,8 @@ def regions(model: CostModel) -> list[Region]:
     """Where branches are parallel, larger regions first."""
     graph = nx.DiGraph(model.ends)
     graph.add_nodes_from(range(len(model.profile.units)))
+    # The first unit that all ways from a fork to the last unit pass: its immediate dominator in the
+    # graph turned round.
     last = len(model.profile.units) - 1
     meets = nx.immediate_dominators(graph.reverse(), last)
     found = []
@@ -94,8 +96,7 @@ def _simulated(problem: Problem, model: CostModel, decisions: Decisions) -> Choi
 def _dealt(
     problem: Problem, model: CostModel, decisions: Decisions, region: Region
 ) -> Iterator[Decisions]:
-    """The branches dealt out to equal parts of the ranks, the longest first to the part that has
-    least to do."""
+    """The branches dealt out to equal parts of the ranks."""
     for parts in PARTS:
         if model.world_size % parts or parts > len(region.branches):
             continue
@@ -107,6 +108,8 @@ def _dealt(
                 moved.append((_work(model, found), found))
         if len(moved) < len(region.branches):
             continue
+        # The longest first, to the part that has least to do: list scheduling by longest processing
+        # time (Graham, SIAM J. Appl. Math. 17, 1969), never over 4/3 of the shortest there is.
         load, chosen = [0.0] * parts, list(decisions)
         for work, branch_options in sorted(moved, key=lambda each: -each[0]):
             part = load.index(min(load))
@@ -127,6 +130,7 @@ def _moved(
     found = {}
     for k in branch:
         unit, option = model.profile.units[k], decisions[k]
+        # Tied units have one layout: they move together or not at all.
         if unit.fixed or not set(model.ties[k]) <= set(branch):
             return None
         degree, style = option.layout.degree, option.style

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy as np
 from ...cost.compute import busiest_samples
 from ...cost.cost import CostModel
 from ...cost.step_time import Vector
-from ...memory.checkpoint_segments import Window, any_window, windows
+from ...memory.checkpoint_segments import any_window, windows
 from ...memory.timeline import Persistent, PositionMemory, Table, fullest_bytes
 from ...schema.capability import Capability
 from ...schema.layout import data_parallel
@@ -41,26 +42,28 @@ MOST_WINDOWS = 3000
 """Segments that are looked at; of more, those of some numbers of modules."""
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
+Cost = tuple[float, ...]
+"""Less is better, in order."""
+
 
 class Move(NamedTuple):
     """Units from the one at which the move begins up to ``end``: their ``options``, the most
     ``bytes`` that are there while they work and nothing was saved before them, what they have
-    ``saved``, the ``seconds`` of what is computed again, and how many are in a segment."""
+    ``saved``, the ``seconds`` of what is computed again, and how many have ``joined`` a segment."""
 
     end: int
     options: Decisions
     bytes: float
     saved: float
     seconds: float
-    inside: int = 0
+    joined: int = 0
 
 
 class Label(NamedTuple):
-    """A path to a unit: what has been saved on it, what it costs (less is better, in order), and
-    how it came about."""
+    """A path to a unit: what has been saved on it, what it costs, and how it came about."""
 
     saved: float
-    cost: tuple[float, ...]
+    cost: Cost
     before: Label | None = None
     move: Move | None = None
 
@@ -97,43 +100,37 @@ class Checkpointing:
     def quickest(self, limit_bytes: float) -> Decisions | None:
         """The decisions that compute least again within the limit, of these those with fewest units
         in segments; None where nothing keeps it."""
-        if not self._may_fit(limit_bytes):
-            return None
 
-        def cost(label: Label, move: Move) -> tuple[float, ...] | None:
-            if label.saved + move.bytes > limit_bytes:
-                return None
-            seconds, inside = label.cost
-            return seconds + move.seconds, inside + move.inside
+        def cost(label: Label, move: Move) -> Cost:
+            seconds, joined = label.cost
+            return seconds + move.seconds, joined + move.joined
 
-        found = self._search((0.0, 0.0), cost)
+        found = self._search((0.0, 0.0), cost, limit_bytes)
         return min(found, key=lambda label: label.cost).decisions if found else None
 
     def fitting(self, limit_bytes: float) -> Decisions | None:
         """Some decisions that keep the limit, or None where none do; much quicker than the best."""
-        if not self._may_fit(limit_bytes):
-            return None
-        within = (0.0,)
-        found = self._search(
-            within, lambda label, move: None if label.saved + move.bytes > limit_bytes else within
-        )
+        # Where all cost the same, one label for each unit is left: the one that has saved least.
+        found = self._search((0.0,), lambda label, move: label.cost, limit_bytes)
         return found[0].decisions if found else None
 
     def least(self) -> Decisions:
         """The decisions whose timeline has the lowest peak, of these those with fewest units in
         segments."""
 
-        def cost(label: Label, move: Move) -> tuple[float, ...]:
-            peak, inside = label.cost
-            return max(peak, label.saved + move.bytes), inside + move.inside
+        def cost(label: Label, move: Move) -> Cost:
+            peak, joined = label.cost
+            return max(peak, label.saved + move.bytes), joined + move.joined
 
-        return min(self._search((self.update_bytes, 0.0), cost), key=lambda p: p.cost).decisions
+        found = self._search((self.update_bytes, 0.0), cost, inf)
+        return min(found, key=lambda label: label.cost).decisions
 
     def _search(
-        self,
-        start: tuple[float, ...],
-        cost: Callable[[Label, Move], tuple[float, ...] | None],
+        self, start: Cost, cost: Callable[[Label, Move], Cost], limit_bytes: float
     ) -> list[Label]:
+        """The paths through all units that keep the limit and are not beaten."""
+        if not self._may_fit(limit_bytes):
+            return []
         count = len(self.decisions)
         most = max(MOST_STEPS // max(sum(map(len, self.moves)), 1), 16)
         labels: list[list[Label]] = [[] for _ in range(count + 1)]
@@ -141,10 +138,9 @@ class Checkpointing:
         for k in range(count):
             for label in _worthwhile(labels[k], most):
                 for move in self.moves[k]:
-                    costs = cost(label, move)
-                    if costs is not None:
+                    if label.saved + move.bytes <= limit_bytes:
                         saved = label.saved + move.saved
-                        labels[move.end].append(Label(saved, costs, label, move))
+                        labels[move.end].append(Label(saved, cost(label, move), label, move))
             labels[k] = []  # those that go on are kept by the labels after them
         return labels[count]
 
@@ -164,7 +160,7 @@ class Checkpointing:
 
     def _may_fit(self, limit_bytes: float) -> bool:
         """Whether what policies about memory do not change leaves room for anything."""
-        held = self._held(self._table(self.decisions), self.decisions)
+        held = self._held(self.decisions)
         always = sum(float(held.field(name).sum()) for name in Persistent._fields)
         return max(always, self.update_bytes) <= limit_bytes
 
@@ -172,14 +168,15 @@ class Checkpointing:
     def update_bytes(self) -> float:
         """The most that updates hold where feature maps have no part in it; policies about memory
         change nothing of it."""
-        held = self._held(self._table(self.decisions), self.decisions)
+        # By priority units are updated in the next forward, where feature maps are: see ``_most``.
+        held = self._held(self.decisions)
         return 0.0 if held.sliced else float(fullest_bytes(held)[1].max())
 
     def _alone(self, policy: MemoryPolicy | None) -> Iterator[Move]:
         """Every unit by itself under a policy, where it may have that; else as it is decided."""
         # The bytes of moves are read from the timeline, so that there is no second formula.
         chosen = self._under(policy)
-        held = self._held(self._table(chosen), chosen)
+        held = self._held(chosen)
         most, saved = self._most(held), held.field("saved")
         before = saved.cumsum() - saved
         for k, option in enumerate(chosen):
@@ -215,33 +212,18 @@ class Checkpointing:
             own._replace(memory="recompute", segment=("",)) if joins else own
             for own, joins in zip(self.decisions, able, strict=True)
         )
+        kept_table, joined_table = self._table(kept), self._table(joined)
         again_s = np.array([self._again_s(k, option) for k, option in enumerate(joined)])
-        tables = self._table(kept), self._table(joined)
         for window in known:
-            yield window.first, self._as_segment(window, kept, joined, tables, again_s)
-
-    def _as_segment(
-        self,
-        window: Window,
-        kept: Decisions,
-        joined: Decisions,
-        tables: tuple[Table, Table],
-        again_s: Vector,
-    ) -> Move:
-        here = slice(window.first, window.last + 1)
-        options = tuple(o._replace(segment=window.modules) for o in joined[here])
-        table = tables[0].copy()
-        table[:, here] = tables[1][:, here]
-        held = self._held(table, (*kept[: here.start], *options, *kept[here.stop :]))
-        saved = held.field("saved")
-        return Move(
-            here.stop,
-            options,
-            float(self._most(held)[here].max() - saved[: here.start].sum()),
-            float(saved[here].sum()),
-            float(again_s[here].sum()),
-            len(options),
-        )
+            here = slice(window.first, window.last + 1)
+            options = tuple(o._replace(segment=window.modules) for o in joined[here])
+            table = kept_table.copy()
+            table[:, here] = joined_table[:, here]
+            held = self._held((*kept[: here.start], *options, *kept[here.stop :]), table)
+            saved = held.field("saved")
+            most = float(self._most(held)[here].max() - saved[: here.start].sum())
+            kept_bytes, seconds = float(saved[here].sum()), float(again_s[here].sum())
+            yield window.first, Move(here.stop, options, most, kept_bytes, seconds, len(options))
 
     def _may_join(self, k: int) -> bool:
         """Whether a unit may be in a segment."""
@@ -268,7 +250,8 @@ class Checkpointing:
         ]
         return np.array(columns, dtype=np.float64).T
 
-    def _held(self, table: Table, decisions: Sequence[Option]) -> PositionMemory:
+    def _held(self, decisions: Sequence[Option], table: Table | None = None) -> PositionMemory:
+        table = self._table(decisions) if table is None else table
         return self.memory.joined(table, self._received, decisions)
 
     def _most(self, held: PositionMemory) -> Vector:

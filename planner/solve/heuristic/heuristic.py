@@ -16,8 +16,7 @@ from .splits import Found, feasible, search
 CLOSE = 0.01
 """The least bytes that do are looked for to this share."""
 TRIES = 4
-"""Values of a limit that are tried, from what the closest plan needs upwards: the search may take
-another way under another limit."""
+"""Values of a limit that are tried, from what the closest plan needs upwards."""
 
 
 class Heuristic:
@@ -69,13 +68,13 @@ class Heuristic:
         def good(limit: int) -> bool:
             return any(feasible(with_limit(p, "memory_limit_bytes", limit)) for p in problems)
 
+        # The search may take another way under another limit, and miss what it found without.
         for _ in range(TRIES):
             if good(high):
                 break
             high += high // 50
         else:
             return None
-        low = min(low, high)
         while high - low > max(CLOSE * high, 1):
             middle = (low + high) // 2
             low, high = (low, middle) if good(middle) else (middle, high)
@@ -95,6 +94,7 @@ class Heuristic:
         every = [_best(problem, left_s) for problem in free]
         chosen = min(every, key=lambda each: needed(what, each))
         least = needed(what, chosen)
+        # As in ``_least_limit``: under the limit the search may miss the plan that needs it.
         for _ in range(TRIES):
             limit = higher(what, least, proved=False).value
             if any(_kept(_best(with_limit(problem, what, limit))) for problem in problems):

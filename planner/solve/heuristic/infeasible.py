@@ -10,9 +10,10 @@ proved that nothing less would do, else "enough".
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, floor, inf, log10
+from decimal import ROUND_CEILING, Context
+from math import ceil, inf
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -22,7 +23,7 @@ from ...cost.cost import CostModel
 from ...schema.layout import Layout
 from ...schema.options import Option
 from ..answer import Choice, choice
-from ..choices import unit_options
+from ..choices import all_options, unit_options
 from ..evaluate import excess, rank_memory
 from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
 from .checkpointing import Checkpointing, has_segments, plain_starts
@@ -91,9 +92,7 @@ def explain(
     why = _unnamed(problems[-1])
     if problems[-1].goal.unit_amplification_limit is None:
         return why
-    unit_limit = higher_unit_limit(
-        problems, lambda one: evidence.fits(one, deadline), deadline, proves=evidence.proves
-    )
+    unit_limit = higher_unit_limit(problems, evidence, deadline)
     if unit_limit is None:
         return why
     return why._replace(limit="unit_amplification_limit", relaxations=(unit_limit,))
@@ -116,17 +115,12 @@ def _memory_report(
 def _limit_report(
     problems: Sequence[Problem], closest: Closest, what: str, evidence: Evidence, deadline: float
 ) -> Infeasibility:
-    """Where memory is not what is missing. More ranks may shorten a step; they never save
-    device-seconds."""
+    """Where memory is not what is missing."""
     least = closest.limit
-    return _at(closest.choice)._replace(
-        kind="",
-        limit=what,
-        relaxations=() if least is None else (higher(what, least, proved=closest.proved),),
-        enlargement=more_nodes(problems[-1], evidence, deadline)
-        if what == "time_limit_s"
-        else None,
-    )
+    found = () if least is None else (higher(what, least, proved=closest.proved),)
+    # More ranks may shorten a step; they never save device-seconds.
+    larger = more_nodes(problems[-1], evidence, deadline) if what == "time_limit_s" else None
+    return _at(closest.choice)._replace(kind="", limit=what, relaxations=found, enlargement=larger)
 
 
 def _at(chosen: Choice) -> Infeasibility:
@@ -208,30 +202,20 @@ def _more_micro_batches(problem: Problem, evidence: Evidence, deadline: float) -
 
 
 def _smaller_batch(problem: Problem, evidence: Evidence, deadline: float) -> Relaxation | None:
-    """The largest multiple of the ranks below the batch with which a plan fits (taking it that
-    smaller batches do, too)."""
+    """The largest multiple of the ranks below the batch with which a plan fits."""
+    # By halving: where a batch fits, smaller ones are taken to fit, too.
     world = problem.cluster.world_size
-    most = largest(
-        (problem.goal.batch - 1) // world,
-        lambda n: _fits(problem, evidence, deadline, batch=n * world),
-        deadline,
-    )
-    if not most:
-        return None
-    size = most * world
-    return Relaxation("batch", size, f"lower the global batch to {size} (--batch {size})")
-
-
-def largest(high: int, good: Callable[[int], bool], deadline: float) -> int | None:
-    """The largest value from 1 to ``high`` that is good, if all smaller ones are; 0 where none is,
-    None where the deadline came first."""
-    low = 0
+    low, high = 0, (problem.goal.batch - 1) // world
     while low < high:
         if time.perf_counter() > deadline:
             return None
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if good(middle) else (low, middle - 1)
-    return low
+        good = _fits(problem, evidence, deadline, batch=middle * world)
+        low, high = (middle, high) if good else (low, middle - 1)
+    if not low:
+        return None
+    size = low * world
+    return Relaxation("batch", size, f"lower the global batch to {size} (--batch {size})")
 
 
 # -- nodes ---------------------------------------------------------------------------------------
@@ -239,9 +223,9 @@ def largest(high: int, good: Callable[[int], bool], deadline: float) -> int | No
 
 def more_nodes(problem: Problem, evidence: Evidence, deadline: float) -> Enlargement | None:
     """The fewest whole nodes like the first with which a plan keeps all limits, while with one node
-    fewer there is none: a number that is enough for the heuristic by doubling, then by halving what
-    lies between. None where none was found before the deadline, or the cluster says nothing of
-    links between nodes."""
+    fewer there is none. None where none was found before the deadline, or the cluster says nothing
+    of links between nodes."""
+    # A number that is enough for the heuristic by doubling, then by halving what lies between.
     cluster, deadline = problem.cluster, min(deadline, time.perf_counter() + NODES_S)
     if cluster.level("inter") is None:
         return None
@@ -277,22 +261,17 @@ def more_nodes(problem: Problem, evidence: Evidence, deadline: float) -> Enlarge
 
 def rounded_up(value: float) -> float:
     """The value with ``DIGITS`` digits, never less than it was."""
-    if value <= 0:
-        return value
-    places = DIGITS - 1 - floor(log10(value))
-    unit = 10.0**-places
-    found = round(ceil(value / unit * (1 - 1e-12)) * unit, max(places, 0))
-    return found if found >= value else round(found + unit, max(places, 0))
+    # From the digits that name the float: its exact value may be a little more than these.
+    rounding = Context(prec=DIGITS, rounding=ROUND_CEILING)
+    return float(rounding.create_decimal(str(float(value))))
 
 
 def more_memory(needed_bytes: int, *, proved: bool) -> Relaxation:
     """That many bytes on each rank."""
     option = f"(--memory-limit {ceil(needed_bytes / 2**20 * 10) / 10:.1f}MiB)"
     count = f"{needed_bytes:,} bytes per rank"
-    sentence = (
-        f"allow at least {count} {option}" if proved else f"allow {count}, which is enough {option}"
-    )
-    return Relaxation("memory_limit_bytes", needed_bytes, sentence, proved)
+    words = f"at least {count}" if proved else f"{count}, which is enough"
+    return Relaxation("memory_limit_bytes", needed_bytes, f"allow {words} {option}", proved)
 
 
 def higher(what: str, least: float, *, proved: bool) -> Relaxation:
@@ -307,12 +286,9 @@ def higher(what: str, least: float, *, proved: bool) -> Relaxation:
         "time_limit_s": ("a step of", f"--step-limit {told}s"),
     }[what]  # fmt: skip
     unit = " s" if what == "time_limit_s" else ""
-    each = (
-        f"at least {told}{unit} ({option})"
-        if proved
-        else f"{told}{unit}, which is enough ({option})"
-    )
-    return Relaxation(what, value, f"allow {thing} {each}", proved)  # type: ignore[arg-type]
+    words = f"at least {told}{unit}" if proved else f"{told}{unit}, which is enough"
+    sentence = f"allow {thing} {words} ({option})"
+    return Relaxation(what, value, sentence, proved)  # type: ignore[arg-type]
 
 
 def lifted(problem: Problem, what: str) -> Problem:
@@ -338,16 +314,10 @@ def _with_goal(problem: Problem, **changes: object) -> Problem:
 
 
 def higher_unit_limit(
-    problems: Sequence[Problem],
-    solves: Callable[[Problem], bool],
-    deadline: float,
-    *,
-    proves: bool,
+    problems: Sequence[Problem], evidence: Evidence, deadline: float
 ) -> Relaxation | None:
-    """The least limit on every unit's device-seconds under which ``solves`` finds a plan for one of
-    the problems; None if it never does, or not before ``deadline`` (of ``time.perf_counter``).
-    Where less would leave a unit nothing that it can be, or ``proves`` says that ``solves`` knows,
-    that is proved."""
+    """The least limit on every unit's device-seconds under which there is a plan for one of the
+    problems; None if there never is, or not before ``deadline`` (of ``time.perf_counter``)."""
     what = "unit_amplification_limit"
     least, every = _unit_values([with_limit(problem, what, None) for problem in problems])
     values = list(dict.fromkeys(rounded_up(v * (1 + 1e-9)) for v in every if v >= least))
@@ -358,15 +328,18 @@ def higher_unit_limit(
     for _ in range(UNIT_LIMITS):
         if low > high or time.perf_counter() > deadline:
             break
-        if any(solves(with_limit(problem, what, values[middle])) for problem in problems):
+        limited = (with_limit(problem, what, values[middle]) for problem in problems)
+        if any(evidence.fits(problem, deadline) for problem in limited):
             best, high = middle, middle - 1
         else:
             low = middle + 1
         middle = (low + high) // 2
     if best is None:
         return None
+    # Less than the first value leaves a unit nothing that it can be. Else it takes a solver that
+    # knows, and that has looked at everything below.
     bare = best == 0 and least > 0
-    return higher(what, values[best], proved=bare or (proves and low > high))
+    return higher(what, values[best], proved=bare or (evidence.proves and low > high))
 
 
 def _unit_values(problems: Sequence[Problem]) -> tuple[float, list[float]]:
@@ -378,10 +351,8 @@ def _unit_values(problems: Sequence[Problem]) -> tuple[float, list[float]]:
 
     least, every = inf, set()
     for problem, model in ((p, m) for p in problems for m in p.cost_models()):
-        each = [
-            {limit_for(model, k, option) for option in unit_options(model, k, problem.capability)}
-            for k in range(len(model.profile.units))
-        ]
+        every_option = all_options(model, problem.capability)
+        each = [{limit_for(model, k, o) for o in row} for k, row in enumerate(every_option)]
         if all(each):
             least = min(least, max(min(values) for values in each))
             every |= {v for values in each for v in values if 0 < v < inf}

@@ -21,7 +21,7 @@ from ...schema.capability import Capability
 from ...schema.layout import Layout
 from ...schema.options import Decisions, Option
 from ..answer import over_bytes
-from ..choices import unit_options
+from ..choices import all_options
 from ..evaluate import limits_bytes, memory_of
 from ..problem import Problem
 from .checkpointing import has_segments
@@ -78,7 +78,7 @@ def never_fits(problem: Problem, model: CostModel) -> bool:
 def _one_unit_is_too_large(problem: Problem, model: CostModel) -> bool:
     """Whether some unit at work, with nothing else there, is over the limit of the first position
     whatever it does; False where a unit has no option at all."""
-    options = _options(problem, model)
+    options = all_options(model, problem.capability)
     if not all(options):
         return False
     memory, (_, at, _, _) = memory_of(model), _own_bytes(problem, model)
@@ -107,7 +107,7 @@ def least_memory(problem: Problem, model: CostModel) -> LeastMemory | None:
 
 
 def _least_memory(problem: Problem, model: CostModel) -> LeastMemory | None:
-    options = _options(problem, model)
+    options = all_options(model, problem.capability)
     if not all(options):
         return None
     limits = limits_bytes(model)
@@ -120,11 +120,6 @@ def _least_memory(problem: Problem, model: CostModel) -> LeastMemory | None:
     best = max(found, key=lambda each: each.over_bytes)
     inside = max(each.over_bytes_in_segments for each in found)
     return best._replace(over_bytes_in_segments=inside)
-
-
-def _options(problem: Problem, model: CostModel) -> list[tuple[Option, ...]]:
-    units = range(len(model.profile.units))
-    return [unit_options(model, k, problem.capability) for k in units]
 
 
 def _samples(

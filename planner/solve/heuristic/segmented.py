@@ -31,6 +31,7 @@ EFFORT_S = 5.0
 """Seconds after which no further choice is begun with."""
 UNLIMITED_S = 2.0
 """Seconds for the heuristic's plan that memory does not limit."""
+# Without a limit a goal means the devices' own memory, so that no limit must be a large one.
 UNLIMITED_BYTES = 2**62
 
 
@@ -77,6 +78,7 @@ def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float
     choice of layouts and exchanges."""
     best: Choice | None = None
     for i, (model, start) in enumerate(chain(first, _starts(problem, end))):
+        # The first is looked at however late it is: it is the solver's own plan, if there is one.
         if i and time.perf_counter() > end:
             break
         problem.report("recomputing in segments", min(i / 10, 0.9))
@@ -93,8 +95,8 @@ def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float
 
 
 def _is_quicker(problem: Problem, new: Choice, known: Choice) -> bool:
-    """By formula, by more than what plans that are near each other may differ, and as it is run
-    where that is not the same."""
+    """By formula and, where time is the objective, as simulated."""
+    # Plans within ``near`` of each other count as equal, and one without segments is simpler.
     if new.objective_s >= known.objective_s * min(1 - problem.near, BETTER):
         return False
     new_s, known_s = (

@@ -22,7 +22,7 @@ from ...schema.capability import Capability
 from ...schema.layout import Layout
 from ...schema.options import Decisions, Option, ties_agree
 from ...simulate.schedule import ScheduleName, bucketed_s
-from ..choices import layouts_of, unit_options
+from ..choices import all_options, layouts_of
 from ..evaluate import limits_bytes, memory_of
 
 ROUNDING = 1e-9
@@ -77,8 +77,7 @@ class OptionSpace:
     @cached_property
     def options(self) -> tuple[tuple[Option, ...], ...]:
         """The options of each unit by itself."""
-        units = range(len(self.model.profile.units))
-        return tuple(unit_options(self.model, k, self.capability) for k in units)
+        return all_options(self.model, self.capability)
 
     @cached_property
     def _have(self) -> tuple[frozenset[Option], ...]:
