@@ -16,7 +16,7 @@ the two, and why (anything else is a bug, and raises):
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..cost.budget import energy_budget, gpu_seconds, gpu_seconds_limit, lost_energy
 from ..cost.cost import CostModel
@@ -30,6 +30,7 @@ from ..simulate.schedule import ScheduleName, Step, plain_messages, slice_messag
 from .evaluate import limits_bytes, memory_of, plan_by, provenance_of
 from .problem import Problem, Result
 
+Proof = Literal["optimal", "feasible", "heuristic"]
 TOLERANCE = 1e-6
 """Relative difference between two ways to compute the same figure that is rounding."""
 ROUNDING = 1 + 1e-9
@@ -154,6 +155,6 @@ def answer(
     if bound_s is not None:
         bound_s = min(bound_s, objective)
         gap = 1.0 - bound_s / objective if objective else 0.0
-    status: Status = "optimal" if proved else ("heuristic" if bound_s is None else "feasible")
+    status: Proof = "optimal" if proved else ("heuristic" if bound_s is None else "feasible")
     plan = plan_of(problem, chosen, solver, status, bound_s=bound_s, gap=gap, solve_s=seconds)
     return Result(solver, status, objective, bound_s, gap, plan, chosen.decisions, seconds)

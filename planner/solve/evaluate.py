@@ -147,13 +147,11 @@ def _prediction(
     result: Simulation,
     memory: Sequence[RankMemory],
 ) -> Prediction:
-    peaks = [0] * model.world_size
-    for group in memory:
-        for position in group.positions:
-            peaks[position] = group.peak_bytes
+    peaks = {position: group.peak_bytes for group in memory for position in group.positions}
     per_link: dict[str, float] = {}
     for message in step.messages:
         per_link[message.link] = per_link.get(message.link, 0.0) + message.seconds
+    names = [unit.name for unit in model.profile.units]
     return Prediction(
         step_s=result.step_s,
         compute_s=result.compute_s,
@@ -162,12 +160,10 @@ def _prediction(
         update_s=result.update_s,
         exchange_s=max(per_link.values(), default=0.0),
         wire_bytes=round(_wire_bytes(model, decisions, step)),
-        peak_bytes=tuple(peaks),
+        peak_bytes=tuple(peaks[position] for position in range(model.world_size)),
         gpu_seconds=_gpu_seconds(model, decisions, result),
         samples_per_s=model.goal.batch / result.step_s if result.step_s else 0.0,
-        fullest=max(memory, key=lambda group: group.peak_bytes).fullest(
-            [unit.name for unit in model.profile.units]
-        ),
+        fullest=max(memory, key=lambda group: group.peak_bytes).fullest(names),
     )
 
 

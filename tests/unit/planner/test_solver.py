@@ -216,6 +216,8 @@ def test_the_lagrangian_may_be_asked_for_by_its_older_name(problem):
 
 def test_a_refusal_of_vgg16_needs_no_search_and_few_programs(monkeypatch):
     """Memory rules out every plan at a glance; what is left is to say what would help."""
+    # The report stops asking after some seconds of the clock; what it costs is counted below.
+    monkeypatch.setattr(infeasible, "EXPLAIN_S", 60.0)
     solves, programs = [], []
     whole, solved = Integer.solve, ilp_infeasible.run
     monkeypatch.setattr(Integer, "solve", lambda *args: solves.append(args) or whole(*args))
@@ -227,8 +229,8 @@ def test_a_refusal_of_vgg16_needs_no_search_and_few_programs(monkeypatch):
         mw.plan(load_table("vgg16"), links, goal)
     assert "lower the global batch" in str(caught.value)
     assert not solves
-    assert len(programs) <= 10
-    assert time.process_time() - start < 60
+    assert len(programs) <= 5
+    assert time.process_time() - start < 30
 
 
 @pytest.mark.parametrize("seed", range(12))
