@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from math import ceil
 
 import meshwright as mw
 import msgspec
@@ -13,7 +14,7 @@ from meshwright.planner.schema.layout import Layout
 from meshwright.planner.solve.heuristic import infeasible
 from meshwright.planner.solve.heuristic.heuristic import Heuristic
 from meshwright.planner.solve.heuristic.infeasible import more_nodes
-from meshwright.planner.solve.heuristic.least_memory import least_memory
+from meshwright.planner.solve.heuristic.least_memory import least_memory, nothing_fits
 from meshwright.planner.solve.heuristic.resize import resized_problem
 from meshwright.planner.solve.ilp import infeasible as ilp_infeasible
 from meshwright.planner.solve.ilp.solve import Integer
@@ -242,4 +243,8 @@ def test_the_least_memory_is_no_more_than_that_of_any_plan(seed):
     made = replace(made, goal=free).placed()
     bounds = [least_memory(made, model) for model in made.cost_models()]
     least = min(bound.over_bytes for bound in bounds if bound is not None)
-    assert 0 < least < best(made).least_bytes
+    most = best(made).least_bytes
+    assert 0 < least < most
+    assert nothing_fits(made)
+    enough = msgspec.structs.replace(made.goal, memory_limit_bytes=ceil(most))
+    assert not nothing_fits(replace(made, goal=enough))
