@@ -71,7 +71,9 @@ def apply(
     if run.world.rank == 0:
         check_optimizer_state(optimizer, plan)
     everything = [*model.parameters(), *model.buffers()]
-    broadcast(everything, run.world.likes[1], run.watch, "the broadcast of rank 0's parameters")
+    broadcast(
+        everything, run.world.statistics[1], run.watch, "the broadcast of rank 0's parameters"
+    )
     shards = divide(model, run)
     run.shards, run.divided_parameters = shards.by_name, shards.parameters
     if optimizer is not None:
@@ -245,8 +247,8 @@ def _same_channels(run: Run, shards: ModelShards, name: str, module: nn.Module) 
     place = shards.places.get(name, 1)
     if isinstance(place, Layout):
         cut = any(n.startswith(prefix) and s.degree > 1 for n, s in shards.by_name.items())
-        return run.world.likes[place if cut or column else flat(place)]
-    return run.world.likes[place if cut or column else 1]
+        return run.world.statistics[place if cut or column else flat(place)]
+    return run.world.statistics[place if cut or column else 1]
 
 
 def _buffers(model: nn.Module, plan: Plan, shards: ModelShards) -> list[Tensor]:
@@ -273,7 +275,7 @@ def entries_of(model: nn.Module, run: Run, shards: ModelShards) -> list[GradPara
         entry = GradParam(
             name,
             parameter,
-            run.world.peers[layout or degree],
+            run.world.gradients[layout or degree],
             degree,
             size,
             members=_members(run, shard),

@@ -1,12 +1,11 @@
-"""Signs of life of every rank: on which host it is, whether it still runs, whether one gave up.
+"""Signs of life of every rank: on which host it is, whether it still runs, whether one gave up."""
 
-A thread of each process sets a key of the process group's store twice a second. A rank whose key
-stands still has stalled, ended or lost its link, however its collectives fare. Hosts' clocks are
-not compared. On a link that was cut, a ``TCPStore`` (torch 2.13) takes what is set without a word
-and never returns from a read, whatever its timeout says (measured on the test bed: more than two
-minutes after one of 3 s). So reads have a connection and a thread of their own, which are left
-behind where they do not come back.
-"""
+# A thread of each process sets a key of the process group's store twice a second. A rank whose key
+# stands still has stalled, ended or lost its link, however its collectives fare. Hosts' clocks are
+# not compared. On a link that was cut, a ``TCPStore`` (torch 2.13) takes what is set without a word
+# and never returns from a read, whatever its timeout says (measured on the test bed: more than two
+# minutes after one of 3 s). So reads have a connection and a thread of their own, which are left
+# behind where they do not come back.
 
 from __future__ import annotations
 
@@ -62,7 +61,8 @@ class Heartbeat:
         """That another rank has given up, once this one has heard of it."""
         self._store = store
         self._reader: Any = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        self._beats = not in_a_file(store)  # such a store grows with each beat
+        # A store in a file grows with each key that is set.
+        self._beats = not in_a_file(store)
         # A store may still hold the keys of a process group that was destroyed: an alarm counts
         # where it has the mark that its rank has now.
         self._mark = uuid.uuid4().hex
@@ -70,12 +70,10 @@ class Heartbeat:
         self._publish(self._key("beat", rank), "0")
         self._marks, self.hosts = self._gather_hosts(limit_s)
 
-    def start(self) -> None:
+    def start(self, group: dist.ProcessGroup) -> None:
         """Begins to beat, until the process group or this object is gone."""
         if self._beats:
-            group, mine = dist.group.WORLD, weakref.ref(self)
-            assert group is not None
-            its, stop = weakref.ref(group), threading.Event()
+            mine, its, stop = weakref.ref(self), weakref.ref(group), threading.Event()
             spawn("heartbeat", lambda: _beat(its, mine, stop), stop)
 
     def _gather_hosts(self, limit_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -147,19 +145,19 @@ class Heartbeat:
         return within(read, SILENT_S + REACH_S)
 
     def part(self, alive: Iterable[int]) -> None:
-        """This rank has said what it knows. The first waits until the others that live have, as the
-        store ends with it or soon after it."""
+        """This rank has said what it knows. The first waits until the others that live have."""
         self._publish(self._key("parted", self.rank), "1")
         keys = [self._key("parted", rank) for rank in alive if rank != self.rank]
-        if self.rank == 0 and keys and self._beats:
-            within(lambda: self._look_for(keys), LINGER_S)
 
-    def _look_for(self, keys: list[str]) -> None:
-        """Returns when all keys are there. Not by the store's own wait, which would hold back the
-        beats."""
-        end = time.monotonic() + LINGER_S
-        while time.monotonic() < end and not self._reader.check(keys):
-            time.sleep(0.1)
+        def look() -> None:
+            # Not by the store's own wait, which would hold back the beats.
+            end = time.monotonic() + LINGER_S
+            while time.monotonic() < end and not self._reader.check(keys):
+                time.sleep(0.1)
+
+        # As the store ends with the first rank, or soon after it.
+        if self.rank == 0 and keys and self._beats:
+            within(look, LINGER_S)
 
 
 _ALARM = "meshwright/alarm"
@@ -173,7 +171,7 @@ def heartbeat_of(rank: int, size: int, limit_s: float) -> Heartbeat:
     if group not in _heartbeats:
         store = distributed_c10d._get_default_store()
         _heartbeats[group] = Heartbeat(store, rank, size, limit_s)
-        _heartbeats[group].start()
+        _heartbeats[group].start(group)
     return _heartbeats[group]
 
 
@@ -190,19 +188,19 @@ def _beat(
             mine.beat(number)
         except RuntimeError:  # the store has ended
             return
-        del mine
+        del mine  # while this thread sleeps, nothing of its own keeps the heartbeat alive
         stop.wait(BEAT_S)
 
 
 def within(work: Callable[[], Answer], limit_s: float) -> Answer | None:
-    """``work()``, which asks a store. None where it fails or is not done in time: it is left behind
-    then."""
+    """``work()``, which asks a store. None where it fails or is not done in time."""
     found: list[Answer] = []
 
     def run() -> None:
         with contextlib.suppress(RuntimeError):  # DistStoreError among them
             found.append(work())
 
+    # Not by ``spawn``, for whose threads the end of the process waits: this one may never return.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -210,7 +208,7 @@ def within(work: Callable[[], Answer], limit_s: float) -> Answer | None:
 
 
 def in_a_file(store: Store) -> bool:
-    """Whether the store is kept in a file, which grows with each key that is set."""
+    """Whether the store is kept in a file."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return isinstance(store, FileStore)

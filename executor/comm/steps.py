@@ -17,13 +17,17 @@ def after_each_step(
     stepped: Callable[[Optimizer], None],
 ) -> None:
     """Calls ``stepped`` after each of the user's steps: of ``optimizer``, or without one of any
-    that has some of ``parameters``.
-
-    A lazy step calls torch's hooks for everything that it is applied to, so an optimizer that may
-    be lazy has its own ``step`` wrapped, after whatever makes it lazy.
-    """
+    that has some of ``parameters``."""
     if optimizer is not None:
-        _wrap(optimizer, stepped)
+        # Not torch's hooks: a lazy step calls them for everything that it is applied to.
+        before = optimizer.step
+
+        def step(used: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            loss = before(*args, **kwargs)
+            stepped(used)
+            return loss
+
+        replace_step(optimizer, step)
         return
     mine = {id(p) for p in parameters}
 
@@ -34,14 +38,8 @@ def after_each_step(
     register_optimizer_step_post_hook(hook)
 
 
-def _wrap(optimizer: Optimizer, stepped: Callable[[Optimizer], None]) -> None:
-    before = optimizer.step
-
-    def step(used: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        loss = before(*args, **kwargs)
-        stepped(used)
-        return loss
-
-    if hasattr(before, "_wrapped_by_lr_sched"):  # a scheduler looks for its own mark
+def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    """Makes ``step(optimizer, …)`` the step of one optimizer."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler looks for its own mark
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]

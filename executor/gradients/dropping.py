@@ -128,7 +128,9 @@ class Dropping:
         sizes = [self._sizes.get(param, 0.0) for param in self._pieces]
         self._sizes.clear()
         vector = torch.tensor(sizes, dtype=torch.float64, device="cpu")
-        self._coming = self._control.total(vector, "the agreement on which gradients are sent")
+        self._coming = self._control.all_reduce_sum(
+            vector, "the agreement on which gradients are sent"
+        )
 
     def state(self) -> dict[str, Any]:
         """What the next decision depends on."""

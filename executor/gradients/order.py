@@ -89,7 +89,9 @@ class Order:
             times = [median(row) for row in zip(*self._ready, strict=True)]
             vector = torch.tensor([rate_s, *times], dtype=torch.float64, device="cpu")
             # The latest of all ranks: a slice is ready when the last rank has it.
-            self._coming = self._control.most(vector, "the agreement on the order of slices")
+            self._coming = self._control.all_reduce_max(
+                vector, "the agreement on the order of slices"
+            )
 
     def _count_left(self) -> None:
         """The bytes ahead of each group's end that the links have not carried yet."""

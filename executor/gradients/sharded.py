@@ -84,10 +84,10 @@ def _with_channels(entry: GradParam, world: World, watch: Watchdog) -> GradParam
     reads = world.reads[place]
     members = Members(reads, watch)
     if entry.layout is not None:  # who has nothing of it asks for norms too
-        members = Members(world.spans[range(world.size)], watch)
+        members = Members(world.crossings[range(world.size)], watch)
     elif entry.degree > 1:
-        members = AllMembers(reads, world.neighbours[place], watch)
-    unshards = world.fetches.get(place)
+        members = AllMembers(reads, world.redistribution[place], watch)
+    unshards = world.unshards.get(place)
     return replace(entry, channels=Channels(world.gathers[place], reads, members, watch, unshards))
 
 
