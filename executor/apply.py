@@ -89,7 +89,7 @@ def apply(
     watch_memory(run, model, optimizer)
     if optimizer is not None:
         run.make_lazy(optimizer)
-    tell_pacer(run.watch, model.parameters(), optimizer, run.watch.number)
+    tell_pacer(run.watch, model.parameters(), optimizer)
     return model, optimizer
 
 

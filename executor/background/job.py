@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from ...planner.schema.errors import InputError, RunError
 from .law import LIMIT
@@ -121,13 +120,9 @@ class Job:
                 self.stop()
         finally:
             for end in (self._process.stdin, self._process.stdout):
-                _close(end)
+                assert end is not None
+                end.close()
             self._process.wait()
-
-
-def _close(end: IO[bytes] | None) -> None:
-    assert end is not None
-    end.close()
 
 
 @contextlib.contextmanager
@@ -137,7 +132,11 @@ def background_job(settings: Settings) -> Iterator[Job]:
     The foreground's ranks, told the job's ``environment``, pace it; as long as there are none it
     runs freely. Raises ``InputError`` for a command, limit or log that cannot be.
     """
-    _check_system()
+    if not sys.platform.startswith("linux"):
+        raise InputError(
+            f"background jobs are stopped and ended through the Linux kernel, and this is "
+            f"{sys.platform}: launch without --background"
+        )
     check_limit(settings.limit)
     _check_files(settings)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
@@ -156,14 +155,6 @@ def check_limit(limit: float) -> None:
         raise InputError(
             f"a background limit of {limit:g} cannot be held: give more than 1, such as {LIMIT} "
             "for a foreground that takes up to a tenth longer"
-        )
-
-
-def _check_system() -> None:
-    if not sys.platform.startswith("linux"):
-        raise InputError(
-            f"background jobs are stopped and ended through the Linux kernel, and this is "
-            f"{sys.platform}: launch without --background"
         )
 
 
