@@ -63,8 +63,8 @@ class Signals:
             self._steps += 1
             self._tell(Kind.STEPPED, self._steps, now_s - self._ended_s)
         self._ended_s = now_s
-        # What was waited in the step that ends is what the next one expects; the shorter wait of two
-        # steps, so that the background rather stops too early than runs on into the rank's work.
+        # What was waited in the step that ends is what the next one expects; the shorter wait of
+        # two steps, so that the background rather stops too early than runs into the rank's work.
         before = self._taken_before if len(self._taken_before) == len(self._taken) else self._taken
         self._expected = [min(pair) for pair in zip(self._taken, before, strict=True)]
         self._place, self._taken_before, self._taken = 0, self._taken, []

@@ -1,4 +1,4 @@
-"""Being told of the end of a user's optimizer steps."""
+"""What an optimizer holds, and being told of the end of its steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+def parameters_of(optimizer: Optimizer | None) -> set[nn.Parameter]:
+    """The parameters that an optimizer updates; none without one."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    return {p for group in groups for p in group["params"]}
 
 
 def after_each_step(

@@ -53,8 +53,7 @@ from .pending import WaitingGradient, vacating, weakly
 from .release import Release
 from .sharded import ShardedGradGroup, ShardedStepPipeline
 from .slices import GradGroup, as_sent, make_grad_groups
-from .sparse import SparseGradient, completed, stand_for
-from .topk import TopkGradGroup, TopkState
+from .topk import SparseGradient, TopkGradGroup, TopkState, completed, stand_for
 from .unshard import UnshardManager
 
 GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {

@@ -43,7 +43,7 @@ from ..gradients.priority import PriorityExchange, waiting_grad_groups
 from ..gradients.release import EarlyUpdates, copied
 from ..gradients.sharded import ShardedGradGroup, ShardedStepPipeline
 from ..gradients.slices import GradGroup
-from ..gradients.sparse import SparseGradient, completed, moved
+from ..gradients.topk import SparseGradient, completed, moved
 from .state import shard_state, updates_elementwise
 
 Groups = list[dict[str, Any]]
@@ -117,27 +117,27 @@ class LazySteps:
         """Applies what is there, and postpones the rest but for ``sharded`` parameters."""
         parameters = [p for group in groups for p in group["params"] if p not in sharded]
         later = waiting_grad_groups(exchange, parameters)
-        postponed = {entry.parameter for entries in later.values() for entry in entries}
+        postponed = {param.parameter for params in later.values() for param in params}
         for parameter in set(parameters) - postponed:
             completed(parameter)
         self._apply(_only(groups, [p for p in parameters if p not in postponed]))
-        for grad_group, entries in later.items():
-            self._postpone(exchange, grad_group, entries, groups)
+        for grad_group, params in later.items():
+            self._postpone(exchange, grad_group, params, groups)
 
     def _postpone(
         self,
         exchange: PriorityExchange,
         grad_group: GradGroup,
-        entries: list[GradParam],
+        params: list[GradParam],
         groups: Groups,
     ) -> None:
-        parameters = [entry.parameter for entry in entries]
+        parameters = [param.parameter for param in params]
         gradients = grad_group.gradients  # zero_grad may replace ``grad``, and not these
 
         def update() -> None:
             for parameter in parameters:
                 resume(parameter)
-            rest = [e for e in entries if not moved(e.parameter, gradients[e], groups)]
+            rest = [e for e in params if not moved(e.parameter, gradients[e], groups)]
             _with_gradients(
                 {e.parameter: _dense(e, gradients[e]) for e in rest},
                 lambda: self._apply(_only(groups, [e.parameter for e in rest])),
@@ -166,7 +166,7 @@ class LazySteps:
             with torch.enable_grad():
                 loss = closure()
         groups = copied(self._groups())
-        sharded = {entry.parameter for grad_group in grad_groups for entry in grad_group.params}
+        sharded = {param.parameter for grad_group in grad_groups for param in grad_group.params}
         self._take_over(exchange, groups, sharded)
         is_scaled = _is_scaled(self._optimizer)
         if is_scaled:
@@ -226,8 +226,8 @@ class LazySteps:
         return loss
 
     def _complete_all(self) -> None:
-        for entry in self._exchange().group_of:
-            completed(entry.parameter)
+        for param in self._exchange().group_of:
+            completed(param.parameter)
 
     def _apply(self, groups: Groups) -> None:
         self._own_step()(groups, self._optimizer.state)
@@ -269,11 +269,11 @@ def _chunk_update(
     """The optimizer's step on this rank's chunks of a group's parameters, to be done later with
     the gradients that there are now. Their state stands under the real parameters."""
     chunks: dict[nn.Parameter, nn.Parameter] = {}
-    for entry, spec in grad_group.specs.items():
-        parameter, gradient = entry.parameter, entry.parameter.grad
+    for param, spec in grad_group.specs.items():
+        parameter, gradient = param.parameter, param.parameter.grad
         if gradient is None:
             continue
-        chunks[parameter] = chunk = nn.Parameter(grad_group.chunk_of(entry))
+        chunks[parameter] = chunk = nn.Parameter(grad_group.chunk_of(param))
         if isinstance(gradient, ShardedGradient):
             chunk.grad = gradient.take_over()
         else:
@@ -293,7 +293,7 @@ def _postpone_sharded(
     exchange: PriorityExchange, grad_group: ShardedGradGroup, pipeline: ShardedStepPipeline
 ) -> None:
     """Makes parameters wait, when touched, for their update and the chunks of the others."""
-    parameters = [entry.parameter for entry in grad_group.params]
+    parameters = [param.parameter for param in grad_group.params]
     suspended = parameters
     if isinstance(grad_group, FullyShardedGradGroup):
         suspended = []  # they wait to be unsharded anyway, which waits for the pipeline
@@ -346,11 +346,11 @@ def _is_scaled(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
 
 
-def _dense(entry: GradParam, gradient: Tensor) -> Tensor:
+def _dense(param: GradParam, gradient: Tensor) -> Tensor:
     """A gradient as an optimizer wants it; one that came in parts for as long as the step needs."""
     if isinstance(gradient, SparseGradient):
         return gradient.average.dense()
-    return entry.show(gradient)
+    return param.show(gradient)
 
 
 def _only(groups: Groups, parameters: list[nn.Parameter]) -> Groups:
