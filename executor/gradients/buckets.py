@@ -64,6 +64,11 @@ class GradParam:
         return self.layout, self.degree, tensor.dtype, tensor.device, *policy
 
     @property
+    def full_bytes(self) -> int:
+        """The size of the undivided parameter."""
+        return self.full_numel * self.parameter.element_size()
+
+    @property
     def shared_bytes(self) -> int:
         """A member's share of the parameter, rounded up: the same number for all members."""
         return -(-self.full_numel // self.degree) * self.parameter.element_size()
@@ -155,7 +160,7 @@ def make_buckets(params: Sequence[GradParam], message_bytes: int) -> list[Bucket
     """The buckets of parameters in the order of backward, as the planner packs them."""
     # Undivided sizes, so that members with less of a parameter, or nothing, make the same buckets.
     packed = slicing.pack_buckets(
-        (Travelling(p.kind, p.unit, p.full_numel * p.parameter.element_size()) for p in params),
+        (Travelling(p.kind, p.unit, p.full_bytes) for p in params),
         message_bytes,
     )
     return [Bucket([params[i] for i in numbers]) for numbers in packed]

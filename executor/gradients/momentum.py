@@ -1,16 +1,17 @@
 """Momentum before the choice of what is sent (Deep Gradient Compression, Lin et al., arXiv
-1712.01887, section 3.2).
+1712.01887, section 3.2)."""
 
-An element that is held back for many steps and then added would miss the momentum that it should
-have gathered meanwhile. So each rank applies the momentum of SGD to its own gradients, u ← m·u + g,
-what it holds back and sends are sums of these u, and the optimizer updates these parameters without
-momentum. Of an element that was held back, u is forgotten when it is sent, so that old momentum
-does not push on for long. Unlike there, an element that is sent as soon as it is computed keeps its
-u: where all is sent in every step this is torch's SGD, weight decay included.
-
-A mirror takes the whole local update at once, so weight decay and the rate come before the choice
-for it, without momentum too.
-"""
+# [Note: Momentum before the choice]
+# An element that is held back for many steps and then added would miss the momentum that it should
+# have gathered meanwhile. So each rank applies the momentum of SGD to its own gradients,
+# u ← m·u + g, what it holds back and sends are sums of these u, and the optimizer updates these
+# parameters without momentum. Of an element that was held back, u is forgotten when it is sent, so
+# that old momentum does not push on for long. Unlike there, an element that is sent as soon as it
+# is computed keeps its u: where all is sent in every step this is torch's SGD, weight decay
+# included.
+#
+# A mirror takes the whole local update at once, so weight decay and the rate come before the choice
+# for it, without momentum too.
 
 from __future__ import annotations
 
@@ -66,11 +67,10 @@ class Momentum:
             )
 
     def end(self) -> None:
-        """After a backward whose gradients were exchanged."""
+        """After a backward whose gradients were exchanged; ``step`` follows once."""
         self._stepped = False
 
     def step(self) -> None:
-        """The optimizer steps."""
         self._stepped = True
 
     def corrects(self, parameter: nn.Parameter) -> bool:
@@ -78,7 +78,6 @@ class Momentum:
         return parameter in self._groups
 
     def rate(self, parameter: nn.Parameter, name: str) -> float:
-        """The learning rate of a parameter."""
         if parameter not in self._groups:
             raise RunError(
                 f"parameter {name!r} is mirrored and no longer in the optimizer that the plan was "
@@ -95,12 +94,9 @@ class Momentum:
     ) -> Tensor | None:
         """The velocity with a gradient that others of the same step will be added to; ``fresh`` for
         the first. None where their sum is needed by itself."""
-        group = self._groups[parameter]
-        if group["nesterov"]:
+        if self._groups[parameter]["nesterov"]:
             return None
-        if velocity is None:
-            velocity = self._buffer(parameter, group, gradient)
-        return velocity.mul_(group["momentum"] if fresh else 1).add_(gradient)
+        return self._gathered(parameter, velocity, gradient, fresh=fresh)
 
     def advance(
         self,
@@ -120,19 +116,22 @@ class Momentum:
             gradient.add_(parameter.detach(), alpha=rate)
         if not group["momentum"]:
             return None, gradient
-        if velocity is None:
-            velocity = self._buffer(parameter, group, gradient)
-        velocity.mul_(group["momentum"] if fresh else 1).add_(gradient)
+        velocity = self._gathered(parameter, velocity, gradient, fresh=fresh)
         if group["nesterov"]:
             return velocity, gradient.add_(velocity, alpha=group["momentum"])
         return velocity, gradient.copy_(velocity)
 
-    def _buffer(self, parameter: nn.Parameter, group: dict[str, Any], like: Tensor) -> Tensor:
-        """What a run without correction has gathered, or zeros."""
-        known = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
-        if known is None:
-            return torch.zeros_like(like)
-        return torch.empty_like(like).copy_(known).mul_(-1 if group["maximize"] else 1)
+    def _gathered(
+        self, parameter: nn.Parameter, velocity: Tensor | None, gradient: Tensor, *, fresh: bool
+    ) -> Tensor:
+        group = self._groups[parameter]
+        if velocity is None:
+            # Goes on from what a run without correction has gathered, if there was one.
+            velocity = torch.zeros_like(gradient)
+            known = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
+            if known is not None:
+                velocity.copy_(known).mul_(-1 if group["maximize"] else 1)
+        return velocity.mul_(group["momentum"] if fresh else 1).add_(gradient)
 
     def without(self, groups: Groups) -> Groups:
         """The optimizer's groups, parted so that those corrected have no momentum of their own."""

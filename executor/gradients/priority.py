@@ -84,20 +84,6 @@ class Policy(Protocol):
         """Goes on from a ``state``."""
 
 
-def start_policies(
-    grad_groups: Sequence[GradGroup], control: Control, lossy: Lossy
-) -> list[Policy]:
-    """Those that the groups need, in one order on all ranks."""
-    dropped = [g for g in grad_groups if isinstance(g, DroppedGradGroup)]
-    topk = [g for g in grad_groups if isinstance(g, TopkGradGroup)]
-    policies: list[Policy] = []
-    if dropped:
-        policies.append(Dropping(dropped, control, lossy.patience))
-    if topk:
-        policies.append(TopkState(topk, lossy))
-    return policies
-
-
 def topk_state_of(policies: Sequence[Policy]) -> TopkState | None:
     """What groups of top-k share, if there are any."""
     return next((p for p in policies if isinstance(p, TopkState)), None)
@@ -125,7 +111,12 @@ class PriorityExchange(Exchange):
     ) -> None:
         self._eager = eager
         self.grad_groups = make_grad_groups(params, message_bytes, GROUP_CLASSES)
-        self.policies = start_policies(self.grad_groups, control, lossy or Lossy())
+        self.policies: list[Policy] = []  # in one order on all ranks
+        lossy = lossy or Lossy()
+        if dropped := [g for g in self.grad_groups if isinstance(g, DroppedGradGroup)]:
+            self.policies.append(Dropping(dropped, control, lossy.patience))
+        if topk := [g for g in self.grad_groups if isinstance(g, TopkGradGroup)]:
+            self.policies.append(TopkState(topk, lossy))
         self.group_of = {
             param: grad_group for grad_group in self.grad_groups for param in grad_group.params
         }
@@ -150,13 +141,13 @@ class PriorityExchange(Exchange):
     @property
     def busy(self) -> bool:
         """Whether slices are on their way, or a step's are still to be sent."""
-        away = (
-            g
-            for g in self.grad_groups
-            if isinstance(g, ShardedGradGroup) and g.pipeline is not None
-        )
-        slices = (one for grad_group in self.grad_groups for one in grad_group.slices)
-        return any(not g.there for g in away) or any(not one.there for one in slices)
+        for grad_group in self.grad_groups:
+            stepping = isinstance(grad_group, ShardedGradGroup) and grad_group.pipeline is not None
+            if stepping and not grad_group.there:
+                return True
+            if any(not one.there for one in grad_group.slices):
+                return True
+        return False
 
     def follow(self, before: PriorityExchange) -> None:
         """Goes on with what another exchange, of other parameters of the same model, has held."""
@@ -193,8 +184,8 @@ class PriorityExchange(Exchange):
         return self.group_of[param].holds(param)
 
     def ready(self, param: GradParam) -> None:
-        """Notes a complete gradient. Once its group is full, its slices leave in their turn; packed
-        (sharded) ones with the next gradient, when autograd has freed this."""
+        # Once its group is full, its slices leave in their turn; packed (sharded) ones with the
+        # next gradient, when autograd has freed this.
         grad_group = self.group_of[param]
         if self._fresh is not None:
             self._fresh = None
@@ -214,8 +205,8 @@ class PriorityExchange(Exchange):
             self._release()
 
     def foresee(self) -> None:
-        """Sends zeros now for fully sharded gradients that this backward will not compute: peers
-        wait for them during backward, so that few gradients are held."""
+        # Sends zeros now for fully sharded gradients that this backward will not compute: peers
+        # wait for them during backward, so that few gradients are held.
         if not self.unshard_manager.grad_groups:
             return
         absent = left_out([param.parameter for param in self.group_of])
@@ -231,14 +222,11 @@ class PriorityExchange(Exchange):
                 self._advance()
 
     def order_digest(self) -> int:
-        """A hash of the unshards since the last vote."""
         return self.unshard_manager.take_order_digest()
 
     def absorb(self, param: GradParam) -> None:
-        """The gradient of a backward after which nothing is exchanged: its memory is free where it
-        can be added to what is held."""
         if self.group_of[param].absorb(param, as_sent(param)):
-            param.parameter.grad = None
+            param.parameter.grad = None  # it is part of what is held
 
     def _take(self, param: GradParam, gradient: Tensor) -> None:
         grad_group = self.group_of[param]
@@ -260,13 +248,10 @@ class PriorityExchange(Exchange):
                 param = following.params[0]
                 text = f"slice {slot.number} of {param.name!r}"
                 self._issued(text, following.sent_bytes, param.group)
-            self._send(grad_group, slot.number)
+            if not grad_group.in_flight:  # from now on its memory is the library's
+                self._show_all(grad_group)
+            grad_group.send(slot.number)
             self._next += 1
-
-    def _send(self, grad_group: GradGroup, number: int) -> None:
-        if not grad_group.in_flight:  # from now on its memory is the library's
-            self._show_all(grad_group)
-        grad_group.send(number)
 
     def _show_all(self, grad_group: GradGroup) -> None:
         for param in grad_group.params:
@@ -274,9 +259,7 @@ class PriorityExchange(Exchange):
                 self._show(param)
 
     def end(self, votes: Votes) -> None:
-        """Backward is over: the rest leaves, zeros (or what had accumulated before) for gradients
-        that were not computed here. Waits only where this rank must know whether others have a
-        gradient that it has not."""
+        # The rest leaves: zeros, or what had accumulated before, for what was not computed here.
         for grad_group in self.grad_groups:
             for param in grad_group.params:
                 if param not in grad_group.gradients and not self.release.over(grad_group):
@@ -287,6 +270,8 @@ class PriorityExchange(Exchange):
         assert self._next == len(self._orders.slots), "a slice was left behind"
         self._orders.end(self.grad_groups)
         self._votes = votes
+        # The votes are waited for only where this rank must know whether others have a gradient
+        # that it has not; else when the first gradient is.
         if self._unused:
             somewhere = self._check_votes()
             for param in self._unused & somewhere:
@@ -306,7 +291,7 @@ class PriorityExchange(Exchange):
                 self.release.updater.update(shown)
 
     def _take_unused(self, param: GradParam) -> None:
-        """What is sent of a gradient that may stay as it is: a copy."""
+        # A copy, as what is in ``grad`` may have to stay as it is.
         held = as_sent(param)
         self.group_of[param].idle.add(param)
         self._take(param, held.clone() if held is param.parameter.grad else held)
@@ -420,20 +405,6 @@ class PriorityExchange(Exchange):
                 param.parameter.grad = param.show(gradient)
         if update is not None:
             update()
-
-
-def waiting_grad_groups(
-    exchange: PriorityExchange, parameters: Sequence[torch.nn.Parameter]
-) -> dict[GradGroup, list[GradParam]]:
-    """The groups that still travel and hold gradients of these parameters."""
-    wanted = set(parameters)
-    found: dict[GradGroup, list[GradParam]] = {}
-    for param, grad_group in exchange.group_of.items():
-        gradient = param.parameter.grad
-        waits = isinstance(gradient, WaitingGradient) and grad_group.in_flight
-        if waits and param.parameter in wanted:
-            found.setdefault(grad_group, []).append(param)
-    return found
 
 
 def left_out(parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:

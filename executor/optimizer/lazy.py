@@ -25,21 +25,21 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ...planner.schema.errors import InputError
+from ..comm.steps import replace_step
 from ..gradients.buckets import GradParam
 from ..gradients.flat_shard import FlatShardSpec, ShardedGradient
 from ..gradients.fully_sharded import FullyShardedGradGroup
 from ..gradients.momentum import Momentum
 from ..gradients.pending import WaitingGradient, resume, suspend
-from ..gradients.priority import PriorityExchange, waiting_grad_groups
+from ..gradients.priority import PriorityExchange
 from ..gradients.release import EarlyUpdates, copied
 from ..gradients.sharded import ShardedGradGroup, ShardedStepPipeline
 from ..gradients.slices import GradGroup
@@ -67,24 +67,18 @@ class LazySteps:
         self._momentum = momentum
         self._warned = False
         self.early = EarlyUpdates(optimizer, self._release)
-        before = optimizer.step
         self._own: Any = type(optimizer).step
 
         def step(optimizer: Optimizer, closure: Any = None) -> Any:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
             return self._step(closure)
 
-        if hasattr(before, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-        optimizer.register_state_dict_pre_hook(lambda _: self._finish())
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: self._finish())
+        replace_step(optimizer, step)
+        optimizer.register_state_dict_pre_hook(lambda _: exchange().finish_all())
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: exchange().finish_all())
         if sharded:
             shard_state(optimizer, sharded)
             optimizer.register_load_state_dict_post_hook(lambda o: shard_state(o, sharded))
-
-    def _finish(self) -> None:
-        self._exchange().finish_all()
 
     def _step(self, closure: Any) -> Any:
         exchange = self._exchange()
@@ -108,19 +102,23 @@ class LazySteps:
             raise InputError(reason)
         groups = self._optimizer.param_groups
         parted = groups if self._momentum is None else self._momentum.without(groups)
-        rest = [p for p in parameters if p.grad is None or not moved(p, p.grad, parted)]
+        rest = {p for p in parameters if p.grad is None or not moved(p, p.grad, parted)}
         self._apply(_only(parted, rest))
 
     def _take_over(
         self, exchange: PriorityExchange, groups: Groups, sharded: set[nn.Parameter]
     ) -> None:
         """Applies what is there, and postpones the rest but for ``sharded`` parameters."""
-        parameters = [p for group in groups for p in group["params"] if p not in sharded]
-        later = waiting_grad_groups(exchange, parameters)
-        postponed = {param.parameter for params in later.values() for param in params}
-        for parameter in set(parameters) - postponed:
+        parameters = {p for group in groups for p in group["params"]} - sharded
+        later: dict[GradGroup, list[GradParam]] = {}
+        for param, grad_group in exchange.group_of.items():
+            waits = isinstance(param.parameter.grad, WaitingGradient) and grad_group.in_flight
+            if waits and param.parameter in parameters:
+                later.setdefault(grad_group, []).append(param)
+        now = parameters - {param.parameter for params in later.values() for param in params}
+        for parameter in now:
             completed(parameter)
-        self._apply(_only(groups, [p for p in parameters if p not in postponed]))
+        self._apply(_only(groups, now))
         for grad_group, params in later.items():
             self._postpone(exchange, grad_group, params, groups)
 
@@ -137,11 +135,19 @@ class LazySteps:
         def update() -> None:
             for parameter in parameters:
                 resume(parameter)
-            rest = [e for e in params if not moved(e.parameter, gradients[e], groups)]
-            _with_gradients(
-                {e.parameter: _dense(e, gradients[e]) for e in rest},
-                lambda: self._apply(_only(groups, [e.parameter for e in rest])),
-            )
+            rest = [p for p in params if not moved(p.parameter, gradients[p], groups)]
+            # While the optimizer works, parameters show it what the step has taken over, whatever
+            # stands in ``grad`` now: dense gradients, for as long as it needs them.
+            before = {p.parameter: p.parameter.grad for p in rest}
+            try:
+                for p in rest:
+                    sent = gradients[p]
+                    is_sparse = isinstance(sent, SparseGradient)
+                    p.parameter.grad = sent.average.dense() if is_sparse else p.show(sent)
+                self._apply(_only(groups, before))
+            finally:
+                for parameter, shown in before.items():
+                    parameter.grad = shown
 
         grad_group.update = update
         for parameter in parameters:
@@ -153,8 +159,7 @@ class LazySteps:
     def _step_sharded(
         self, exchange: PriorityExchange, grad_groups: list[ShardedGradGroup], closure: Any
     ) -> Any:
-        """A step of which some parameters are updated in chunks. The optimizers that can be had
-        here call a closure once, before anything else."""
+        """A step of which some parameters are updated in chunks."""
         reason = _reason(self._optimizer)
         if reason is not None:
             raise InputError(
@@ -162,7 +167,7 @@ class LazySteps:
                 "plan shards the exchange of some units: do without, or plan with exchange 'dense'"
             )
         loss = None
-        if closure is not None:
+        if closure is not None:  # which these optimizers call once, before anything else
             with torch.enable_grad():
                 loss = closure()
         groups = copied(self._groups())
@@ -186,9 +191,9 @@ class LazySteps:
         """What updates this rank's chunks as gradients arrive, and gathers the parameters."""
         # Groups that other ranks have gradients of are among them: gathers are collective.
         changed = [
-            g
-            for g in grad_groups
-            if g.changed or any(e.parameter.grad is not None for e in g.params)
+            group
+            for group in grad_groups
+            if group.changed or any(p.parameter.grad is not None for p in group.params)
         ]
         state, step_on = self._optimizer.state, self._own_step()
         pipeline = exchange.step_pipeline(
@@ -346,26 +351,6 @@ def _is_scaled(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
 
 
-def _dense(param: GradParam, gradient: Tensor) -> Tensor:
-    """A gradient as an optimizer wants it; one that came in parts for as long as the step needs."""
-    if isinstance(gradient, SparseGradient):
-        return gradient.average.dense()
-    return param.show(gradient)
-
-
-def _only(groups: Groups, parameters: list[nn.Parameter]) -> Groups:
+def _only(groups: Groups, wanted: Collection[nn.Parameter]) -> Groups:
     """The groups with those of their parameters only."""
-    wanted = set(parameters)
     return [{**g, "params": [p for p in g["params"] if p in wanted]} for g in groups]
-
-
-def _with_gradients(gradients: dict[nn.Parameter, Tensor], work: Callable[[], None]) -> None:
-    """Runs ``work`` while parameters have those gradients, whatever stands in ``grad`` now."""
-    before = {parameter: parameter.grad for parameter in gradients}
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
-    try:
-        work()
-    finally:
-        for parameter, shown in before.items():
-            parameter.grad = shown

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...planner.schema.errors import InputError
 from ...planner.schema.goal import OptimizerName
+from ..comm.steps import parameters_of
 from ..comm.watchdog import Watchdog
 from ..gradients.flat_shard import FlatShardSpec
 from ..redistribution.shards import Shard
@@ -37,7 +38,7 @@ def check(optimizer: torch.optim.Optimizer, divided: set[nn.Parameter], *, shard
     """Refuses optimizers that look at whole matrices where the plan divides them, and warns of
     those that are not known. Where it ``sharded`` an exchange, those are refused as well.
     """
-    held = {p for group in optimizer.param_groups for p in group["params"]}
+    held = parameters_of(optimizer)
     name = type(optimizer).__name__
     names = {cls.__name__ for cls in type(optimizer).__mro__ if _of_torch(cls)}
     if held & divided and not names & set(ELEMENTWISE):
@@ -61,8 +62,7 @@ def check(optimizer: torch.optim.Optimizer, divided: set[nn.Parameter], *, shard
 
 def check_holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Refuses an optimizer of another model; it may hold parameters of other modules besides."""
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    if held.isdisjoint(model.parameters()):
+    if parameters_of(optimizer).isdisjoint(model.parameters()):
         raise InputError(
             f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}: "
             "make it with the model's own, such as SGD(model.parameters(), lr=0.1)"
