@@ -254,7 +254,6 @@ def _same_channels(run: Run, shards: ModelShards, name: str) -> Group:
 
 
 def _buffers(model: nn.Module, plan: Plan, shards: ModelShards) -> list[Tensor]:
-    """The buffers that follow rank 0's in each training forward."""
     # Slices cannot follow; but for those of statistics, which then agree anyway, divided units have
     # none that training changes.
     local = plan.goal.batch_statistics == "local"

@@ -50,7 +50,7 @@ from .gradients.feedback import Lossy
 from .gradients.flat_shard import FlatShardSpec
 from .gradients.momentum import Momentum, has_momentum
 from .gradients.order import Orders
-from .gradients.priority import PriorityExchange, topk_state_of
+from .gradients.priority import PriorityExchange
 from .gradients.sharded import flat_shard_spec
 from .memory.regions import Regions
 from .mismatch import MicroBatchCheck
@@ -182,7 +182,7 @@ class Run:
     def make_lazy(self, optimizer: Optimizer) -> None:
         """Lets the optimizer's steps be applied unit by unit, where the plan's schedule does so."""
         if self.priority is not None:
-            picking = topk_state_of(self.priority.policies)
+            picking = self.priority.topk
             if picking is not None and has_momentum(optimizer):
                 picking.momentum = Momentum(optimizer, picking.parameters, picking.mirrored)
             momentum = picking.momentum if picking is not None else None

@@ -56,7 +56,6 @@ class Child:
         self._looked_s = time.monotonic()
 
     def let_run(self, runs: bool) -> None:
-        """Stops or continues all of it."""
         if runs != self.running:
             now_s = time.monotonic()
             # The job may have made process groups meanwhile (torchrun's ranks have their own). Not
@@ -110,7 +109,6 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _prepare(parent: int, memory_bytes: int | None) -> None:
-    """What the child does to itself before it becomes the command."""
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before that line
@@ -132,7 +130,6 @@ def _prepare(parent: int, memory_bytes: int | None) -> None:
 
 
 def _priority(pid: int) -> str:
-    """How low the process stands, in words."""
     try:
         idle = os.sched_getscheduler(pid) == os.SCHED_IDLE
     except ProcessLookupError:

@@ -41,7 +41,9 @@ class Job:
     last: State
 
     def __init__(self, settings: Settings, pipe: Path) -> None:
-        self.settings, self.pipe = settings, pipe
+        self.settings = settings
+        self.environment = {VARIABLE: str(pipe)}
+        """What the foreground's ranks on this host are told."""
         self._answers = b""
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.pacer", str(pipe)],
@@ -56,11 +58,6 @@ class Job:
                 f"the background job {shlex.join(settings.command)!r} could not be started: its "
                 "error is above"
             )
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What the foreground's ranks on this host are told."""
-        return {VARIABLE: str(self.pipe)}
 
     def state(self) -> State:
         """The job now, or as it ended."""

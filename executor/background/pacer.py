@@ -72,11 +72,9 @@ class Foreground:
 
     @property
     def held(self) -> bool:
-        """Whether the launcher holds the background now."""
         return self._held_since_s is not None
 
     def left(self) -> None:
-        """No rank is there any more."""
         self.attached = False
         self._gaps.clear()
 
@@ -127,7 +125,6 @@ class Pacer:
         return os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
 
     def run(self) -> None:
-        """Until the job has ended."""
         while True:
             now_s = time.monotonic()
             until_s = self._turn(now_s)
@@ -200,7 +197,6 @@ class Pacer:
             self._ended, self._cpu_s = self.child.end()
 
     def tell(self) -> None:
-        """The job's state, to stdout."""
         now_s, found = time.monotonic(), self.foreground.summary()
         cpu_s = self._cpu_s if self._ended else self.child.cpu_s()
         state = State(
@@ -231,7 +227,6 @@ def _woken_by_signals() -> int:
 
 
 def main() -> None:
-    """See the module."""
     with os.fdopen(_STDIN, "rb", buffering=0, closefd=False) as orders:
         settings = Settings.read(orders.readline().decode())
     pacer = Pacer(settings, Path(sys.argv[1]))

@@ -57,7 +57,6 @@ class Signals:
         return goes_on
 
     def stepped(self) -> None:
-        """The rank has made an optimizer step."""
         now_s, self._thread = time.monotonic(), threading.get_ident()
         if self._ended_s is not None:
             self._steps += 1

@@ -26,7 +26,6 @@ DEBUG_VARIABLE = "MESHWRIGHT_DEBUG"
 
 
 def debugging() -> bool:
-    """Whether the environment asks for debug mode."""
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
 
 

@@ -99,7 +99,6 @@ class World:
     crossings: dict[range, Group] = field(default_factory=dict)
 
     def place(self, layout: Layout) -> Place:
-        """What the groups of a layout are found under."""
         return place_of(layout, self.size)
 
     def by_position(self, by_rank: Sequence[int]) -> tuple[int, ...]:

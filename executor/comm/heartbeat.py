@@ -69,6 +69,7 @@ class Heartbeat:
         self._publish(self._key("host", rank), f"{self._mark} {socket.gethostname()}")
         self._publish(self._key("beat", rank), "0")
         self._marks, self.hosts = self._gather_hosts(limit_s)
+        self.one_host = len(set(self.hosts)) <= 1
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Begins to beat, until the process group or this object is gone."""
@@ -102,11 +103,6 @@ class Heartbeat:
     def _publish(self, key: str, value: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store has ended: a wait will say so
             self._store.set(key, value)
-
-    @property
-    def one_host(self) -> bool:
-        """Whether all ranks are on one host."""
-        return len(set(self.hosts)) <= 1
 
     def name(self, rank: int) -> str:
         """The rank and, where there are several hosts, which it is on."""

@@ -94,7 +94,6 @@ class Bucket:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the last backward."""
         self.missing = {p for p in self.params if not p.idle}
         self.launched = False
         self.work: dist.Work | None = None
@@ -133,7 +132,6 @@ class Bucket:
             self._flat.div_(self.group.size)
 
     def result(self, param: GradParam) -> Tensor:
-        """The parameter's part of the bucket."""
         if not self.alone:
             return self._views[param]
         gradient = param.parameter.grad
@@ -160,8 +158,7 @@ def make_buckets(params: Sequence[GradParam], message_bytes: int) -> list[Bucket
     """The buckets of parameters in the order of backward, as the planner packs them."""
     # Undivided sizes, so that members with less of a parameter, or nothing, make the same buckets.
     packed = slicing.pack_buckets(
-        (Travelling(p.kind, p.unit, p.full_bytes) for p in params),
-        message_bytes,
+        (Travelling(p.kind, p.unit, p.full_bytes) for p in params), message_bytes
     )
     return [Bucket([params[i] for i in numbers]) for numbers in packed]
 

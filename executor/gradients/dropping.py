@@ -102,7 +102,6 @@ class Dropping:
             grad_group.agreement = self
 
     def sends(self, param: GradParam) -> bool:
-        """Whether a piece is sent in this backward."""
         return param.whole or param in self._due
 
     def note(self, param: GradParam, expected: float) -> None:

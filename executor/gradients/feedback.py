@@ -136,7 +136,6 @@ def _on_host(like: Tensor) -> Tensor:
 
 
 def l1(tensor: Tensor) -> float:
-    """The sum of absolute values."""
     return float(torch.linalg.vector_norm(flat(tensor), 1)) if tensor.numel() else 0.0
 
 

@@ -8,8 +8,8 @@ nothing: the chunks are put together before the unit's forward and again before 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -49,8 +49,7 @@ class FullyShardedGradGroup(ShardedGradGroup):
             for param, spec in self.specs.items()
         }
         self._released = False
-        self._issued = threading.Event()
-        self._error: BaseException | None = None
+        self._issued: Future[None] = Future()
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -86,8 +85,7 @@ class FullyShardedGradGroup(ShardedGradGroup):
 
     def announce(self) -> None:
         """Marks it as coming; ``issue`` must follow, or ``wait_for_unshard`` never ends."""
-        self.coming = True
-        self._issued.clear()
+        self.coming, self._issued = True, Future()
 
     def issue(self) -> None:
         """Sends this rank's chunks to all peers once the last step has updated them, and gives the
@@ -102,10 +100,9 @@ class FullyShardedGradGroup(ShardedGradGroup):
             wholes = {e: flat(bare(e.parameter)) for e in self.params}
             for one in self.unshard_slices:
                 one.gather(wholes, self.chunks)
+            self._issued.set_result(None)
         except BaseException as error:  # raised where somebody waits for its outcome
-            self._error = error
-        finally:
-            self._issued.set()
+            self._issued.set_exception(error)
 
     @property
     def updated(self) -> bool:
@@ -114,9 +111,7 @@ class FullyShardedGradGroup(ShardedGradGroup):
 
     def wait_for_unshard(self, watch: Watchdog) -> float:
         """Waits until the parameters are whole. Returns the seconds waited."""
-        self._issued.wait()  # has no limit, as each wait of the thread that issues has one
-        if self._error is not None:
-            raise self._error
+        self._issued.result()  # without a limit, as each wait of the thread that issues has one
         doing = f"putting {self.listed} together for a use (read parameters on all ranks)"
         waited = sum(one.wait_for_params(watch, doing) for one in self.unshard_slices)
         self.resident, self.coming, self.opened = True, False, False

@@ -81,7 +81,6 @@ class Order:
         self.slots = self._find(ready_s)
 
     def end(self, grad_groups: Sequence[GradGroup]) -> None:
-        """After a backward, when everything has left: remembers its times."""
         self._number += 1
         self._ready.append(_measured_ready(grad_groups))
         self._count_left()
@@ -96,7 +95,6 @@ class Order:
             )
 
     def _count_left(self) -> None:
-        """The bytes ahead of each group's end that the links have not carried yet."""
         if self._most[0]:
             self._rates.append(self._most[1])
         self._end_s, self._left, self._most = time.perf_counter(), {}, (0, 0.0)

@@ -110,7 +110,6 @@ def resume(parameter: nn.Parameter) -> None:
 
 
 def finish(parameter: Any) -> None:
-    """Waits for the update of a pending parameter."""
     parameter.__dict__[_FINISH]()
 
 

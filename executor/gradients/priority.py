@@ -32,8 +32,8 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,27 +66,9 @@ GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {
 """Which class carries out an exchange policy: the place to add one."""
 
 
-class Policy(Protocol):
-    """What the groups of one policy share, told of every backward."""
-
-    name: str
-
-    def begin(self) -> None:
-        """Before a backward."""
-
-    def end(self) -> None:
-        """After a backward, when everything has left."""
-
-    def state(self) -> dict[str, Any]:
-        """What the next backwards depend on, but for what groups hold."""
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Goes on from a ``state``."""
-
-
-def topk_state_of(policies: Sequence[Policy]) -> TopkState | None:
-    """What groups of top-k share, if there are any."""
-    return next((p for p in policies if isinstance(p, TopkState)), None)
+Policy = Dropping | TopkState
+"""What the groups of one policy share. It is told of the begin and the end of every backward; its
+``state``, but for what groups hold, is what the next backwards depend on."""
 
 
 class PriorityExchange(Exchange):
@@ -112,11 +94,13 @@ class PriorityExchange(Exchange):
         self._eager = eager
         self.grad_groups = make_grad_groups(params, message_bytes, GROUP_CLASSES)
         self.policies: list[Policy] = []  # in one order on all ranks
+        self.topk: TopkState | None = None
         lossy = lossy or Lossy()
         if dropped := [g for g in self.grad_groups if isinstance(g, DroppedGradGroup)]:
             self.policies.append(Dropping(dropped, control, lossy.patience))
         if topk := [g for g in self.grad_groups if isinstance(g, TopkGradGroup)]:
-            self.policies.append(TopkState(topk, lossy))
+            self.topk = TopkState(topk, lossy)
+            self.policies.append(self.topk)
         self.group_of = {
             param: grad_group for grad_group in self.grad_groups for param in grad_group.params
         }
@@ -153,7 +137,7 @@ class PriorityExchange(Exchange):
         """Goes on with what another exchange, of other parameters of the same model, has held."""
         hand_over(before.grad_groups, self.grad_groups)
         self.release.updater = before.release.updater
-        old, new = topk_state_of(before.policies), topk_state_of(self.policies)
+        old, new = before.topk, self.topk
         if old is not None and new is not None:
             new.load(old.state())
             new.momentum = old.momentum

@@ -7,10 +7,10 @@ these are updated and sent to all peers (an all-gather). The bytes are those of 
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
@@ -194,9 +194,7 @@ class ShardedSlice(Slice):
         return waited
 
     def gather(
-        self,
-        wholes: Mapping[GradParam, Tensor],
-        chunks: Mapping[GradParam, Tensor] | None = None,
+        self, wholes: Mapping[GradParam, Tensor], chunks: Mapping[GradParam, Tensor] | None = None
     ) -> None:
         """Sends this rank's elements of the parameters to all peers, into ``wholes``, their flat
         memory: those in ``chunks``, or those that lie there. Collective, in the order of use."""
@@ -270,7 +268,6 @@ class ShardedGradGroup(GradGroup):
 
     @property
     def gathered_slices(self) -> tuple[ShardedSlice, ...]:
-        """The slices that are gathered after a step."""
         return self.slices
 
     def pack(self) -> None:
@@ -366,16 +363,6 @@ class ShardedGradGroup(GradGroup):
 # ranks, and a wait does not hold the host: there ``step()`` runs all of it itself.
 
 
-class StepStage:
-    """One group's part of a step. ``apply`` updates this rank's chunks; None when that is done,
-    which lets go of their gradients."""
-
-    def __init__(self, apply: Callable[[], None]) -> None:
-        self.apply: Callable[[], None] | None = apply
-        self.sent = threading.Event()
-        """Set when its all-gather has been issued, or never will be."""
-
-
 class ShardedStepPipeline:
     """The groups of one step, in forward order, with what updates their chunks. ``waited(group,
     seconds)`` is told how long each one's averages were waited for."""
@@ -386,61 +373,55 @@ class ShardedStepPipeline:
         watch: Watchdog,
         waited: Callable[[ShardedGradGroup, float], None],
     ) -> None:
-        self._stages = {group: StepStage(apply) for group, apply in updates.items()}
+        self._updates = dict(updates)
+        self._gathers: dict[ShardedGradGroup, Future[None]] = {g: Future() for g in updates}
+        """Done when a group's all-gather has been issued, or never will be."""
         self._watch, self._waited = watch, waited
-        self._error: BaseException | None = None
 
     def start(self) -> None:
         """Runs it in a thread of its own."""
         spawn("meshwright sharded step", as_here(self._run))
 
     def run(self) -> None:
-        """Runs it in this thread."""
         self._run()
-        self._check()
+        for gather in self._gathers.values():
+            gather.result()
 
     def has_sent(self, grad_group: ShardedGradGroup) -> bool:
         """Whether the all-gather of a group has been issued."""
-        return self._stages[grad_group].sent.is_set()
+        return self._gathers[grad_group].done()
 
     def wait_for(self, grad_group: ShardedGradGroup) -> float:
         """Waits until the all-gather of a group has been issued; raises what has prevented that.
         Returns the seconds waited."""
         start_s = time.perf_counter()
         # Without a limit of its own: each wait in the thread has one.
-        self._stages[grad_group].sent.wait()
-        self._check()
+        self._gathers[grad_group].result()
         return time.perf_counter() - start_s
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _run(self) -> None:
         try:
             with torch.no_grad():
-                for grad_group, stage in self._stages.items():
+                for grad_group, gather in self._gathers.items():
                     self._update_arrived(before=grad_group)
                     self._update(grad_group)
                     grad_group.gather()
-                    stage.sent.set()
+                    gather.set_result(None)
         except BaseException as error:  # raised where somebody waits for its outcome
-            self._error = error
-        finally:
-            for stage in self._stages.values():
-                stage.sent.set()
+            for gather in self._gathers.values():
+                if not gather.done():
+                    gather.set_exception(error)
 
     def _update_arrived(self, before: ShardedGradGroup) -> None:
         # Groups behind whose gradients are there, while those of the one whose turn it is come.
-        for other in self._stages:
-            if self._stages[before].apply is None or before.arrived:
+        for other in self._gathers:
+            if before not in self._updates or before.arrived:
                 return
             if other.arrived:
                 self._update(other)
 
     def _update(self, grad_group: ShardedGradGroup) -> None:
-        stage = self._stages[grad_group]
-        if stage.apply is not None:
+        if grad_group in self._updates:
             self._waited(grad_group, grad_group.wait_for_averages(self._watch))
-            stage.apply()
-            stage.apply = None
+            # Taken out of the dict, which lets go of the gradients that it holds.
+            self._updates.pop(grad_group)()

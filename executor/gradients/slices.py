@@ -72,7 +72,6 @@ class Slice:
 
     @property
     def there(self) -> bool:
-        """Whether it has come back."""
         return self.work is None or self.work.is_completed()
 
     def wait_and_average(
@@ -108,6 +107,8 @@ class GradGroup:
     def __init__(self, unit: int, params: Sequence[GradParam], message_bytes: int) -> None:
         self.unit = unit
         self.params = tuple(params)
+        self.released = self.params[0].released
+        """Whether its gradients are applied and freed in backward."""
         self.slices = tuple(self._cut(message_bytes))
         self.gradients: dict[GradParam, Tensor] = {}
         self.ready_s = 0.0
@@ -123,13 +124,7 @@ class GradGroup:
         return [self.made_of([self.params[i] for i in c.parameters], c) for c in cuts]
 
     @property
-    def released(self) -> bool:
-        """Whether its gradients are applied and freed in backward."""
-        return self.params[0].released
-
-    @property
     def full(self) -> bool:
-        """Whether all of its gradients are computed."""
         return len(self.gradients) == len(self.params)
 
     @property
@@ -139,7 +134,6 @@ class GradGroup:
 
     @property
     def there(self) -> bool:
-        """Whether every slice has come back."""
         return self.sent == len(self.slices) and all(s.there for s in self.slices)
 
     @property
@@ -152,7 +146,6 @@ class GradGroup:
         return self.slices[number]
 
     def send(self, number: int) -> None:
-        """Sends its next slice."""
         assert number == self.sent, "slices of a group leave in their order"
         self.sent += 1
         sent = self.slices[number]
@@ -169,7 +162,6 @@ class GradGroup:
         return True
 
     def holds(self, param: GradParam) -> bool:
-        """Whether something of the parameter waits to be sent."""
         return False
 
     def hold(self, param: GradParam) -> None:
@@ -249,7 +241,6 @@ def as_sent(param: GradParam) -> Tensor:
 
 
 def empty_like(param: GradParam) -> Tensor:
-    """A new tensor in that memory format."""
     parameter = param.parameter
     return torch.empty_strided(
         parameter.shape, _stride(param), dtype=parameter.dtype, device=parameter.device

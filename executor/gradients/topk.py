@@ -60,7 +60,6 @@ class TopkState:
         return topk_elements(param.parameter.numel(), self.share(param))
 
     def share(self, param: GradParam) -> float:
-        """The share of them."""
         return ratio_at(param.ratio, self._backwards, self._lossy)
 
     def rate(self, param: GradParam) -> float:
@@ -105,7 +104,6 @@ def topk_elements(numel: int, share: float) -> int:
 
 
 def _unpacked(part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The values and the numbers of a message."""
     count = part.numel() // (dtype.itemsize + torch.int32.itemsize)
     # Copies, as messages of other ranks begin at bytes that no multiple of the type's size need be.
     values = part[: count * dtype.itemsize].clone().view(dtype)

@@ -159,7 +159,6 @@ class LazySteps:
     def _step_sharded(
         self, exchange: PriorityExchange, grad_groups: list[ShardedGradGroup], closure: Any
     ) -> Any:
-        """A step of which some parameters are updated in chunks."""
         reason = _reason(self._optimizer)
         if reason is not None:
             raise InputError(
@@ -188,7 +187,6 @@ class LazySteps:
     def _pipeline(
         self, exchange: PriorityExchange, grad_groups: Sequence[ShardedGradGroup], groups: Groups
     ) -> ShardedStepPipeline:
-        """What updates this rank's chunks as gradients arrive, and gathers the parameters."""
         # Groups that other ranks have gradients of are among them: gathers are collective.
         changed = [
             group
@@ -238,7 +236,6 @@ class LazySteps:
         self._own_step()(groups, self._optimizer.state)
 
     def _own_step(self) -> StepOn:
-        """The optimizer's own step, as the optimizer is now."""
         optimizer = self._optimizer
         attributes = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
 
