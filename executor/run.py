@@ -182,10 +182,10 @@ class Run:
     def make_lazy(self, optimizer: Optimizer) -> None:
         """Lets the optimizer's steps be applied unit by unit, where the plan's schedule does so."""
         if self.priority is not None:
-            picking = self.priority.topk
-            if picking is not None and has_momentum(optimizer):
-                picking.momentum = Momentum(optimizer, picking.parameters, picking.mirrored)
-            momentum = picking.momentum if picking is not None else None
+            topk = self.priority.topk
+            if topk is not None and has_momentum(optimizer):
+                topk.momentum = Momentum(optimizer, topk.parameters, topk.mirrored)
+            momentum = topk.momentum if topk is not None else None
 
             def exchange() -> PriorityExchange:  # in force: another one may be made meanwhile
                 assert self.priority is not None

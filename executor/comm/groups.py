@@ -98,9 +98,6 @@ class World:
     unshards: dict[Place, Group] = field(default_factory=dict)
     crossings: dict[range, Group] = field(default_factory=dict)
 
-    def place(self, layout: Layout) -> Place:
-        return place_of(layout, self.size)
-
     def by_position(self, by_rank: Sequence[int]) -> tuple[int, ...]:
         """Reorders what is listed by rank."""
         return tuple(by_rank[rank] for rank in self.placement)

@@ -17,6 +17,8 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -61,8 +63,7 @@ class Heartbeat:
         """That another rank has given up, once this one has heard of it."""
         self._store = store
         self._reader: Any = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        # A store in a file grows with each key that is set.
-        self._beats = not in_a_file(store)
+        self.beats = not in_a_file(store)  # such a store grows with each key that is set
         # A store may still hold the keys of a process group that was destroyed: an alarm counts
         # where it has the mark that its rank has now.
         self._mark = uuid.uuid4().hex
@@ -70,12 +71,6 @@ class Heartbeat:
         self._publish(self._key("beat", rank), "0")
         self._marks, self.hosts = self._gather_hosts(limit_s)
         self.one_host = len(set(self.hosts)) <= 1
-
-    def start(self, group: dist.ProcessGroup) -> None:
-        """Begins to beat, until the process group or this object is gone."""
-        if self._beats:
-            mine, its, stop = weakref.ref(self), weakref.ref(group), threading.Event()
-            spawn("heartbeat", lambda: _beat(its, mine, stop), stop)
 
     def _gather_hosts(self, limit_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Every rank's mark, and its host's name."""
@@ -128,12 +123,12 @@ class Heartbeat:
 
         def read() -> list[Heard]:
             before = store.multi_get(beats)
-            time.sleep(SILENT_S if self._beats else 0.0)
+            time.sleep(SILENT_S if self.beats else 0.0)
             after = store.multi_get(beats)
             return [
                 Heard(
                     store.get(key).decode() if store.check([key]) else None,
-                    not self._beats or old != new,
+                    not self.beats or old != new,
                 )
                 for key, old, new in zip(keys, before, after, strict=True)
             ]
@@ -152,7 +147,7 @@ class Heartbeat:
                 time.sleep(0.1)
 
         # As the store ends with the first rank, or soon after it.
-        if self.rank == 0 and keys and self._beats:
+        if self.rank == 0 and keys and self.beats:
             within(look, LINGER_S)
 
 
@@ -166,25 +161,26 @@ def heartbeat_of(rank: int, size: int, limit_s: float) -> Heartbeat:
     assert group is not None
     if group not in _heartbeats:
         store = distributed_c10d._get_default_store()
-        _heartbeats[group] = Heartbeat(store, rank, size, limit_s)
-        _heartbeats[group].start(group)
+        _heartbeats[group] = made = Heartbeat(store, rank, size, limit_s)
+        if made.beats:
+            stop = threading.Event()
+            spawn("heartbeat", partial(_beat, weakref.ref(group), weakref.ref(made), stop), stop)
     return _heartbeats[group]
 
 
 def _beat(
     group: weakref.ref[dist.ProcessGroup], heartbeat: weakref.ref[Heartbeat], stop: threading.Event
 ) -> None:
-    number = 0
-    while not stop.is_set():
+    # Until the process group or the heartbeat is gone, neither of which this thread keeps alive.
+    for number in count(1):
         mine = heartbeat()
-        if mine is None or group() is None or dist.group.WORLD is not group():
+        if stop.is_set() or mine is None or group() is None or dist.group.WORLD is not group():
             return
-        number += 1
         try:
             mine.beat(number)
         except RuntimeError:  # the store has ended
             return
-        del mine  # while this thread sleeps, nothing of its own keeps the heartbeat alive
+        del mine
         stop.wait(BEAT_S)
 
 

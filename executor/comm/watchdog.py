@@ -53,7 +53,6 @@ class Watchdog:
         self.size = size
         self.number = run
         self.timeout_s = timeout_s
-        self.waited_s = 0.0
         self.on_wait: Callable[[], Callable[[], None] | None] | None = None
         """Called when this rank begins to wait for a collective on the host; what it returns, when
         it goes on."""
@@ -113,9 +112,7 @@ class Watchdog:
         # What other ranks have issued in its place is known now, and its result is not used yet.
         if self._log is not None:
             self._log.compared(group)
-        taken = time.perf_counter() - start
-        self.waited_s += taken
-        return taken
+        return time.perf_counter() - start
 
     def _wait_on_host(self, work: dist.Work, group: Group, doing: str) -> None:
         start = time.monotonic()

@@ -40,7 +40,8 @@ class Momentum:
         self._optimizer = optimizer
         self._candidates = set(parameters)
         self._mirrored = set(mirrored)
-        self._groups: dict[nn.Parameter, dict[str, Any]] = {}
+        self.groups: dict[nn.Parameter, dict[str, Any]] = {}
+        """The group of each parameter whose momentum is applied here, in this backward."""
         self._stepped = True
 
     def include(
@@ -52,13 +53,13 @@ class Momentum:
 
     def begin(self) -> None:
         """Before a backward: reads the hyperparameters that are in force."""
-        self._groups = {
+        self.groups = {
             p: group
             for group in self._optimizer.param_groups
             for p in group["params"]
             if p in (self._candidates if group["momentum"] else self._mirrored)
         }
-        gathering = (p for p, group in self._groups.items() if group["momentum"])
+        gathering = (p for p, group in self.groups.items() if group["momentum"])
         if not self._stepped and any(p.grad is not None and p.grad.any() for p in gathering):
             raise RunError(
                 "gradients were exchanged twice before one step, which top-k with momentum would "
@@ -73,28 +74,24 @@ class Momentum:
     def step(self) -> None:
         self._stepped = True
 
-    def corrects(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's momentum is applied here."""
-        return parameter in self._groups
-
     def rate(self, parameter: nn.Parameter, name: str) -> float:
-        if parameter not in self._groups:
+        if parameter not in self.groups:
             raise RunError(
                 f"parameter {name!r} is mirrored and no longer in the optimizer that the plan was "
                 "applied with: leave it there, or plan with feedback 'in_place'"
             )
-        return float(self._groups[parameter]["lr"])
+        return float(self.groups[parameter]["lr"])
 
     def gathers(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter has a velocity here, to which gradients are added."""
-        return parameter in self._groups and bool(self._groups[parameter]["momentum"])
+        return parameter in self.groups and bool(self.groups[parameter]["momentum"])
 
     def gather(
         self, parameter: nn.Parameter, velocity: Tensor | None, gradient: Tensor, *, fresh: bool
     ) -> Tensor | None:
         """The velocity with a gradient that others of the same step will be added to; ``fresh`` for
         the first. None where their sum is needed by itself."""
-        if self._groups[parameter]["nesterov"]:
+        if self.groups[parameter]["nesterov"]:
             return None
         return self._gathered(parameter, velocity, gradient, fresh=fresh)
 
@@ -109,7 +106,7 @@ class Momentum:
         """(the new velocity u, None without momentum; what is to be applied) after one more
         gradient; all of a shape. Takes ``gradient`` over. ``fresh`` unless others of this step were
         gathered."""
-        group = self._groups[parameter]
+        group = self.groups[parameter]
         if group["weight_decay"]:
             # The optimizer turns the sign of what it gets where it maximises.
             rate = -group["weight_decay"] if group["maximize"] else group["weight_decay"]
@@ -124,7 +121,7 @@ class Momentum:
     def _gathered(
         self, parameter: nn.Parameter, velocity: Tensor | None, gradient: Tensor, *, fresh: bool
     ) -> Tensor:
-        group = self._groups[parameter]
+        group = self.groups[parameter]
         if velocity is None:
             # Goes on from what a run without correction has gathered, if there was one.
             velocity = torch.zeros_like(gradient)
@@ -137,8 +134,8 @@ class Momentum:
         """The optimizer's groups, parted so that those corrected have no momentum of their own."""
         found = []
         for group in groups:
-            mine = [p for p in group["params"] if p in self._groups]
-            others = [p for p in group["params"] if p not in self._groups]
+            mine = [p for p in group["params"] if p in self.groups]
+            others = [p for p in group["params"] if p not in self.groups]
             found.append({**group, "params": others})
             if mine:
                 plain = {"momentum": 0, "nesterov": False, "weight_decay": 0, "params": mine}

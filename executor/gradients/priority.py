@@ -156,7 +156,6 @@ class PriorityExchange(Exchange):
             policy.begin()
         self._next, self._unused, self._fresh = 0, set(), None
         for param in (p for p in self.group_of if p.idle):  # must not hold back what comes after it
-            self._unused.add(param)
             self._take_unused(param)
         self._start_s = time.perf_counter()
 
@@ -196,17 +195,18 @@ class PriorityExchange(Exchange):
         absent = left_out([param.parameter for param in self.group_of])
         with torch.no_grad():
             for grad_group in self.unshard_manager.grad_groups:
-                if self.unshard_manager.used_without_grad(grad_group):
-                    continue
-                for param in grad_group.params:
-                    if param.parameter in absent:
-                        self._unused.add(param)
-                        self._take_unused(param)
+                # Of these a backward inside backward may still compute gradients.
+                if grad_group not in self.unshard_manager.used_without_grad:
+                    for param in grad_group.params:
+                        if param.parameter in absent:
+                            self._take_unused(param)
             if self._eager:
                 self._advance()
 
     def order_digest(self) -> int:
-        return self.unshard_manager.take_order_digest()
+        manager = self.unshard_manager
+        found, manager.order_digest = manager.order_digest, 0
+        return found
 
     def absorb(self, param: GradParam) -> None:
         if self.group_of[param].absorb(param, as_sent(param)):
@@ -247,7 +247,6 @@ class PriorityExchange(Exchange):
         for grad_group in self.grad_groups:
             for param in grad_group.params:
                 if param not in grad_group.gradients and not self.release.over(grad_group):
-                    self._unused.add(param)
                     self._take_unused(param)
         self._fresh = None
         self._advance()
@@ -277,6 +276,7 @@ class PriorityExchange(Exchange):
     def _take_unused(self, param: GradParam) -> None:
         # A copy, as what is in ``grad`` may have to stay as it is.
         held = as_sent(param)
+        self._unused.add(param)
         self.group_of[param].idle.add(param)
         self._take(param, held.clone() if held is param.parameter.grad else held)
 

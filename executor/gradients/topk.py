@@ -55,11 +55,8 @@ class TopkState:
         for grad_group in grad_groups:
             grad_group.topk = self
 
-    def count(self, param: GradParam) -> int:
-        """How many elements of a parameter each rank sends in this backward."""
-        return topk_elements(param.parameter.numel(), self.share(param))
-
     def share(self, param: GradParam) -> float:
+        """The share of a parameter's elements that each rank sends in this backward."""
         return ratio_at(param.ratio, self._backwards, self._lossy)
 
     def rate(self, param: GradParam) -> float:
@@ -353,7 +350,7 @@ class TopkGradGroup(LossyGradGroup):
         """The values and the numbers of what is sent of a parameter. Takes ``gradient`` over."""
         new, velocity = self._new(param, gradient)
         held = self.feedback[param].add(new, rate)
-        index = largest(flat(held), self.topk.count(param))
+        index = largest(flat(held), topk_elements(held.numel(), self.topk.share(param)))
         values = self.feedback[param].take(index)
         if velocity is not None and held is not new:  # where it is, nothing was held before
             delayed = values != flat(new)[index].mul_(rate)
@@ -368,7 +365,7 @@ class TopkGradGroup(LossyGradGroup):
         fresh = param not in self._absorbed
         self._absorbed.discard(param)
         unused = param in self.idle and fresh
-        if momentum is None or unused or not momentum.corrects(param.parameter):
+        if momentum is None or unused or param.parameter not in momentum.groups:
             return gradient, None
         known = self.velocities.get(param)
         velocity, new = momentum.advance(param.parameter, known, gradient, fresh=fresh)

@@ -15,7 +15,7 @@ them until the next unit's turn."""
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -57,11 +57,13 @@ class UnshardManager:
         self._in_forward = self._forward_has_grad = False
         self._backward = -1
         """The backward that is going on, as autograd numbers them."""
-        self._complete: dict[FullyShardedGradGroup, int] = {}
+        self._complete: Counter[FullyShardedGradGroup] = Counter()
         """How many gradients of each group this backward has completed."""
         self._current: FullyShardedGradGroup | None = None
-        self._order_digest = 0
-        self._without_grad: set[FullyShardedGradGroup] = set()
+        self.order_digest = 0
+        """A hash of the groups unsharded since it was last set to zero, in their order."""
+        self.used_without_grad: set[FullyShardedGradGroup] = set()
+        """What the last forward has used where autograd did not see it."""
         self._following: dict[tuple[bool, FullyShardedGradGroup], FullyShardedGradGroup] = {}
         """Which group came after one last time, in backward (True) and in forward."""
         self._by_storage: dict[int, FullyShardedGradGroup] = {}
@@ -99,7 +101,7 @@ class UnshardManager:
         self._in_forward, self._current = True, None
         self._forward_has_grad = torch.is_grad_enabled()
         if self._forward_has_grad:
-            self._without_grad.clear()
+            self.used_without_grad.clear()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -130,7 +132,7 @@ class UnshardManager:
         # As reentrant checkpointing runs a forward: autograd does not see it, and so cannot foresee
         # the gradients that a backward inside backward will compute.
         if self._in_forward and self._forward_has_grad and not torch.is_grad_enabled():
-            self._without_grad.update(wanted)
+            self.used_without_grad.update(wanted)
         with _out_of_graph():
             needed = {self._group_of(tensor) for tensor in arguments} | wanted
             if _current_backward() < 0:
@@ -152,15 +154,6 @@ class UnshardManager:
             for following in self._next_after({grad_group}):
                 self._start_unshard(following)
         self._unshard(grad_group)
-
-    def used_without_grad(self, grad_group: FullyShardedGradGroup) -> bool:
-        """Whether the last forward has used a group where autograd did not see it."""
-        return grad_group in self._without_grad
-
-    def take_order_digest(self) -> int:
-        """A hash of the groups unsharded since the last call, in their order."""
-        found, self._order_digest = self._order_digest, 0
-        return found
 
     def _next_after(self, used: set[FullyShardedGradGroup]) -> set[FullyShardedGradGroup]:
         """Those that are needed next, as far as can be known."""
@@ -186,12 +179,13 @@ class UnshardManager:
                 self._reshard_all()
             self._backward, self._current = -1, None
 
-        self._complete, self._current = {}, None
+        self._complete.clear()
+        self._current = None
         Variable._execution_engine.queue_callback(end)
 
     def _gradient_complete(self, grad_group: FullyShardedGradGroup) -> None:
         self._begin_backward()
-        self._complete[grad_group] = self._complete.get(grad_group, 0) + 1
+        self._complete[grad_group] += 1
         if self._is_complete(grad_group):
             with _out_of_graph():
                 self._reshard(grad_group)
@@ -208,7 +202,7 @@ class UnshardManager:
                 self.waited_s += other.release(self._watch)
 
     def _is_complete(self, grad_group: FullyShardedGradGroup) -> bool:
-        return self._complete.get(grad_group, 0) >= len(grad_group.params)
+        return self._complete[grad_group] >= len(grad_group.params)
 
     # -- what autograd saves -------------------------------------------------------------------
 
@@ -238,7 +232,7 @@ class UnshardManager:
     def _start_unshard(self, grad_group: FullyShardedGradGroup) -> None:
         if grad_group.resident or grad_group.coming:
             return
-        self._order_digest = crc32(grad_group.unit.to_bytes(4, "little"), self._order_digest)
+        self.order_digest = crc32(grad_group.unit.to_bytes(4, "little"), self.order_digest)
         for number, one in enumerate(grad_group.unshard_slices):
             text = f"gathering {number} of {one.params[0].name!r} for a use"
             self._issued(text, one.sent_bytes, one.gather_group)

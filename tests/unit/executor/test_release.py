@@ -71,7 +71,7 @@ def test_nothing_before_a_released_unit_is_ready_later(released):
             assert all(before.group >= turn.group for before in found[:i])
 
 
-def test_each_parcel_is_due_once_in_a_backward():
+def test_each_group_is_due_once_in_a_backward():
     mine = grad_groups(1, 2)
     release = Release(mine)
     for _ in range(2):
