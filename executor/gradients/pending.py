@@ -160,7 +160,7 @@ class GradStandIn(Tensor):
             args[0].clear()
             return args[0]
         if func is torch._foreach_zero_:
-            (gradients,) = (*args, *kwargs.values())
+            gradients = args[0] if args else kwargs["self"]
             for gradient in gradients:
                 if isinstance(gradient, GradStandIn):
                     gradient.clear()

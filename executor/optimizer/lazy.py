@@ -142,8 +142,8 @@ class LazySteps:
             try:
                 for p in rest:
                     sent = gradients[p]
-                    is_sparse = isinstance(sent, SparseGradient)
-                    p.parameter.grad = sent.average.dense() if is_sparse else p.show(sent)
+                    dense = sent.average.dense() if isinstance(sent, SparseGradient) else None
+                    p.parameter.grad = p.show(sent) if dense is None else dense
                 self._apply(_only(groups, before))
             finally:
                 for parameter, shown in before.items():

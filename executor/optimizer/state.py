@@ -77,8 +77,7 @@ def _of_torch(cls: type) -> bool:
 def slice_state(optimizer: torch.optim.Optimizer, shards: dict[nn.Parameter, Shard]) -> None:
     """Replaces state of a divided parameter's full shape by this member's slice of it."""
     for parameter, shard in shards.items():
-        state = optimizer.state.get(parameter, {})
-        state.update(_changed(state, shard.full_shape, lambda v, s=shard: s.take(v).clone()))
+        _keep_part(optimizer.state.get(parameter, {}), shard.full_shape, shard.take)
 
 
 def shard_state(
@@ -86,8 +85,12 @@ def shard_state(
 ) -> None:
     """Replaces state of a parameter's full shape by this rank's chunk of it."""
     for parameter, spec in sharded.items():
-        state = optimizer.state.get(parameter, {})
-        state.update(_changed(state, spec.shape, lambda v, s=spec: s.chunk_of(v).clone()))
+        _keep_part(optimizer.state.get(parameter, {}), spec.shape, spec.chunk_of)
+
+
+def _keep_part(state: dict[str, Any], shape: torch.Size, part: Callable[[Tensor], Tensor]) -> None:
+    # A copy, as a view would keep the memory of the whole.
+    state.update(_changed(state, shape, lambda value: part(value).clone()))
 
 
 def gather_optimizer_state(
