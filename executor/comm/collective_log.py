@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 from torch._C._distributed_c10d import Store
 
@@ -143,9 +144,11 @@ class CollectiveLog:
         sequence.deleted = max(compared, sequence.deleted)
 
     def _key(self, sequence: _Sequence, place: int) -> str:
-        # Groups of one label share no rank, so one of its ranks tells a group from the others.
+        # With its ranks, as groups of layouts that leave ranks idle share a label; as a checksum,
+        # as there may be thousands of them.
         group = sequence.group
-        return f"meshwright/debug/{self._run}/{group.label}/{min(group.ranks)}/{place}"
+        ranks = crc32(str(group.ranks).encode())
+        return f"meshwright/debug/{self._run}/{group.label}/{ranks:x}/{place}"
 
 
 def _compare(heartbeat: Heartbeat, group: Group, place: int, names: dict[int, str]) -> None:
