@@ -39,7 +39,7 @@ def spawn(
     return thread
 
 
-def as_here(work: Callable[[], None]) -> Callable[[], None]:
+def with_current_modes(work: Callable[[], None]) -> Callable[[], None]:
     """``work`` for another thread, under the dispatch modes of this one."""
     modes = _get_current_dispatch_mode_stack()  # what counts memory, say, counts there too
 

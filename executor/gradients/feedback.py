@@ -147,14 +147,14 @@ def feedback_of(param: GradParam) -> Residual:
     return Residual()
 
 
-def folds(param: GradParam) -> bool:
+def folds_at_once(param: GradParam) -> bool:
     """Whether a parameter's gradient is taken in as soon as it is computed, and not kept."""
     return not param.whole and param.exchange == "topk" and param.feedback in AT_ONCE
 
 
 def mirrors(param: GradParam) -> bool:
     """Whether updates are held back of a parameter, and not gradients."""
-    return folds(param) and param.feedback in MIRRORS
+    return folds_at_once(param) and param.feedback in MIRRORS
 
 
 def check_feedback(optimizer: Optimizer | None, plan: Plan) -> None:
@@ -241,7 +241,7 @@ class LossyGradGroup(GradGroup):
                     f"keeps a {_held_as(param)}: load it under the plan that saved it"
                 )
             held = saved.get(_held_as(param))
-            feedback.restore(None if held is None else like(param, held))
+            feedback.restore(None if held is None else in_format_of(param, held))
 
 
 def _held_as(param: GradParam) -> str:
@@ -249,7 +249,7 @@ def _held_as(param: GradParam) -> str:
     return "mirror" if mirrors(param) else "residual"
 
 
-def like(param: GradParam, value: Any) -> Tensor:
+def in_format_of(param: GradParam, value: Any) -> Tensor:
     """A saved tensor in the memory format, type and place of the parameter's gradient."""
     parameter = param.parameter.detach()
     if not isinstance(value, Tensor) or value.shape != parameter.shape:

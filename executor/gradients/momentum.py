@@ -130,7 +130,7 @@ class Momentum:
                 velocity.copy_(known).mul_(-1 if group["maximize"] else 1)
         return velocity.mul_(group["momentum"] if fresh else 1).add_(gradient)
 
-    def without(self, groups: Groups) -> Groups:
+    def without_momentum(self, groups: Groups) -> Groups:
         """The optimizer's groups, parted so that those corrected have no momentum of their own."""
         found = []
         for group in groups:

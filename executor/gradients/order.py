@@ -18,7 +18,7 @@ import torch
 from ...planner.schema.plan import Plan
 from ...planner.simulate.slicing import ReadyGroup, SendSlot, send_order
 from ..comm.control import Control, Gathered
-from .release import placed
+from .release import place_released
 from .slices import GradGroup
 
 FIRST = (2, 4, 8, 16)
@@ -66,7 +66,9 @@ class Order:
             ReadyGroup(at * LATE, group.unit, () if group.released else tuple(seconds))
             for at, group, seconds in zip(ready_s, self._grad_groups, self._seconds, strict=True)
         ]
-        return placed(send_order(ready_groups, urgent=self._orders.urgent), self._grad_groups)
+        return place_released(
+            send_order(ready_groups, urgent=self._orders.urgent), self._grad_groups
+        )
 
     def begin(self) -> None:
         """Before a backward: changes to the order that ranks have agreed on, if there is one."""
@@ -102,7 +104,7 @@ class Order:
         for slot in self.slots:
             grad_group = self._grad_groups[slot.group]
             one = grad_group.slices[slot.number]
-            if not one.there:
+            if not one.is_completed:
                 ahead, number = ahead + one.bytes, number + 1
             if number >= MANY:
                 self._left[grad_group] = ahead

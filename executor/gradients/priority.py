@@ -53,7 +53,7 @@ from .pending import WaitingGradient, vacating, weakly
 from .release import Release
 from .sharded import ShardedGradGroup, ShardedStepPipeline
 from .slices import GradGroup, as_sent, make_grad_groups
-from .topk import SparseGradient, TopkGradGroup, TopkState, completed, stand_for
+from .topk import SparseGradient, TopkGradGroup, TopkState, make_dense, stand_for
 from .unshard import UnshardManager
 
 GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {
@@ -112,7 +112,7 @@ class PriorityExchange(Exchange):
         self._start_s = 0.0
         self._votes: Votes | None = None
         self._unused: set[GradParam] = set()
-        self._fresh: ShardedGradGroup | None = None
+        self._just_packed: ShardedGradGroup | None = None
         """Packed just now; sent at the next gradient, when autograd has freed its last one."""
         fully = [g for g in self.grad_groups if isinstance(g, FullyShardedGradGroup)]
         self.unshard_manager = UnshardManager(fully, watch, issued, self.finish)
@@ -127,9 +127,9 @@ class PriorityExchange(Exchange):
         """Whether slices are on their way, or a step's are still to be sent."""
         for grad_group in self.grad_groups:
             stepping = isinstance(grad_group, ShardedGradGroup) and grad_group.pipeline is not None
-            if stepping and not grad_group.there:
+            if stepping and not grad_group.is_completed:
                 return True
-            if any(not one.there for one in grad_group.slices):
+            if any(not one.is_completed for one in grad_group.slices):
                 return True
         return False
 
@@ -154,14 +154,14 @@ class PriorityExchange(Exchange):
         self._orders.begin()
         for policy in self.policies:
             policy.begin()
-        self._next, self._unused, self._fresh = 0, set(), None
+        self._next, self._unused, self._just_packed = 0, set(), None
         for param in (p for p in self.group_of if p.idle):  # must not hold back what comes after it
             self._take_unused(param)
         self._start_s = time.perf_counter()
 
     def sent(self, param: GradParam) -> bool:
         grad_group = self.group_of[param]
-        return grad_group.in_flight or self.release.over(grad_group)
+        return grad_group.in_flight or self.release.is_applied(grad_group)
 
     def holds(self, param: GradParam) -> bool:
         return self.group_of[param].holds(param)
@@ -170,8 +170,8 @@ class PriorityExchange(Exchange):
         # Once its group is full, its slices leave in their turn; packed (sharded) ones with the
         # next gradient, when autograd has freed this.
         grad_group = self.group_of[param]
-        if self._fresh is not None:
-            self._fresh = None
+        if self._just_packed is not None:
+            self._just_packed = None
             self._advance()
         self._take(param, as_sent(param))
         if isinstance(grad_group.gradients[param], SparseGradient) or not grad_group.sends(param):
@@ -183,7 +183,7 @@ class PriorityExchange(Exchange):
             if isinstance(grad_group, ShardedGradGroup):
                 self._show_all(grad_group)
                 grad_group.pack()
-                self._fresh = grad_group
+                self._just_packed = grad_group
             self._advance()
             self._release()
 
@@ -192,7 +192,7 @@ class PriorityExchange(Exchange):
         # wait for them during backward, so that few gradients are held.
         if not self.unshard_manager.grad_groups:
             return
-        absent = left_out([param.parameter for param in self.group_of])
+        absent = out_of_backward([param.parameter for param in self.group_of])
         with torch.no_grad():
             for grad_group in self.unshard_manager.grad_groups:
                 # Of these a backward inside backward may still compute gradients.
@@ -225,7 +225,7 @@ class PriorityExchange(Exchange):
         while self._next < len(slots):
             slot = slots[self._next]
             grad_group = self.grad_groups[slot.group]
-            if not grad_group.full or grad_group is self._fresh:
+            if not grad_group.full or grad_group is self._just_packed:
                 return
             following = grad_group.following(slot.number)
             if not following.skipped:
@@ -246,9 +246,9 @@ class PriorityExchange(Exchange):
         # The rest leaves: zeros, or what had accumulated before, for what was not computed here.
         for grad_group in self.grad_groups:
             for param in grad_group.params:
-                if param not in grad_group.gradients and not self.release.over(grad_group):
+                if param not in grad_group.gradients and not self.release.is_applied(grad_group):
                     self._take_unused(param)
-        self._fresh = None
+        self._just_packed = None
         self._advance()
         assert self._next == len(self._orders.slots), "a slice was left behind"
         self._orders.end(self.grad_groups)
@@ -325,7 +325,7 @@ class PriorityExchange(Exchange):
         """Puts gradients together that ranks still have in chunks or in parts, as more will be
         added to them. Collective; nothing to do where ``zero_grad`` has come between."""
         for param, grad_group in self.group_of.items():
-            completed(param.parameter)
+            make_dense(param.parameter)
             gradient = param.parameter.grad
             if isinstance(grad_group, ShardedGradGroup) and isinstance(gradient, ShardedGradient):
                 param.parameter.grad = gradient.complete()
@@ -361,14 +361,14 @@ class PriorityExchange(Exchange):
     def _work_while_waiting(self, wanted: GradGroup) -> None:
         """Applies other updates that have to be applied anyway, while the wanted group comes."""
         for grad_group in self.grad_groups:
-            if wanted.there:
+            if wanted.is_completed:
                 return
             early = (
                 grad_group is not wanted
                 and grad_group.update is not None
                 and not grad_group.needs_room
             )
-            if early and grad_group.there:
+            if early and grad_group.is_completed:
                 self._arrive(grad_group)
 
     def _arrive(self, grad_group: GradGroup) -> None:
@@ -391,7 +391,7 @@ class PriorityExchange(Exchange):
             update()
 
 
-def left_out(parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:
+def out_of_backward(parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:
     """Those of the parameters that the backward which is going on will not add a gradient to. None
     where it adds to none at all, as ``torch.autograd.grad`` does."""
     try:

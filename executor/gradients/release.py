@@ -37,7 +37,7 @@ class Release:
         if self._released and self.updater is not None:
             self.updater.begin_backward()
 
-    def over(self, grad_group: GradGroup) -> bool:
+    def is_applied(self, grad_group: GradGroup) -> bool:
         """Whether a group's gradients have been applied in this backward."""
         return grad_group.released and grad_group not in self._left
 
@@ -48,10 +48,10 @@ class Release:
             yield grad_group
 
 
-def placed(turns: Sequence[SendSlot], grad_groups: Sequence[GradGroup]) -> list[SendSlot]:
-    """The ``turns`` of what is not released, with those of what is. ``grad_groups`` are in forward
+def place_released(slots: Sequence[SendSlot], grad_groups: Sequence[GradGroup]) -> list[SendSlot]:
+    """The ``slots`` of what is not released, with those of what is. ``grad_groups`` are in forward
     order: units get ready from the last to the first."""
-    found = list(turns)
+    found = list(slots)
     for number in reversed(range(len(grad_groups))):
         grad_group = grad_groups[number]
         if grad_group.released:
@@ -123,10 +123,12 @@ class EarlyUpdates:
 
 
 def _settings(optimizer: Optimizer) -> Settings:
-    return [{k: v for k, v in g.items() if k != "params"} for g in copied(optimizer.param_groups)]
+    return [
+        {k: v for k, v in g.items() if k != "params"} for g in copy_groups(optimizer.param_groups)
+    ]
 
 
-def copied(groups: Settings) -> Settings:
+def copy_groups(groups: Settings) -> Settings:
     """The groups of an optimizer with their hyperparameters as they are now."""
     return [
         {k: v.clone() if isinstance(v, Tensor) and k != "params" else v for k, v in g.items()}

@@ -24,7 +24,7 @@ from ..comm.buffers import alias_for_comm
 from ..comm.groups import Group, World
 from ..comm.steps import parameters_of
 from ..comm.watchdog import Watchdog
-from ..comm.worker_threads import as_here, spawn
+from ..comm.worker_threads import spawn, with_current_modes
 from ..redistribution.shard_gradient import Members
 from .buckets import GradParam
 from .flat_shard import AllMembers, Channels, FlatShardSpec, as_bytes, flat, in_one_piece
@@ -248,7 +248,7 @@ class ShardedGradGroup(GradGroup):
     """The gradients of a unit on their way to the peers that own their elements, and after a step
     the parameters on their way back."""
 
-    made_of = ShardedSlice
+    slice_class = ShardedSlice
     slices: tuple[ShardedSlice, ...]
 
     def __init__(self, unit: int, params: Sequence[GradParam], limit_bytes: int) -> None:
@@ -302,14 +302,14 @@ class ShardedGradGroup(GradGroup):
         return self.pipeline is not None or any(a is average for a in self._averages.values())
 
     @property
-    def there(self) -> bool:
+    def is_completed(self) -> bool:
         # After a step, it is the parameters that come.
-        return (self.pipeline is None or self.pipeline.has_sent(self)) and super().there
+        return (self.pipeline is None or self.pipeline.has_sent(self)) and super().is_completed
 
     @property
     def arrived(self) -> bool:
         """Whether every gradient that is waited for has come."""
-        return all(s.there for s in self.slices)
+        return all(s.is_completed for s in self.slices)
 
     def start_step(self, pipeline: ShardedStepPipeline) -> None:
         """Hands it to the pipeline of a step (see [Note: Sharded steps pipeline])."""
@@ -380,7 +380,7 @@ class ShardedStepPipeline:
 
     def start(self) -> None:
         """Runs it in a thread of its own."""
-        spawn("meshwright sharded step", as_here(self._run))
+        spawn("meshwright sharded step", with_current_modes(self._run))
 
     def run(self) -> None:
         self._run()

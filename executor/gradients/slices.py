@@ -71,7 +71,7 @@ class Slice:
             self.work = dist.all_reduce(self._comm_tensors[0], group=group.handle, async_op=True)
 
     @property
-    def there(self) -> bool:
+    def is_completed(self) -> bool:
         return self.work is None or self.work.is_completed()
 
     def wait_and_average(
@@ -100,7 +100,7 @@ class GradGroup:
     """The gradients of one unit (or of small ones that follow each other) that travel among the
     same peers. ``unit`` is the place of the first of them in forward order."""
 
-    made_of: type[Slice] = Slice
+    slice_class: type[Slice] = Slice
     absent = False
     """Whether it stands for what other ranks exchange."""
 
@@ -121,7 +121,7 @@ class GradGroup:
     def _cut(self, message_bytes: int) -> list[Slice]:
         # Cut by shares of the undivided size, so that all members have as many slices.
         cuts = slicing.cut([p.shared_bytes for p in self.params], message_bytes)
-        return [self.made_of([self.params[i] for i in c.parameters], c) for c in cuts]
+        return [self.slice_class([self.params[i] for i in c.parameters], c) for c in cuts]
 
     @property
     def full(self) -> bool:
@@ -133,8 +133,8 @@ class GradGroup:
         return self.sent > 0
 
     @property
-    def there(self) -> bool:
-        return self.sent == len(self.slices) and all(s.there for s in self.slices)
+    def is_completed(self) -> bool:
+        return self.sent == len(self.slices) and all(s.is_completed for s in self.slices)
 
     @property
     def needs_room(self) -> bool:
@@ -204,7 +204,7 @@ class AbsentGradGroup(GradGroup):
     """Gradients that other ranks exchange, while this one has nothing of their parameters."""
 
     # It is there for its slices' turns, as all ranks order all slices alike.
-    made_of = AbsentSlice
+    slice_class = AbsentSlice
     absent = True
 
 

@@ -21,7 +21,7 @@ from ..comm.buffers import alias_for_comm
 from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import ShardGradient
 from .buckets import GradParam
-from .feedback import Lossy, LossyGradGroup, folds, like, mirrors
+from .feedback import Lossy, LossyGradGroup, folds_at_once, mirrors
 from .flat_shard import flat
 from .momentum import Groups, Momentum
 from .pending import WaitingGradient, vacating
@@ -188,13 +188,13 @@ def stand_for(
     return waiting
 
 
-def completed(parameter: nn.Parameter) -> None:
+def make_dense(parameter: nn.Parameter) -> None:
     """Makes the gradient of a parameter an ordinary one, where it is an average in parts."""
     if isinstance(parameter.grad, SparseGradient):
         parameter.grad = parameter.grad.complete()
 
 
-def moved(parameter: nn.Parameter, gradient: Tensor, groups: Groups) -> bool:
+def applied_sparse(parameter: nn.Parameter, gradient: Tensor, groups: Groups) -> bool:
     """Moves a mirrored parameter by what was sent, in a step of these groups. False where the
     optimizer has to do it."""
     if not isinstance(gradient, SparseGradient) or not gradient.average.updates:
@@ -316,7 +316,7 @@ class TopkGradGroup(LossyGradGroup):
     def absorb(self, param: GradParam, gradient: Tensor) -> bool:
         # Only where that is the same as to take it in with the last.
         momentum, feedback = self.topk.momentum, self.feedback.get(param)
-        if feedback is None or not folds(param):
+        if feedback is None or not folds_at_once(param):
             return False
         gradient = gradient.as_subclass(Tensor)
         if momentum is not None and momentum.gathers(param.parameter):
@@ -338,7 +338,7 @@ class TopkGradGroup(LossyGradGroup):
     def fold(self, param: GradParam, gradient: Tensor) -> SparseAverage | None:
         """Takes a gradient in as soon as it is computed, where its memory is not needed for the
         average: the choice is made, and what will come of it is returned."""
-        if not folds(param):
+        if not folds_at_once(param):
             return None
         gradient = gradient.as_subclass(Tensor)  # of a divided parameter it may know its members
         rate = self.topk.rate(param) if mirrors(param) else 1.0
@@ -386,4 +386,6 @@ class TopkGradGroup(LossyGradGroup):
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
         super().load(state)
         saved = {p: state.get(p.name, {}).get("velocity") for p in self.feedback}
-        self.velocities = {p: like(p, value) for p, value in saved.items() if value is not None}
+        self.velocities = {
+            p: in_format_of(p, value) for p, value in saved.items() if value is not None
+        }

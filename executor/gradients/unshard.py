@@ -27,7 +27,7 @@ from torch.autograd import Variable
 
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
-from ..comm.worker_threads import as_here, spawn
+from ..comm.worker_threads import spawn, with_current_modes
 from .buckets import GradParam
 from .fully_sharded import FullyShardedGradGroup
 from .pending import PendingParam, resume, suspend, weakly
@@ -330,7 +330,7 @@ class IssueQueue:
         with self._lock:
             start = not self._running
             if self._running or in_thread:
-                self._waiting.append(as_here(work))
+                self._waiting.append(with_current_modes(work))
                 self._running = True
         if start and in_thread:
             spawn("meshwright unshard", self._run)

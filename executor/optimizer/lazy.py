@@ -40,10 +40,10 @@ from ..gradients.fully_sharded import FullyShardedGradGroup
 from ..gradients.momentum import Momentum
 from ..gradients.pending import WaitingGradient, resume, suspend
 from ..gradients.priority import PriorityExchange
-from ..gradients.release import EarlyUpdates, copied
+from ..gradients.release import EarlyUpdates, copy_groups
 from ..gradients.sharded import ShardedGradGroup, ShardedStepPipeline
 from ..gradients.slices import GradGroup
-from ..gradients.topk import SparseGradient, completed, moved
+from ..gradients.topk import SparseGradient, applied_sparse, make_dense
 from .state import shard_state, updates_elementwise
 
 Groups = list[dict[str, Any]]
@@ -92,7 +92,7 @@ class LazySteps:
             return self._step_sharded(exchange, sharded, closure)
         if closure is not None or _is_scaled(self._optimizer) or not self._can_be_lazy():
             return self._step_at_once(closure)
-        self._take_over(exchange, copied(self._groups()), set())
+        self._take_over(exchange, copy_groups(self._groups()), set())
         return None
 
     def _release(self, parameters: list[nn.Parameter]) -> None:
@@ -101,8 +101,8 @@ class LazySteps:
         if reason is not None:
             raise InputError(reason)
         groups = self._optimizer.param_groups
-        parted = groups if self._momentum is None else self._momentum.without(groups)
-        rest = {p for p in parameters if p.grad is None or not moved(p, p.grad, parted)}
+        parted = groups if self._momentum is None else self._momentum.without_momentum(groups)
+        rest = {p for p in parameters if p.grad is None or not applied_sparse(p, p.grad, parted)}
         self._apply(_only(parted, rest))
 
     def _take_over(
@@ -117,7 +117,7 @@ class LazySteps:
                 later.setdefault(grad_group, []).append(param)
         now = parameters - {param.parameter for params in later.values() for param in params}
         for parameter in now:
-            completed(parameter)
+            make_dense(parameter)
         self._apply(_only(groups, now))
         for grad_group, params in later.items():
             self._postpone(exchange, grad_group, params, groups)
@@ -135,7 +135,7 @@ class LazySteps:
         def update() -> None:
             for parameter in parameters:
                 resume(parameter)
-            rest = [p for p in params if not moved(p.parameter, gradients[p], groups)]
+            rest = [p for p in params if not applied_sparse(p.parameter, gradients[p], groups)]
             # While the optimizer works, parameters show it what the step has taken over, whatever
             # stands in ``grad`` now: dense gradients, for as long as it needs them.
             before = {p.parameter: p.parameter.grad for p in rest}
@@ -169,7 +169,7 @@ class LazySteps:
         if closure is not None:  # which these optimizers call once, before anything else
             with torch.enable_grad():
                 loss = closure()
-        groups = copied(self._groups())
+        groups = copy_groups(self._groups())
         sharded = {param.parameter for grad_group in grad_groups for param in grad_group.params}
         self._take_over(exchange, groups, sharded)
         is_scaled = _is_scaled(self._optimizer)
@@ -206,7 +206,7 @@ class LazySteps:
         if self._momentum is None:
             return groups
         self._momentum.step()
-        return self._momentum.without(groups)
+        return self._momentum.without_momentum(groups)
 
     def _step_at_once(self, closure: Any) -> Any:
         """The optimizer's own step, which waits for every gradient that it reads."""
@@ -230,7 +230,7 @@ class LazySteps:
 
     def _complete_all(self) -> None:
         for param in self._exchange().group_of:
-            completed(param.parameter)
+            make_dense(param.parameter)
 
     def _apply(self, groups: Groups) -> None:
         self._own_step()(groups, self._optimizer.state)

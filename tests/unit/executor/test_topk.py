@@ -144,7 +144,7 @@ def test_momentum_before_the_choice_is_that_of_torch(options):
         optimizer.step()
         momentum.begin()
         velocity, mine.grad = momentum.advance(mine, velocity, gradient.clone())
-        kept, plain.param_groups = plain.param_groups, momentum.without(plain.param_groups)
+        kept, plain.param_groups = plain.param_groups, momentum.without_momentum(plain.param_groups)
         plain.step()
         plain.param_groups = kept
         momentum.end()
