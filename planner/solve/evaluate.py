@@ -259,7 +259,7 @@ def plan_by(
         world_size=cluster.world_size,
         goal=goal,
         micro_batches=model.micro_batches,
-        bucket_bytes=model.bucket_bytes,
+        bucket_bytes=model.message_bytes,
         schedule=schedule,
         placement=model.placement,
         units=tuple(_unit_plan(ours, k) for k in range(len(decisions))),
@@ -273,7 +273,7 @@ def plan_by(
 
 def _baseline(model: CostModel, schedule: ScheduleName) -> Evaluation:
     """Plain data parallelism as it would be run: ranks in the order of the hosts."""
-    ways: list[tuple[ScheduleName, int]] = [(schedule, model.bucket_bytes)]
+    ways: list[tuple[ScheduleName, int]] = [(schedule, model.message_bytes)]
     # A plan is not to gain by slices that are bad for the baseline: there DDP's default counts.
     if schedule == "priority":
         ways.append(("barrier", BUCKET_BYTES))
