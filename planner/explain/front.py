@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from ..cost.budget import single_device_batch_s
 from ..cost.cost import CostModel
 from ..schema.record import Count, Record, Seconds
-from ..solve.heuristic.relaxations import single_device_batch_s
-from ..solve.objective import value
+from ..solve.answer import choice
 from ..solve.problem import Problem, Result
 from ..solve.solver import solve
 
@@ -156,5 +156,5 @@ def _asked(problem: Problem, solver: str, search_s: float | None, **goal: Any) -
     if result.plan is None or result.decisions is None:
         return None
     model = CostModel.of_plan(result.plan, asked.profile, asked.cluster, asked.goal)
-    found = value(model, result.decisions, result.plan.schedule)
+    found = choice(model, result.decisions, result.plan.schedule)
     return FoundPoint(found.step_s, found.gpu_seconds, result)

@@ -20,13 +20,12 @@ from ..cost.budget import (
     gpu_seconds,
     gpu_seconds_limit,
     lost_energy,
-    single_device_s,
+    single_device_batch_s,
     unit_amplification,
     unit_s,
 )
 from ..cost.cost import CostModel
 from ..cost.step_time import LINKS, binding_term
-from ..memory.unit_memory import MemoryModel
 from ..schema.capability import PLAIN, Capability
 from ..schema.cluster import Cluster, LevelName
 from ..schema.errors import InputError
@@ -38,7 +37,7 @@ from ..schema.record import Bytes, Index, Record, Seconds
 from ..simulate.events import Simulation, gaps
 from ..simulate.schedule import COMPUTE
 from ..solve.evaluate import Evaluation, decisions_of, evaluation, excess
-from ..solve.heuristic.space import Point, Space
+from ..solve.heuristic.space import OptionSpace, ScoredDecisions
 from .what_if import Gain, with_bandwidth
 
 # Limits may be overdrawn by this much: sums of floats differ by their order.
@@ -192,11 +191,11 @@ def explain(
     # whole step is not: it is looked at after an alternative has been simulated.
     free = msgspec.structs.replace(plan.goal, pins=(), unit_amplification_limit=None)
     free_model = CostModel.of_plan(plan, profile, cluster, free)
-    point = Point(Space(free_model, capability), MemoryModel(free_model), schedule)
+    scored = ScoredDecisions(OptionSpace(free_model, capability), schedule)
     units = []
     for k in range(len(decisions)):
-        point.move_to(decisions)
-        found = [_alternative(model, k, d, schedule) for d in _nearest(point, k, best)]
+        scored.move_to(decisions)
+        found = [_alternative(model, k, d, schedule) for d in _nearest(scored, k, best)]
         units.append(_unit(done, k, tuple(sorted(found, key=lambda a: a.step_s))))
     tight = excess(model, done.memory)
     return Explanation(
@@ -288,17 +287,16 @@ def check_belongs(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
         )
 
 
-def _nearest(point: Point, k: int, best: int) -> list[Decisions]:
+def _nearest(scored: ScoredDecisions, k: int, best: int) -> list[Decisions]:
     """The decisions that differ from the plan's in unit ``k`` only, the best by formula."""
     found = []
-    for option in point.space.options[k]:
-        changes = point.space.tied(k, option)
-        if option == point.decisions[k] or changes is None:
+    for option in scored.space.options[k]:
+        changes = scored.space.tied(k, option)
+        if option == scored.decisions[k] or changes is None:
             continue
-        # The point is moved and moved back: a new one would cost the whole model each time.
-        before = point.set(changes.items())
-        found.append((point.score(), point.taken()))
-        point.set(before.items())
+        candidate = scored.tried(changes)
+        if candidate is not None:
+            found.append(candidate)
     fitting = sorted(found, key=lambda f: f[0])[:best]
     # The quickest too, even if a limit forbids it: that tells what the limit costs.
     quickest = sorted(found, key=lambda f: f[0].step_s)[:1]
@@ -431,7 +429,7 @@ def device_time(done: Evaluation) -> DeviceTime:
                      for k, o in enumerate(decisions))  # fmt: skip
     updates_s = sum(sizes[k] * model.unit(k, decisions[k]).update_s for k in units)
     # One device has no executor and nothing to wait for.
-    alone_s = sum(single_device_s(model, k) for k in units)
+    alone_s = single_device_batch_s(model)
     trained = sum(p.bytes for owned in model.owned for p in owned if p.trainable)
     once_s = trained * model.profile.update_seconds_per_byte(model.goal.optimizer)
     # With branches side by side the step is a critical path, on which the units of a rank do not

@@ -29,7 +29,7 @@ family of constraints, with the function that adds it:
 (12) moved once          c_eστ ≥ y_eστ - Σ x of earlier units that     ``Variables._moves``
                          get the same tensors in that form, c ≥ 0
 
-(4) and (5) with b, a, c of ``step_time.priority_terms`` are the step under P3's order (Jayarajan et
+(4) and (5) with b, a, c of ``step_time.step_terms`` are the step under P3's order (Jayarajan et
 al., arXiv 1905.03960; the closed form is ours, derived in docs/planner.md). (9) is DeepPool's limit
 on amplification (Park et al., arXiv 2112.10065); its limit on each unit takes options out of (1)
 (``budget.within_unit_limit``). What (6) and (10) let a plan choose, feature maps and sparse or
@@ -79,7 +79,7 @@ class Program(Variables):
     ) -> None:
         super().__init__(table)
         plain = choice(self.model, self.model.baseline, problem.schedule)
-        self.time_unit_s = max(plain.value.step_s, 1e-9) / SCALE
+        self.time_unit_s = max(plain.step_s, 1e-9) / SCALE
         self.rows = rows(
             self.model.micro_batches, problem.schedule, 0.0, together=table.memory.updates_together
         )

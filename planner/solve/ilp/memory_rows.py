@@ -47,7 +47,7 @@ def memory_classes(table: OptionTable, model: CostModel) -> list[MemoryClass]:
     # divide, another position's group may have a sample more, and devices may differ in memory. A
     # position is left out where another has figures at least as large for every option, and no
     # more memory.
-    limits = limits_bytes(model.cluster, model.goal, model.placement)
+    limits = limits_bytes(model)
     layouts = sorted({layout for states in table.states for layout, _ in states})
     samples = {layout: group_samples(table.model.counts, layout) for layout in layouts}
     found: list[MemoryClass] = []
@@ -152,7 +152,7 @@ class MemoryRows:
         for k in units[1:]:
             added = summed(zip(program.x[k - 1], sent[k - 1], strict=True))
             program.running(to_come[k], to_come[k - 1], added)
-        bucket = program.model.bucket_bytes / each.limit_bytes
+        bucket = program.model.message_bytes / each.limit_bytes
         most = sum(float(s.max()) for s in sent)
         # An option under which a gradient of the unit's own has a bucket to itself takes one off.
         closed: list[Terms] = [

@@ -133,7 +133,7 @@ class IntegerSearch:
 
     def _case(self, model: CostModel, done: float, part: float) -> None:
         """Solves one program against the best so far, and takes its bound."""
-        label = f"{model.micro_batches} micro-batches, slices of {model.bucket_bytes:,} bytes"
+        label = f"{model.micro_batches} micro-batches, slices of {model.message_bytes:,} bytes"
         self.problem.report(label, done)
         table = OptionTable(model, self.problem.capability)
         if not all(table.options):
@@ -171,14 +171,14 @@ class IntegerSearch:
     def _compare(self, new: Choice, program: Program, solved: Solved) -> None:
         """Holds the program's step against the formula's."""
         said = (program.step.value() or 0.0) * program.time_unit_s
-        near = AGREES * new.value.step_s + 1e-9 * program.time_unit_s
+        near = AGREES * new.step_s + 1e-9 * program.time_unit_s
         # T may be above the formula where nothing presses it down.
-        if said < new.value.step_s - near or (
-            solved.outcome == "optimal" and said > new.value.step_s + near and program.presses
+        if said < new.step_s - near or (
+            solved.outcome == "optimal" and said > new.step_s + near and program.presses
         ):
             raise DisagreementError(
                 f"the integer program has {said!r} s for a step that the cost model gives "
-                f"{new.value.step_s!r} s: this is a bug of the planner, please report it"
+                f"{new.step_s!r} s: this is a bug of the planner, please report it"
             )
 
     def _simpler(self, best: Choice) -> Choice:

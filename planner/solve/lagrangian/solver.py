@@ -19,7 +19,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...cost.budget import energy_budget, gpu_seconds_limit, within_unit_limit
+from ...cost.budget import (
+    energy_budget,
+    gpu_seconds_limit,
+    single_device_batch_s,
+    within_unit_limit,
+)
 from ...cost.cost import CostModel
 from ...memory.rows import AT, bucket_share, rows
 from ...schema.options import Decisions
@@ -29,13 +34,15 @@ from ..evaluate import limits_bytes
 from ..heuristic import splits
 from ..heuristic.bursts import LIMITS, greedy
 from ..heuristic.heuristic import Heuristic
-from ..heuristic.infeasible import DEVICE_LIMITS, EXPLAIN_S, Closest, explain
-from ..heuristic.relaxations import (
+from ..heuristic.infeasible import (
+    DEVICE_LIMITS,
+    EXPLAIN_S,
     LIFTED,
+    Closest,
+    explain,
     lifted,
     needed,
     rounded_up,
-    single_device_batch_s,
     with_limit,
 )
 from ..heuristic.segmented import fitting_in_segments
@@ -158,7 +165,7 @@ def _best(
 
 def _key(model: CostModel) -> tuple[int, int]:
     """Which of a problem's models it is."""
-    return model.micro_batches, model.bucket_bytes
+    return model.micro_batches, model.message_bytes
 
 
 def search_part(
@@ -189,7 +196,7 @@ def search_part(
         decisions = lagrangian.table.choose(outcome.best.numbers)
         made = choice(model, decisions, problem.schedule)
         best = made if best is None or made.feasible else best
-        over = made.value.over_bytes
+        over = made.over_bytes
         if over <= 0 or outcome.best.score.over:
             break
         tighter = lagrangian.limits.memory_bytes - over
@@ -202,7 +209,7 @@ def search_part(
 def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
     """The tables and limits of a problem for one cost model, as the position with the tightest
     memory sees them; None where a unit has no option."""
-    limits = limits_bytes(model.cluster, model.goal, model.placement)
+    limits = limits_bytes(model)
     position = min(range(len(limits)), key=lambda p: (limits[p], p))
     table = OptionTable(model, problem.capability, position)
     if not all(table.states):
@@ -213,7 +220,7 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
         for u in table.units
     )
     closes = any(model.closes_bucket(k, option) for k, option in enumerate(model.baseline))
-    share = 0.0 if model.sliced or closes else bucket_share(most, model.bucket_bytes)
+    share = 0.0 if model.sliced or closes else bucket_share(most, model.message_bytes)
     goal, together = model.goal, table.memory.updates_together
     bounds = Limits(
         memory_bytes=limits[position],
@@ -320,7 +327,7 @@ def _least_use_from(
             best = _better(best, found.choice)
     enough, least = INFINITE, 0.0
     if best is not None:
-        enough = needed(what, best.value, best.model)
+        enough = needed(what, best)
         # What a plan needs of the limit is in proportion to its objective.
         least = enough * bound / best.objective_s if best.objective_s else 0.0
     return LeastUse(what, best, bound, least, enough, starts, hopeless)
