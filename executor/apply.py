@@ -22,7 +22,16 @@ from .comm.control import digest
 from .comm.groups import Group, Place, flat, make_world, place_of
 from .comm.watchdog import Watchdog, time_limit
 from .comm.worker_threads import finish_all
-from .division import check_ties, divide, divided, split_of, tensor_named
+from .division import (
+    check_subset_units,
+    check_ties,
+    divide,
+    divided,
+    split_of,
+    subset_layouts,
+    subset_units,
+    tensor_named,
+)
 from .gradients.buckets import GradParam
 from .gradients.feedback import Lossy, check_feedback, replace_impossible_mirrors
 from .gradients.momentum import check_momentum
@@ -36,11 +45,9 @@ from .optimizer.lazy import releases_not
 from .parallel import ModelT, adopt, is_parallel
 from .redistribution.boundary import leaves_to_other_division
 from .redistribution.shard_gradient import Members
-from .redistribution.shards import ModelShards, Shard, SubsetShard
-from .redistribution.state import install
+from .redistribution.shards import ModelShards, Shard, SubsetShard, install
 from .redistribution.statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
 from .run import Run
-from .subset_units import check_subset_units, subset_layouts, subset_units
 
 _runs = count()
 

@@ -16,7 +16,7 @@ from .forward import Weight
 from .gradients.feedback import LossyGradGroup
 from .gradients.reshard import whole_chunks
 from .optimizer.state import gather_optimizer_state, scatter_optimizer_state
-from .redistribution.state import gather_state
+from .redistribution.shards import gather_state
 from .redistribution.statistics import norms_of
 from .run import Run
 
