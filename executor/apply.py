@@ -37,9 +37,8 @@ from .gradients.feedback import Lossy, check_feedback, replace_impossible_mirror
 from .gradients.momentum import check_momentum
 from .gradients.reshard import install_chunks
 from .gradients.sharded import shard
-from .headroom import check_headroom, watch_memory
+from .headroom import check_headroom, check_optimizer_state, watch_memory
 from .memory.install import check_memory, install_memory
-from .mismatch import check_optimizer_state
 from .optimizer import state as optimizers
 from .optimizer.lazy import releases_not
 from .parallel import ModelT, adopt, is_parallel

@@ -52,8 +52,7 @@ class Forward:
         weight: Weight | None = None,
     ) -> None:
         self.synchronise = synchronise
-        self._samples, self._weight = samples, weight
-        self._begin = begin
+        self._samples, self._weight, self._begin = samples, weight, begin
         self._header: Header | None = None
         self._factor: float | None = None
 
@@ -97,7 +96,8 @@ def samples_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The inputs' shapes without the batch dim, as text that can be compared between ranks."""
+    """The inputs' shapes as text that can be compared between ranks."""
+    # Without dim 0: ranks may feed different numbers of samples.
     return ";".join(
         f"{tuple(leaf.shape[1:])}{leaf.dtype}{leaf.requires_grad}"
         for leaf in pytree.tree_leaves((args, kwargs))
@@ -119,6 +119,7 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
+        # Before anything waits: what the last step left pending must be finished first.
         ctx.began(ctx.record)
         factor = ctx.record.factor()
         if factor == 1.0:
