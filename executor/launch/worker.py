@@ -24,9 +24,8 @@ from pathlib import Path
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+# Set where stdout is kept for machines: what the program prints goes to stderr.
 STDOUT_TO_STDERR = "MESHWRIGHT_STDOUT_TO_STDERR"
-"""Set where stdout is kept for machines: what the program prints goes to stderr."""
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -38,7 +37,10 @@ def main(arguments: list[str]) -> None:
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if os.environ.get(STDOUT_TO_STDERR):
         os.dup2(2, 1)
-    _print_whole_lines()
+    # Lines of several ranks on one terminal or pipe do not run into each other, nor come late.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run_program(program)
@@ -46,15 +48,12 @@ def main(arguments: list[str]) -> None:
         _exit(128 + signal.SIGINT)
     except Exception as error:
         if not _leave_word(folder, rank, error):
-            traceback.print_exception(_from_program(error))
+            # As if the program had been started by itself: what called it is of no use.
+            ours, frames = (__file__, runpy.run_path.__code__.co_filename), error.__traceback__
+            while frames is not None and frames.tb_frame.f_code.co_filename in ours:
+                frames = frames.tb_next
+            traceback.print_exception(error.with_traceback(frames))
         _exit(1)
-
-
-def _print_whole_lines() -> None:
-    """Lines of several ranks on one terminal or pipe do not run into each other, nor come late."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _exit(code: int) -> None:
@@ -71,16 +70,9 @@ def run_program(program: list[str]) -> None:
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = program
+        # As Python does for a script; under ``-m`` it is the current folder.
         sys.path[0] = str(Path(program[0]).resolve().parent)
         runpy.run_path(program[0], run_name="__main__")
-
-
-def _from_program(error: Exception) -> Exception:
-    """The error as if the program had been started by itself: what called it is of no use."""
-    ours, frames = (__file__, runpy.run_path.__code__.co_filename), error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in ours:
-        frames = frames.tb_next
-    return error.with_traceback(frames)
 
 
 def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
@@ -112,8 +104,8 @@ def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Asks the kernel (Linux) to kill this process when the launcher is gone, so that a launcher
-    that was itself killed leaves nothing behind."""
+    """Asks the kernel (Linux) to kill this process when the launcher is gone."""
+    # So a launcher that was itself killed, and could clear up nothing, leaves nothing behind.
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()

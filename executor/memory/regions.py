@@ -51,8 +51,8 @@ class Body:
         return list(dict.fromkeys(m for module in self.modules for m in module.modules()))
 
 
+# Begins a forward through a region, with what enters it.
 Start = Callable[[Body, tuple[Any, ...], dict[str, Any]], Saver]
-"""Begins a forward through a region, with what enters it."""
 
 Hooks = torch.autograd.graph.saved_tensors_hooks
 
@@ -68,13 +68,21 @@ class Regions:
         backward. Its hooks come after those at its entry and before those at its exit."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            # Before the saver looks at them: it keeps values, which lazy tensors do not have yet.
             args, kwargs = materialize((args, kwargs))
             if torch.is_grad_enabled():
-                self._enter(body, start(body, args, kwargs))
+                saver = start(body, args, kwargs)
+                hooks = Hooks(saver.pack, saver.unpack)
+                hooks.__enter__()
+                self._open.append((body, saver, hooks))
             return args, kwargs
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._leave(body)
+            # Not where gradients were off at the entry, and not after ``abandon``.
+            if self._open and self._open[-1][0] is body:
+                _, saver, hooks = self._open.pop()
+                hooks.__exit__()
+                saver.leave()
 
         first, last = body.modules[0], body.modules[-1]
         first.register_forward_pre_hook(OfThisModel(enter), with_kwargs=True)
@@ -82,17 +90,6 @@ class Regions:
         # modules the last may never be reached; ``abandon`` then leaves the region.
         single = len(body.modules) == 1
         last.register_forward_hook(OfThisModel(leave), prepend=True, always_call=single)
-
-    def _enter(self, body: Body, saver: Saver) -> None:
-        hooks = Hooks(saver.pack, saver.unpack)
-        hooks.__enter__()
-        self._open.append((body, saver, hooks))
-
-    def _leave(self, body: Body) -> None:
-        if self._open and self._open[-1][0] is body:
-            _, saver, hooks = self._open.pop()
-            hooks.__exit__()
-            saver.leave()
 
     def abandon(self) -> None:
         """Leaves the regions that a forward has entered and, as it failed, not left."""
@@ -110,8 +107,4 @@ class OfThisModel:
         return self._hook(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-
-def _nothing(*args: Any) -> None:
-    """A hook that changes nothing."""
+        return lambda *args: None

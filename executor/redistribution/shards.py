@@ -50,10 +50,10 @@ class LocalShard(Tensor):
         shard.full_shape = tuple(full_shape)
         return shard
 
-    def is_like(self, other: LocalShard) -> bool:
-        """Whether both are the same slice of the same whole."""
-        names = ("dim_cut", "blocks", "degree", "member", "full_shape")
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+    @property
+    def place(self) -> tuple[int, int, int, int, tuple[int, ...]]:
+        """All that says which slice it is."""
+        return self.dim_cut, self.blocks, self.degree, self.member, self.full_shape
 
 
 # The ``member`` of a ``LocalShard`` on a rank that its unit leaves idle.
@@ -126,7 +126,7 @@ class Shard:
                 return value.to_local()
             return self.take(value.full_tensor())
         if isinstance(value, LocalShard):
-            if not value.is_like(self._mark(value)):
+            if value.place != self._mark(value).place:
                 raise InputError(
                     f"{self.names[0]!r} is a slice of another division: load a full_state_dict"
                 )

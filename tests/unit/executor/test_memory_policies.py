@@ -221,7 +221,7 @@ def test_offload_calls_the_unit_before_back_early(host):
 
 
 def test_views_of_one_storage_travel_once_and_keep_their_strides(host):
-    saver = offload.Offloaded([], [], host, None)
+    saver = offload.Offloaded([], host, None)
     packed = torch.randn(32, 3, 64)
     q, k, v = packed.unbind(1)
     views = [saver.pack(t) for t in (q, k, v)]
