@@ -58,7 +58,6 @@ class Discovery:
     pieces: tuple[PieceProfile, ...] = ()
 
     def unit(self, name: str) -> UnitSpec:
-        """The unit of that name."""
         return next(u for u in self.units if u.name == name)
 
 
@@ -101,11 +100,15 @@ def _discovery(
 ) -> Discovery:
     """Puts units and edges together; the flows differ by so many ``samples``."""
     slopes = _slopes(flows[0], flows[1], samples)
+    # What does not grow with the batch is no activation: weights, tables of positions.
     nodes, ends = pruned(flows[0], {e for e, (whole, _) in slopes.items() if whole > 0})
     names = {node: node for node in nodes}
     glue = [node for node in nodes if node.startswith(GLUE)]
     names.update({node: f"{GLUE}{i}" for i, node in enumerate(glue)})
-    units = tuple(specs[n] if n in specs else _fixed(names[n]) for n in nodes)
+    kinds: dict[str, UnitKind] = {INPUT: "input", OUTPUT: "output"}
+    units = tuple(
+        specs[n] if n in specs else UnitSpec(names[n], kinds.get(n, "glue"), ()) for n in nodes
+    )
     numbers = tensor_numbers(flows[0], ends)
     edges = tuple(_edge(e, slopes[e], names, specs, numbers[e]) for e in ends)
     pieces = pieces_of(trace, traced, names)
@@ -114,8 +117,8 @@ def _discovery(
 
 
 def another_size(batch: Batch) -> Batch:
-    """A batch of one sample more than ``batch``, of the same samples. (One less could be one, which
-    batch normalisation refuses.)"""
+    """A batch of one sample more than ``batch``, of the same samples."""
+    # One less could be one, which batch normalisation refuses.
     return batch.take(torch.arange(batch.size + 1) % batch.size)
 
 
@@ -125,11 +128,6 @@ def fingerprint(model: nn.Module, units: Sequence[UnitSpec]) -> str:
     parts += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
     parts += [f"{u.name} {u.kind} {' '.join(u.modules)}" for u in units]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _fixed(name: str) -> UnitSpec:
-    kinds: dict[str, UnitKind] = {INPUT: "input", OUTPUT: "output"}
-    return UnitSpec(name=name, kind=kinds.get(name, "glue"), modules=())
 
 
 def _slopes(flow: Flow, other: Flow, samples: int) -> dict[Ends, tuple[float, float]]:
@@ -183,14 +181,9 @@ def _specs(
             and not draws_early(traces[0], unit)
         )
         splits = find_splits(model, unit.modules) if batched and plain else ()
-        found[unit.name] = UnitSpec(
-            name=unit.name,
-            kind=unit.kind,
-            modules=unit.modules,
-            batched_inputs=batched,
-            splits=tuple(s for s in splits if _fits(unit, s)),
-            batch_statistics=any(isinstance(x, BATCH_NORMS) for m in modules for x in m.modules()),
-        )
+        fitting = tuple(s for s in splits if _fits(unit, s))
+        norms = any(isinstance(inner, BATCH_NORMS) for m in modules for inner in m.modules())
+        found[unit.name] = UnitSpec(unit.name, unit.kind, unit.modules, batched, fitting, norms)
     return found
 
 
@@ -206,7 +199,7 @@ def _batched(unit: TracedUnit, twin: TracedUnit | None, sizes: Sequence[int]) ->
             continue
         if a.shape[:1] == (sizes[0],) and b.shape[:1] == (sizes[1],):
             found.append(i)
-        elif a.shape != b.shape:
+        elif a.shape != b.shape:  # it grows with the batch, along another dim
             return ()
     return tuple(found)
 
@@ -257,10 +250,12 @@ class _Trial:
     def _holds(self, unit: UnitSpec, split: SplitSpec, call: UnitCall) -> bool:
         """``check.is_equivalent``, once for each kind of unit: equal modules on equal shapes behave
         alike."""
+        # By what a module prints: its class and settings, those of all modules inside it too.
         modules = [self.model.get_submodule(name) for name in unit.modules]
         inside = [(repr(m), [tuple(p.shape) for p in m.parameters()]) for m in modules]
         key = (split.style, split.parts, str(inside), str([t.shape for t in call.tensors()]))
         if key not in self._tried:
+            # The fewest members that can share it: each is a copy of the unit, and a thread.
             degree = next((d for d in (2, 3, 5, 7) if split.uneven or split.parts % d == 0), 0)
             self._tried[key] = bool(degree) and is_equivalent(self.model, unit, split, call, degree)
         return self._tried[key]

@@ -95,26 +95,26 @@ class _Walk:
             self._note(event.outputs)
 
     def _unit(self, unit: TracedUnit) -> None:
-        given = unit.calls[0].inputs
+        given = [seen for seen in unit.calls[0].inputs if seen is not None]
         for seen in given:
-            if seen is not None and seen.key not in self.origins:
-                # Made from nothing but the batch's size, if it has a batch dim: it comes with it.
-                self.origins[seen.key] = _Origin(INPUT)
+            # Made from nothing but the batch's size, if it has a batch dim: it comes with it.
+            self.origins.setdefault(seen.key, _Origin(INPUT))
         self._note(given)
         self._arrive(unit.name, given)
-        known = {s.key for s in given if s is not None}
+        entered = {seen.key for seen in given}
+        known = set(entered)
         for event in self.trace.events[unit.start : unit.end]:
-            if event.module is None:
-                self._check_inside(unit, event, known)
-                known.update(s.key for s in event.outputs if s is not None)
-        changed = {s.key for s in given if s is not None}
-        self._make(_Origin(unit.name), unit.calls[-1].outputs, changed)
-
-    def _check_inside(self, unit: TracedUnit, event: Event, known: set[int]) -> None:
-        foreign = [s for s in event.inputs if s and s.key in self.origins and s.key not in known]
-        if foreign:
-            self.flow.inside.add(unit.name)
-            self._arrive(unit.name, foreign)
+            if event.module is not None:
+                continue
+            # What it reads and neither got nor made: an edge, though no hook can move it there.
+            foreign = [
+                s for s in event.inputs if s and s.key in self.origins and s.key not in known
+            ]
+            if foreign:
+                self.flow.inside.add(unit.name)
+                self._arrive(unit.name, foreign)
+            known.update(s.key for s in event.outputs if s is not None)
+        self._make(_Origin(unit.name), unit.calls[-1].outputs, entered)
 
     def _arrive(self, node: str, tensors: Iterable[TracedTensor | None]) -> None:
         for seen in tensors:
@@ -127,6 +127,7 @@ class _Walk:
         if seen.key in tensors and tensors[seen.key] is seen:
             return
         tensors[seen.key] = seen
+        # Glue has edges only now that something uses what it made, back to where that came from.
         for before, through in origin.sources.values():
             self._connect(before, origin.node, through)
 
@@ -138,7 +139,7 @@ class _Walk:
     def _make(
         self, origin: _Origin, tensors: Iterable[TracedTensor | None], changed: Iterable[int] = ()
     ) -> None:
-        """Gives tensors their origin; of those changed in place, all views of their memory too."""
+        """Gives tensors their origin; of those ``changed`` in place, all views of their memory."""
         changed = set(changed)
         for seen in tensors:
             if seen is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...planner.schema.profile import UnitKind
 from ..splits import block_kind
@@ -45,6 +45,10 @@ class TracedUnit:
     @property
     def end(self) -> int:
         return self.calls[-1].end
+
+    def parameters(self, model: nn.Module) -> set[int]:
+        """Identities of the parameters that its modules have."""
+        return {id(p) for name in self.modules for p in model.get_submodule(name).parameters()}
 
 
 def select_units(model: nn.Module, trace: Trace, refused: Collection[str] = ()) -> list[TracedUnit]:
@@ -85,12 +89,11 @@ def _called_children(model: nn.Module, trace: Trace, name: str) -> Iterator[str]
 
 def _enterable(model: nn.Module, trace: Trace, name: str, children: list[str]) -> bool:
     """Whether a module has parameters in ``children`` only (as far as it uses them), each of which
-    is called once. Its own code may use theirs, as output layers use an embedding's.
-    """
+    is called once."""
     if any(len(trace.calls(child)) != 1 for child in children):
         return False
     inside = set(children)
-    # An output layer that is tied to an embedding uses the embedding's weight in its own code.
+    # Its own code may use theirs: an output layer that is tied to an embedding has its weight.
     theirs = {id(p) for child in children for p in model.get_submodule(child).parameters()}
     return all(
         inside & set(event.stack)
@@ -104,28 +107,20 @@ def parameters_used_outside(model: nn.Module, trace: Trace, traced: list[TracedU
     """Identities of the parameters that are used where they are not registered: outside of units,
     or in a unit that does not have them. They cannot be divided.
     """
-    owned = [
-        (
-            unit.start,
-            unit.end,
-            {id(p) for m in unit.modules for p in model.get_submodule(m).parameters()},
-        )
-        for unit in traced
-    ]
+    owned = [(unit, unit.parameters(model)) for unit in traced]
     found: set[int] = set()
     for event in trace.events:
         used = {id(model.get_parameter(p)) for p in event.parameters}
-        for start, end, own in owned:
-            if start <= event.index < end:
+        for unit, own in owned:
+            if unit.start <= event.index < unit.end:
                 used -= own
         found |= used
     return found
 
 
 def draws_early(trace: Trace, unit: TracedUnit) -> bool:
-    """Whether a unit draws random numbers (dropout) before it uses a parameter: every member of a
-    group would draw them for itself, on an input that all have alike.
-    """
+    """Whether a unit draws random numbers (dropout) before it uses a parameter."""
+    # Every member of a group would draw them for itself, on an input that all have alike.
     for event in trace.events[unit.start : unit.end]:
         if event.parameters:
             return False
@@ -202,9 +197,5 @@ def _used_elsewhere(trace: Trace, tensor: TracedTensor, event: Event) -> bool:
 
 def unused_parameters(model: nn.Module, traced: list[TracedUnit]) -> tuple[str, ...]:
     """Names of parameters that belong to no unit, because the forward does not use them."""
-    owned: set[int] = set()
-    for unit in traced:
-        for name in unit.modules:
-            owned.update(id(p) for p in model.get_submodule(name).parameters())
-    found: list[tuple[str, Tensor]] = list(model.named_parameters())
-    return tuple(name for name, parameter in found if id(parameter) not in owned)
+    owned = {one for unit in traced for one in unit.parameters(model)}
+    return tuple(name for name, p in model.named_parameters() if id(p) not in owned)

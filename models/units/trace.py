@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,17 +67,15 @@ class Trace:
     outputs: list[TracedTensor | None]
     size: int
 
+    def __post_init__(self) -> None:
+        self._calls: dict[str, list[Event]] = {}
+        for event in self.events:
+            if event.module is not None:
+                self._calls.setdefault(event.module, []).append(event)
+
     def calls(self, module: str) -> list[Event]:
         """The calls of a module."""
         return self._calls.get(module, [])
-
-    @cached_property
-    def _calls(self) -> dict[str, list[Event]]:
-        found: dict[str, list[Event]] = {}
-        for event in self.events:
-            if event.module is not None:
-                found.setdefault(event.module, []).append(event)
-        return found
 
 
 class _Recorder(TorchFunctionMode):
@@ -98,7 +95,7 @@ class _Recorder(TorchFunctionMode):
     def _seen(self, tensor: Tensor) -> TracedTensor:
         # id() and the storage's address tell tensors apart only while all of them are alive.
         self._alive.append(tensor)
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction():  # or these questions would be recorded as operations
             gradient = tensor.requires_grad and tensor.is_floating_point()
             size = tensor.numel() * tensor.element_size()
             return TracedTensor(id(tensor), _storage(tensor), tuple(tensor.shape), size, gradient)
@@ -164,13 +161,11 @@ def _hooked(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
 
 def record(model: nn.Module, batch: Batch) -> Trace:
-    """The trace of one forward of the model on ``batch``; the model is left as it was.
-
-    A model in evaluation mode is traced in training mode, as that is how it will be run.
-    Raises ``InputError`` with the model's own error where it fails on its batch.
-    """
+    """The trace of one forward of the model on ``batch``, in training mode; the model is left as it
+    was. Raises ``InputError`` with the model's own error where it fails on its batch."""
     recorder = _Recorder(model)
     with preserved(model), torch.enable_grad():
+        # Only where the whole is in evaluation mode: the user may have frozen parts of it.
         if not model.training:
             model.train()
         try:
