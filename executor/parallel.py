@@ -122,7 +122,7 @@ def loss_weight(count: float, model: nn.Module | None = None) -> None:
     # The header goes first: control vectors are matched in the order in which ranks send them.
     run.forward.announce()
     counts = run.control.gather([number], "loss_weight", whole=False)
-    run.forward.weigh(Weight.of(number, counts))
+    run.forward.weight = Weight.of(number, counts)
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:

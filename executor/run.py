@@ -276,8 +276,8 @@ class Run:
         output = materialize(output)
         if forward is None or not torch.is_grad_enabled():
             return output
-        if forward.announced:
-            number = forward.announce().number
+        if forward.header is not None:
+            number = forward.header.number
             self.watch.post(f"has finished forward {number} and not begun its backward")
         return scale_output(output, forward, self.gradients.began)
 

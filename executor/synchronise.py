@@ -152,12 +152,6 @@ class GradientSynchroniser:
             (e in self._changed and e.parameter.grad is not None) or self._exchange.holds(e)
             for e in self.params
         ]
-        votes = self._vote(used)
-        # Not counted here: a rank that has all gradients itself need not wait for the votes.
-        self._exchange.end(lambda: self._count(votes))
-        self._changed.clear()
-
-    def _vote(self, used: list[bool]) -> Gathered:
         latest = self._latest()
         forward = latest.announce().number if latest is not None else 0
         order_digest = self._exchange.order_digest()
@@ -165,7 +159,10 @@ class GradientSynchroniser:
         # ranks have the same x.
         head = [self._number, -self._number, forward, -forward, order_digest, -order_digest]
         vector = torch.tensor(head + [int(u) for u in used], dtype=torch.int64, device="cpu")
-        return self._control.most(vector, f"the end of backward after forward {forward}")
+        votes = self._control.most(vector, f"the end of backward after forward {forward}")
+        # Not counted here: a rank that has all gradients itself need not wait for the votes.
+        self._exchange.end(lambda: self._count(votes))
+        self._changed.clear()
 
     def _count(self, votes: Gathered) -> set[GradParam]:
         """The entries that some rank has a gradient for."""

@@ -104,8 +104,3 @@ def run_modules(model: nn.Module, modules: Sequence[str], call: UnitCall) -> Any
     for name in modules[1:]:
         output = model.get_submodule(name)(output)
     return output
-
-
-def run_unit(model: nn.Module, unit: UnitSpec, call: UnitCall) -> Any:
-    """The output of a unit on a call that ``capture`` recorded."""
-    return run_modules(model, unit.modules, call)

@@ -16,7 +16,7 @@ from ...planner.schema.cluster import Cluster
 from ...planner.schema.errors import InputError, MemoryRunError
 from ...planner.schema.plan import Plan
 from ...planner.schema.profile import ModelProfile
-from ...planner.schema.record import save
+from ...planner.schema.record import load, save
 from ...planner.schema.text import seconds, size
 from ...planner.solve.problem import Problem
 from ...planner.solve.solver import solve
@@ -35,9 +35,9 @@ from .processes import Ranks, check_plan, run_ranks
 from .report import (
     PLAN_VARIABLE,
     REPORT_VARIABLE,
+    RankFigures,
     RunReport,
     background_figures,
-    collect,
     report_of_script,
 )
 from .start import cores, device_name
@@ -116,7 +116,7 @@ def _launch_script(plan: Plan, script: Sequence[str], ranks: Ranks) -> RunReport
         save(plan, folder / PLAN)
         told = {PLAN_VARIABLE: str(folder / PLAN), REPORT_VARIABLE: name}
         run_ranks(script, ranks.telling(told), folder)
-        found = collect(folder)
+        found = [load(RankFigures, path) for path in sorted(folder.glob("figures-*.json"))]
     return report_of_script(plan, found) if found and ranks.node_rank == 0 else None
 
 

@@ -226,11 +226,6 @@ def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Non
     atexit.register(leave)
 
 
-def collect(folder: Path) -> list[RankFigures]:
-    """What the ranks of this host left."""
-    return [load(RankFigures, path) for path in sorted(folder.glob("figures-*.json"))]
-
-
 def given_plan(plan: Plan | str | Path | None) -> Plan | None:
     """The plan that a script names, or the launcher for it; None where there is none."""
     source = plan if plan is not None else os.environ.get(PLAN_VARIABLE)

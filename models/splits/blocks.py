@@ -187,8 +187,11 @@ def _forward(module: nn.MultiheadAttention, heads: slice) -> Callable[..., tuple
         # Queries, keys and values, a third each: they are cut alike, so a member's are thirds too.
         weights = module.in_proj_weight.chunk(3)
         biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+        # Each [sample, head, position, size]. The number of heads is said, as torch could not tell
+        # it of a group that has no samples.
+        own = len(weights[0]) // module.head_dim
         q, k, v = (
-            _by_head(F.linear(x, w, b), module.head_dim)
+            F.linear(x, w, b).view(*x.shape[:-1], own, module.head_dim).transpose(1, 2)
             for x, w, b in zip((query, key, value), weights, biases, strict=True)
         )
         mask = _mask(attn_mask, key_padding_mask, len(query), heads, query.dtype)
@@ -197,12 +200,6 @@ def _forward(module: nn.MultiheadAttention, heads: slice) -> Callable[..., tuple
         return module.out_proj(mixed.transpose(1, 2).flatten(2)), None
 
     return forward
-
-
-def _by_head(x: Tensor, head_dim: int) -> Tensor:
-    """[sample, position, head × size] as [sample, head, position, size]."""
-    heads = x.shape[-1] // head_dim  # torch could not tell of a group that has no samples
-    return x.view(*x.shape[:-1], heads, head_dim).transpose(1, 2)
 
 
 def _mask(

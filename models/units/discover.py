@@ -71,7 +71,8 @@ def discover(
     own inputs before it is listed. Raises ``InputError`` where the model fails on its batch. The
     model is left as it was.
     """
-    other = other or another_size(batch)
+    # One sample more, as one less could be one, which batch normalisation refuses.
+    other = other or batch.take(torch.arange(batch.size + 1) % batch.size)
     traces = record(model, batch), record(model, other)
     trial = _Trial(model, batch) if check else None
     refused: set[str] = set()
@@ -114,12 +115,6 @@ def _discovery(
     pieces = pieces_of(trace, traced, names)
     unused = unused_parameters(model, traced)
     return Discovery(units, edges, unused, fingerprint(model, units), pieces)
-
-
-def another_size(batch: Batch) -> Batch:
-    """A batch of one sample more than ``batch``, of the same samples."""
-    # One less could be one, which batch normalisation refuses.
-    return batch.take(torch.arange(batch.size + 1) % batch.size)
 
 
 def fingerprint(model: nn.Module, units: Sequence[UnitSpec]) -> str:
