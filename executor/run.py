@@ -255,6 +255,7 @@ class Run:
         return forward
 
     def _new_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Forward:
+        # Shapes are compared only where tensors move between ranks: else each may have its own.
         samples = samples_of(args, kwargs)
         shapes = digest(shapes_of(args, kwargs)) if self.divided else 0
         mode = 2 * model.training + torch.is_grad_enabled()

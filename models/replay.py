@@ -25,6 +25,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     modes = [(m, m.training) for m in model.modules()]
     for parameter, _ in gradients:
         parameter.grad = None  # backward would add to what is there
+    # The model's own devices: by default torch saves the random state of every one that there is.
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices=devices):

@@ -82,7 +82,7 @@ class Background:
     def settings(self) -> Settings:
         """What the pacer is told. Raises ``InputError`` for a plan that cannot run so."""
         if self.is_plan:
-            _check_plan(self.run)
+            _check_plan(self.run)  # here, where the user reads it, and not only in the job's log
             command: tuple[str, ...] = (sys.executable, "-m", __name__, self.run)
         else:
             command = command_of(self.run)

@@ -69,6 +69,7 @@ def launch(
         report = run(plan, script, steps, ranks)
         at_end(report)
         return report
+    # Each host has a background job of its own, beside the ranks that it starts.
     here = range(ranks.node_rank * ranks.nproc, (ranks.node_rank + 1) * ranks.nproc)
     with background_job(background.settings()) as job, _stopped_with_run(job, say):
         say(outlook(plan, here))

@@ -68,7 +68,7 @@ def run_task(
         save(task, folder / TASK)
         if plan is not None:
             save(plan, folder / PLAN)
-        # Whatever a model prints, stdout is this process's own.
+        # Whatever a model prints, stdout is this process's own: it may be for machines.
         quiet = ranks.telling({STDOUT_TO_STDERR: "1"})
         run_ranks(["-m", f"{__package__}.tasks", name], quiet, folder)
         found = folder / ANSWER
@@ -87,6 +87,7 @@ def do(folder: Path) -> None:
     work = getattr(importlib.import_module(module), function)
     device = start_process_group(time_limit(task.timeout_s))
     answer = work(task, folder, device)
+    # All ranks have the answer, and one file of it is enough.
     if os.environ["RANK"] == "0":
         save(answer, folder / ANSWER)
 

@@ -184,6 +184,7 @@ def verify_on_ranks(
         parameters = {n for n, _ in alone.named_parameters(remove_duplicate=False)}
         return _compare(ours, theirs, plan, dtype, parameters)
 
+    # On rank 0 alone, whose error or answer all ranks get: elsewhere they would only wait.
     found = rank_zero_decides(judge)
     return Verification(
         target=plan.target,
@@ -237,6 +238,7 @@ def _draw(
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    # Linear in the gradient, so that the state differs as little as gradients do.
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
@@ -258,6 +260,7 @@ def _train_together(
 
 def _check_repeatable(model: nn.Module, batch: Batch) -> None:
     """Two forwards must give the same, or nothing that is compared means anything."""
+    # Buffers are put back: training forwards change running statistics.
     before = [b.clone() for b in model.buffers()]
     with torch.no_grad():
         first, second = (pytree.tree_leaves(model(*batch.args, **batch.kwargs)) for _ in range(2))

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
     try:
         run_program(program)
     except KeyboardInterrupt:  # the launcher has it too, and says so
-        _exit(128 + signal.SIGINT)
+        _exit(128 + signal.SIGINT)  # as a shell reports it
     except Exception as error:
         if not _leave_word(folder, rank, error):
             # As if the program had been started by itself: what called it is of no use.
@@ -99,6 +99,7 @@ def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
         "expected": expected,
         "memory": memory,
     }
+    # Whole or not at all: the launcher may read it while peers are still failing.
     write_whole(folder / f"failure-{rank}.json", json.dumps(word).encode())
     return expected
 

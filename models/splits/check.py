@@ -35,6 +35,7 @@ from .recipe import slice_parameter
 # which the members draw for themselves; and with random parameters, because zeros and ones (fresh
 # biases and norms) hide terms that are added twice or forgotten.
 
+# Seconds that members wait for each other: one may never come.
 _WAIT_S = 60.0
 # Sequences of more positions are tried with so many.
 _LONG, _SHORT = 256, 16
@@ -97,6 +98,7 @@ def run_members(
         reduce = partial(meeting.reduce, index)
         apply_split(member.model, unit.modules, spec, degree, index, reduce)
         given = member_call(unit, spec, call, degree, index)
+        # Daemons: one that hangs in a look-alike's forward must not keep the process.
         threads.append(threading.Thread(target=work, args=(member, given), daemon=True))
     for thread in threads:
         thread.start()
@@ -241,6 +243,7 @@ def _agrees(
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    # A gradient that one side did not compute and zeros of the other are the same.
     if a is None or b is None:
         return (a is None or not a.any()) and (b is None or not bool(b.any()))
     return torch.allclose(a, b, 1e-9, 1e-10)
@@ -257,7 +260,7 @@ def _same_parameters(holder: nn.Module, spec: SplitSpec, members: Sequence[Membe
         elif name in cuts:
             for j, gradient in enumerate(own):
                 part = slice_parameter(parameter.grad, cuts[name], len(members), j)
-                if part.numel() and not _same(part, gradient):
+                if part.numel() and not _same(part, gradient):  # an empty slice may have none
                     return False
         else:
             total = sum((g for g in own if g is not None), torch.zeros_like(parameter))

@@ -20,7 +20,7 @@ normalisation that follows is cut along with the output channels, which it treat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,7 @@ def features_of(module: nn.Module) -> tuple[int, int]:
 
 def sync_width(module: nn.Module) -> None:
     """Tells the layer how many outputs it has now, where its forward asks."""
+    # ``nn.Linear`` goes by its weight; transformers' Conv1D shapes its output by an attribute.
     if is_transposed(module):
         module.nf = cast(Tensor, module.weight).shape[1]  # type: ignore[assignment]
 
@@ -120,20 +121,32 @@ def patch_row(module: nn.Module, reduce: Reduce) -> None:
     module.forward = forward
 
 
+_PER_CHANNEL = {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}
+
+
+def _columns_and_rows(
+    modules: Modules, inputs: int, outputs: int, out: int, feature_dim: int
+) -> list[SplitSpec]:
+    """Column where what follows the first layer allows it; row always. ``out`` is the dimension of
+    output features of its weight, ``feature_dim`` that of features of the tensors."""
+    (name, first), *rest = modules.items()
+    row = cuts_of(name, first, {"weight": 1 - out})
+    found = [SplitSpec("row", inputs, True, inputs, feature_dim, tuple(row))]
+    if works_on_slices(first, [module for _, module in rest]):
+        column = cuts_of(name, first, {"weight": out, "bias": 0})
+        for follower, module in rest:
+            if isinstance(module, BATCH_NORMS):
+                column += cuts_of(follower, module, _PER_CHANNEL)
+        found.insert(0, SplitSpec("column", outputs, True, outputs, feature_dim, tuple(column)))
+    return found
+
+
 class LinearRecipe:
     def specs(self, modules: Modules) -> list[SplitSpec]:
-        """Column where all that follows is elementwise; row always."""
-        (name, first), *rest = modules.items()
+        first = next(iter(modules.values()))
         if not is_linear(first):
             return []
-        inputs, outputs = features_of(first)
-        out = out_dim(first)
-        row = cuts_of(name, first, {"weight": 1 - out})
-        found = [SplitSpec("row", inputs, True, inputs, -1, tuple(row))]
-        if works_on_slices(first, [module for _, module in rest]):
-            column = cuts_of(name, first, {"weight": out, "bias": 0})
-            found.insert(0, SplitSpec("column", outputs, True, outputs, -1, tuple(column)))
-        return found
+        return _columns_and_rows(modules, *features_of(first), out_dim(first), -1)
 
     def patch(self, modules: Modules, spec: SplitSpec, member: GroupMember) -> None:
         first = next(iter(modules.values()))
@@ -177,6 +190,7 @@ def _patch_symbols(module: nn.Embedding, first: int, reduce: Reduce) -> None:
         if count == 0:
             zeros = module.weight.new_zeros(*input.shape, module.weight.shape[1])
             return reduce(zeros + module.weight.sum())
+        # The padding symbol's vector gets no gradient; it may lie in another member's slice.
         inside = padding if padding is not None and 0 <= padding < count else None
         vectors = F.embedding(local.clamp(0, count - 1), module.weight, inside)
         return reduce(vectors * mine.unsqueeze(-1))
@@ -225,31 +239,15 @@ def _attach(x: Tensor, module: nn.Module) -> Tensor:
     return x
 
 
-_PER_CHANNEL = {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}
-
-
 # DTensor is not used for the computation: in torch 2.13 it returns wrong results for a convolution
 # with sharded channels, without an error.
 class ConvolutionRecipe:
     def specs(self, modules: Modules) -> list[SplitSpec]:
         """None for grouped convolutions."""
-        (name, first), *rest = modules.items()
-        if type(first) not in CONVOLUTIONS:
+        first: Any = next(iter(modules.values()))
+        if type(first) not in CONVOLUTIONS or first.groups != 1:
             return []
-        assert isinstance(first, CONVOLUTIONS)
-        if first.groups != 1:
-            return []
-        assert isinstance(first, CONVOLUTIONS)
-        outputs, inputs = first.out_channels, first.in_channels
-        row = cuts_of(name, first, {"weight": 1})
-        found = [SplitSpec("row", inputs, True, inputs, 1, tuple(row))]
-        if works_on_slices(first, [module for _, module in rest]):
-            column = cuts_of(name, first, {"weight": 0, "bias": 0})
-            for follower, module in rest:
-                if isinstance(module, BATCH_NORMS):
-                    column += cuts_of(follower, module, _PER_CHANNEL)
-            found.insert(0, SplitSpec("column", outputs, True, outputs, 1, tuple(column)))
-        return found
+        return _columns_and_rows(modules, first.in_channels, first.out_channels, 0, 1)
 
     def patch(self, modules: Modules, spec: SplitSpec, member: GroupMember) -> None:
         first = next(iter(modules.values()))

@@ -116,6 +116,7 @@ def cut_in_place(model: nn.Module, cut: ParameterCut, degree: int, member: int) 
             "call zero_grad() before dividing it"
         )
     shard = slice_parameter(tensor.detach(), cut, degree, member)
+    # Through ``.data``: the object is what optimizers, ties and the user's own code hold.
     forget_accumulator(tensor)
     tensor.data = shard
     setattr(tensor, _MARK, wanted)

@@ -127,13 +127,13 @@ def fingerprint(model: nn.Module, units: Sequence[UnitSpec]) -> str:
 
 def _slopes(flow: Flow, other: Flow, samples: int) -> dict[Ends, tuple[float, float]]:
     """(bytes, gradient bytes) for each sample of each edge, by two forwards of different size."""
-    found = {}
-    for ends in flow.edges:
-        if ends in other.edges:
-            whole = (flow.bytes(ends) - other.bytes(ends)) / samples
-            back = (flow.gradient_bytes(ends) - other.gradient_bytes(ends)) / samples
-            found[ends] = (max(0.0, whole), max(0.0, back))
-    return found
+
+    def slope(ends: Ends, gradient: bool) -> float:
+        more = flow.bytes(ends, gradient=gradient) - other.bytes(ends, gradient=gradient)
+        # What is smaller for more samples does not grow with them, so it is no activation.
+        return max(0.0, more / samples)
+
+    return {e: (slope(e, False), slope(e, True)) for e in flow.edges if e in other.edges}
 
 
 def _edge(
@@ -144,6 +144,8 @@ def _edge(
     tensors: int,
 ) -> EdgeProfile:
     source, target = ends
+    # A source that is divided by columns leaves slices of its features, a target that is divided by
+    # rows takes some: either may say how many there are.
     sliced = [
         split.features
         for name, style in ((source, "column"), (target, "row"))

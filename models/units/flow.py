@@ -29,13 +29,10 @@ class Flow:
     edges: dict[Ends, dict[int, TracedTensor]] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)
 
-    def bytes(self, ends: Ends) -> int:
-        """All bytes of an edge."""
-        return sum(seen.bytes for seen in self.edges[ends].values())
-
-    def gradient_bytes(self, ends: Ends) -> int:
-        """Bytes of an edge's tensors that have a gradient."""
-        return sum(seen.bytes for seen in self.edges[ends].values() if seen.gradient)
+    def bytes(self, ends: Ends, *, gradient: bool = False) -> int:
+        """All bytes of an edge, or those of tensors that have a ``gradient``."""
+        tensors = self.edges[ends].values()
+        return sum(seen.bytes for seen in tensors if seen.gradient or not gradient)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +142,7 @@ class _Walk:
             if seen is None:
                 continue
             self._note([seen])
+            # Whoever reads an older view of that memory gets what was written through this one.
             keys = self.views[seen.storage] if seen.key in changed else {seen.key}
             self.origins.update(dict.fromkeys(keys, origin))
 

@@ -37,6 +37,7 @@ class _Forward:
 
     def pieces(self) -> tuple[PieceProfile, ...]:
         """See ``pieces_of``."""
+        # Of those that begin together the longest first: a container before what is in it.
         stretches = sorted(
             [*(unit.calls for unit in self.traced), *((call,) for call in self._containers())],
             key=lambda calls: (calls[0].index, -calls[-1].end),
