@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...models.units.storages import tensors_in
+from ...models.units.storages import peak_bytes, tensors_in
 from ...models.workload import Batch, Workload
 from ...planner.schema.goal import OPTIMIZERS, Goal
 from ...planner.schema.plan import Plan
@@ -21,7 +21,6 @@ from ...planner.schema.record import Bytes, Count, Record, Seconds
 from ..apply import apply
 from ..gradients.dropping import DroppedGradGroup
 from ..gradients.reshard import held_parameters
-from ..memory.peak import peak_bytes
 from ..micro import micro_batches
 from ..parallel import is_parallel, run_of
 from ..run import Run

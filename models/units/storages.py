@@ -117,3 +117,27 @@ def _key(tensor: Tensor) -> int:
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of nested containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def peak_bytes(
+    work: Callable[[], object],
+    lasting: Iterable[Tensor],
+    device: torch.device,
+    excluded: Iterable[Tensor] = (),
+) -> int:
+    """The most memory that tensors take during ``work()``, in bytes: with the ``lasting`` tensors
+    that live throughout and without the ``excluded`` ones, which are there for the measurement
+    only.
+
+    On CUDA what the allocator gave out; elsewhere what ``LiveStorages`` counts.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        return int(torch.cuda.max_memory_allocated(device))
+    live = LiveStorages()
+    with live:
+        live.ignore(excluded)
+        live.add(lasting)
+        work()
+    return live.peak

@@ -9,7 +9,7 @@ import pytest
 import torch
 from meshwright.executor.memory import offload
 from meshwright.executor.memory.install import check_memory, install_memory
-from meshwright.executor.memory.peak import peak_bytes
+from meshwright.models.units.storages import peak_bytes
 from meshwright.planner.schema.errors import InputError, RunError
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import UnitPlan
