@@ -83,7 +83,7 @@ def apply(
     if optimizer is not None:
         optimizers.slice_state(optimizer, shards.parameters)
     _prepare_norms(model, run, shards)
-    run.regions = install_memory(model, plan, _device(model), lambda: run.forward, run.as_now)
+    run.regions = install_memory(model, plan, _device(model), lambda: run.forward, run.resume_later)
     install(model, shards.by_name)
     entries = replace_impossible_mirrors(entries_of(model, run, shards), optimizer)
     entries = shard(entries, optimizer, run.world, run.watch)

@@ -82,7 +82,7 @@ def _divide_unit(
     for cut in spec.cuts:
         tensor = tensor_named(model, cut.name)
         names = shards.names_of(tensor)
-        shards.add(tensor, Shard(names, cut, group, tensor.shape, tensor.stride()))
+        shards.add(tensor, Shard(names, cut, degree, group, tensor.shape, tensor.stride()))
     apply_split(model, unit.modules, spec, degree, group.member, boundary.reduce)
     shards.slice_gradients()
     shards.add_modules(model, unit, degree)

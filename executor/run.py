@@ -218,7 +218,7 @@ class Run:
             self.regions.abandon()
             self.redistribution_cache.end(complete=complete)
 
-    def as_now(self) -> Callable[[], AbstractContextManager[None]]:
+    def resume_later(self) -> Callable[[], AbstractContextManager[None]]:
         """What makes the forward that runs now the current one later, when parts of it run again
         in backward: how many samples ranks have in it, say."""
         forward = self.forward

@@ -198,20 +198,20 @@ def _time_limit(ranks: Ranks, folder: Path) -> Iterator[threading.Event]:
 
 
 def _failure(folder: Path, error: ChildFailedError) -> Exception:
-    """What a rank left word of, the earliest; else how its process ended."""
-    words = [json.loads(p.read_bytes()) for p in folder.glob("failure-*.json")]
+    """What a rank has written of its failure, the earliest; else how its process ended."""
+    written = [json.loads(p.read_bytes()) for p in folder.glob("failure-*.json")]
     killed = [r for r, f in error.failures.items() if f.exitcode == -signal.SIGKILL]
-    # One that was killed left no word, and those of its peers are of what came of that. The kernel
-    # kills so where memory has run out.
-    if killed and not any(word["memory"] for word in words):
+    # One that was killed wrote nothing, and what its peers wrote is of what came of that. The
+    # kernel kills so where memory has run out.
+    if killed and not any(failed["memory"] for failed in written):
         return MemoryRunError(
             f"rank {min(killed)} ended with SIGKILL (out of memory?); its own output says more"
         )
-    if not words:
+    if not written:
         rank, failure = error.get_first_failure()
         how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         return RunError(f"rank {rank} ended with {how}; its own output says more")
-    first = min(words, key=lambda word: float(word["time"]))
+    first = min(written, key=lambda failed: float(failed["time"]))
     message = first["message"]
     if first["exit_code"] == InputError.exit_code:
         return InputError(message)

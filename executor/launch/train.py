@@ -110,7 +110,7 @@ def _peak(workload: Workload, plan: Plan, batch: Batch, optimizer: torch.optim.O
             timed_step(workload, plan, batch, optimizer)
 
     apart = tensors_in((batch.args, dict(batch.kwargs), batch.target))
-    return peak_bytes(work, _standing(workload, optimizer), _device(workload), apart)
+    return peak_bytes(work, _lasting(workload, optimizer), _device(workload), apart)
 
 
 def _dropped_groups(run: Run) -> list[DroppedGradGroup]:
@@ -177,7 +177,7 @@ def optimizer_for(goal: Goal, parameters: object, rate: float = 1e-3) -> torch.o
     return kind(parameters, lr=rate, **options)
 
 
-def _standing(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """What lives from step to step."""
     # One by one: a list would keep what is held back of gradients beyond the step that sends it.
     yield from held_parameters(workload.model)

@@ -164,7 +164,7 @@ def verify_on_ranks(
     afterwards. ``batch`` in samples: the plan's, but at most four for each rank, unless given.
     """
     plan, notes = _over_the_whole_batch(plan, workload.model)
-    notes += _still(workload.model)
+    notes += _without_dropout(workload.model)
     size = batch or min(plan.goal.batch, 4 * plan.world_size * plan.micro_batches)
     sizes = [size, size + 1, size]
     batches = together(lambda: _draw(workload, sizes, dtype, device))
@@ -210,16 +210,16 @@ def _over_the_whole_batch(plan: Plan, model: nn.Module) -> tuple[Plan, list[str]
     return msgspec.structs.replace(plan, goal=goal), [note]
 
 
-def _still(model: nn.Module) -> list[str]:
+def _without_dropout(model: nn.Module) -> list[str]:
     """Turns dropout off: modules, and the rates that modules of any kind keep as attributes."""
-    off = list(_rates(model))  # a list, as what is zero is found no more
+    off = list(_dropout_rates(model))  # a list, as what is zero is found no more
     for module, name in off:
         setattr(module, name, 0.0)
     what = "1 module" if len(off) == 1 else f"{len(off)} modules"
     return [f"dropout is off in {what}"] if off else []
 
 
-def _rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for module in model.modules():
         is_dropout = "dropout" in type(module).__name__.lower()
         for name, value in vars(module).items():

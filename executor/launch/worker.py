@@ -1,4 +1,4 @@
-"""What ``launch`` starts on every rank: it runs a program and leaves word of how it failed.
+"""What ``launch`` starts on every rank: it runs a program and writes down how it failed.
 
 ``python -m meshwright.executor.launch.worker FOLDER SCRIPT ARGS…`` (or ``-m MODULE ARGS…``) does as
 ``python SCRIPT ARGS…`` would, and besides: it ends when its parent dies, however that dies; and
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
     except KeyboardInterrupt:  # the launcher has it too, and says so
         _exit(128 + signal.SIGINT)  # as a shell reports it
     except Exception as error:
-        if not _leave_word(folder, rank, error):
+        if not _write_failure(folder, rank, error):
             # As if the program had been started by itself: what called it is of no use.
             ours, frames = (__file__, runpy.run_path.__code__.co_filename), error.__traceback__
             while frames is not None and frames.tb_frame.f_code.co_filename in ours:
@@ -75,8 +75,9 @@ def run_program(program: list[str]) -> None:
         runpy.run_path(program[0], run_name="__main__")
 
 
-def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
-    """Writes why; returns whether the sentence says it all, as those of our own errors do."""
+def _write_failure(folder: Path, rank: int, error: Exception) -> bool:
+    """Writes why the program failed; returns whether the sentence says it all, as those of our own
+    errors do."""
     from ...planner.schema.errors import MeshwrightError
     from ...planner.schema.record import write_whole
 
@@ -90,7 +91,7 @@ def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
         if told is not None:
             expected, message = True, told.sentence
             memory = {"details": told.details, "limit_bytes": told.limit_bytes}
-    word = {
+    failure = {
         "rank": rank,
         "time": time.time(),
         "kind": type(error).__name__,
@@ -100,7 +101,7 @@ def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
         "memory": memory,
     }
     # Whole or not at all: the launcher may read it while peers are still failing.
-    write_whole(folder / f"failure-{rank}.json", json.dumps(word).encode())
+    write_whole(folder / f"failure-{rank}.json", json.dumps(failure).encode())
     return expected
 
 

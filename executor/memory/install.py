@@ -13,7 +13,7 @@ from ...planner.schema.plan import Plan, UnitPlan
 from . import offload as offloading
 from .offload import Offload
 from .recompute import Recomputed, ResumeForward
-from .regions import Body, Regions
+from .regions import Region, Regions
 
 
 def check_memory(model: nn.Module, plan: Plan, device: torch.device) -> None:
@@ -80,8 +80,10 @@ def install_memory(
     divided."""
     regions = Regions()
 
-    def recompute(body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> Recomputed:
-        return Recomputed(body, args, kwargs, resume_later())
+    def recompute(
+        region: Region, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Recomputed:
+        return Recomputed(region, args, kwargs, resume_later())
 
     offloaded = any(unit.memory == "offload" for unit in plan.units)
     # Not made where nothing is offloaded: it has a stream of its own.
@@ -89,12 +91,12 @@ def install_memory(
     offload = Offload(host, current_forward) if host is not None else None
     # Units without modules have nothing to do again.
     alone = [u for u in plan.units if not u.segment and u.memory != "keep" and u.modules]
-    bodies = [(unit.name, unit.modules, unit.memory) for unit in alone]
-    bodies += [(units[0].name, segment, "recompute") for segment, units in _segments(plan)]
-    for name, modules, memory in bodies:
-        body = Body(name, [model.get_submodule(path) for path in modules])
+    named = [(unit.name, unit.modules, unit.memory) for unit in alone]
+    named += [(units[0].name, segment, "recompute") for segment, units in _segments(plan)]
+    for name, modules, memory in named:
+        region = Region(name, [model.get_submodule(path) for path in modules])
         if memory == "recompute":
-            regions.add(body, recompute)
+            regions.add(region, recompute)
         elif offload is not None:
-            regions.add(body, offload.start)
+            regions.add(region, offload.start)
     return regions

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .regions import Body
+from .regions import Region
 
 # What is smaller stays: a copy of it would take little but its latency.
 LEAST_BYTES = 4096
@@ -182,9 +182,9 @@ class Offload:
         self._last: weakref.ref[Offloaded] | Callable[[], None] = _nothing
         self._last_forward: object = None
 
-    def start(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Offloaded:
+    def start(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Offloaded:
         """Begins a forward through a region."""
-        lasting = [t for m in body.modules for t in (*m.parameters(), *m.buffers())]
+        lasting = [t for m in region.modules for t in (*m.parameters(), *m.buffers())]
         forward = self._current_forward()
         # What was entered last in another forward is another graph's: its backward comes at another
         # time.

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree  # torch has no public name for it
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ...planner.schema.errors import InputError, RunError
 from ..redistribution.lazy import version_of
-from .regions import Body, Hooks
+from .regions import Region
 
 # Makes a forward the current one again, for a while.
 ResumeForward = Callable[[], AbstractContextManager[None]]
@@ -42,22 +43,22 @@ class Recomputed:
 
     def __init__(
         self,
-        body: Body,
+        region: Region,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         resume_forward: ResumeForward,
     ) -> None:
-        self._body, self._args, self._kwargs = body, args, kwargs
+        self._region, self._args, self._kwargs = region, args, kwargs
         self._tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         self._versions = _versions(self._tensors)
         # Versions are compared before the second forward: of other values it would save others.
-        self._parameters = [p for module in body.modules for p in module.parameters()]
+        self._parameters = [p for module in region.modules for p in module.parameters()]
         self._parameter_versions: list[int] = []
         # Weak: what backward no longer asks for must not be kept again.
         self._saved: list[weakref.ref[SavedTensor]] = []
         self._task = NO_TASK  # the backward that their values were made in
         self._kinds: list[tuple[Any, ...]] = []
-        self._state = _State(body.inner(), [*self._tensors, *self._parameters], resume_forward)
+        self._state = _State(region.inner(), [*self._tensors, *self._parameters], resume_forward)
 
     def pack(self, tensor: Tensor) -> SavedTensor:
         """Remembers that there was a tensor, and nothing of it."""
@@ -71,8 +72,9 @@ class Recomputed:
         self._parameter_versions = _versions(self._parameters)
         if _versions(self._tensors) != self._versions:
             raise InputError(
-                f"unit {self._body.name!r} changes its input in place, so it cannot be recomputed "
-                "from it: plan it with memory 'keep' (--forbid recompute), or build it without"
+                f"unit {self._region.name!r} changes its input in place, so it cannot be "
+                "recomputed from it: plan it with memory 'keep' (--forbid recompute), or build it "
+                "without"
             )
 
     def unpack(self, saved: SavedTensor) -> Tensor:
@@ -102,8 +104,8 @@ class Recomputed:
             number += 1
 
         # With gradients, as backward runs without: the same operators must save the same tensors.
-        with self._state.restored(), torch.enable_grad(), Hooks(keep, _no_backward):
-            self._body.run(args, kwargs)
+        with self._state.restored(), torch.enable_grad(), saved_tensors_hooks(keep, _no_backward):
+            self._region.run(args, kwargs)
         if number < len(self._saved):
             raise self._other("fewer tensors")
 
@@ -113,13 +115,13 @@ class Recomputed:
             return
         what = "its parameters were" if inputs else "what enters it was"
         raise RunError(
-            f"unit {self._body.name!r} is to be recomputed in backward, and {what} changed in "
+            f"unit {self._region.name!r} is to be recomputed in backward, and {what} changed in "
             "place since its forward: change them after backward, or plan it with memory 'keep'"
         )
 
     def _other(self, what: str) -> RunError:
         return RunError(
-            f"unit {self._body.name!r} saves {what} when its forward runs again in backward: its "
+            f"unit {self._region.name!r} saves {what} when its forward runs again in backward: its "
             "path must not depend on anything but its inputs; plan it with memory 'keep'"
         )
 

@@ -66,17 +66,15 @@ class LocalPart(Tensor):
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One member's slice of a parameter or buffer. ``names`` are all its names in the model."""
+    """One member's slice of a parameter or buffer, which ``degree`` members divide. ``names`` are
+    all its names in the model."""
 
     names: tuple[str, ...]
     cut: ParameterCut
+    degree: int
     group: Group
     full_shape: torch.Size
     full_stride: tuple[int, ...]
-
-    @property
-    def degree(self) -> int:
-        return self.group.size
 
     def take(self, full: Tensor) -> Tensor:
         """This member's slice of the whole."""
@@ -166,12 +164,11 @@ class SubsetShard(Shard):
     first position to all; ``state_dict``, which never communicates, has an empty ``LocalShard`` on
     idle ranks.
 
-    ``group`` are all ranks, in the order of positions; ``slice_`` is this rank's slice where
-    ``members`` of each group divide the tensor."""
+    ``group`` are all ranks, in the order of positions; ``slice_`` is this rank's slice where the
+    tensor is divided."""
 
     layout: Layout
     world: World
-    members: int = 1
     slice_: Shard | None = None
 
     @staticmethod
@@ -184,18 +181,13 @@ class SubsetShard(Shard):
         cut: ParameterCut | None,
     ) -> SubsetShard:
         """That of ``tensor``, a unit's own ``name`` for it being one of its ``names``."""
-        shape, stride, part = tensor.shape, tensor.stride(), None
+        full, part = (tensor.shape, tensor.stride()), None
         if cut is not None and layout.place(world.position) is not None:
-            part = Shard(names, cut, world.neighbours[layout], shape, stride)
+            part = Shard(names, cut, layout.degree, world.neighbours[layout], *full)
         everyone = world.spans[range(world.size)]
-        members = layout.degree if cut is not None else 1
+        degree = layout.degree if cut is not None else 1
         whole = cut or ParameterCut(name, 0)
-        return SubsetShard(names, whole, everyone, shape, stride, layout, world, members, part)
-
-    @property
-    def degree(self) -> int:
-        """Over how many members it is divided."""
-        return self.members
+        return SubsetShard(names, whole, degree, everyone, *full, layout, world, part)
 
     @property
     def here(self) -> bool:
@@ -203,20 +195,17 @@ class SubsetShard(Shard):
         return self.layout.place(self.world.position) is not None
 
     def take(self, full: Tensor) -> Tensor:
-        """What this rank has of the whole."""
         self._check_shape(full)
         if not self.here:
             return full.new_empty(0)
         return full if self.slice_ is None else self.slice_.take(full)
 
     def describe(self, local: Tensor) -> Tensor:
-        """What this rank has as it stands in a ``state_dict``."""
         if self.here:
             return local if self.slice_ is None else self.slice_.describe(local)
         return LocalShard.of(local, self.full_shape, 0, 0, self.degree, NOWHERE)
 
     def accept(self, value: Tensor) -> Tensor:
-        """What this rank has out of what a ``state_dict`` offers."""
         if isinstance(value, LocalShard) and (value.member == NOWHERE) == self.here:
             raise InputError(
                 f"{self.names[0]!r} lives on other ranks in the state that is loaded: load a "
