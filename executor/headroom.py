@@ -218,7 +218,7 @@ def _state(optimizer: Optimizer | None) -> list[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.nbytes for t in tensors)
 
 
 def _mib(count: int) -> str:

@@ -50,7 +50,6 @@ class UnitCall:
     kwargs: Mapping[str, Any]
 
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, flattened."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..planner.schema.errors import InputError
+from .replay import preserved
 from .workload import Batch, Workload
 from .zoo import build
 
@@ -128,9 +129,8 @@ def try_out(chosen: Workload, size: int = 2, device: torch.device | str = "cpu")
     Raises ``InputError`` with the model's own error where that fails; random state, buffers and
     training mode are left as they were.
     """
-    buffers = [b.clone() for b in chosen.model.buffers()]
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with preserved(chosen.model), torch.no_grad():
             batch = chosen.make_batch(size).to(device)
             loss = chosen.loss(chosen.model(*batch.args, **batch.kwargs), batch.target)
     except InputError:
@@ -140,10 +140,6 @@ def try_out(chosen: Workload, size: int = 2, device: torch.device | str = "cpu")
             f"the model of {chosen.name!r} failed on its own batch of {size} with {_said(error)}; "
             "its model, make_batch and loss must fit together"
         ) from error
-    finally:
-        with torch.no_grad():
-            for now, before in zip(chosen.model.buffers(), buffers, strict=True):
-                now.copy_(before)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputError(f"the loss of {chosen.name!r} gave {what}, expected one number (a mean)")

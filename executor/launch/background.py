@@ -71,7 +71,6 @@ class Background:
 
     @property
     def is_plan(self) -> bool:
-        """Whether ``run`` is a plan's file."""
         return self.run.endswith(".json") and Path(self.run).is_file()
 
     @property

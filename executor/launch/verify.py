@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from ...models.replay import preserved
 from ...models.workload import Batch, Workload
 from ...planner.explain.compare import policy_words
 from ...planner.schema.errors import InputError
@@ -252,20 +253,16 @@ def _train_together(
     optimizer = _optimizer(workload.model)
     model, _ = apply(workload.model, optimizer, plan, timeout_s=timeout_s)
     losses = []
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(batches, 1):
         losses.append(train_step(workload, plan, batch, optimizer))
-        progress(number + 1)
+        progress(number)
     return _Trained(losses, full_state_dict(model))
 
 
 def _check_repeatable(model: nn.Module, batch: Batch) -> None:
     """Two forwards must give the same, or nothing that is compared means anything."""
-    # Buffers are put back: training forwards change running statistics.
-    before = [b.clone() for b in model.buffers()]
-    with torch.no_grad():
+    with preserved(model), torch.no_grad():  # running statistics change in each
         first, second = (pytree.tree_leaves(model(*batch.args, **batch.kwargs)) for _ in range(2))
-        for buffer, value in zip(model.buffers(), before, strict=True):
-            buffer.copy_(value)
     pairs = zip(first, second, strict=True)
     if not all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor)):
         raise InputError(
@@ -280,13 +277,13 @@ def _train_alone(
     _check_repeatable(model, batches[0])
     optimizer = _optimizer(model)
     losses = []
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(batches, 1):
         loss = workload.loss(model(*batch.args, **batch.kwargs), batch.target)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-        progress(number + 1)
+        progress(number)
     return _Trained(losses, dict(model.state_dict()))
 
 

@@ -55,7 +55,6 @@ class Route(PositionTransfers):
     __slots__ = ()
 
     def reversed(self) -> Route:
-        """The same boxes the other way."""
         return Route(self.need, self.have, self.receive, self.send, self.quiet)
 
 

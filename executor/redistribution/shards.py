@@ -191,7 +191,6 @@ class SubsetShard(Shard):
 
     @property
     def here(self) -> bool:
-        """Whether this rank has it, or a slice of it."""
         return self.layout.place(self.world.position) is not None
 
     def take(self, full: Tensor) -> Tensor:
@@ -253,7 +252,6 @@ class ModelShards:
         return id(tensor) in self.buffers or tensor in self.parameters
 
     def names_of(self, tensor: Tensor) -> tuple[str, ...]:
-        """All names of a parameter or buffer in the model."""
         return tuple(self.names[id(tensor)])
 
     def add(self, tensor: Tensor, shard: Shard) -> None:

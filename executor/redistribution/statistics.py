@@ -34,7 +34,7 @@ class Statistics:
         work = dist.all_reduce(vector, group=self.group.handle, async_op=True)
         self.meter.seconds += self.watch.wait(work, self.group, doing)
         shares = 2 * (self.group.size - 1) / self.group.size  # what a ring sends of the vector
-        self.meter.sent_bytes += int(shares * vector.numel() * vector.element_size())
+        self.meter.sent_bytes += int(shares * vector.nbytes)
         return vector
 
 

@@ -43,7 +43,6 @@ class Names(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many equal blocks one input projection packs."""
         return 3 if len(self.ins) == 1 else 1
 
 

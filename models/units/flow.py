@@ -148,7 +148,6 @@ class _Walk:
 
 
 def flow_of(trace: Trace, traced: list[TracedUnit]) -> Flow:
-    """The nodes and edges of one forward."""
     return _Walk(trace, traced).run()
 
 

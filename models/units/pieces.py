@@ -36,7 +36,6 @@ class _Forward:
         self.operations = [e.index for e in trace.events if e.module is None]
 
     def pieces(self) -> tuple[PieceProfile, ...]:
-        """See ``pieces_of``."""
         # Of those that begin together the longest first: a container before what is in it.
         stretches = sorted(
             [*(unit.calls for unit in self.traced), *((call,) for call in self._containers())],

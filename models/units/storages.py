@@ -115,7 +115,6 @@ def _key(tensor: Tensor) -> int:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of nested containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

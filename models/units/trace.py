@@ -74,13 +74,10 @@ class Trace:
                 self._calls.setdefault(event.module, []).append(event)
 
     def calls(self, module: str) -> list[Event]:
-        """The calls of a module."""
         return self._calls.get(module, [])
 
 
 class _Recorder(TorchFunctionMode):
-    """Records the events of a forward."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.events: list[Event] = []
@@ -97,7 +94,7 @@ class _Recorder(TorchFunctionMode):
         self._alive.append(tensor)
         with torch._C.DisableTorchFunction():  # or these questions would be recorded as operations
             gradient = tensor.requires_grad and tensor.is_floating_point()
-            size = tensor.numel() * tensor.element_size()
+            size = tensor.nbytes
             return TracedTensor(id(tensor), _storage(tensor), tuple(tensor.shape), size, gradient)
 
     @property
