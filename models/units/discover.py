@@ -205,8 +205,7 @@ def _leaves_samples(
     unit: TracedUnit, twin: TracedUnit | None, sizes: Sequence[int], flow: Flow
 ) -> bool:
     """Whether the unit's first output has its samples in dim 0, and no other is used."""
-    outputs = [s for s in unit.calls[-1].outputs if s is not None]
-    others = [s for s in twin.calls[-1].outputs if s is not None] if twin else []
+    outputs, others = unit.calls[-1].made, twin.calls[-1].made if twin else []
     if not outputs or not others:
         return False
     if outputs[0].shape[:1] != (sizes[0],) or others[0].shape[:1] != (sizes[1],):

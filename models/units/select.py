@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import nn
 
@@ -172,27 +173,20 @@ def _next_call(model: nn.Module, trace: Trace, unit: TracedUnit) -> Event | None
         return None
     # It belongs to the unit only if the result goes there and nowhere else: a residual connection
     # that starts between the two would otherwise be cut off from its tensor.
-    given, made = _only(event.inputs), _only(unit.calls[-1].outputs)
-    if given is None or made is None or given.key != made.key or _only(event.outputs) is None:
+    made = unit.calls[-1].made
+    if not len(made) == len(event.given) == len(event.made) == 1:
         return None
-    return None if _used_elsewhere(trace, made, event) else event
-
-
-def _only(leaves: list[TracedTensor | None]) -> TracedTensor | None:
-    """The tensor among the leaves, if there is just one."""
-    tensors = [leaf for leaf in leaves if leaf is not None]
-    return tensors[0] if len(tensors) == 1 else None
+    if event.given[0].key != made[0].key or _used_elsewhere(trace, made[0], event):
+        return None
+    return event
 
 
 def _used_elsewhere(trace: Trace, tensor: TracedTensor, event: Event) -> bool:
     """Whether anything after ``event`` uses the tensor that went into it."""
-    out = _only(event.outputs)
-    if out is not None and out.key == tensor.key:
+    if event.made[0].key == tensor.key:
         return False  # changed in place: what comes later uses the result
-    later = (e for e in trace.events[event.end :])
-    if any(s is not None and s.key == tensor.key for e in later for s in e.inputs):
-        return True
-    return any(s is not None and s.key == tensor.key for s in trace.outputs)
+    later = (seen for after in trace.events[event.end :] for seen in after.given)
+    return any(seen.key == tensor.key for seen in chain(later, trace.made))
 
 
 def unused_parameters(model: nn.Module, traced: list[TracedUnit]) -> tuple[str, ...]:

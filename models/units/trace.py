@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class Event:
     """An operation of torch, or a module's call, whose events lie between ``index`` and ``end``.
 
     ``module`` is the module's name, None for an operation; ``name`` is the operation's.
-    ``inputs`` and ``outputs`` keep the places of leaves that are no tensors, as None. ``stack`` are
+    ``inputs`` and ``outputs`` keep the places of leaves that are no tensors, as None; ``given`` and
+    ``made`` are the tensors among them. ``stack`` are
     the names of the modules in whose call it happens, the model itself (``""``) first. Of a module
     ``takes_one`` says that it is called with one positional argument and nothing else,
     ``makes_one`` that it returns one tensor by itself.
@@ -57,14 +59,24 @@ class Event:
     takes_one: bool = False
     makes_one: bool = False
 
+    # Asked once the event is over, and then often.
+    @cached_property
+    def given(self) -> list[TracedTensor]:
+        return [seen for seen in self.inputs if seen is not None]
+
+    @cached_property
+    def made(self) -> list[TracedTensor]:
+        return [seen for seen in self.outputs if seen is not None]
+
 
 @dataclass
 class Trace:
-    """One forward: its events in order, the model's inputs and outputs."""
+    """One forward on ``size`` samples: its events in order, the tensors that entered the model and
+    that it returned."""
 
     events: list[Event]
-    inputs: list[TracedTensor | None]
-    outputs: list[TracedTensor | None]
+    given: list[TracedTensor]
+    made: list[TracedTensor]
     size: int
 
     def __post_init__(self) -> None:
@@ -174,4 +186,4 @@ def record(model: nn.Module, batch: Batch) -> Trace:
                 f"{type(error).__name__}: {error}; mend make_batch or the model's forward"
             ) from error
     root = next(e for e in recorder.events if e.module == "")
-    return Trace(recorder.events, root.inputs, root.outputs, batch.size)
+    return Trace(recorder.events, root.given, root.made, batch.size)
