@@ -144,8 +144,8 @@ class Run:
         """(Re)makes buckets and hooks for the parameters that require a gradient now."""
         # What the exchange that is replaced has begun ends first: parameters that a step has left
         # to be updated, messages on their way, parameters that are put together ahead of use.
+        self.finish_steps()
         if self.priority is not None:
-            self.priority.finish_all()
             self.priority.complete()
             self.priority.unshard_manager.end()
         if self._gradients is not None:
@@ -193,6 +193,11 @@ class Run:
 
             steps = LazySteps(optimizer, exchange, self.flat_shards, momentum)
             self.priority.release.updater = steps.early
+
+    def finish_steps(self) -> None:
+        """Applies whatever a step has left pending."""
+        if self.priority is not None:
+            self.priority.finish_all()
 
     @property
     def busy(self) -> bool:
