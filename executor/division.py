@@ -90,7 +90,7 @@ def _divide_unit(
 
 
 def _boundary(run: Run, unit: UnitPlan, spec: SplitSpec, place: Place, **options: Any) -> Boundary:
-    mover = Mover(run.world.neighbours[place], run.watch, run.meter, run.issued)
+    mover = Mover(run.world.redistribution[place], run.watch, run.meter, run.issued)
     return Boundary(unit, spec, mover, partial(run.group_counts, unit.layout), **options)
 
 

@@ -159,7 +159,7 @@ class GradientSynchroniser:
         # ranks have the same x.
         head = [self._number, -self._number, forward, -forward, order_digest, -order_digest]
         vector = torch.tensor(head + [int(u) for u in used], dtype=torch.int64, device="cpu")
-        votes = self._control.most(vector, f"the end of backward after forward {forward}")
+        votes = self._control.all_reduce_max(vector, f"the end of backward after forward {forward}")
         # Not counted here: a rank that has all gradients itself need not wait for the votes.
         self._exchange.end(lambda: self._count(votes))
         self._changed.clear()

@@ -183,8 +183,8 @@ class SubsetShard(Shard):
         """That of ``tensor``, a unit's own ``name`` for it being one of its ``names``."""
         full, part = (tensor.shape, tensor.stride()), None
         if cut is not None and layout.place(world.position) is not None:
-            part = Shard(names, cut, layout.degree, world.neighbours[layout], *full)
-        everyone = world.spans[range(world.size)]
+            part = Shard(names, cut, layout.degree, world.redistribution[layout], *full)
+        everyone = world.crossings[range(world.size)]
         degree = layout.degree if cut is not None else 1
         whole = cut or ParameterCut(name, 0)
         return SubsetShard(names, whole, degree, everyone, *full, layout, world, part)
