@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..executor.launch.start import software
-from ..models.replay import capture, preserved, run_unit
+from ..models.replay import capture, preserved, run_modules
 from ..models.spec import UnitSpec
 from ..models.units.discover import Discovery, discover
 from ..models.workload import Batch, Workload
@@ -175,7 +175,7 @@ class _Estimator:
         call, size = self.calls[unit.name], self.batch.size
         counter = FlopCounterMode(display=False)
         with torch.no_grad(), counter:
-            output = run_unit(self.model, unit, call.fresh())
+            output = run_modules(self.model, unit.modules, call.fresh())
         moved = sum(t.nbytes for t in call.tensors()) + sum(t.nbytes for t in _tensors(output))
         modules = [self.model.get_submodule(name) for name in unit.modules]
         parameters = sum(p.nbytes for m in modules for p in m.parameters())
