@@ -14,7 +14,6 @@ import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.parallel import is_parallel, run_of
-from meshwright.models.spec import UnitSpec
 from meshwright.models.units.discover import discover
 from meshwright.models.workload import Batch, Workload
 from meshwright.models.zoo import build
@@ -27,7 +26,7 @@ from meshwright.planner.schema.plan import Plan, Prediction, Provenance, UnitPla
 from meshwright.planner.simulate.events import simulate
 from meshwright.planner.simulate.schedule import Message, Step, work_of
 from meshwright.planner.simulate.slicing import cut
-from ranks import slowest
+from ranks import ring_bytes, slowest
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -107,17 +106,14 @@ class System:
         start = time.perf_counter()
         for part in self.parts(batch):
             value = self.workload.loss(self.model(*part.args, **part.kwargs), part.target)
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return time.perf_counter() - start
 
     def seconds(self, batch: Batch, steps: int) -> float:
         """Of that many steps."""
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.step(batch)
-        return time.perf_counter() - start
+        return sum(self.step(batch) for _ in range(steps))
 
     def finish(self) -> None:
         """Ends what a step has left pending."""
@@ -135,13 +131,15 @@ class System:
 class Jitter:
     """Makes each part of a model sleep for a random share, up to 2·``JITTER``, of what it takes."""
 
-    on = False  # one switch for all systems: they take turns
+    # One switch for all systems: they take turns.
+    on = False
 
     def __init__(self, model: nn.Module, compute_s: float) -> None:
         self._draw = random.Random(dist.get_rank())
         parts = list(model.children()) or [model]
         while len(parts) == 1 and list(parts[0].children()):
             parts = list(parts[0].children())
+        # Every part sleeps twice, before its forward and before its backward.
         self._each_s = 2 * JITTER * compute_s / (2 * len(parts))
         for part in parts:
             part.register_forward_pre_hook(lambda *_: self._wait())
@@ -162,23 +160,23 @@ class Times(NamedTuple):
 
 
 class UnitClock:
-    """When each unit's forward began and its last gradient was there. Units without parameters
-    count to the one before them. ``sizes`` are bytes of parameters, ``modules`` the units'."""
+    """A model that trains alone: when each unit's forward began and its last gradient was there.
+    Units without parameters count to the one before them. ``sizes`` are bytes of parameters."""
 
-    def __init__(self, system: System, units: Sequence[UnitSpec]) -> None:
-        self.system = system
-        seen: set[nn.Parameter] = set()
-        self.began: list[float] = []
-        self.ready: list[float] = []
+    def __init__(self, name: str, optimizing: Optimizing = momentum) -> None:
+        workload = fresh(name)
+        units = discover(workload.model, workload.make_batch(2)).units
+        self.system = System(workload, optimizing)
         self.sizes: list[int] = []
         self.modules: list[tuple[str, ...]] = []
+        seen: set[nn.Parameter] = set()
         for unit in units:
-            modules = [system.model.get_submodule(path) for path in unit.modules]
+            modules = [workload.model.get_submodule(path) for path in unit.modules]
             own = [p for m in modules for p in m.parameters() if p not in seen]
             if own:
                 seen.update(own)
                 self._watch(len(self.sizes), modules[0], own)
-                self.sizes.append(sum(p.numel() * p.element_size() for p in own))
+                self.sizes.append(sum(p.nbytes for p in own))
                 self.modules.append(unit.modules)
         self.began = [0.0] * len(self.sizes)
         self.ready = [0.0] * len(self.sizes)
@@ -206,11 +204,10 @@ class UnitClock:
         return Times(tuple(forward * scale), tuple(backward * scale), update_s, step_s)
 
     def _step(self, batch: Batch) -> Times:
-        system = self.system
-        start = time.perf_counter()
+        system, start = self.system, time.perf_counter()
         value = system.workload.loss(system.model(*batch.args, **batch.kwargs), batch.target)
         middle = time.perf_counter()
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         back = time.perf_counter()
         system.optimizer.step()
         system.optimizer.zero_grad()
@@ -219,13 +216,6 @@ class UnitClock:
         edges = np.maximum.accumulate([start, *self.began[1:], middle])
         downs = np.maximum.accumulate([middle, *self.ready[:0:-1], back])
         return Times(tuple(np.diff(edges)), tuple(np.diff(downs)[::-1]), end - back, end - start)
-
-
-def unit_clock(name: str, optimizing: Optimizing = momentum) -> UnitClock:
-    """A model that trains alone, with its units' clock."""
-    workload = fresh(name)
-    units = discover(workload.model, workload.make_batch(2)).units
-    return UnitClock(System(workload, optimizing), units)
 
 
 class Measured(NamedTuple):
@@ -240,12 +230,11 @@ class Measured(NamedTuple):
     @property
     def chain(self) -> Chain:
         """Costs of the units under data parallelism."""
-        world, chain = dist.get_world_size(), empty_chain(len(self.sizes))
-        sizes = np.array(self.sizes)
+        chain, sizes = empty_chain(len(self.sizes)), np.array(self.sizes)
         chain.forward_s[:] = self.times.forward
         chain.backward_s[:] = self.times.backward
         chain.update_s[:] = sizes / sizes.sum() * self.times.update_s
-        chain.exchange_s[1] = 2 * (world - 1) / world * sizes / self.bytes_per_s
+        chain.exchange_s[1] = ring_bytes(1) * sizes / self.bytes_per_s
         return chain
 
     def workload(self) -> Workload:
@@ -285,6 +274,7 @@ def by_fsdp(measured: Measured, optimizing: Optimizing = momentum) -> System:
     for _, parameter in workload.model.named_parameters(remove_duplicate=False):
         users[parameter] = users.get(parameter, 0) + 1
     for modules in measured.modules:
+        # A tied parameter belongs to the root's group: two groups cannot own it.
         for module in (workload.model.get_submodule(path) for path in modules):
             own = list(module.parameters())
             if own and all(users[parameter] == 1 for parameter in own):
@@ -297,6 +287,7 @@ def simulated(chain: Chain, sizes: Sequence[int], limit_bytes: int, urgent: bool
     """Seconds of a step whose gradients of those sizes travel in slices under the limit, by urgency
     or in order."""
     messages = []
+    # Backward has the last unit's gradients first.
     for k in reversed(range(len(sizes))):
         for piece in cut([sizes[k]], limit_bytes):
             seconds = float(chain.exchange_s[1][k]) / piece.parts
