@@ -33,11 +33,12 @@ from burst_choice import (
     ROUNDING,
     DataParallel,
     Shared,
-    beside_of,
     best_data_parallel,
     burst_beside,
     candidates,
+    shared,
 )
+from meshwright.models.zoo import build
 from meshwright.planner.multiplex.jobs import (
     Assumptions,
     Background,
@@ -55,8 +56,8 @@ from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.options import Decisions
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.problem import Problem
-from meshwright.profiler.estimate import load_table
-from rows import markdown, markdown_of, print_json, put_into
+from meshwright.profiler.estimate import estimate, load_table
+from rows import command_line, markdown, markdown_of, print_json, put_into
 
 RANKS = (8, 64, 256, 1024)
 LINKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9, "300 GB/s": 300e9}
@@ -120,28 +121,23 @@ def cluster_of(ranks: int, bytes_per_s: float) -> Cluster:
 
 def profile_of(name: str, global_statistics: bool = False) -> ModelProfile:
     """A published table, or the estimate for the transformer, of which there is none."""
-    if name != TRANSFORMER:
-        return load_table(name) if global_statistics else own_statistics(load_table(name))
-    from meshwright.models.zoo import build
-    from meshwright.profiler.estimate import estimate
-
-    return estimate(build(name), DEVICE)
-
-
-def own_statistics(profile: ModelProfile) -> ModelProfile:
-    """The network normalising over the samples that a device has, whatever they are, as DeepPool
-    has it. The executor asks for statistics over the whole batch instead, so that a burst trains
-    what data parallelism would (--global-statistics)."""
-    units = (msgspec.structs.replace(u, batch_statistics=False) for u in profile.units)
-    return msgspec.structs.replace(profile, units=tuple(units))
+    if name == TRANSFORMER:
+        return estimate(build(name), DEVICE)
+    table = load_table(name)
+    if global_statistics:
+        return table
+    # As DeepPool has it, the network normalises over the samples that a device has, whatever they
+    # are. The executor asks for the whole batch's, so that a burst trains what data parallelism
+    # would.
+    units = (msgspec.structs.replace(u, batch_statistics=False) for u in table.units)
+    return msgspec.structs.replace(table, units=tuple(units))
 
 
 def capability(styles: tuple[str, ...]) -> Capability:
     """Bursts of whole layers, as DeepPool's, or layers divided in these styles too."""
     return Capability(
-        styles=styles,  # type: ignore[arg-type]
-        memory=("keep",), exchange=("dense",), idle_positions=True, early_release=False,
-        micro_batches=True, priority=True,
+        styles=styles, memory=("keep",), exchange=("dense",), idle_positions=True,
+        early_release=False, micro_batches=True, priority=True,
     )  # fmt: skip
 
 
@@ -219,16 +215,6 @@ def best_partition(parts: list[DataParallel], background: Background, ranks: int
     return max(found, key=lambda each: each.samples_per_s)
 
 
-def peer(asked: Asked, given: Assumptions) -> Shared:
-    """Data parallelism with the background in its gaps, with what suits it best in the memory that
-    is left: its step may get longer."""
-    within = asked.within
-    beside = shared_device_model(within.model, given.slowdown)
-    return beside_of(
-        "data parallel", beside, within.model.baseline, within.schedule, asked.background, given
-    )
-
-
 def solved(
     name: str, asked: Asked, link: str, given: Assumptions, narrowing_s: float = LIMIT_S
 ) -> dict[str, Any]:
@@ -241,10 +227,16 @@ def solved(
         asked.shared, asked.tried, asked.background, given, asked.plain.step_s, narrowing_s
     )
     schedule, limit_s = asked.shared.schedule, asked.plain.step_s * ROUNDING
-    plain = peer(asked, given)
+    # The peer: data parallelism with the background in its gaps, with what suits it best in the
+    # memory that is left. Its step may get longer.
+    within = asked.within
+    slower = shared_device_model(within.model, given.slowdown)
+    how = within.schedule, asked.background, given
+    plain = shared("data parallel", slower, within.model.baseline, *how)
     if plain.step_s <= limit_s and plain.samples_per_s > burst.samples_per_s:
-        burst, model, schedule = plain, asked.within.model, asked.within.schedule
-    elif burst.step_s > limit_s:  # nothing is as fast as data parallelism on its own
+        burst, model, schedule = plain, within.model, within.schedule
+    elif burst.step_s > limit_s:
+        # Nothing is as fast as data parallelism on its own.
         model, schedule = asked.plain.model, asked.plain.schedule
         alone = ("data parallel", model.baseline, asked.plain.step_s, 0.0)
         burst = Shared(*alone, asked.plain.samples_per_s, 0.0, copies=0)
@@ -300,19 +292,9 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [format(row[name], how) for name, how in COLUMNS.values()]
 
 
-def sensitivity(found: list[dict[str, dict[str, Any]]]) -> str:
-    """Ratio and bounded form on the most devices, by what is assumed."""
-    names = [f"{c['as above']['model']}, {c['as above']['link']}" for c in found]
-    rows = [
-        (what, *(f"{c[what]['ratio']:.2f} ({c[what]['bounded_ratio']:.2f})" for c in found))
-        for what in SENSITIVITY
-    ]
-    return markdown(("assumed", *names), rows)
-
-
 def main() -> int:
     """Both parts as asked; fails where a simulated foreground is slower than it may be."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--part", choices=("simulated", "measured", "both"), default="both")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--models", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
@@ -355,7 +337,14 @@ def run_simulated(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], int]
         if count == max(asked.ranks):
             others.append({what: solved(name, case, link, given, BRIEF_S)
                            for what, given in SENSITIVITY.items()})  # fmt: skip
-    text, assumed = markdown(list(COLUMNS), map(cells, rows), (0, 2, 16)), sensitivity(others)
+    # Ratio and bounded form on the most devices, by what is assumed.
+    names = [f"{c['as above']['model']}, {c['as above']['link']}" for c in others]
+    lines = [
+        (what, *(f"{c[what]['ratio']:.2f} ({c[what]['bounded_ratio']:.2f})" for c in others))
+        for what in SENSITIVITY
+    ]
+    assumed = markdown(("assumed", *names), lines)
+    text = markdown(list(COLUMNS), map(cells, rows), (0, 2, 16))
     print(f"{text}\n\n{assumed}\n\n{time.perf_counter() - begun:.0f} s")
     put_into(asked.markdown, "simulated", text)
     put_into(asked.markdown, "sensitivity", assumed)

@@ -1,6 +1,7 @@
 """Memory and sparse communication together, on the test bed: LaySA's question.
 
     python benchmarks/laysa.py [--models vgg16-32-narrow] [--own] [--markdown docs/results/laysa.md]
+    python benchmarks/laysa.py --models resnet50-32 --predict 12 64 256 1024
 
 Two hosts with slow links train each model densely, with memory policies only, with sparse exchange
 only, with both combined naively, and by the collaborative plan. First comes the largest batch of
@@ -8,8 +9,10 @@ dense training within the budget, and the rate of the links at which its exchang
 its compute. Then every variant at that batch, with the plan that needs least memory; then each at
 its own largest batch. All in one micro-batch; ``--own`` adds a table in which each variant has the
 number that is best for it. Needs root and iproute2, as the test bed does. With ``--markdown`` the
-page's tables are put between its marks, for the models that were run. The last line is one JSON
-object: rows.
+page's tables are put between its marks, for the models that were run. ``--predict`` trains nothing:
+it profiles in one process and prints the least memory at batches too large to train here, of sparse
+exchange only and of the collaborative plan with its mirrors on the device and on a host beside it.
+The last line is one JSON object: rows.
 """
 
 from __future__ import annotations
@@ -26,10 +29,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from laysa_page import OURS, page
+from laysa_page import OURS, mb, page
 from laysa_plans import (
+    COLLABORATIVE,
+    DENSE,
     RANKS,
     RATIO,
+    SPARSE,
     VARIANTS,
     Chooser,
     Chosen,
@@ -50,8 +56,8 @@ from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.schema.record import save
 from meshwright.profiler.model import profile
-from ranks import as_rank, goodput, is_rank, on_a_bed, ring_bytes, set_rate, slowest
-from rows import print_json, put_into
+from ranks import goodput, on_a_bed, ring_bytes, run, set_rate, slowest
+from rows import command_line, markdown, print_json, put_into
 from systems import System, fresh, own_batch
 from testbed import missing
 
@@ -68,11 +74,6 @@ OWN_MOST = 2
 # A device's link to its host, for what is predicted only (PCIe 3, 16 lanes).
 HOST_BYTES_PER_S = 12e9
 QUICK = "collaborative quickest"
-
-
-def named(name: str) -> Variant:
-    """The variant of that name."""
-    return next(variant for variant in VARIANTS if variant.name == name)
 
 
 class Training(System):
@@ -118,22 +119,16 @@ class Comparison:
     asked: dict[str, Any]
     chooser: Chooser
 
-    @property
-    def name(self) -> str:
-        """The model's."""
-        return str(self.asked["model"])
-
     def say(self, text: str) -> None:
         """What is going on, into the log that was asked for."""
         if dist.get_rank() == 0 and self.asked["log"]:
             with Path(self.asked["log"]).open("a") as file:
-                file.write(f"{time.strftime('%H:%M:%S')} {self.name}: {text}\n")
+                file.write(f"{time.strftime('%H:%M:%S')} {self.asked['model']}: {text}\n")
 
     def begin(self, chosen: Chosen) -> tuple[Training, int]:
         """(a training with that plan, its peak). Collective."""
-        training = Training(
-            self.name, self.chooser.plan(chosen), own_batch(self.name, chosen.batch)
-        )
+        name = self.asked["model"]
+        training = Training(name, self.chooser.plan(chosen), own_batch(name, chosen.batch))
         peak = training.peak_bytes()
         self.say(
             f"{chosen.batch} samples, {chosen.words}: peak {peak / 1e6:.1f} MB, "
@@ -162,8 +157,6 @@ class Comparison:
         training, chosen = runs[found.batch]
         return found._replace(batch=parts * found.batch), training, chosen
 
-    # -- tables --------------------------------------------------------------------------------
-
     def equal(self, size: int) -> dict[str, dict[str, Any]]:
         """Every variant at one batch, with the plan that needs least memory; and the quickest
         collaborative plan within the budget. Collective."""
@@ -181,8 +174,9 @@ class Comparison:
         for variant in VARIANTS:
             run(variant.name, self.chooser.least(variant, size))
         limit = self.chooser.budget_bytes
-        for _ in range(2):  # once more where more was taken than predicted
-            run(QUICK, self.chooser.quickest(named(OURS), size, limit))
+        # Once more where more was taken than predicted.
+        for _ in range(2):
+            run(QUICK, self.chooser.quickest(COLLABORATIVE, size, limit))
             if found[QUICK]["peak_bytes"] <= self.chooser.budget_bytes:
                 break
             limit = int(limit * found[QUICK]["predicted_bytes"] / found[QUICK]["peak_bytes"])
@@ -220,7 +214,8 @@ class Comparison:
                 trainings[variant.name] = training
             gc.collect()
         self._time(trainings, found)
-        for name in trainings:  # predictions may be wrong
+        # Predictions may be wrong: what was chosen by them may be slower than the largest batch.
+        for name in trainings:
             if found[name]["samples_per_s"] < first[name]["samples_per_s"]:
                 found[name] = {**first[name], "micro_batches": 1}
         return found
@@ -230,13 +225,11 @@ class Comparison:
             found[name]["max_step_s"] = step_s
             found[name]["samples_per_s"] = found[name]["max_batch"] / step_s
 
-    # -- plans ---------------------------------------------------------------------------------
-
     def keep(self, plan: Plan, name: str) -> None:
         """Writes a plan, its profile and its cluster, for ``meshwright explain --memory``."""
         if dist.get_rank() or not self.asked["plans"]:
             return
-        folder = Path(self.asked["plans"]) / f"{self.name}-{name.replace(' ', '-')}"
+        folder = Path(self.asked["plans"]) / f"{self.asked['model']}-{name.replace(' ', '-')}"
         folder.mkdir(parents=True, exist_ok=True)
         save(plan, folder / "plan.json")
         save(self.chooser.profile, folder / "profile.json")
@@ -254,10 +247,9 @@ class Comparison:
     def on_a_host(self, size: int) -> dict[str, Any]:
         """What the collaborative plan is predicted to hold where devices have a host beside them:
         nothing of it is run."""
-        rate = self.chooser.cluster.levels[0].bytes_per_s
-        cluster = two_hosts(rate, HOST_BYTES_PER_S)
+        cluster = two_hosts(self.chooser.cluster.levels[0].bytes_per_s, HOST_BYTES_PER_S)
         other = Chooser(self.chooser.profile, cluster, self.chooser.budget_bytes)
-        chosen = other.least(named(OURS), size)
+        chosen = other.least(COLLABORATIVE, size)
         return {"what": chosen.words, "predicted_bytes": chosen.peak_bytes}
 
 
@@ -267,12 +259,6 @@ def _row(best: Largest, chosen: Chosen | None) -> dict[str, Any]:
         "max_batch": RANKS * best.batch, "max_peak_bytes": best.peak_bytes,
         "max_step_s": 0.0, "samples_per_s": 0.0,
     }  # fmt: skip
-
-
-def compute_s(name: str, batch: Batch) -> float:
-    """Seconds of a step without any exchange, of the slowest rank. Collective."""
-    system = System(fresh(name))
-    return slowest(median([system.step(batch) for _ in range(COMPUTE_STEPS + 1)][1:]))
 
 
 def profile_of(name: str, sizes: Sequence[int]) -> ModelProfile:
@@ -290,13 +276,14 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     found = rank_zero_decides(lambda: profile_of(name, asked["sizes"]))
     comparison = Comparison(asked, Chooser(found, two_hosts(1e8), budget))
     comparison.say("profiled")
-    best, training, _ = comparison.largest_batch(VARIANTS[0])
+    best, training, _ = comparison.largest_batch(DENSE)
     if training is None:
         raise SystemExit(f"{name} does not fit into {budget} bytes densely: give it more")
     del training
-    taken_s = compute_s(name, own_batch(name, best.batch))
-    weights = found.parameter_bytes
-    sent = ring_bytes(weights)
+    # Links are as slow as computing alone: a plain step, without any exchange.
+    system, batch = System(fresh(name)), own_batch(name, best.batch)
+    taken_s = slowest(median([system.step(batch) for _ in range(COMPUTE_STEPS + 1)][1:]))
+    sent = ring_bytes(found.parameter_bytes)
     mbit_s = 8e-6 * sent / taken_s
     set_rate(asked["folder"], mbit_s)
     rate = median(goodput(sent).bytes_per_s for _ in range(3))
@@ -310,15 +297,12 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     gc.collect()
     own = comparison.own_best(first, best.batch) if asked["own"] else {}
     yield {
-        "model": name, "budget_bytes": budget, "parameter_bytes": weights,
+        "model": name, "budget_bytes": budget, "parameter_bytes": found.parameter_bytes,
         "batch": RANKS * best.batch, "compute_s": taken_s, "mbit_s": mbit_s,
         "goodput_mbit_s": 8e-6 * rate, "host": comparison.on_a_host(best.batch),
         "rows": [{"model": name, "variant": v, **equal[v], **first[v]} for v in equal],
         "own": [{"model": name, "variant": v, **row} for v, row in own.items()],
     }  # fmt: skip
-
-
-# -- rows and page -------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -331,8 +315,30 @@ class Case(NamedTuple):
 CASES = {"resnet50-32": Case(400, (2, 8)), "vgg16-32-narrow": Case(96, (64, 192))}
 
 
-def measure(model: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """All that was found of a model."""
+def predict(model: str, batches: Sequence[int]) -> list[dict[str, Any]]:
+    """The least bytes of a rank at each batch of both hosts; nothing is run."""
+    found = profile_of(model, CASES[model].sizes)
+    # Any rate: what needs least memory does not depend on it.
+    device = Chooser(found, two_hosts(1e8), 2**40)
+    beside = Chooser(found, two_hosts(1e8, HOST_BYTES_PER_S), 2**40)
+    rows, lines = [], []
+    for batch in batches:
+        size = batch // RANKS
+        sparse = device.least(SPARSE, size).peak_bytes
+        ours, host = (c.least(COLLABORATIVE, size).peak_bytes for c in (device, beside))
+        cuts = [f"{1 - b / sparse:.0%}" for b in (ours, host)]
+        lines.append([batch, mb(sparse), mb(ours), cuts[0], mb(host), cuts[1]])
+        rows.append(
+            {"model": model, "batch": batch, "sparse_bytes": sparse, "collaborative_bytes": ours,
+             "host_mirror_bytes": host}
+        )  # fmt: skip
+    head = ("batch", "sparse only MB", "collaborative MB", "below", "mirrors on a host MB", "below")
+    print(markdown(head, lines), flush=True)
+    return rows
+
+
+def measure(model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of a model, whose tables are printed."""
     case = CASES[model]
     request = {
         "model": model, "budget_bytes": MIB * (asked.budget_mib or case.budget_mib),
@@ -341,35 +347,32 @@ def measure(model: str, asked: argparse.Namespace) -> dict[str, Any]:
         "log": str(asked.log.resolve()) if asked.log else "",
     }  # fmt: skip
     (found,) = on_a_bed(__file__, request)
-    return {**found, "steps": asked.steps, "rounds": asked.rounds}
+    part = page({**found, "steps": asked.steps, "rounds": asked.rounds})
+    print(part, flush=True)
+    put_into(asked.markdown, model, part)
+    return found["rows"]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures what was asked for and prints it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main() -> None:
+    """Measures, or predicts, what was asked for and prints it."""
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--budget-mib", type=int, help="of each rank, instead of the model's own")
     parser.add_argument("--steps", type=int, default=1, help="timed steps of a turn")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
     parser.add_argument("--own", action="store_true", help="also with each one's own micro-batches")
+    parser.add_argument("--predict", type=int, nargs="+", help="batches whose memory is predicted")
     parser.add_argument("--markdown", type=Path, help="puts the tables into that page")
     parser.add_argument("--plans", type=Path, help="a folder for plans, profiles and clusters")
     parser.add_argument("--log", type=Path, help="what is going on is written there")
-    asked = parser.parse_args(arguments)
-    if (reason := missing()) is not None:
+    asked = parser.parse_args()
+    if not asked.predict and (reason := missing()) is not None:
         sys.exit(reason)
     rows = []
     for model in asked.models:
-        found = measure(model, asked)
-        part = page(found)
-        print(part, flush=True)
-        put_into(asked.markdown, model, part)
-        rows += found["rows"]
+        rows += predict(model, asked.predict) if asked.predict else measure(model, asked)
     print_json({"rows": rows})
 
 
 if __name__ == "__main__":
-    if is_rank():
-        as_rank(rank_rows)
-    else:
-        main()
+    run(rank_rows, main)

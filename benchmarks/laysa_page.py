@@ -11,8 +11,6 @@ from rows import markdown
 # LaySA's claims (Zhao et al., IEEE Access 2021): peak memory cut by up to 80.5%, throughput up by
 # more than 150%; and what is asked of the time at equal batch.
 CUT, FASTER, SLOWDOWN = 0.805, 2.5, 1.1
-
-
 SINGLES = ("memory only", "sparse only")
 OURS = "collaborative"
 
@@ -105,13 +103,21 @@ def page(found: Mapping[str, Any]) -> str:
         f"({found['goodput_mbit_s']:.0f} measured). Seconds are medians of {found['rounds']} turns "
         f"of {found['steps']} timed steps."
     )
+    quick = next(row["quick"] for row in found["rows"] if "quick" in row)
+    used = [n for n in CLASS_NAMES if any(row["classes"][n] for row in found["rows"])]
+    classes = [
+        (row["variant"], *(mb(row["classes"][name]) for name in (*used, "total")))
+        for row in found["rows"]
+    ]
     parts = [
         f"## {found['model']}",
         intro,
         f"At a batch of {found['batch']}, the plan that needs least memory; then at each variant's "
         "own largest batch:",
         table(MAIN, found["rows"]),
-        _quick(found["rows"]),
+        f"At the batch of the first columns the quickest collaborative plan within the budget "
+        f"({quick['what']}) takes {mb(quick['peak_bytes'])} MB "
+        f"({mb(quick['predicted_bytes'])} predicted) and {quick['step_s']:.3f} s a step.",
         "At their largest batches: "
         + "; ".join(f"{r['variant']}: {r['max_what']}" for r in found["rows"])
         + ".",
@@ -120,7 +126,7 @@ def page(found: Mapping[str, Any]) -> str:
         f"{mb(found['host']['predicted_bytes'])} MB at the equal batch (not run here).",
         "Predicted MB by class at the equal batch, each at the moment at which it is largest "
         "(`explain --memory` has all moments):",
-        table(_class_columns(found["rows"]), found["rows"]),
+        markdown(("variant", *(CLASS_NAMES[name] for name in used), "at the peak"), classes),
     ]
     if found["own"]:
         parts += [
@@ -129,22 +135,3 @@ def page(found: Mapping[str, Any]) -> str:
             table(OWN, found["own"]),
         ]
     return "\n\n".join(parts) + "\n"
-
-
-def _quick(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The collaborative plan that is quickest at the equal batch."""
-    quick = next(row["quick"] for row in rows if "quick" in row)
-    return (
-        f"At the batch of the first columns the quickest collaborative plan within the budget "
-        f"({quick['what']}) takes {mb(quick['peak_bytes'])} MB "
-        f"({mb(quick['predicted_bytes'])} predicted) and {quick['step_s']:.3f} s a step."
-    )
-
-
-def _class_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The classes that any row has, and the peak."""
-    used = [n for n in CLASS_NAMES if any(row["classes"][n] for row in rows)]
-    columns: dict[str, Any] = {"variant": lambda r: r["variant"]}
-    for name in used:
-        columns[CLASS_NAMES[name]] = lambda r, name=name: mb(r["classes"][name])
-    return {**columns, "at the peak": lambda r: mb(r["classes"]["total"])}

@@ -23,6 +23,7 @@ from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve, solvers
+from rows import print_json, print_table
 from synthetic import cluster_of, gpt_like
 
 ROWS = ((100, 64), (200, 64), (400, 256), (1000, 1024))
@@ -32,24 +33,20 @@ MEMORY_GIB = 40.0
 SLICE_BYTES = 4 * 2**20
 
 
-def problem(units: int, ranks: int, slice_bytes: tuple[int, ...] = ()) -> Problem:
-    """The problem of one row; ``slice_bytes`` may be chosen from."""
+def row(units: int, ranks: int, slice_bytes: tuple[int, ...] = ()) -> dict[str, Any]:
+    """One row, measured in this process; ``slice_bytes`` may be chosen from."""
     goal = Goal(
         batch=SAMPLES_PER_RANK * ranks, optimizer="adamw", allow_lossy=True, min_fidelity=0.9,
         slice_bytes=slice_bytes,
     )  # fmt: skip
-    return Problem(
+    problem = Problem(
         profile=gpt_like(units), cluster=cluster_of(ranks, memory_gib=MEMORY_GIB), goal=goal,
         capability=EVERYTHING, schedule="priority", bucket_bytes=SLICE_BYTES,
     )  # fmt: skip
-
-
-def row(units: int, ranks: int, solver: str, slice_bytes: tuple[int, ...] = ()) -> dict[str, Any]:
-    """One row, measured in this process."""
-    asked = problem(units, ranks, slice_bytes)
-    solvers()  # importing them is no part of planning
+    # Importing the solvers is no part of planning.
+    solvers()
     start, busy = time.perf_counter(), time.process_time()
-    result = solve(asked, solver)
+    result = solve(problem, "lagrangian")
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - busy
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {
@@ -65,29 +62,27 @@ def row(units: int, ranks: int, solver: str, slice_bytes: tuple[int, ...] = ()) 
     }
 
 
-def _separately(units: int, ranks: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, str(units), str(ranks)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["rows"][0]
-    return found
-
-
 def main() -> None:
     """Prints the table and, as the last line, JSON."""
-    chosen = [int(a) for a in sys.argv[1:3]]
-    sizes = tuple(int(a) for a in sys.argv[3].split(",")) if len(sys.argv) > 3 else ()
-    if len(chosen) == 2:
-        rows = [row(chosen[0], chosen[1], "lagrangian", sizes)]
+    if len(sys.argv) > 2:
+        sizes = tuple(int(a) for a in sys.argv[3].split(",")) if len(sys.argv) > 3 else ()
+        rows = [row(int(sys.argv[1]), int(sys.argv[2]), sizes)]
     else:
-        rows = [_separately(units, ranks) for units, ranks in ROWS]
-    print("  units  ranks       solver  seconds   of CPU      gap  peak MiB")
-    for r in rows:
-        gap = "none" if r["gap"] is None else f"{100 * r['gap']:.3f}%"
-        print(
-            f"{r['units']:7} {r['ranks']:6} {r['solver']:>12} {r['seconds']:8.2f} "
-            f"{r['cpu_seconds']:8.2f} {gap:>8} {r['peak_rss_mib']:9.0f}"
-        )
-    print(json.dumps({"rows": rows}))
+        rows = []
+        for units, ranks in ROWS:
+            command = [sys.executable, __file__, str(units), str(ranks)]
+            # A process of its own: the peak of a process that has planned before is not the row's.
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+            rows += json.loads(done.stdout.splitlines()[-1])["rows"]
+    gaps = ["none" if r["gap"] is None else f"{100 * r['gap']:.3f}%" for r in rows]
+    lines = [
+        (r["units"], r["ranks"], r["solver"], f"{r['seconds']:.2f}", f"{r['cpu_seconds']:.2f}", gap,
+         f"{r['peak_rss_mib']:.0f}")
+        for r, gap in zip(rows, gaps, strict=True)
+    ]  # fmt: skip
+    headings = ("units", "ranks", "solver", "seconds", "of CPU", "gap", "peak MiB")
+    print_table("planning", headings, lines)
+    print_json({"rows": rows})
 
 
 if __name__ == "__main__":

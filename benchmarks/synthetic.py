@@ -38,21 +38,33 @@ DEGREES = (2, 4, 8)
 def gpt_like(units: int, seed: int = 0) -> ModelProfile:
     """A chain of ``units`` units between the model's input and output."""
     draw = random.Random(seed)
-    middle = [_embedding(draw)]
+    nothing = ShareProfile(
+        style="none", degree=1, forward=ZERO, backward=ZERO, saved=ZERO, gradient=ZERO,
+        workspace=ZERO, parameter_bytes=0,
+    )  # fmt: skip
+    table = VOCABULARY * WIDTH
+    every = [UnitProfile(name="input", kind="input", shares=(nothing,))]
+    every.append(_unit(draw, "embedding", "embedding", table, 2 * WIDTH, 0.1, ("row",)))
     for i in range(units - 2):
-        middle.append(_block(draw, i, "attention" if i % 2 == 0 else "mlp"))
-    middle.append(_head(draw))
-    every = [_end("input"), *middle, _end("output")]
-    edges = tuple(
-        EdgeProfile(
-            source=a.name,
-            target=b.name,
-            bytes_per_sample=_edge_bytes(a.name, b.name),
-            gradient_bytes_per_sample=0.0 if a.kind == "input" else _edge_bytes(a.name, b.name),
-            features=VOCABULARY if b.kind == "output" else WIDTH,
+        if i % 2 == 0:
+            weights, kind, saved, flops = 4 * WIDTH * WIDTH, "attention", 7.0, 4 * TOKENS * WIDTH
+        else:
+            weights, kind, saved, flops = 8 * WIDTH * WIDTH, "mlp", 10.0, 0
+        every.append(
+            _unit(draw, f"{kind}{i}", kind, weights, 2 * weights + flops, saved, ("pair",))
         )
-        for a, b in pairwise(every)
-    )
+    every.append(_unit(draw, "head", "linear", table, 2 * table, 1.0, ("column", "row")))
+    every.append(UnitProfile(name="output", kind="output", shares=(nothing,)))
+    edges = []
+    for a, b in pairwise(every):
+        features = VOCABULARY if b.kind == "output" else WIDTH
+        # A sample's tokens are 8-byte numbers, and have no gradient.
+        size = 8.0 * TOKENS if a.kind == "input" else float(NUMBER * TOKENS * features)
+        back = 0.0 if a.kind == "input" else size
+        edges.append(
+            EdgeProfile(source=a.name, target=b.name, bytes_per_sample=size,
+                        gradient_bytes_per_sample=back, features=features)
+        )  # fmt: skip
     return ModelProfile(
         target=f"gpt-like-{units}",
         model=f"{units:016x}",
@@ -61,7 +73,7 @@ def gpt_like(units: int, seed: int = 0) -> ModelProfile:
         dtype="bfloat16",
         batches=tuple(int(b) for b in BATCHES),
         units=tuple(every),
-        edges=edges,
+        edges=tuple(edges),
         updates=(UpdateRate(optimizer="adamw", seconds_per_byte=4e-12),),
         compression=(
             CompressionRate(exchange="topk", seconds_per_byte=2e-11),
@@ -84,36 +96,6 @@ def cluster_of(ranks: int, gbit_per_s: float = 100.0, memory_gib: float = 80.0) 
     )
 
 
-def _edge_bytes(source: str, target: str) -> float:
-    if source == "input":
-        return 8.0 * TOKENS
-    return float(NUMBER * TOKENS * (VOCABULARY if target == "output" else WIDTH))
-
-
-def _end(kind: UnitKind) -> UnitProfile:
-    nothing = ShareProfile(
-        style="none", degree=1, forward=ZERO, backward=ZERO, saved=ZERO, gradient=ZERO,
-        workspace=ZERO, parameter_bytes=0,
-    )  # fmt: skip
-    return UnitProfile(name=kind, kind=kind, shares=(nothing,))
-
-
-def _embedding(draw: random.Random) -> UnitProfile:
-    return _unit(draw, "embedding", "embedding", VOCABULARY * WIDTH, 2 * WIDTH, 0.1, ("row",))
-
-
-def _block(draw: random.Random, number: int, kind: UnitKind) -> UnitProfile:
-    factor, saved = (4, 7.0) if kind == "attention" else (8, 10.0)
-    weights = factor * WIDTH * WIDTH
-    flops = 2 * weights + (4 * TOKENS * WIDTH if kind == "attention" else 0)
-    return _unit(draw, f"{kind}{number}", kind, weights, flops, saved, ("pair",))
-
-
-def _head(draw: random.Random) -> UnitProfile:
-    weights = VOCABULARY * WIDTH
-    return _unit(draw, "head", "linear", weights, 2 * weights, 1.0, ("column", "row"))
-
-
 def _unit(
     draw: random.Random,
     name: str,
@@ -128,13 +110,18 @@ def _unit(
     backward = 2 * forward * draw.uniform(0.9, 1.1)
     maps = NUMBER * TOKENS * WIDTH
     keep = maps * saved * draw.uniform(0.9, 1.1)
+
+    def seconds(per_sample: float, degree: int) -> Curve:
+        # Kernels are launched whatever is divided, and each part of a division is less efficient.
+        return Curve(x=BATCHES, y=tuple(LAUNCH_S + per_sample * b / degree**0.95 for b in BATCHES))
+
     divisions: list[tuple[Style, int]] = [("none", 1), *((s, d) for s in styles for d in DEGREES)]
     shares = tuple(
         ShareProfile(
             style=style,
             degree=degree,
-            forward=_seconds(forward, degree),
-            backward=_seconds(backward, degree),
+            forward=seconds(forward, degree),
+            backward=seconds(backward, degree),
             saved=proportional(keep / degree**0.8),
             gradient=proportional(3.0 * maps / degree**0.5),
             workspace=proportional(1.0 * maps),
@@ -172,8 +159,3 @@ def _unit(
         ),
         gradient_energy=draw.uniform(0.5, 1.5),
     )
-
-
-def _seconds(per_sample: float, degree: int) -> Curve:
-    """A member's share: kernels are launched whatever is divided."""
-    return Curve(x=BATCHES, y=tuple(LAUNCH_S + per_sample * b / degree**0.95 for b in BATCHES))
