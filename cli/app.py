@@ -11,16 +11,10 @@ import typer
 
 from .. import __version__
 from ..planner.schema.errors import InputError, MemoryRunError, MeshwrightError
-from .cluster import cluster
-from .compare import compare
-from .demo import demo
-from .explain import explain
-from .launch import launch, separate_script
+from .launch import demo, launch, separate_script, verify
+from .measure import cluster, probe, profile
 from .multiplex import multiplex
-from .plan import plan
-from .probe import probe
-from .profile import profile
-from .verify import verify
+from .plan import compare, explain, plan
 
 # The exit code of a command that Ctrl-C ended: 128 + SIGINT, as shells have it.
 STOPPED = 130

@@ -104,7 +104,10 @@ def counts(words: str) -> OptionInfo:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    found = _parse_counts(text)
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"{text!r} is not a list of counts: write it like 1,2,4") from None
     if min(found) < 1:
         raise InputError(f"{text!r} holds {min(found)}, which cannot be: give at least 1")
     return found
@@ -112,11 +115,13 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def _parse_bytes(text: str) -> int:
     """Bytes from ``8GiB``, ``500 MB``, ``1.5g`` or a plain number; raises ``InputError``."""
+    # "i" alone and "1.2.3" fit the pattern: the table and float() refuse them.
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?)b?\s*", text.lower())
     try:
         count = float(match[1]) * _UNITS[match[2]] if match else math.nan
     except (ValueError, KeyError):
         count = math.nan
+    # A comparison with nan is False: whatever was no number is refused here too.
     if not 1 <= count < 2**62:
         raise InputError(f"{text!r} is not an amount of memory: write it like 8GiB or 500MB")
     return round(count)
@@ -132,22 +137,3 @@ def _parse_seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise InputError(f"{text!r} is not a time above 0: write it like 250ms or 1.5s")
     return value
-
-
-def _parse_counts(text: str) -> tuple[int, ...]:
-    """Whole numbers from ``1,2,4``; raises ``InputError``."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"{text!r} is not a list of counts: write it like 1,2,4") from None
-
-
-def shares_note(batch: int, world_size: int) -> str | None:
-    """What happens to a batch that does not divide over the ranks; None where it does."""
-    least, more = divmod(batch, world_size)
-    if not more:
-        return None
-    return (
-        f"a batch of {batch} does not divide over {world_size} ranks: {more} of them take "
-        f"{least + 1} samples and the others {least}, and every sample counts alike"
-    )
