@@ -32,9 +32,10 @@ from meshwright.models.zoo import build
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.plan import ExchangePolicy, UnitPlan
+from meshwright.profiler.overhead import plan_by_hand
 from ranks import on_a_bed, run, set_rate, slowest
 from rows import command_line, markdown, print_json, print_table, put_into
-from systems import System, plan_by_hand
+from systems import System
 from testbed import missing
 
 FAST_MBIT_S = 10_000.0
@@ -88,7 +89,8 @@ class Training(System):
             )
             for spec in found.units
         )  # fmt: skip
-        plan = plan_by_hand(units, Goal(batch=batch, batch_statistics="local"), SLICE_BYTES)
+        goal = Goal(batch=batch, batch_statistics="local")
+        plan = plan_by_hand(units, goal, "priority", SLICE_BYTES, "benchmark")
         make = OPTIMIZERS[name.partition("-")[0]]
         super().__init__(workload, make, plan, timeout_s=60, lossy=lossy)
         self.model.train()

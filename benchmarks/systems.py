@@ -22,10 +22,11 @@ from meshwright.models.zoo.vision import vgg_thumbnail
 from meshwright.planner.cost.step_time import LINKS, Chain, empty_chain
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
-from meshwright.planner.schema.plan import Plan, Prediction, Provenance, UnitPlan
+from meshwright.planner.schema.plan import Plan, UnitPlan
 from meshwright.planner.simulate.events import simulate
 from meshwright.planner.simulate.schedule import Message, Step, work_of
 from meshwright.planner.simulate.slicing import cut
+from meshwright.profiler.overhead import plan_by_hand
 from ranks import ring_bytes, slowest
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -41,10 +42,6 @@ WARM_UP = 8
 # A step alone is measured so often, after one that does not count.
 PARTS_TIMES = 5
 JITTER = 0.1
-NOTHING = Prediction(
-    step_s=0.0, compute_s=0.0, blocking_s=0.0, exposed_s=0.0, update_s=0.0, exchange_s=0.0,
-    wire_bytes=0, peak_bytes=(), gpu_seconds=0.0, samples_per_s=0.0,
-)  # fmt: skip
 
 Optimizing = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -69,17 +66,6 @@ def own_batch(name: str, size: int) -> Batch:
 def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """What systems train with unless told."""
     return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
-
-
-def plan_by_hand(units: Iterable[UnitPlan], goal: Goal, slice_bytes: int) -> Plan:
-    """Data parallelism by priority as these units have it, without predictions."""
-    world = dist.get_world_size()
-    return Plan(
-        target="benchmark", model="benchmark", world_size=world, schedule="priority", goal=goal,
-        placement=tuple(range(world)), bucket_bytes=slice_bytes, units=tuple(units),
-        prediction=NOTHING, baseline=NOTHING,
-        provenance=Provenance(solver="hand", status="manual", profile="", cluster=""),
-    )  # fmt: skip
 
 
 class System:
@@ -255,7 +241,9 @@ class Measured(NamedTuple):
             for k, modules in enumerate(self.modules)
         )  # fmt: skip
         goal = Goal(batch=world, optimizer="momentum")
-        return rank_zero_decides(lambda: plan_by_hand(units, goal, slice_bytes))
+        return rank_zero_decides(
+            lambda: plan_by_hand(units, goal, "priority", slice_bytes, "benchmark")
+        )
 
 
 def by_ddp(measured: Measured, bucket_mb: int) -> System:

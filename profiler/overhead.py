@@ -10,7 +10,7 @@ Python around a redistribution.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from ..planner.schema.plan import Plan, Prediction, Provenance, ScheduleName, Un
 
 ROUNDS, UNCOUNTED = 25, 3
 # What travels at once: all of a toy, and slices as plans mostly choose them.
-BUCKET_BYTES, SLICE_BYTES = 25 * 2**20, 4 * 2**20
+MESSAGE_BYTES: dict[ScheduleName, int] = {"barrier": 25 * 2**20, "priority": 4 * 2**20}
 
 
 class _Toy(NamedTuple):
@@ -60,10 +60,7 @@ class _Excess(NamedTuple):
 
 def measure_overhead(rounds: int = ROUNDS) -> StepOverhead:
     """The barrier's overhead on CPU ranks, as the slowest rank sees it. Collective over the default
-    group.
-
-    On a GPU the host's work runs ahead of the device's and hides behind it: nothing is measured.
-    """
+    group."""
     ranks = dist.get_world_size()
     if ranks == 1:
         return StepOverhead()
@@ -113,7 +110,8 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
     model = _model(toy)
     planned, optimizer = apply(model, _updated(model), _plan(toy, ranks, schedule))
     assert optimizer is not None, "an optimizer comes back where one was given"
-    meter, sent = run_of(planned).meter, torch.split(torch.zeros(toy.bytes // 4), _piece(schedule))
+    meter = run_of(planned).meter
+    sent = torch.split(torch.zeros(toy.bytes // 4), MESSAGE_BYTES[schedule] // 4)
     turns: list[Callable[[], object]] = [
         lambda: _step(plain, by_hand, batch),
         lambda: _step(planned, optimizer, batch),
@@ -130,13 +128,8 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
     return _Excess(under - plainly - wire, meter.moves // (rounds + UNCOUNTED))
 
 
-def _piece(schedule: ScheduleName) -> int:
-    """Elements that travel at once."""
-    return (SLICE_BYTES if schedule == "priority" else BUCKET_BYTES) // 4
-
-
 def _reduce(pieces: Sequence[Tensor]) -> None:
-    """All pieces under way together, as the executor has them."""
+    # All pieces under way together, as the executor has them.
     for work in [dist.all_reduce(piece, async_op=True) for piece in pieces]:
         assert work is not None, "this rank is of the group"
         work.wait()
@@ -163,18 +156,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> 
 
 def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:
     """Data parallelism, but for the layers that are divided."""
-    nothing = Prediction(
-        step_s=0.0,
-        compute_s=0.0,
-        blocking_s=0.0,
-        exposed_s=0.0,
-        update_s=0.0,
-        exchange_s=0.0,
-        wire_bytes=0,
-        peak_bytes=(0,) * ranks,
-        gpu_seconds=0.0,
-        samples_per_s=0.0,
-    )
     whole, divided = data_parallel(ranks), Layout(groups=ranks // toy.degree, degree=toy.degree)
     units = []
     for i in range(toy.layers):
@@ -189,16 +170,37 @@ def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:
                 style="column" if cut else "none",
             )
         )
+    goal = Goal(batch=2 * ranks)
+    return plan_by_hand(units, goal, schedule, MESSAGE_BYTES[schedule], "toy")
+
+
+def plan_by_hand(
+    units: Iterable[UnitPlan], goal: Goal, schedule: ScheduleName, bucket_bytes: int, target: str
+) -> Plan:
+    """The plan of these units on the ranks as they are numbered, without predictions."""
+    ranks = dist.get_world_size()
+    nothing = Prediction(
+        step_s=0.0,
+        compute_s=0.0,
+        blocking_s=0.0,
+        exposed_s=0.0,
+        update_s=0.0,
+        exchange_s=0.0,
+        wire_bytes=0,
+        peak_bytes=(0,) * ranks,
+        gpu_seconds=0.0,
+        samples_per_s=0.0,
+    )
     return Plan(
-        target="toy",
-        model="toy",
+        target=target,
+        model=target,
         schedule=schedule,
-        bucket_bytes=4 * _piece(schedule),
+        bucket_bytes=bucket_bytes,
         world_size=ranks,
-        goal=Goal(batch=2 * ranks),
+        goal=goal,
         placement=tuple(range(ranks)),
         units=tuple(units),
         prediction=nothing,
         baseline=nothing,
-        provenance=Provenance(solver="none", status="manual", profile="", cluster=""),
+        provenance=Provenance(solver="hand", status="manual", profile="", cluster=""),
     )

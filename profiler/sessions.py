@@ -75,12 +75,8 @@ def profile_on_ranks(
     *,
     refresh: bool = False,
 ) -> ModelProfile:
-    """Rank 0's profile, on every rank; collective.
-
-    On the CPU all ranks measure at once: they share caches and memory bandwidth in the run that is
-    to be predicted, so they do here. On a GPU, which each rank has to itself, rank 0 measures.
-    Unless ``refresh`` asks for these ``batches``, they are taken as far as they fit.
-    """
+    """Rank 0's profile, on every rank; collective. Unless ``refresh`` asks for these ``batches``,
+    they are taken as far as they fit."""
 
     def measure() -> ModelProfile:
         step = progress if dist.get_rank() == 0 else None
@@ -90,6 +86,7 @@ def profile_on_ranks(
         )
 
     def measure_together() -> ModelProfile:
+        # See [Note: What is measured together].
         if device.type != "cpu" or dist.get_world_size() == 1:
             return rank_zero_decides(measure)
         own = together(measure)
@@ -119,6 +116,7 @@ def cluster_of_ranks(
 def _probe(device: torch.device, progress: Step | None) -> Cluster:
     """The links, and what the executor itself adds to a step. Collective."""
     cluster = probe_ranks(device=device, progress=progress)
+    # On a GPU the host's work runs ahead of the device's and hides behind it: it costs nothing.
     if device.type != "cpu":
         return cluster
     # Here, as it brings the whole executor, which planning for other devices can do without.
