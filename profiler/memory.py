@@ -210,9 +210,8 @@ def _gradients_from(model: nn.Module, units: Sequence[UnitSpec]) -> dict[str, in
 # On torch's meta device tensors have shapes and no values. Everything that is asked of an estimate
 # can be had there (units, edges, operations, storages), so that a model need not fit into this
 # machine. What a model does by its values cannot (``.item()``, an index of what is not zero): torch
-# refuses it, and ``estimate`` falls back on real tensors. For attention torch takes a way there that
-# makes the whole matrix of scores, which no device of today's does in training: ``FusedAttention``
-# takes another.
+# refuses it, and ``estimate`` falls back on real tensors. For attention torch makes the whole
+# matrix of scores there, which no device of today's does in training: see ``FusedAttention``.
 META = torch.device("meta")
 
 _ATTENTION: Any = F.scaled_dot_product_attention
