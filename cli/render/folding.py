@@ -28,7 +28,7 @@ HEADED = 3
 # Layers that take more rows than this when equal ones are put together are left in order.
 MOST = 200
 # With its heading and caption, a table of so many rows is under 25 lines.
-SHORT = 16
+SHORT = 17
 
 
 class Row(NamedTuple, Generic[UnitT]):

@@ -110,7 +110,8 @@ def test_layers_that_differ_in_a_unit_or_two_are_one_block():
     assert [row.indented for row in rows] == [
         "model.embed_tokens", "model.layers.0 … 31 ×32", "  input_norm", "  q_proj … v_proj (3)",
         "  o_proj of 0, 3, 5, 8, 10, 8 more", "  o_proj of 1, 2, 4, 6, 9, 11, 12, 11 more",
-        "  o_proj of 7", "  post_norm", "  gate_proj, up_proj", "  down_proj of 0, 3, 5, 8, 10, 8 more",
+        "  o_proj of 7", "  post_norm", "  gate_proj, up_proj",
+        "  down_proj of 0, 3, 5, 8, 10, 8 more",
         "  down_proj of 1, 2, 4, 6, 7, 9, 11, 12, 11 more", "model.norm", "lm_head",
     ]  # fmt: skip
     assert len(rows) <= SHORT < len(folded(units))
