@@ -134,6 +134,7 @@ def plan(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
+    # Patterns in pins are of this profile's units: they are expanded once it is known.
     found = solve(expand_pins(problem), solver, time_limit_s).checked()
     # Explaining the plan finds both again by the fingerprints that the plan keeps.
     cache.put(problem.profile)
@@ -392,6 +393,7 @@ def launch(
     from .executor.launch.background import Background
     from .executor.launch.launch import launch, ranks_for
 
+    # Wrong counts and hosts are refused before a process is started.
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
     beside = (
         Background(background, limit=plan.goal.background_limit)
@@ -482,6 +484,7 @@ def auto_parallelize(
                 min_fidelity=min_fidelity,
             )
         )
+        # Early release steps parameter by parameter, which not every optimizer bears.
         forbidden = (EARLY_RELEASE,) if releases_not(optimizer) else ()
         chosen = _plan_on_ranks(
             workload, goal, device, solver, time_limit_s, schedule=schedule, forbidden=forbidden

@@ -66,8 +66,10 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 TRANSFORMER, DEVICE = "gpt-small", "a100-sxm-80gb"
 OPTIMIZERS = {"vgg16": "sgd", "wide_resnet101_2": "sgd", TRANSFORMER: "adamw"}
 MEMORY_BYTES = 80 * 2**30
+# Seconds of each search, and of narrowing under changed assumptions, of which there are many.
 LIMIT_S, BRIEF_S = 1.0, 0.3
 SIMULATED_STEPS = 20
+# Of DeepPool's abstract: cluster throughput over data parallelism's.
 TARGET = 2.2
 STYLES = ("none", "column", "row", "pair")
 # What is assumed of sharing, one thing changed at a time.
@@ -183,6 +185,7 @@ def ask(
         bucket_bytes=within.model.bucket_bytes,
     )
     tried = candidates(shared, Assumptions(), plain.step_s, LIMIT_S)
+    # The foreground on a power of two of the devices, and backgrounds on all others.
     parts = [plain_on(name, profile, 2**i, bytes_per_s) for i in range(ranks.bit_length() - 1)]
     divided = best_partition([*filter(None, parts), plain], background, ranks)
     return Asked(shared, background, plain, within, divided, tried)
@@ -288,7 +291,6 @@ COLUMNS = {
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row of the table."""
     return [format(row[name], how) for name, how in COLUMNS.values()]
 
 

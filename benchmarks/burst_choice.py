@@ -104,7 +104,7 @@ def best_data_parallel(problem: Problem, sizes: Sequence[int] = BUCKETS) -> Data
         every = [own.cost_model(count, size) for count, size in product(times, sizes)]
         models = [m for m in every if over_bytes(m, m.baseline) <= 0]
         if models:
-            best = min(models, key=lambda m: _formula_s(m, schedule))  # called at once
+            best = min(models, key=lambda m: _formula_s(m, schedule))
             done = evaluation(best, best.baseline, schedule=schedule)
             found.append(DataParallel(best, schedule, done.prediction.step_s))
     if not found:
@@ -200,6 +200,7 @@ def burst_beside(
     devices of its own. The background is on all devices, or on those only that never compute. Where
     none keeps the limit, the fastest, without a background."""
     problem = problem.placed()
+    # On devices of its own the foreground is not slowed: by this model its memory is judged.
     model = problem.cost_model(problem.goal.micro_batches[0])
     beside = shared_device_model(model, given.slowdown)
     fitting = {d: how for d, how in tried.items() if over_bytes(model, d) <= 0}
@@ -234,6 +235,7 @@ def _starts(
     for decisions in found:
         point.move_to(decisions)
         judged.append((worth(point, rate, limit_s).samples_per_s, -point.step_s(), decisions))
+    # Decisions have no order: they are left out of the comparison.
     most = max(judged, key=lambda each: each[:2])
     quickest = max(judged, key=lambda each: each[1])
     return list(dict.fromkeys((most[2], quickest[2])))
@@ -253,6 +255,7 @@ def worth(point: Point, background_samples_s: float, limit_s: float) -> Worth:
     if step_s > limit_s or point.peak() > point.limit_bytes or step_s <= 0:
         return Worth(-1.0, step_s)
     used_s = sum(o.layout.size * unit_s(model, k, o) for k, o in enumerate(point.decisions))
+    # What the background makes of the idle time is an upper bound: gaps lose their beginnings.
     idle_s = model.world_size * step_s - used_s
     return Worth((model.goal.batch + background_samples_s * idle_s) / step_s, step_s)
 

@@ -123,7 +123,6 @@ class Background:
         return int(struct.unpack("q", data)[0]) if len(data) == 8 else 0
 
     def wait_for_some(self) -> None:
-        """Returns when it trains."""
         while self.samples() == 0:
             time.sleep(0.05)
 
@@ -181,6 +180,7 @@ class Rank:
                 system.seconds(self.batch, 3)
                 dist.barrier()
                 job.release()
+                # Plain DDP tells the law nothing: there is nothing to run in.
                 made = 5 if key == "ddp" else RUN_IN
                 took = slowest(system.seconds(self.batch, made))
                 job.hold()
@@ -236,6 +236,7 @@ class Rank:
         dist.all_gather_object(hosts, mine)
         total = {key: sum(host[key] for host in hosts) for key in mine}
         share = {k: mean(h[k] / h["alone"] for h in hosts) for k in ("burst", "dp")}
+        # Against the quicker of the two, so that our own slowness is no gain.
         dp = self.size / min(s["ddp"], s["dp"])
         return {
             **{f"{key}_s": value for key, value in s.items()},
@@ -274,7 +275,6 @@ def measured(
 
 
 def main() -> None:
-    """Measures what was asked for and prints it."""
     parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--batch", type=int, help="the global batch, in place of each model's")

@@ -87,6 +87,7 @@ def problem(profile: ModelProfile, ranks: int, batch: int, bytes_per_s: float) -
 def compare(case: str, asked: Problem) -> list[Comparison]:
     """Every different greedy plan of a case against ours."""
     model, plans = asked.cost_model(), {}
+    # A plan that two limits lead to counts once.
     for limit in LIMITS:
         plans.setdefault(greedy(model, limit), limit)
     found = []
@@ -105,7 +106,6 @@ HEADINGS = (
 
 
 def cells(row: Comparison) -> tuple[object, ...]:
-    """A row of the page's table."""
     return (
         row.case, f"{row.limit:g}", f"{1e3 * row.greedy_s:.3f}", f"{1e3 * row.greedy_gpu_s:.2f}",
         f"{1e3 * row.faster.step_s:.3f}", f"{row.greedy_s / row.faster.step_s:.2f}",

@@ -69,12 +69,13 @@ COLUMNS = (
 
 
 def timed_fsdp(measured: Measured, batch: Batch, steps: int) -> tuple[float | None, str]:
-    """Seconds of a step by FSDP2 in one turn, as it is slow; or why it does not run this model: it
-    fails alike on all ranks. Collective."""
+    """Seconds of a step by FSDP2, or why it does not run this model. Collective."""
     try:
         system = by_fsdp(measured)
+        # One turn after one that does not count, as it is slow.
         system.turn(batch, 1)
         return slowest(system.turn(batch, steps)), ""
+    # It fails alike on all ranks, so nobody waits for one that has given up.
     except (RuntimeError, ValueError, AttributeError) as error:
         return None, str(error).splitlines()[0]
 
@@ -139,6 +140,7 @@ def one_row(
     sent = ring_bytes(sum(measured.sizes))
     mbit_s = 8e-6 * sent / (ratio * measured.times.step_s)
     set_rate(asked["folder"], mbit_s)
+    # Measured before the systems run and after: the wire may have had other work in between.
     links = [goodput(sent) for _ in range(3)]
     measured = measured._replace(bytes_per_s=median(link.bytes_per_s for link in links))
     if model is None:
@@ -173,6 +175,7 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
             )
         )  # fmt: skip
     clock = UnitClock(name)
+    # Computing is measured anew for each ratio: a shared machine does not stay as quick as it was.
     for ratio in asked["ratios"]:
         dist.barrier()
         measured = Measured(name, clock.sizes, clock.modules, clock.times(batch), 1.0)
@@ -210,6 +213,7 @@ def verdict(rows: list[dict[str, Any]]) -> str:
             f"- Where communication takes as long as compute, the best DDP takes {min(equal):.2f} "
             f"to {max(equal):.2f} times as long as priority (1.2)."
         )
+    # Its linear layers have most of the parameters and little to compute: worth dividing.
     wide = [r for r in rows if r["model"] == "vgg19-32" and r["ratio"] == 4.0]
     if wide:
         gain = wide[0]["ddp_best_s"] / wide[0]["plan_s"]
@@ -220,7 +224,6 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measures what was asked for and prints it."""
     parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(BATCHES), default=list(BATCHES))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.5, 1.0, 2.0, 4.0])
@@ -248,6 +251,7 @@ def main() -> None:
     if asked.markdown:
         put_into(asked.markdown, "rows", page_of(rows))
     print_json({"rows": rows})
+    # A row may be a little quicker by noise.
     wrong = [row for row in rows if row.get("efficiency", 0.0) > TOO_GOOD]
     if wrong:
         sys.exit(f"{len(wrong)} rows are quicker than their bound: the benchmark is wrong")

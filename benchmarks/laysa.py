@@ -86,7 +86,6 @@ class Training(System):
         self.model.train()
 
     def parts(self, batch: Batch) -> Iterable[Batch]:
-        """Its micro-batches."""
         count = self.micro_batches
         return micro_batches(self.model, batch, count) if count > 1 else (batch,)
 
@@ -103,7 +102,6 @@ class Training(System):
 
 
 def timed(trainings: Mapping[str, Training], asked: Mapping[str, Any]) -> dict[str, float]:
-    """The median of each training's turns. Collective."""
     taken: dict[str, list[float]] = {name: [] for name in trainings}
     for _ in range(asked["rounds"]):
         for name, training in trainings.items():
@@ -193,6 +191,7 @@ class Comparison:
             found[variant.name] = _row(best, chosen)
             if training is not None:
                 trainings[variant.name] = training
+            # Models and their hooks refer to each other: only the collector frees those not kept.
             gc.collect()
         self._time(trainings, found)
         return found
@@ -274,6 +273,7 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Everything of one model, as one row. Collective."""
     name, budget = asked["model"], asked["budget_bytes"]
     found = rank_zero_decides(lambda: profile_of(name, asked["sizes"]))
+    # Any rate for now: what the largest dense batch takes does not depend on it.
     comparison = Comparison(asked, Chooser(found, two_hosts(1e8), budget))
     comparison.say("profiled")
     best, training, _ = comparison.largest_batch(DENSE)
@@ -354,7 +354,6 @@ def measure(model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measures, or predicts, what was asked for and prints it."""
     parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--budget-mib", type=int, help="of each rank, instead of the model's own")

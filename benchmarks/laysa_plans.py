@@ -81,7 +81,6 @@ class Chosen(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What was decided."""
         common, segments = self.common, segments_of(self.decisions)
         inside = sum(last - first + 1 for first, last in segments)
         units = sum(o.memory == "recompute" and not o.segment for o in self.decisions)
@@ -121,6 +120,7 @@ class Chooser:
             host = self.cluster.host_bytes_per_s
             every = feedbacks("topk", OPTIMIZER, CAPABILITY.feedback, host)
         releasing = variant.saves and micro_batches == 1
+        # The naive combination releases early everywhere, whether that helps or not.
         early = (True,) if variant.name == "naive" and releasing else (False, True)[: 1 + releasing]
         for release in early:
             for feedback in every:

@@ -96,7 +96,6 @@ class Training(System):
         self.model.train()
 
     def parts(self, batch: Batch) -> tuple[Batch, ...]:
-        """This rank's share of a batch."""
         return (share_of(batch, run_of(self.model)),)
 
     def train(self, drawn: list[Batch]) -> None:
@@ -170,6 +169,7 @@ def compute_seconds() -> float:
     drawn = batches(build("cnn-digits").data("train"), BATCH, 12)
     taken = []
     for batch in drawn:
+        # Without it the exchange would be in the step, on fast links as well.
         with training.model.no_sync():
             taken.append(training.step(batch))
     return slowest(median(taken[2:]))
@@ -211,6 +211,7 @@ def one_round(training: Training, drawn: list[Batch]) -> tuple[float, ...]:
 
 def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Everything, as one row. Collective."""
+    # On fast links first: what is trained to does not depend on them.
     found = {"right": accuracies(), "losses": text_losses(), "compute_s": compute_seconds()}
     mbit_s = 8e-6 * GRADIENT_BYTES / (EXPOSED * found["compute_s"])
     set_rate(asked["folder"], mbit_s)
@@ -240,12 +241,10 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def gained(row: dict[str, Any], dense: dict[str, Any]) -> float:
-    """Mean accuracy above the dense exchange's."""
     return mean(row["accuracy"]) - mean(dense["accuracy"])
 
 
 def cells(row: dict[str, Any], dense: dict[str, Any]) -> tuple[str, ...]:
-    """A row for people."""
     return (
         row["way"],
         f"{1e3 * row['step_s']:.1f}",
@@ -261,7 +260,6 @@ def cells(row: dict[str, Any], dense: dict[str, Any]) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Runs everything and shows it."""
     parser = command_line(__doc__)
     parser.add_argument("--markdown", type=Path, help="puts the results into that page")
     asked = parser.parse_args()

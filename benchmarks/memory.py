@@ -158,7 +158,6 @@ def run(model: str, found: ModelProfile, policy: Policy, batch: int, optimizer: 
 
 
 def device() -> torch.device:
-    """This rank's."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -201,7 +200,6 @@ HEADINGS = ("model", "policy", "batch", "optimizer", "predicted MB", "measured M
 
 
 def cells(row: Row) -> tuple[object, ...]:
-    """A row for people."""
     return (
         row.model, row.policy, row.batch, row.optimizer, f"{row.predicted_bytes / 1e6:.2f}",
         f"{row.measured_bytes / 1e6:.2f}", f"{row.error:+.1%}",
@@ -246,7 +244,6 @@ def worst(rows: list[Row]) -> float:
 
 
 def main() -> None:
-    """Starts the ranks, or is one."""
     parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--policies", nargs="+", default=[])

@@ -28,6 +28,7 @@ from synthetic import cluster_of, gpt_like
 
 ROWS = ((100, 64), (200, 64), (400, 256), (1000, 1024))
 SAMPLES_PER_RANK = 4
+# Short enough to matter: the devices have 80.
 MEMORY_GIB = 40.0
 # At 1 MiB the latency of an all-reduce over 128 nodes is twenty times what its bytes take.
 SLICE_BYTES = 4 * 2**20
@@ -63,7 +64,6 @@ def row(units: int, ranks: int, slice_bytes: tuple[int, ...] = ()) -> dict[str, 
 
 
 def main() -> None:
-    """Prints the table and, as the last line, JSON."""
     if len(sys.argv) > 2:
         sizes = tuple(int(a) for a in sys.argv[3].split(",")) if len(sys.argv) > 3 else ()
         rows = [row(int(sys.argv[1]), int(sys.argv[2]), sizes)]

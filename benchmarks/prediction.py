@@ -152,7 +152,6 @@ def cells(row: dict[str, Any]) -> tuple[object, ...]:
 
 
 def main() -> None:
-    """Starts the ranks, or is one."""
     if not joined(RANKS, LIMIT_S):
         return
     cluster = cluster_of_ranks(torch.device("cpu"), refresh=True)

@@ -33,7 +33,6 @@ def print_row(row: Row) -> None:
 
 
 def print_json(result: Mapping[str, Any]) -> None:
-    """The last line of every benchmark."""
     print(json.dumps(result), flush=True)
 
 

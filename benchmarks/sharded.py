@@ -46,7 +46,8 @@ OPTIMIZERS: dict[str, Optimizing] = {
 
 
 def waiting(measured: Measured, plan: Plan, optimizing: Optimizing) -> System:
-    """A model under ``plan`` whose steps wait until the last gather has been issued. Collective."""
+    """A model under ``plan`` whose steps wait until the last gather has been issued, as they must
+    on NCCL. Collective."""
     system = System(measured.workload(), optimizing, plan)
     step = system.optimizer.step
 
@@ -62,10 +63,12 @@ def waiting(measured: Measured, plan: Plan, optimizing: Optimizing) -> System:
 
 def state_bytes(system: System) -> int:
     """Of the optimizer's state on this rank."""
+    # Asking for it ends pending steps, so that all state is there.
     system.optimizer.state_dict()
     values = [v for state in system.optimizer.state.values() for v in state.values()]
     values = [getattr(v, "_local_tensor", v) for v in values if isinstance(v, torch.Tensor)]
-    return sum(v.numel() * v.element_size() for v in values if v.ndim)
+    # Numbers without dimensions count steps.
+    return sum(v.nbytes for v in values if v.ndim)
 
 
 def weight_bytes(system: System) -> int:
@@ -137,7 +140,6 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measures what was asked for and prints it."""
     parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(BATCHES), default=["gpt-mini"])
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=["adamw"])

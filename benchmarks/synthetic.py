@@ -27,7 +27,9 @@ from meshwright.planner.schema.profile import (
     UpdateRate,
 )
 
+# GPT-2's vocabulary, rounded up to a multiple of 64.
 WIDTH, TOKENS, VOCABULARY = 2048, 1024, 50304
+# Bytes of a number: bfloat16.
 NUMBER = 2
 FLOPS_PER_S = 150e12
 LAUNCH_S = 2e-5
@@ -122,6 +124,7 @@ def _unit(
             degree=degree,
             forward=seconds(forward, degree),
             backward=seconds(backward, degree),
+            # A member keeps more than its part: inputs of columns are whole on all of them.
             saved=proportional(keep / degree**0.8),
             gradient=proportional(3.0 * maps / degree**0.5),
             workspace=proportional(1.0 * maps),

@@ -64,7 +64,6 @@ def own_batch(name: str, size: int) -> Batch:
 
 
 def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """What systems train with unless told."""
     return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
 
 
@@ -84,11 +83,9 @@ class System:
             apply(self.model, self.optimizer, plan, **options)
 
     def parts(self, batch: Batch) -> Iterable[Batch]:
-        """The micro-batches of a step."""
         return (batch,)
 
     def step(self, batch: Batch) -> float:
-        """One step; its seconds."""
         start = time.perf_counter()
         for part in self.parts(batch):
             value = self.workload.loss(self.model(*part.args, **part.kwargs), part.target)
@@ -215,7 +212,6 @@ class Measured(NamedTuple):
 
     @property
     def chain(self) -> Chain:
-        """Costs of the units under data parallelism."""
         chain, sizes = empty_chain(len(self.sizes)), np.array(self.sizes)
         chain.forward_s[:] = self.times.forward
         chain.backward_s[:] = self.times.backward
@@ -247,7 +243,6 @@ class Measured(NamedTuple):
 
 
 def by_ddp(measured: Measured, bucket_mb: int) -> System:
-    """DistributedDataParallel. Collective."""
     system = System(measured.workload())
     system.model = DistributedDataParallel(system.model, bucket_cap_mb=bucket_mb)
     return system
@@ -288,6 +283,7 @@ def in_turns(systems: dict[str, System], batch: Batch, steps: int, rounds: int) 
     for key, system in systems.items():
         system.turn(batch, 1 if key.startswith("ddp") else WARM_UP)
     taken: dict[str, list[float]] = {key: [] for key in systems}
+    # In turns, so that what disturbs the machine for a while hits all systems alike.
     for _ in range(rounds):
         for key, system in systems.items():
             dist.barrier()

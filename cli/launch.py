@@ -19,7 +19,8 @@ from .output import check_out, deliver, note
 from .render.comparisons import measured_table, verification_table
 from .values import whole
 
-if TYPE_CHECKING:  # it loads torch
+# It loads torch, which the other verbs need not wait for.
+if TYPE_CHECKING:
     from ..executor.launch.report import RunReport
 
 
@@ -122,6 +123,7 @@ def launch(
             if given and name.startswith("background_"):
                 option = "--" + name.replace("_", "-")
                 raise InputError(f"{option} concerns a background job: add --background COMMAND")
+    # The report is shown when the run is over. This may return later, when the background is done.
     api.launch(
         made,
         script or (),
@@ -131,6 +133,7 @@ def launch(
         node_rank=node_rank,
         rendezvous=rendezvous,
         timeout_s=timeout,
+        # With --json stdout is the report's alone.
         quiet=json,
         background=beside,
         at_end=lambda found: _show(found, made, report, first=node_rank == 0, json=json),

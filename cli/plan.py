@@ -27,7 +27,6 @@ from .render.documents import (
     bound_sentence,
     decision_table,
     prediction_table,
-    single_device_sentence,
     verdict,
 )
 from .render.explanations import explanation_tables
@@ -75,6 +74,7 @@ def plan(
         raise InputError(
             "--slices is how priority cuts, and --schedule is 'barrier': leave one of them out"
         )
+    # What is wrong with the request is said before files are read and anything is measured.
     wishes = parse_wishes(pin or (), forbid or ())
     goal = make_goal(
         batch,
@@ -111,6 +111,7 @@ def plan(
             points = api.front(what, there, goal, **how)
         else:
             made = api.plan(what, there, goal, **how)
+    # Printed when the bar is gone: both write to the terminal.
     if ranks is not None:
         deliver(table, out_, json, *sizes_table(table))
     elif front:
@@ -158,7 +159,10 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
         note(better.sentence if better is not None else None)
         single_s = api.quicker_on_single_device(made, profile, cluster)
         if single_s is not None:
-            words.append(single_device_sentence(single_s, made.world_size))
+            words.append(
+                f"One device by itself would take {seconds(single_s)} for the whole batch, less "
+                f"than this plan, and fits in its memory: --ranks 1,{ranks} compares sizes."
+            )
     return words
 
 

@@ -1,8 +1,4 @@
-"""Options that take a number, an amount or a list: a value that cannot be is refused in our words.
-
-What ``typer`` would say of a wrong value depends on its version and names Python's types. Here each
-option parses its own; ``cli`` puts the option's name before the sentence.
-"""
+"""Options that take a number, an amount or a list, and refuse in our words what cannot be."""
 
 from __future__ import annotations
 
@@ -22,6 +18,8 @@ _UNITS |= {f"{u}i": 1024**n for n, u in enumerate("kmgt", start=1)}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 
+# What ``typer`` would say of a wrong value depends on its version and names Python's types. So each
+# option parses its own, and ``app`` puts the option's name before the sentence.
 def _option(
     parse: Callable[[str], object], metavar: str, words: str, *, shows: bool = False
 ) -> OptionInfo:
@@ -68,6 +66,7 @@ def _number(text: str, above: float | None, least: float, most: float) -> float:
         value = float(text)
     except ValueError:
         raise InputError(f"{text!r} is not a number: give {bounds}") from None
+    # float() takes "inf" and "nan" too.
     enough = value >= least if above is None else value > above
     if not (enough and value <= most and math.isfinite(value)):
         raise InputError(f"{value:g} cannot be: give {bounds}")

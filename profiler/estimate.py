@@ -133,8 +133,6 @@ class _Work(NamedTuple):
 
 
 class _Estimator:
-    """Goes through the units of a discovery."""
-
     def __init__(
         self,
         workload: Workload,

@@ -47,8 +47,6 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass
 class _Measured:
-    """The medians at one batch size."""
-
     batch: int
     times: StepTimes
     footprint: Footprint
@@ -162,7 +160,6 @@ def _fitting(job: _Job, found: Discovery, batches: Sequence[int], room_bytes: fl
 def _measure(
     job: _Job, found: Discovery, batches: Sequence[int] | None, repeats: int
 ) -> Iterator[_Measured]:
-    """The medians at each batch size."""
     sizes = sorted(set(batches)) if batches else BATCHES
     if sizes[0] < 1:
         raise InputError(f"batch size {sizes[0]} cannot be measured: give at least 1")

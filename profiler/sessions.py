@@ -205,7 +205,8 @@ def profile(
 ) -> ModelProfile:
     """See ``api.profile``."""
     if device is not None and device.split(":")[0] not in ("cpu", "cuda"):
-        datasheet(device)  # an unknown device is told before any work
+        # An unknown device is told before any work.
+        datasheet(device)
         return estimate(_dry_workload(target), device, batches=batches)
     chosen = workload(target)
     try_out(chosen)

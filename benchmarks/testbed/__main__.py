@@ -12,7 +12,6 @@ from .bed import BURST_BYTES, Bed
 
 
 def main() -> int:
-    """Builds the bed, says how to use it, and waits."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.testbed", description=__doc__)
     parser.add_argument("--hosts", type=int, default=2, help="how many hosts, 2 to 8")
     parser.add_argument(

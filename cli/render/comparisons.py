@@ -14,7 +14,8 @@ from ...planner.explain.what_if import Size, Sizes
 from ...planner.schema.text import gap_text, seconds, size
 from .table import filled_table
 
-if TYPE_CHECKING:  # these load torch
+# They load torch, which comparing plans need not wait for.
+if TYPE_CHECKING:
     from ...executor.launch.report import BackgroundFigures, RunReport
     from ...executor.launch.verify import Verification
 
@@ -66,7 +67,6 @@ _NO_VALUE = {
 
 
 def _setting(name: str, value: str) -> str:
-    """A setting as people write it."""
     if not value:
         return _NO_VALUE.get(name, "no limit")
     words = []
@@ -136,8 +136,8 @@ def _predicted_and_measured(
 def _step_with_background(
     report: RunReport, job: BackgroundFigures
 ) -> list[tuple[str, str, str, str]]:
-    """The step while the background job was stopped, which is what a plan predicts; and the mean of
-    all, which is what its limit is about."""
+    """The step while the background job was stopped, and the mean of all steps."""
+    # The first is what a plan predicts, the second what the job's limit is about.
     first, second = "step time, background job held", "  with it, on average"
     held_s = mean_s = None
     if job.steps:

@@ -71,14 +71,6 @@ LINK_NAMES = {"inter": "between nodes", "intra": "inside nodes"}
 RECOMPUTED = 0.02
 
 
-def single_device_sentence(single_device_s: float, ranks: int) -> str:
-    """That one device is quicker than a plan for so many ranks."""
-    return (
-        f"One device by itself would take {seconds(single_device_s)} for the whole batch, less "
-        f"than this plan, and fits in its memory: --ranks 1,{ranks} compares sizes."
-    )
-
-
 # A gap up to which a plan is said to be the best: what solvers take for none.
 EXACT = 1e-4
 # Of two figures that differ by less, both read the same.
@@ -180,19 +172,19 @@ PREDICTED = (
 )  # fmt: skip
 
 
-def _quantity(prediction: Prediction, name: str) -> float:
-    """A predicted quantity; of those that differ by rank the largest."""
-    value: float | tuple[int, ...] = getattr(prediction, name)
-    return max(value, default=0) if isinstance(value, tuple) else value
-
-
 def prediction_table(plan: Plan) -> Table:
     """The predicted step, part by part, beside plain data parallelism."""
     table = empty_table("Predicted for one step", ("", "this plan", "data parallel"))
-    rows = []
-    for name in PREDICTED:
-        what, show = QUANTITIES[name]
-        rows.append((what, *(show(_quantity(p, name)) for p in (plan.prediction, plan.baseline))))
+
+    def shown(prediction: Prediction, name: str) -> str:
+        value = getattr(prediction, name)
+        # Of what differs by rank the largest: the fullest rank is the one that may fail.
+        return QUANTITIES[name][1](max(value, default=0) if isinstance(value, tuple) else value)
+
+    rows = [
+        (QUANTITIES[name][0], *(shown(p, name) for p in (plan.prediction, plan.baseline)))
+        for name in PREDICTED
+    ]
     if plan.goal.background:
         times = plan.goal.slowdown
         slowed, theirs = (seconds(p.step_s * times) for p in (plan.prediction, plan.baseline))
