@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
-from laysa_page import OURS
 from meshwright.executor.capability import CAPABILITY
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.memory import gradient_buffers
@@ -27,6 +26,7 @@ from meshwright.planner.schema.profile import FidelityProfile, ModelProfile
 from meshwright.planner.solve.evaluate import evaluation, make_plan
 from meshwright.planner.solve.heuristic.checkpointing import Checkpointing
 
+OURS = "collaborative"
 RANKS = 2
 RATIO = 0.01
 SLICE_BYTES = 4 * 2**20
