@@ -301,6 +301,7 @@ def multiplex(
                 f"{len(found)} {what} for {len(plans)} plans: name one for each plan, in their "
                 "order, or none"
             )
+    # repeat() has no end, so zip cannot be strict: the counts are checked above.
     jobs = [
         (plan, *made_from(plan, profile, cluster))
         for plan, profile, cluster in zip(

@@ -60,7 +60,6 @@ from meshwright.profiler.estimate import estimate, load_table
 from rows import command_line, markdown, markdown_of, print_json, put_into
 
 RANKS = (8, 64, 256, 1024)
-LINKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9, "300 GB/s": 300e9}
 BATCH = 1024
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 TRANSFORMER, DEVICE = "gpt-small", "a100-sxm-80gb"
@@ -98,8 +97,9 @@ class Partition(NamedTuple):
 
 
 def tree_curve(ranks: int, latency_s: float, bytes_per_s: float) -> CollectiveCurve:
-    """All-reduce as the quicker of a ring and two binary trees, as NCCL has both: a ring's latency
-    alone (2 (n - 1) hops) would make data parallelism look bad on a thousand devices."""
+    """All-reduce as the quicker of a ring and two binary trees."""
+    # NCCL has both. A ring's latency alone, 2 (n - 1) hops, would make data parallelism look bad on
+    # a thousand devices.
     hops = 2 * (ranks - 1).bit_length()
     tree = hops * latency_s, 2 / bytes_per_s
     ring = 2 * (ranks - 1) * latency_s, 2 * (ranks - 1) / ranks / bytes_per_s
@@ -159,8 +159,7 @@ class Asked(NamedTuple):
 def ask(
     name: str, profile: ModelProfile, ranks: int, bytes_per_s: float, styles: tuple[str, ...]
 ) -> Asked:
-    """The peers and the candidates of a case. The foreground beside a background has the memory
-    that this leaves; data parallelism alone has all of it."""
+    """The peers and the candidates of a case."""
     device = Device(name="A100", memory_bytes=MEMORY_BYTES)
     background = best_background(profile, device, OPTIMIZERS[name])
     times = tuple(m for m in MICRO_BATCHES if m == 1 or m * ranks <= BATCH)
@@ -176,6 +175,7 @@ def ask(
         near=0.0,
     )  # fmt: skip
     plain = best_data_parallel(alone)
+    # Beside a background the foreground has the memory that this leaves; alone it has all of it.
     left = MEMORY_BYTES - background.peak_bytes
     narrow = msgspec.structs.replace(goal, memory_limit_bytes=left)
     within = best_data_parallel(replace(alone, goal=narrow))
@@ -301,7 +301,9 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--models", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--links", nargs="+", default=list(LINKS), choices=list(LINKS))
+    parser.add_argument(
+        "--links", nargs="+", default=list(deeppool.LINKS), choices=list(deeppool.LINKS)
+    )
     parser.add_argument(
         "--batch-only", action="store_true", help="divide nothing but the batch, as DeepPool"
     )
@@ -332,7 +334,7 @@ def run_simulated(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], int]
     for name, count, link in product(asked.models, asked.ranks, asked.links):
         start = time.perf_counter()
         profile = profile_of(name, asked.global_statistics)
-        case = ask(name, profile, count, LINKS[link], styles)
+        case = ask(name, profile, count, deeppool.LINKS[link], styles)
         rows.append(row := solved(name, case, link, Assumptions()))
         row["seconds"] = time.perf_counter() - start
         print(f"{' | '.join(cells(row))} | {row['seconds']:.1f} s", flush=True)

@@ -93,9 +93,9 @@ class Shared(NamedTuple):
 
 def best_data_parallel(problem: Problem, sizes: Sequence[int] = BUCKETS) -> DataParallel:
     """Plain data parallelism with its best schedule, size of slices or buckets, and number of
-    micro-batches of the goal's, of what fits in memory; it normalises over each rank's own share as
-    DistributedDataParallel does, which costs it nothing. The best of each schedule by formula is
+    micro-batches of the goal's, of what fits in memory. The best of each schedule by formula is
     simulated. Raises ``InputError`` where none fits."""
+    # It normalises over each rank's own share as DistributedDataParallel does: that costs nothing.
     goal = msgspec.structs.replace(problem.goal, batch_statistics="local")
     found = []
     for schedule in ("priority", "barrier"):

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ from meshwright.planner.schema.record import save
 from meshwright.profiler.model import profile
 from ranks import goodput, on_a_bed, ring_bytes, run, set_rate, slowest
 from rows import command_line, markdown, print_json, put_into
-from systems import System, fresh, own_batch
+from systems import System, fresh, medians, own_batch
 from testbed import missing
 
 MIB = 2**20
@@ -103,15 +104,6 @@ class Training(System):
         tensors = [*self.batch.args, self.batch.target]
         persistent = [*self.model.parameters(), *self.model.buffers(), *tensors]
         return int(slowest(float(peak_bytes(work, persistent, torch.device("cpu")))))
-
-
-def timed(trainings: Mapping[str, Training], asked: Mapping[str, Any]) -> dict[str, float]:
-    taken: dict[str, list[float]] = {name: [] for name in trainings}
-    for _ in range(asked["rounds"]):
-        for name, training in trainings.items():
-            dist.barrier()
-            taken[name].append(slowest(training.turn(training.batch, asked["steps"])))
-    return {name: median(values) for name, values in taken.items()}
 
 
 @dataclass
@@ -182,51 +174,48 @@ class Comparison:
             if found[QUICK]["peak_bytes"] <= self.chooser.budget_bytes:
                 break
             limit = int(limit * found[QUICK]["predicted_bytes"] / found[QUICK]["peak_bytes"])
-        for name, step_s in timed(trainings, self.asked).items():
+        for name, step_s in self.seconds(trainings).items():
             found[name]["step_s"] = step_s
         found[OURS]["quick"] = found.pop(QUICK)
         return found
 
-    def at_largest(self) -> dict[str, dict[str, Any]]:
-        """Every variant at its own largest batch. Collective."""
+    def seconds(self, trainings: Mapping[str, Training]) -> dict[str, float]:
+        """The median turn of each. Collective."""
+        steps = self.asked["steps"]
+        turns = {name: partial(one.turn, one.batch, steps) for name, one in trainings.items()}
+        return medians(turns, self.asked["rounds"])
+
+    def largest(self, wanted: Mapping[Variant, tuple[int, int]]) -> dict[str, dict[str, Any]]:
+        """Variants in so many micro-batches at their largest batches, of so many samples at most.
+        Collective."""
         trainings, found = dict[str, Training](), dict[str, dict[str, Any]]()
-        for variant in VARIANTS:
-            best, training, chosen = self.largest_batch(variant)
-            found[variant.name] = _row(best, chosen)
+        for variant, (parts, most) in wanted.items():
+            best, training, chosen = self.largest_batch(variant, parts, most)
+            found[variant.name] = {
+                "max_what": chosen.words if chosen else "does not fit", "micro_batches": parts,
+                "max_batch": RANKS * best.batch, "max_peak_bytes": best.peak_bytes,
+                "max_step_s": 0.0, "samples_per_s": 0.0,
+            }  # fmt: skip
             if training is not None:
                 trainings[variant.name] = training
             # Models and their hooks refer to each other: only the collector frees those not kept.
             gc.collect()
-        self._time(trainings, found)
-        return found
-
-    def own_best(
-        self, first: Mapping[str, Mapping[str, Any]], size: int
-    ) -> dict[str, dict[str, Any]]:
-        """Every variant with the micro-batches and the batch that are predicted to be best for it;
-        as at its largest batch where that was quicker. Collective."""
-        trainings, found = dict[str, Training](), dict[str, dict[str, Any]]()
-        for variant in VARIANTS:
-            found[variant.name] = {**first[variant.name], "micro_batches": 1}
-            parts, own = self.chooser.best(variant, OWN_MOST * size)
-            if not own or (parts == 1 and RANKS * own == first[variant.name]["max_batch"]):
-                continue
-            best, training, chosen = self.largest_batch(variant, parts, own)
-            if training is not None:
-                found[variant.name] = {**_row(best, chosen), "micro_batches": parts}
-                trainings[variant.name] = training
-            gc.collect()
-        self._time(trainings, found)
-        # Predictions may be wrong: what was chosen by them may be slower than the largest batch.
-        for name in trainings:
-            if found[name]["samples_per_s"] < first[name]["samples_per_s"]:
-                found[name] = {**first[name], "micro_batches": 1}
-        return found
-
-    def _time(self, trainings: Mapping[str, Training], found: dict[str, dict[str, Any]]) -> None:
-        for name, step_s in timed(trainings, self.asked).items():
+        for name, step_s in self.seconds(trainings).items():
             found[name]["max_step_s"] = step_s
             found[name]["samples_per_s"] = found[name]["max_batch"] / step_s
+        return found
+
+    def own_best(self, first: Mapping[str, dict[str, Any]], size: int) -> dict[str, dict[str, Any]]:
+        """Every variant with the micro-batches and the batch that are predicted to be best for it;
+        as at its largest batch, where it was ``first``, if that was quicker. Collective."""
+        wanted = {}
+        for variant in VARIANTS:
+            parts, own = self.chooser.best(variant, OWN_MOST * size)
+            if own and (parts > 1 or RANKS * own != first[variant.name]["max_batch"]):
+                wanted[variant] = parts, own
+        found = {**first, **self.largest(wanted)}
+        # Predictions may be wrong: what was chosen by them may be slower than the largest batch.
+        return {n: max(r, found[n], key=lambda one: one["samples_per_s"]) for n, r in first.items()}
 
     def keep(self, plan: Plan, name: str) -> None:
         """Writes a plan, its profile and its cluster, for ``meshwright explain --memory``."""
@@ -254,14 +243,6 @@ class Comparison:
         other = Chooser(self.chooser.profile, cluster, self.chooser.budget_bytes)
         chosen = other.least(COLLABORATIVE, size)
         return {"what": chosen.words, "predicted_bytes": chosen.peak_bytes}
-
-
-def _row(best: Largest, chosen: Chosen | None) -> dict[str, Any]:
-    return {
-        "max_what": chosen.words if chosen else "does not fit",
-        "max_batch": RANKS * best.batch, "max_peak_bytes": best.peak_bytes,
-        "max_step_s": 0.0, "samples_per_s": 0.0,
-    }  # fmt: skip
 
 
 def profile_of(name: str, sizes: Sequence[int]) -> ModelProfile:
@@ -297,7 +278,7 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     )
     equal = comparison.equal(best.batch)
     gc.collect()
-    first = comparison.at_largest()
+    first = comparison.largest(dict.fromkeys(VARIANTS, (1, MOST)))
     gc.collect()
     own = comparison.own_best(first, best.batch) if asked["own"] else {}
     yield {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -282,10 +283,16 @@ def in_turns(systems: dict[str, System], batch: Batch, steps: int, rounds: int) 
     """The median of each system's turns, of the slowest rank. Collective."""
     for key, system in systems.items():
         system.turn(batch, 1 if key.startswith("ddp") else WARM_UP)
-    taken: dict[str, list[float]] = {key: [] for key in systems}
-    # In turns, so that what disturbs the machine for a while hits all systems alike.
+    turns = {key: partial(system.turn, batch, steps) for key, system in systems.items()}
+    return medians(turns, rounds)
+
+
+def medians(turns: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """The median seconds of each, of the slowest rank. Collective."""
+    taken: dict[str, list[float]] = {key: [] for key in turns}
+    # In turns, so that what disturbs the machine for a while hits all alike.
     for _ in range(rounds):
-        for key, system in systems.items():
+        for key, turn in turns.items():
             dist.barrier()
-            taken[key].append(slowest(system.turn(batch, steps)))
+            taken[key].append(slowest(turn()))
     return {key: median(values) for key, values in taken.items()}

@@ -22,6 +22,7 @@ _DEFAULT = Assumptions()
 
 
 def _us(seconds: float) -> str:
+    # As people write it: Python would show 0.0002.
     return f"{seconds * 1e6:g}us"
 
 

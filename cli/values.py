@@ -13,6 +13,7 @@ from ..planner.schema.errors import InputError
 
 OptionInfo = typer.models.OptionInfo
 
+# 8GB and 8GiB are two amounts: powers of 1000 and of 1024.
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}i": 1024**n for n, u in enumerate("kmgt", start=1)}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}

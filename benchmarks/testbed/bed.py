@@ -247,6 +247,7 @@ def sweep() -> None:
 def _remove(prefix: str) -> None:
     """Removes the namespaces with that beginning, and every process in them."""
     found = [name for name in _namespaces() if name.startswith(prefix)]
+    # First the processes: a namespace lives on as long as one is in it.
     for name in found:
         _kill(name)
     for name in found:
@@ -256,6 +257,7 @@ def _remove(prefix: str) -> None:
 
 
 def _kill(namespace: str) -> None:
+    # Again until none is left: one may have started another meanwhile.
     deadline = time.monotonic() + _KILL_S
     while time.monotonic() < deadline:
         listed = subprocess.run(

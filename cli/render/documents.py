@@ -23,7 +23,8 @@ def gain(plan: Plan) -> str:
     costs to fit where that does not."""
     by = plan.speedup
     counts = f", in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
-    same = abs(by - 1) < 0.005
+    # A factor that would be shown as 1.00.
+    same = abs(by - 1) < SEEN
     if plan.baseline_fits:
         text = "the same as" if same else f"{by:.2f} times as fast as"
         return f"Predicted to be {text} plain data parallelism{counts}"
