@@ -19,14 +19,15 @@ from typing import NamedTuple
 
 import msgspec
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..executor.launch.start import software
-from ..models.replay import capture, preserved, run_unit
+from ..models.replay import UnitCall, capture, preserved, run_unit
 from ..models.spec import UnitSpec
 from ..models.units.discover import Discovery, discover
 from ..models.units.storages import tensors_in
-from ..models.workload import Batch, Workload
+from ..models.workload import Workload
 from ..planner.schema.capability import degrees
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
@@ -111,7 +112,10 @@ def _counted(
     batch, other = workload.make_batch(2), workload.make_batch(1)
     found = discover(workload.model, batch, other)
     with preserved(workload.model):
-        return found, _Estimator(workload, found, batch, sheet, sizes).units()
+        calls = capture(workload.model, batch, found.units)
+        footprints = Footprints(workload, found.units, FOOTPRINT_SIZES)
+        counted = _Estimator(workload.model, found, batch.size, calls, footprints, sheet, sizes)
+        return found, tuple(map(counted.unit, found.units))
 
 
 class _Work(NamedTuple):
@@ -132,29 +136,22 @@ class _Work(NamedTuple):
         return max(compute, memory) + self.kernels * KERNEL_S
 
 
-class _Estimator:
-    def __init__(
-        self,
-        workload: Workload,
-        found: Discovery,
-        batch: Batch,
-        sheet: Datasheet,
-        sizes: tuple[int, ...],
-    ) -> None:
-        self.model, self.found, self.batch = workload.model, found, batch
-        self.sheet, self.sizes = sheet, sizes
-        self.calls = capture(self.model, batch, found.units)
-        self.footprints = Footprints(workload, found.units, FOOTPRINT_SIZES)
+class _Estimator(NamedTuple):
+    """What has been counted of a model, for a device and batch sizes."""
 
-    def units(self) -> tuple[UnitProfile, ...]:
-        last = self.found.units[-1]
-        return tuple(
-            self._unit(unit, self.found.unused if unit is last else ()) for unit in self.found.units
-        )
+    model: nn.Module
+    found: Discovery
+    batch: int
+    calls: dict[str, UnitCall]
+    footprints: Footprints
+    sheet: Datasheet
+    sizes: tuple[int, ...]
 
-    def _unit(self, unit: UnitSpec, unused: Sequence[str]) -> UnitProfile:
+    def unit(self, unit: UnitSpec) -> UnitProfile:
         work = self._work(unit)
         whole = self._share(unit, work, "none", 1, 0)
+        # Parameters that no unit uses are exchanged all the same: they count to the last one.
+        unused = self.found.unused if unit is self.found.units[-1] else ()
         base = unit_profile(self.model, unit, whole, unused)
         shares = [
             self._share(unit, work, split.style, degree, _shard_bytes(base, split, degree))
@@ -162,9 +159,8 @@ class _Estimator:
             for degree in DEGREES
             if degrees(base, split.style, degree)
         ]
-        made = unit_profile(self.model, unit, whole, unused, shares)
         kept = unit.name not in self.footprints.smallest.discarded
-        return msgspec.structs.replace(made, output_kept=kept)
+        return msgspec.structs.replace(base, shares=(base.whole, *shares), output_kept=kept)
 
     def _work(self, unit: UnitSpec) -> _Work:
         if not unit.modules:
@@ -172,7 +168,7 @@ class _Estimator:
             edges = [e for e in self.found.edges if unit.name in (e.source, e.target)]
             flows = sum(e.bytes_per_sample for e in edges) if unit.kind == "glue" else 0.0
             return _Work(0.0, flows, 0.0, 1 if flows else 0, 1.0)
-        call, size = self.calls[unit.name], self.batch.size
+        call, size = self.calls[unit.name], self.batch
         counter = FlopCounterMode(display=False)
         with torch.no_grad(), counter:
             output = run_unit(self.model, unit, call.fresh())

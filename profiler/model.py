@@ -268,14 +268,10 @@ def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) 
 
 
 def unit_profile(
-    model: nn.Module,
-    unit: UnitSpec,
-    whole: ShareProfile,
-    unused: Sequence[str] = (),
-    shares: Sequence[ShareProfile] = (),
+    model: nn.Module, unit: UnitSpec, whole: ShareProfile, unused: Sequence[str] = ()
 ) -> UnitProfile:
-    """A unit with its measurements. ``unused`` are parameters that no forward uses: they are held
-    and exchanged all the same, and counted where the caller says."""
+    """A unit with the measurements of its whole. ``unused`` are parameters that no forward uses:
+    they are held and exchanged all the same, and counted where the caller says."""
     shared = canonical_names(model)
     names = [n for n in shared if any(n.startswith(f"{m}.") or m == "" for m in unit.modules)]
     parameters = tuple(
@@ -299,7 +295,7 @@ def unit_profile(
         # A mean and a sum of squares for each channel, and the count.
         statistics_bytes=sum(4 * (2 * int(norm.num_features) + 1) for norm in norms),
         splits=split_profiles(model, unit, shared),
-        shares=(msgspec.structs.replace(whole, parameter_bytes=total), *shares),
+        shares=(msgspec.structs.replace(whole, parameter_bytes=total),),
     )
 
 
