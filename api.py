@@ -217,6 +217,7 @@ def sizes(
 ) -> Sizes:
     """Plans for clusters of so many ``ranks``, made of nodes like the given cluster's first; the
     global batch stays. ``time_limit_s`` is for each size, the rest as in ``plan``."""
+    # What cannot be is refused before anything is measured.
     check_time_limit(time_limit_s)
     if not ranks:
         raise InputError("no cluster sizes to plan for: name at least one, such as 8")
@@ -490,6 +491,7 @@ def auto_parallelize(
         chosen = _plan_on_ranks(
             workload, goal, device, solver, time_limit_s, schedule=schedule, forbidden=forbidden
         )
+    # True allows lossy exchange in planning; how it is done is left to the defaults.
     settings = lossy if isinstance(lossy, Lossy) else None
     model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
     record_run(model_, optimizer_)

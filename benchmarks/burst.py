@@ -179,6 +179,7 @@ def ask(
     left = MEMORY_BYTES - background.peak_bytes
     narrow = msgspec.structs.replace(goal, memory_limit_bytes=left)
     within = best_data_parallel(replace(alone, goal=narrow))
+    # ``candidates`` asks for one number of micro-batches: the one that suits data parallelism.
     shared = replace(
         alone,
         goal=msgspec.structs.replace(narrow, micro_batches=(within.model.micro_batches,)),
@@ -191,6 +192,7 @@ def ask(
     return Asked(shared, background, plain, within, divided, tried)
 
 
+# Every larger cluster asks for the smaller ones again.
 @cache
 def plain_on(
     name: str, profile: ModelProfile, ranks: int, bytes_per_s: float

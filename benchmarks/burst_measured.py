@@ -170,6 +170,7 @@ class Rank:
         settings = Settings(paced.command, str(folder / f"log-{rank}"), LIMIT, grace_s=1.0)
         with background_job(settings) as job, other.by_itself() as process:
             paced.wait_for_some()
+            # Nothing of it may run while the systems are made and warm up.
             job.hold()
             # The systems made from here on find the job by the environment.
             os.environ.update(job.environment)

@@ -75,7 +75,8 @@ def cluster_of(ranks: int, bytes_per_s: float, memory_bytes: int = 80 * 10**9) -
 
 
 def problem(profile: ModelProfile, ranks: int, batch: int, bytes_per_s: float) -> Problem:
-    """The problem of one case; statistics over the whole batch, so that bursts are exact."""
+    """The problem of one case."""
+    # With statistics over the whole batch bursts train what data parallelism does.
     problem = Problem(
         profile=profile, cluster=cluster_of(ranks, bytes_per_s), capability=EVERYTHING,
         goal=Goal(batch=batch, optimizer="sgd", batch_statistics="global"),

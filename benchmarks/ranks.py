@@ -64,6 +64,7 @@ def on_a_bed(
             over.set()
             watcher.join()
         _check(done)
+        # With the bucket's depth, by which short messages can beat a link's rate.
         lines = (folder / "rows").read_text().splitlines()
         return [{**json.loads(line), "burst_bytes": bed.burst_bytes} for line in lines]
 

@@ -89,6 +89,7 @@ def demo(folder: str | Path | None = None, *, say: Say = lambda text: None) -> D
     for part in (decision_table(plan), prediction_table(plan), f"{gain(plan)}."):
         say(part)
     documents = {"cluster": cluster, "profile": profile, "plan": plan, "data-parallel": plain}
+    # Before the training: what it was made from is there even where that fails.
     for name, document in documents.items():
         save(document, kept / f"{name}.json")
     say("4. The plan's training equals one process's (meshwright verify)")

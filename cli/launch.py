@@ -40,6 +40,7 @@ def verify(
     check_out(out_)
     made = load(Plan, plan_file, "PLAN")
     found = api.verify(made, dtype=_dtype(dtype), batch=batch, timeout_s=timeout)
+    # On stderr: with --json stdout is the result's.
     for remark in found.notes:
         note(remark)
     verdict = "PASS" if found.passed else "FAIL"
@@ -97,6 +98,7 @@ def launch(
     """Run a plan, and end with what was predicted beside what was measured."""
     from .. import api
 
+    # Before the training, which may take days.
     check_out(report)
     made = load(Plan, plan_file, "PLAN")
     from ..executor.launch.launch import differences

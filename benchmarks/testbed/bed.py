@@ -96,9 +96,11 @@ class Bed:
         reason = missing()
         if reason is not None:
             raise InputError(reason)
+        # What a killed process has left has the same addresses.
         sweep()
         if any(name.startswith(f"{self._name}-") for name in _namespaces()):
             raise InputError("this process has a test bed already: leave that one first")
+        # For a process that ends without leaving the context.
         atexit.register(self.remove)
         try:
             self._build()

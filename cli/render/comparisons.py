@@ -86,6 +86,7 @@ def comparison_tables(found: Comparison, first: str, second: str) -> list[Table 
     """What two plans predict, and where they differ."""
     parts: list[Table | str] = []
     rows = []
+    # A figure that is not listed above is shown under its field's name.
     for figure in found.figures:
         name, show = QUANTITIES.get(figure.name, (figure.name, str))
         by = f"{figure.second / figure.first:.2f}" if figure.first else ""
