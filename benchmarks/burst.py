@@ -183,7 +183,7 @@ def ask(
     shared = replace(
         alone,
         goal=msgspec.structs.replace(narrow, micro_batches=(within.model.micro_batches,)),
-        bucket_bytes=within.model.bucket_bytes,
+        bucket_bytes=within.model.message_bytes,
     )
     tried = candidates(shared, Assumptions(), plain.step_s, LIMIT_S)
     # The foreground on a power of two of the devices, and backgrounds on all others.

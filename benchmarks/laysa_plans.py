@@ -182,7 +182,7 @@ class Chooser:
             model = CostModel(
                 self.profile, self.cluster, self._goal(common, batch),
                 micro_batches=common.micro_batches,
-                bucket_bytes=SLICE_BYTES, sliced=True,
+                message_bytes=SLICE_BYTES, sliced=True,
             )  # fmt: skip
             decisions = []
             for unit in self.profile.units:

@@ -119,12 +119,10 @@ def _probe(device: torch.device, progress: Step | None) -> Cluster:
     if device.type != "cpu":
         return cluster
     # Here, as it brings the whole executor, which planning for other devices can do without.
-    from .overhead import measure_overhead, measure_priority_overhead
+    from .overhead import measure_overheads
 
-    overhead = measure_overhead()
-    return msgspec.structs.replace(
-        cluster, overhead=overhead, priority_overhead=measure_priority_overhead(overhead)
-    )
+    overhead, priority = measure_overheads()
+    return msgspec.structs.replace(cluster, overhead=overhead, priority_overhead=priority)
 
 
 def single_rank(device: torch.device) -> Cluster:
