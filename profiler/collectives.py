@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from scipy.optimize import lsq_linear
 from torch import Tensor
 
 from ..planner.schema.cluster import Collective, CollectiveCurve
@@ -180,6 +179,9 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
     Relative, as sizes span five orders of magnitude and the large ones would drown the latency.
     """
+    # Here, as it takes a third of a second to import and only probing needs it.
+    from scipy.optimize import lsq_linear
+
     size, time = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
     rows = np.stack([np.ones_like(size), size], axis=1) / time[:, None]
     scale = np.array([time.min(), time.max() / size.max()])  # unknowns of about one

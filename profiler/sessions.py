@@ -47,7 +47,6 @@ from .estimate import estimate
 from .links import probe as probe_ranks
 from .model import FEW
 from .model import profile as profile_model
-from .overhead import measure_overhead, measure_priority_overhead
 
 # [Note: What is measured together]
 # Ranks that share a host share its memory bandwidth, caches and clock rate, in the run as well. So
@@ -122,6 +121,9 @@ def _probe(device: torch.device, progress: Step | None) -> Cluster:
     cluster = probe_ranks(device=device, progress=progress)
     if device.type != "cpu":
         return cluster
+    # Here, as it brings the whole executor, which planning for other devices can do without.
+    from .overhead import measure_overhead, measure_priority_overhead
+
     overhead = measure_overhead()
     return msgspec.structs.replace(
         cluster, overhead=overhead, priority_overhead=measure_priority_overhead(overhead)

@@ -13,7 +13,7 @@ from ...planner.schema.plan import Plan, Prediction, UnitPlan
 from ...planner.schema.profile import ModelProfile, UnitProfile
 from ...planner.schema.text import gap_text, rate, seconds, size
 from .comparisons import QUANTITIES
-from .folding import fold as folded
+from .folding import fold_short as folded
 from .folding import unfolded
 from .table import empty_table, names_of
 

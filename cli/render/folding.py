@@ -3,7 +3,9 @@
 A model of 32 equal layers is one block, ``model.layers.0 … 31 ×32``, with the rows of one layer
 inside. Layers are equal where the names inside them and what is shown of their units are the same;
 they need not be neighbours (``layers.0 … 6, 23 … 30 ×15``). Of all ways to fold, the one with the
-fewest rows is taken.
+fewest rows is taken. Where many layers differ in a unit or two, that leaves a long table: then
+layers with the same names are one block, and inside it a unit has a row for each way in which it is
+decided (``mlp of 18, 19``).
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ LISTED = 5
 HEADED = 3
 # Layers that take more rows than this when equal ones are put together are left in order.
 MOST = 200
+# With its heading and caption, a table of so many rows is under 25 lines.
+SHORT = 17
 
 
 class Row(NamedTuple, Generic[UnitT]):
@@ -93,6 +97,61 @@ def fold(
             path = f"{above}.@glue" if above else path
         columns.append(_Column(name(unit), path, key(unit), [unit]))
     return list(_rows(columns))
+
+
+def fold_short(
+    units: Sequence[UnitT], name: Callable[[UnitT], str], key: Callable[[UnitT], tuple[str, ...]]
+) -> list[Row[UnitT]]:
+    """As ``fold``; where that leaves more than ``SHORT`` rows and putting unequal layers with the
+    same names together leaves fewer, so."""
+    exact = fold(units, name, key)
+    if len(exact) <= SHORT:
+        return exact
+
+    def decision(unit: UnitT) -> tuple[str, ...]:
+        above = f"{_layer_of(name(unit))}."
+        return tuple(text.replace(above, "") for text in key(unit))
+
+    # The same unit of all layers is called alike: neighbours share a row where they are decided
+    # alike in every one of them.
+    alike: dict[str, list[str]] = {}
+    for unit in units:
+        alike.setdefault(_unnumbered(name(unit)), []).append("\n".join(decision(unit)))
+    mixed = fold(units, name, lambda unit: tuple(alike[_unnumbered(name(unit))]))
+    rows = [part for row in mixed for part in _by_decision(row, name, decision)]
+    return rows if len(rows) < len(exact) else exact
+
+
+def _by_decision(
+    row: Row[UnitT], name: Callable[[UnitT], str], decision: Callable[[UnitT], tuple[str, ...]]
+) -> Iterator[Row[UnitT]]:
+    """A row for each way in which units of one row are decided, and the numbers of their layers."""
+    found: dict[tuple[str, ...], list[UnitT]] = {}
+    for unit in row.units:
+        found.setdefault(decision(unit), []).append(unit)
+    if row.is_block or len(found) == 1:
+        yield row
+        return
+    every = list(dict.fromkeys(_layer_of(name(unit)) for unit in row.units))
+    for some in found.values():
+        layers = list(dict.fromkeys(_layer_of(name(unit)) for unit in some))
+        places = [(every.index(layer), layer.rpartition(".")[2]) for layer in layers]
+        yield row._replace(
+            name=f"{row.name} of {_listed(places)}",
+            units=some,
+            repeats=row.repeats * len(some) // len(row.units),
+            module=layers[0],
+        )
+
+
+def _layer_of(name: str) -> str:
+    """A unit's name up to its last number that has a part of the name behind it."""
+    return name[: max((m.end() for m in re.finditer(r"(?<![^.])\d+(?=\.)", name)), default=0)]
+
+
+def _unnumbered(name: str) -> str:
+    """A unit's name without the numbers of the layers that it is in."""
+    return re.sub(r"(?<![^.])\d+(?=\.)", "#", name)
 
 
 def unfolded(units: Sequence[UnitT], name: Callable[[UnitT], str]) -> list[Row[UnitT]]:
@@ -279,18 +338,23 @@ def _title(equal: Sequence[tuple[int, str]], inside: str) -> str:
     above, dot, first = _relative(equal[0][1], inside).rpartition(".")
     if len(equal) == 1:
         return f"{above}{dot}{first}"
-    places = [place for place, _ in equal]
-    numbers = [module.rpartition(".")[2] for _, module in equal]
+    places = [(place, module.rpartition(".")[2]) for place, module in equal]
+    return f"{above}{dot}{_listed(places)} ×{len(equal)}"
+
+
+def _listed(layers: Sequence[tuple[int, str]]) -> str:
+    """``0 … 6, 23 … 30``: the numbers of layers, each after its place in the series."""
+    places = [place for place, _ in layers]
+    numbers = [number for _, number in layers]
     steps = {high - low for low, high in pairwise(places)}
-    if len(steps) == 1 and len(equal) > 2 and steps != {1}:
-        shown = [f"{numbers[0]}, {numbers[1]} … {numbers[-1]}"]
-    else:
-        starts = [i for i, p in enumerate(places) if not i or p - places[i - 1] > 1]
-        pieces = [numbers[i:j] for i, j in pairwise([*starts, len(places)])]
-        shown = [f"{p[0]} … {p[-1]}" if len(p) > 2 else ", ".join(p) for p in pieces[:LISTED]]
-        if len(pieces) > LISTED:
-            shown.append(f"{sum(map(len, pieces[LISTED:]))} more")
-    return f"{above}{dot}{', '.join(shown)} ×{len(equal)}"
+    if len(steps) == 1 and len(layers) > 2 and steps != {1}:
+        return f"{numbers[0]}, {numbers[1]} … {numbers[-1]}"
+    starts = [i for i, p in enumerate(places) if not i or p - places[i - 1] > 1]
+    pieces = [numbers[i:j] for i, j in pairwise([*starts, len(places)])]
+    shown = [f"{p[0]} … {p[-1]}" if len(p) > 2 else ", ".join(p) for p in pieces[:LISTED]]
+    if len(pieces) > LISTED:
+        shown.append(f"{sum(map(len, pieces[LISTED:]))} more")
+    return ", ".join(shown)
 
 
 def _stacked(columns: Sequence[_Column[UnitT]], layers: Sequence[_Layer]) -> list[_Column[UnitT]]:

@@ -6,7 +6,7 @@ import random
 import time
 
 from meshwright.cli.render.documents import decision_table, units_table
-from meshwright.cli.render.folding import Row, fold
+from meshwright.cli.render.folding import SHORT, Row, fold, fold_short
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import Plan, UnitPlan
 from meshwright.profiler.estimate import load_table
@@ -93,6 +93,53 @@ def test_layers_that_differ_partway_are_two_blocks():
         "model.layers.0 … 19 ×20",
         "model.layers.20 … 31 ×12",
     ]
+
+
+def shortened(units):
+    return fold_short(units, lambda u: u[0], lambda u: (u[1],))
+
+
+def test_layers_that_differ_in_a_unit_or_two_are_one_block():
+    """A plan that a search made: nearly every layer is unlike the one before it."""
+
+    def decide(layer, decision):
+        return OTHER[decision] if decision == "row" and layer % 5 in (0, 3) else decision
+
+    units = [(n, "keep" if n.endswith("layers.7.o_proj") else d) for n, d in llama(decide=decide)]
+    rows = shortened(units)
+    assert [row.indented for row in rows] == [
+        "model.embed_tokens", "model.layers.0 … 31 ×32", "  input_norm", "  q_proj … v_proj (3)",
+        "  o_proj of 0, 3, 5, 8, 10, 8 more", "  o_proj of 1, 2, 4, 6, 9, 11, 12, 11 more",
+        "  o_proj of 7", "  post_norm", "  gate_proj, up_proj",
+        "  down_proj of 0, 3, 5, 8, 10, 8 more",
+        "  down_proj of 1, 2, 4, 6, 7, 9, 11, 12, 11 more", "model.norm", "lm_head",
+    ]  # fmt: skip
+    assert len(rows) <= SHORT < len(folded(units))
+    inside = [unit for row in rows if not row.is_block for unit in row.units]
+    assert sorted(inside) == sorted(units)
+    assert all(len({decision for _, decision in row.units}) == 1 for row in rows[2:])
+    assert [row.repeats for row in rows[4:7]] == [13, 18, 1]
+    assert {row.mean(lambda u: 1.0) for row in rows[4:7]} == {1.0}
+
+
+def test_recomputing_up_to_the_own_layer_is_one_way_to_be_decided():
+    draw = random.Random(1)
+    units = [
+        (f"h.{i}.{name}", draw.choice((f"recompute to h.{i}.mlp", "keep")))
+        for i in range(32)
+        for name in ("ln", "attn", "mlp")
+    ]
+    rows = shortened(units)
+    inside = [row.repeats for row in rows[1:]]
+    assert [a + b for a, b in zip(inside[::2], inside[1::2], strict=True)] == [32, 32, 32]
+    assert {
+        len({u[1].replace(u[0].rpartition(".")[0], "") for u in r.units}) for r in rows[1:]
+    } == {1}
+
+
+def test_a_table_that_is_short_enough_stays():
+    units = llama(decide=lambda i, d: OTHER[d] if i >= 20 else d)
+    assert shortened(units) == folded(units)
 
 
 def test_layers_that_come_again_are_counted_to_the_first_of_their_kind():
