@@ -116,7 +116,7 @@ class CostModel(Exchanges):
         """Plain data parallelism."""
         return (Option(data_parallel(self.world_size)),) * len(self.profile.units)
 
-    def of(self, profile: ModelProfile) -> CostModel:
+    def with_profile(self, profile: ModelProfile) -> CostModel:
         """The costs of another profile of the same model, all else being equal."""
         made = CostModel(
             profile, self.cluster, self.goal, micro_batches=self.micro_batches,
