@@ -21,7 +21,7 @@ from ..comm.buffers import alias_for_comm
 from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import ShardGradient
 from .buckets import GradParam
-from .feedback import Lossy, LossyGradGroup, folds_at_once, mirrors
+from .feedback import Lossy, LossyGradGroup, folds_at_once, in_format_of, mirrors
 from .flat_shard import flat
 from .momentum import Groups, Momentum
 from .pending import WaitingGradient, vacating
