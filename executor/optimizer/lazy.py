@@ -142,7 +142,7 @@ class LazySteps:
             try:
                 for p in rest:
                     sent = gradients[p]
-                    dense = sent.average.dense() if isinstance(sent, SparseGradient) else None
+                    dense = sent.dense() if isinstance(sent, SparseGradient) else None
                     p.parameter.grad = p.show(sent) if dense is None else dense
                 self._apply(_only(groups, before))
             finally:
