@@ -153,11 +153,6 @@ def make_world(
     return world
 
 
-def place_of(layout: Layout, size: int) -> Place:
-    """What the groups of a layout of ``size`` ranks are found under."""
-    return layout.degree if layout.size == size else layout
-
-
 def flat(layout: Layout) -> Layout:
     """The same positions, each with samples of its own: what holds parameters that a divided unit
     has whole."""
