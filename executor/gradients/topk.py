@@ -71,7 +71,7 @@ class TopkState:
     def end(self) -> None:
         self._backwards += 1
         if self.momentum is not None:
-            self.momentum.end()
+            self.momentum.stepped = False
 
     def state(self) -> dict[str, Any]:
         return {"backwards": self._backwards}
