@@ -195,6 +195,13 @@ class ShardedGradient(WaitingGradient):
         else:
             self._gradient.zero_()
 
+    def as_chunk(self) -> Tensor:
+        """The chunk, which knows the norm of the whole, or the whole where that was gathered."""
+        if self._gradient is not None:
+            return self._gradient
+        self._wait()
+        return ShardGradient.of(self._chunk, self._spec.channels.members)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -204,11 +211,9 @@ class ShardedGradient(WaitingGradient):
             return super().__torch_function__(func, types, args, kwargs)
 
         def chunk_or_whole(gradient: WaitingGradient) -> Tensor:
-            if not isinstance(gradient, ShardedGradient) or gradient._gradient is not None:
-                return gradient.complete()
-            gradient._wait()
-            # Asked for its norm, it answers with that of the whole.
-            return ShardGradient.of(gradient._chunk, gradient._spec.channels.members)
+            if isinstance(gradient, ShardedGradient):
+                return gradient.as_chunk()
+            return gradient.complete()
 
         result = func(*pytree.tree_map_only(WaitingGradient, chunk_or_whole, args), **kwargs)
         return args[0] if func in _SCALE_ONE else result
