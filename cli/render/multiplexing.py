@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from ...planner.multiplex.report import ClusterReport, devices_of, utilisation
-from ...planner.multiplex.simulation import ClusterRun, DeviceClass
+from ...planner.multiplex.simulation import ClusterRun
 from ...planner.schema.text import seconds
 from ...planner.simulate.events import Interval
 from .plots import figure_in
