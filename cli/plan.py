@@ -20,12 +20,14 @@ from ..planner.schema.plan import LOSSY, Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load
 from ..planner.schema.text import seconds
+from ..planner.solve.request import made_from
 from . import options
 from .output import check_out, deliver, note
 from .render.comparisons import comparison_tables, front_table, sizes_table
 from .render.documents import (
     bound_sentence,
     decision_table,
+    origin_sentences,
     prediction_table,
     verdict,
 )
@@ -125,6 +127,10 @@ def plan(
         deliver(made, out_, json, *tables, *words)
 
 
+def _samples(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count} samples"
+
+
 def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: Any) -> list[str]:
     """The sentences below a plan; what its user should know of the request goes to stderr."""
     from .. import api
@@ -134,7 +140,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     if more:
         note(
             f"a batch of {goal.batch} does not divide over {ranks} ranks: {more} of them take "
-            f"{least + 1} samples and the others {least}, and every sample counts alike"
+            f"{_samples(least + 1)} and the others {_samples(least)}, and every sample counts alike"
         )
     if goal.allow_lossy and not any(unit.exchange in LOSSY for unit in made.units):
         note(
@@ -154,6 +160,8 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     words = [verdict(made)]
     # A profile measured for this plan is found on disk again, unless it could not be kept there.
     with suppress(InputError):
+        profile, cluster = made_from(made, profile, cluster)
+        words += origin_sentences(made, profile)
         words.append(bound_sentence(api.bottleneck(made, profile, cluster)))
         better = api.quicker_in_parts(made, profile, cluster, **how)
         note(better.sentence if better is not None else None)

@@ -84,8 +84,9 @@ def refusal(plan: Plan, rank: int, needed_bytes: int, free: int) -> str:
         most = f" (most in the {moment.phase} of unit {moment.unit!r}, above all {moment.largest})"
     fits = max(plan.prediction.peak_bytes, default=0) - (needed_bytes - free)
     return (
-        f"rank {rank} has {_mib(free)} of memory free and the plan needs {_mib(needed_bytes)} more"
-        f"{most}: free some, plan with --memory-limit {max(fits, MIB) // MIB}MiB, or set {SWITCH}=0"
+        f"rank {rank} has {_mib(free)} of memory free and needs {_mib(needed_bytes)} "
+        f"for the plan besides what it has{most}: free some, "
+        f"plan with --memory-limit {max(fits, MIB) // MIB}MiB, or set {SWITCH}=0"
     )
 
 

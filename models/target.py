@@ -83,6 +83,8 @@ def _from_factory(target: str) -> Workload:
             f"factory {target!r} returned {type(made).__name__}, expected a meshwright.Workload: "
             "return Workload(name, model, make_batch, loss)"
         )
+    for size in (2, 1):
+        own_batch(made, size)
     return replace(made, name=target)  # plans name it so, and it is found again by that
 
 
@@ -123,6 +125,35 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def own_batch(chosen: Workload, size: int) -> Batch:
+    """What ``make_batch`` makes; ``InputError`` where that is no batch of ``size`` samples."""
+    # As objects: what a user's function returns is not always what its type says.
+    try:
+        batch: object = chosen.make_batch(size)
+    except Exception as error:
+        raise InputError(
+            f"make_batch({size}) of {chosen.name!r} failed with {_said(error)}; mend it"
+        ) from error
+    wanted = f"return meshwright.Batch((x,), target) with {size} samples"
+    if not isinstance(batch, Batch):
+        made = type(batch).__name__
+        raise InputError(f"make_batch({size}) of {chosen.name!r} returned a {made}: {wanted}")
+    args: object = batch.args
+    if not isinstance(args, tuple | list):
+        made = type(args).__name__
+        raise InputError(
+            f"make_batch({size}) of {chosen.name!r} gave the model's arguments as a {made}, "
+            f"expected a tuple: {wanted}"
+        )
+    try:
+        found = batch.size
+    except ValueError as error:
+        raise InputError(f"make_batch({size}) of {chosen.name!r}: {error}: {wanted}") from None
+    if found != size:
+        raise InputError(f"make_batch({size}) of {chosen.name!r} gave {found} samples: {wanted}")
+    return batch
+
+
 def try_out(chosen: Workload, size: int = 2, device: torch.device | str = "cpu") -> None:
     """One forward and loss on a batch of the workload's own, without gradients.
 
@@ -131,7 +162,7 @@ def try_out(chosen: Workload, size: int = 2, device: torch.device | str = "cpu")
     """
     try:
         with preserved(chosen.model), torch.no_grad():
-            batch = chosen.make_batch(size).to(device)
+            batch = own_batch(chosen, size).to(device)
             loss = chosen.loss(chosen.model(*batch.args, **batch.kwargs), batch.target)
     except InputError:
         raise

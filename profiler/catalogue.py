@@ -60,7 +60,9 @@ def names() -> tuple[str, ...]:
 def datasheet(name: str) -> Datasheet:
     """A device's figures; ``InputError`` with the nearest names where it is not catalogued."""
     if name not in DEVICES:
-        near = get_close_matches(name.lower(), DEVICES, n=3, cutoff=0.4)
+        # Names that begin so come first: "a100" is nearer to "a100-sxm-40gb" than to "a10".
+        longer = [device for device in DEVICES if device.startswith(name.lower())]
+        near = longer or get_close_matches(name.lower(), DEVICES, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(DEVICES)}"
         raise InputError(f"device {name!r} is not catalogued: {hint}")
     return DEVICES[name]

@@ -28,7 +28,7 @@ QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
     "exchange_s": ("gradient exchange", seconds),
     "wire_bytes": ("sent by the busiest rank", size),
     "gpu_seconds": ("device time", seconds),
-    "samples_per_s": ("samples per second", lambda v: f"{v:,.0f}"),
+    "samples_per_s": ("samples per second", lambda v: f"{v:,.0f}" if v >= 10 else f"{v:.2g}"),
     "peak_bytes": ("peak memory of a rank", size),
 }
 
@@ -59,6 +59,8 @@ SETTINGS = {
     "goal.pins": "pins",
     "goal.all_layouts": "all layouts tried",
 }
+# Of longer lists the beginning and the end are shown.
+LISTED = 8
 _NO_VALUE = {
     "goal.memory_limit_bytes": "the device's own",
     "goal.slice_bytes": "not given",
@@ -79,6 +81,8 @@ def _setting(name: str, value: str) -> str:
             words.append(
                 {"True": "yes", "False": "no", "gpu_seconds": "device time"}.get(text, text)
             )
+    if len(words) > LISTED:
+        return f"{', '.join(words[:LISTED])} … {words[-1]} ({len(words)})"
     return ", ".join(words)
 
 
@@ -103,7 +107,7 @@ def comparison_tables(found: Comparison, first: str, second: str) -> list[Table 
             (u.name, u.first or "-", u.second or "-", seconds(u.first_s), seconds(u.second_s))
             for u in found.units
         ]
-        headings = ("unit", first, second, "costs", "costs")
+        headings = ("unit", first, second, f"time in {first}", f"time in {second}")
         parts.append(filled_table("Units decided differently", headings, differing))
     else:
         parts.append("All units are decided alike.")
@@ -129,8 +133,11 @@ def measured_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
 def _predicted_and_measured(
     what: str, show: Callable[[float], str], predicted: float | None, measured: float | None
 ) -> tuple[str, str, str, str]:
-    ratio = f"{measured / predicted:.2f}" if measured and predicted else ""
     first, second = ("-" if v is None else show(v) for v in (predicted, measured))
+    ratio = ""
+    # Nothing is no measure for something: what is shown as 0 has no ratio.
+    if predicted and measured and first != "0":
+        ratio = f"{measured / predicted:.2f}"
     return what, first, second, ratio
 
 

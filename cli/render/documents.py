@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from math import ceil
 
 from rich.table import Table
 
@@ -67,6 +68,27 @@ def bound_sentence(found: Bottleneck) -> str:
     return f"Bound by {what} ({part}): {', '.join(advice)}."
 
 
+def origin_sentences(plan: Plan, profile: ModelProfile) -> list[str]:
+    """What the times are based on, where that is less than measuring what the plan does."""
+    words = []
+    if profile.origin != "measured":
+        source = {
+            "estimated": f"estimated from what is known of the {profile.device}",
+            "table": "those of a published table",
+        }[profile.origin]
+        words.append(f"The units' times are {source}, not measured.")
+    largest = max(ceil(plan.goal.batch / u.layout.groups / plan.micro_batches) for u in plan.units)
+    measured = profile.batches[-1]
+    if profile.origin == "measured" and largest > EXTRAPOLATED * measured:
+        words.append(
+            f"The units' times were measured up to batches of {measured} and are extrapolated to "
+            f"{largest}."
+        )
+    return words
+
+
+# Times of batches this many times as large as those measured are on the measured line still.
+EXTRAPOLATED = 2
 LINK_NAMES = {"inter": "between nodes", "intra": "inside nodes"}
 # Recomputing that takes less of the step is not mentioned.
 RECOMPUTED = 0.02
@@ -175,7 +197,8 @@ PREDICTED = (
 
 def prediction_table(plan: Plan) -> Table:
     """The predicted step, part by part, beside plain data parallelism."""
-    table = empty_table("Predicted for one step", ("", "this plan", "data parallel"))
+    title = f"Predicted for one step of {plan.goal.batch} samples and {plan.goal.optimizer}"
+    table = empty_table(title, ("", "this plan", "data parallel"))
 
     def shown(prediction: Prediction, name: str) -> str:
         value = getattr(prediction, name)

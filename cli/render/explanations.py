@@ -134,11 +134,14 @@ def _words(found: Explanation) -> Iterator[str]:
     if found.term is None:
         yield "Branches run side by side: the step is their critical path."
     elif found.term.link is None:
-        yield "By the formula it is bound by what a rank itself computes and waits for."
+        yield (
+            "The formula that ranks plans before they are simulated counts what a rank itself "
+            "computes and waits for."
+        )
     else:
         yield (
-            f"By the formula it is bound by the gradients of the units up to {found.term.unit} on "
-            f"{found.term.link} links."
+            "The formula that ranks plans before they are simulated ends with the gradients of the "
+            f"units up to {found.term.unit} on {found.term.link} links."
         )
     yield (
         f"Memory is tightest on rank {found.tightest_rank} at {found.tightest_unit}: "
@@ -151,9 +154,10 @@ def _words(found: Explanation) -> Iterator[str]:
         yield "No limit keeps a better choice for a single unit out."
     if found.exposed:
         worst = max(found.exposed, key=lambda e: e.seconds)
+        every = seconds(sum(e.seconds for e in found.exposed))
         yield (
-            f"Exposed exchange: {seconds(sum(e.seconds for e in found.exposed))}, most of it the "
-            f"gradients of {names_of(worst.units)} ({seconds(worst.seconds)}, {worst.link})."
+            f"Exposed exchange: {every}, the largest part the gradients of "
+            f"{names_of(worst.units)} ({seconds(worst.seconds)}, {worst.link})."
         )
     else:
         yield "No gradient exchange is exposed."
@@ -166,7 +170,7 @@ def _device_time(found: DeviceTime) -> Table:
         ("updates on every device", found.updates_s),
         ("the executor's own work", found.executor_s),
         ("slowed by communication", found.slowing_s),
-        ("waiting for it", found.waiting_s),
+        ("waiting for communication", found.waiting_s),
         ("device time of a step", found.used_s),
     )
     rows = [

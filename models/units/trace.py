@@ -183,7 +183,8 @@ def record(model: nn.Module, batch: Batch) -> Trace:
         except Exception as error:
             raise InputError(
                 f"the model failed on its own batch of {batch.size}: "
-                f"{type(error).__name__}: {error}; mend make_batch or the model's forward"
+                f"{type(error).__name__}: {error}; mend what it is fed (make_batch, "
+                "example_inputs) or its forward"
             ) from error
     root = next(e for e in recorder.events if e.module == "")
     return Trace(recorder.events, root.given, root.made, batch.size)

@@ -136,6 +136,12 @@ def no_such_unit(pin: Pin, profile: ModelProfile) -> InputError:
     every = [unit.name for unit in profile.units]
     names = [unit.name for unit in profile.units if unit.kind not in FIXED_KINDS] or every
     near = nearest(pin.unit, names)
+    home = next((unit.name for unit in profile.units if pin.unit in unit.modules), None)
+    if home is not None:
+        return InputError(
+            f"{pin.unit!r}, which shall be {pin.wish}, is a module of unit {home!r}: write "
+            f"{home!r} for all of it"
+        )
     units = f"try {quoted(near)}" if near else f"they are {names[0]!r} to {names[-1]!r}"
     return InputError(
         f"no unit is called {pin.unit!r}, which shall be {pin.wish}: {units}; 'meshwright plan' "

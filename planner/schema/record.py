@@ -122,7 +122,8 @@ def load(cls: type[RecordT], path: str | Path, given: str = "") -> RecordT:
         data = Path(path).read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise InputError(f"cannot read {path}: {reason}; check the path") from None
+        how = f", or make one with {MADE_BY[cls.__name__]}" if cls.__name__ in MADE_BY else ""
+        raise InputError(f"cannot read {path}: {reason}; check the path{how}") from None
     return decode(cls, data, f"{given} {path}".lstrip())
 
 

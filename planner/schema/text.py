@@ -5,9 +5,13 @@ from __future__ import annotations
 
 def seconds(value: float) -> str:
     """A duration in the unit in which it reads best."""
-    if value >= 1 or value == 0:
-        return f"{value:.2f} s" if value else "0"
-    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
+    # What is less than half a nanosecond is what rounding leaves of none.
+    if value < 5e-10:
+        return "0"
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if value * scale >= 1:
+            return f"{value * scale:.2f} {unit}"
+    return f"{value * 1e6:.0f} µs" if value >= 1e-6 else f"{value * 1e9:.0f} ns"
 
 
 def gap_text(gap: float) -> str:

@@ -42,7 +42,9 @@ def problem_for(
     if goal.allow_lossy and not any(unit.fidelity for unit in profile.units):
         raise InputError(
             f"the profile of {profile.target} says of no unit how much of its gradient a lossy "
-            "exchange keeps (fidelity): measure that, or leave --allow-lossy (allow_lossy) out"
+            "exchange keeps (fidelity), which estimates do not know: measure the model on this "
+            "machine (meshwright profile without --device), or leave --allow-lossy (allow_lossy) "
+            "out"
         )
     runs = executor if bursts else searched(executor)
     capability = without(EVERYTHING if hypothetical else runs, forbidden)

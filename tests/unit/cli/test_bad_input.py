@@ -38,6 +38,30 @@ def no_mean():
     return Workload("long", model, make, lambda output, target: output - target)
 
 
+def fed(make):
+    return Workload("fed", nn.Linear(3, 2), make, nn.functional.mse_loss)
+
+
+def pairs():
+    return fed(lambda size: (torch.randn(size, 3), torch.zeros(size, 2)))
+
+
+def bare():
+    return fed(lambda size: Batch(torch.randn(size, 3), torch.zeros(size, 2)))
+
+
+def always_eight():
+    return fed(lambda size: Batch((torch.randn(8, 3),), torch.zeros(8, 2)))
+
+
+def no_tensor():
+    return fed(lambda size: Batch((), None))
+
+
+def no_batches():
+    return fed(lambda size: {}[size])
+
+
 def needy(argument):
     return None
 
@@ -81,6 +105,11 @@ def test_unknown_model_names_the_nearest(meshwright, tmp_path):
         ("mine.py:number", ("mine.py:number", "int", "Workload")),
         ("mine.py:wrong_width", ("mat1 and mat2 shapes cannot be multiplied",)),
         ("mine.py:no_mean", ("shape (2, 2)", "expected one number")),
+        ("mine.py:pairs", ("make_batch(2)", "a tuple", "Batch((x,), target) with 2 samples")),
+        ("mine.py:bare", ("arguments as a Tensor", "expected a tuple", "Batch((x,), target)")),
+        ("mine.py:always_eight", ("make_batch(2)", "8 samples", "with 2 samples")),
+        ("mine.py:no_tensor", ("a batch needs a tensor", "with 2 samples")),
+        ("mine.py:no_batches", ("make_batch(2)", "KeyError")),
         ("mine.py:needy", ("missing 1 required positional argument", "without arguments")),
         ("mine.py:misnamed", ("'make_batches'", "Workload(name, model, make_batch, loss)")),
         ("mine.py:broken", ("KeyError", "no such layer")),
@@ -233,9 +262,10 @@ def test_not_text_at_all(meshwright, profile_file, cluster_file):
 
 def test_missing_files(meshwright, profile_file, cluster_file):
     done = meshwright("plan", "absent.json", "-c", cluster_file, "--batch", 256)
-    refused(done, 2, "absent.json", "No such file")
+    refused(done, 2, "absent.json", "No such file", "meshwright profile")
     done = meshwright("plan", profile_file, "-c", "absent.json", "--batch", 256)
-    refused(done, 2, "absent.json", "No such file")
+    refused(done, 2, "absent.json", "No such file", "meshwright probe")
+    refused(meshwright("explain", "absent.json"), 2, "absent.json", "meshwright plan TARGET")
 
 
 def test_a_folder_as_file(meshwright, profile_file, tmp_path):

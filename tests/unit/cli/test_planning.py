@@ -29,6 +29,24 @@ def test_plan_prints_decisions_and_gain(meshwright, profile_file, cluster_file):
     assert "times as fast as plain data parallelism" in done.out
 
 
+def test_a_plan_says_what_its_times_are_based_on(meshwright, profile_file, cluster_file, tmp_path):
+    def told(**changes):
+        path = tmp_path / "other.json"
+        save(msgspec.structs.replace(load(ModelProfile, profile_file), **changes), path)
+        done = meshwright("plan", path, "-c", cluster_file, "--batch", 4096, "--optimizer", "adamw")
+        assert done.code == 0
+        return " ".join(done.out.split())
+
+    measured = told(origin="measured", batches=(8, 16))
+    assert "Predicted for one step of 4096 samples and adamw" in measured
+    assert "were measured up to batches of 16 and are extrapolated to " in measured
+    assert "extrapolated" not in told(origin="measured", batches=(8, 4096))
+    estimated = told(origin="estimated")
+    assert "times are estimated from what is known of the " in estimated
+    assert "extrapolated" not in estimated
+    assert "published table, not measured" in told(origin="table")
+
+
 def test_the_gain_printed_is_the_plans(meshwright, profile_file, cluster_file, tmp_path):
     path = tmp_path / "p.json"
     done = meshwright("plan", profile_file, "-c", cluster_file, "--batch", 256, "-o", path)
@@ -237,7 +255,7 @@ def test_explain_says_what_binds_and_what_more_would_buy(meshwright, plan_file):
     assert "16 devices for 8" in words
     assert "planned again" in words
     assert "duals" not in words
-    assert "bound by the gradients of the units up to" in words
+    assert "ends with the gradients of the units up to" in words
     assert "No limit keeps a better choice for a single unit out" in words
     assert "planned again" not in meshwright("explain", plan_file, "--no-what-if").out
 

@@ -146,6 +146,14 @@ def test_a_misspelt_unit_is_told_the_nearest_and_how_to_list_them(profile):
         units_of(profile, wish(["zzz=2x2"])[0])
 
 
+def test_a_module_inside_a_unit_is_told_its_unit(profile):
+    modules = {"fc.a": ("fc.a", "fc.a_norm")}
+    units = (msgspec.structs.replace(u, modules=modules.get(u.name, ())) for u in profile.units)
+    profile = msgspec.structs.replace(profile, units=tuple(units))
+    with pytest.raises(InputError, match=r"'fc.a_norm'.*is a module of unit 'fc.a'"):
+        units_of(profile, Pin(unit="fc.a_norm", styles=("column",)))
+
+
 @pytest.mark.parametrize(("text", "near"), [("recomput", "recompute"), ("fc=colum", "column")])
 def test_a_misspelt_policy_or_style_is_told_the_nearest(text, near):
     with pytest.raises(InputError, match=rf"^'{text}' says no layout: try '{near}', or write"):

@@ -80,7 +80,12 @@ def test_every_catalogued_device_is_plausible_and_cited() -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("h100", "did you mean h100"), ("H100-SXM", "h100-sxm"), ("abacus", "choose from a100")],
+    [
+        ("h100", "did you mean h100"),
+        ("A100", "mean a100-sxm-40gb, a100-sxm-80gb"),
+        ("H100-SXM", "h100-sxm"),
+        ("abacus", "choose from a100"),
+    ],
 )
 def test_unknown_devices_get_the_nearest_names(name: str, hint: str) -> None:
     with pytest.raises(InputError, match=hint):
