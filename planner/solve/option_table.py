@@ -351,7 +351,12 @@ class OptionTable:
             edge = self.edges[e]
             cost = edge.figures[:, state(edge.source), state(k)]
             # Most edges cost nothing: only for the others is it worth asking who came before.
-            if cost.any() and not self.shared.redistributed_before(e, state):
+            if not cost.any():
+                continue
+            alike = (e, *self.model.same_tensors_before[e])
+            ends = {unit for other in alike for unit in self.model.ends[other]}
+            decided = {unit: Option(*self.states[unit][state(unit)]) for unit in ends}
+            if not self.model.redistributed_before(e, decided):
                 figures[k, entry] += cost[:-1]
                 figures[k, RECEIVED] = max(figures[k, RECEIVED], cost[-1])
 
