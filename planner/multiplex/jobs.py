@@ -241,7 +241,7 @@ def slowed(profile: ModelProfile, slowdown: float) -> ModelProfile:
 
 def shared_device_model(model: CostModel, slowdown: float) -> CostModel:
     """The cost model of the same job on devices that it shares."""
-    return model.of(slowed(model.profile, slowdown))
+    return model.with_profile(slowed(model.profile, slowdown))
 
 
 def foreground(

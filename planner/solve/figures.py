@@ -160,7 +160,7 @@ class UnitFigures:
     def _gathered(self, k: int, states: Sequence[State]) -> Reals:
         """What divided units keep of their input, by state."""
         found: Reals = np.array([
-            self.memory.gathered_bytes(k, Option(*state), self.samples(state[0]))
+            self.memory.own_input_bytes(k, Option(*state), self.samples(state[0]))
             for state in states
         ])  # fmt: skip
         return found
