@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from ..schema.options import Option, tied_units
@@ -56,9 +56,12 @@ class Structure:
             same[tensors] = (*found[e], e)
         return tuple(found)
 
-    def redistributed_before(self, e: int, decisions: Sequence[Option]) -> bool:
+    def redistributed_before(
+        self, e: int, decisions: Sequence[Option] | Mapping[int, Option]
+    ) -> bool:
         """Whether an earlier unit needs the tensors of edge ``e`` as its target does, so that they
-        have moved already (see [Note: Shared redistributions] in cost/redistribution.py)."""
+        have moved already (see [Note: Shared redistributions] in cost/redistribution.py). Of the
+        ``decisions`` those at the ends of such edges are enough."""
         earlier = self.same_tensors_before[e]
         if not earlier:
             return False

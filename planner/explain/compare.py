@@ -111,7 +111,7 @@ def _figures(first: Prediction, second: Prediction) -> tuple[Figure, ...]:
         Figure(name=n, first=float(getattr(first, n)), second=float(getattr(second, n)))
         for n in _FIGURES
     ]
-    # What differs by rank is compared by the fullest one.
+    # What differs by rank is compared by the fullest one: that is the one which may not fit.
     peaks = (float(max(p.peak_bytes, default=0)) for p in (first, second))
     return (*values, Figure(name="peak_bytes", first=next(peaks), second=next(peaks)))
 

@@ -425,8 +425,9 @@ def device_time(done: Evaluation) -> DeviceTime:
     sizes = [option.layout.size for option in decisions]
     seconds = [unit_s(model, k, decisions[k]) for k in units]
     computing_s = sum(sizes[k] * seconds[k] for k in units)
-    executor_s = sum(sizes[k] * model.micro_batches * _executor_s(model, k, o)
-                     for k, o in enumerate(decisions))  # fmt: skip
+    sent = [model.unit(k, o).trained_bytes if o.layout.groups > 1 else 0
+            for k, o in enumerate(decisions)]  # fmt: skip
+    executor_s = sum(sizes[k] * model.micro_batches * model.overhead_s(k, sent[k]) for k in units)
     updates_s = sum(sizes[k] * model.unit(k, decisions[k]).update_s for k in units)
     # One device has no executor and nothing to wait for.
     alone_s = single_device_batch_s(model)
@@ -446,9 +447,3 @@ def device_time(done: Evaluation) -> DeviceTime:
         slowing_s=slowing_s,
         waiting_s=done.prediction.gpu_seconds - computing_s - slowing_s,
     )
-
-
-def _executor_s(model: CostModel, k: int, option: Option) -> float:
-    """The executor's own seconds in one backward of unit ``k``."""
-    sent = model.unit(k, option).trained_bytes if option.layout.groups > 1 else 0
-    return model.overhead_s(k, sent)

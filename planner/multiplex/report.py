@@ -99,7 +99,7 @@ def report(run: ClusterRun, bins: int = BINS) -> ClusterReport:
     return ClusterReport(
         devices=run.devices,
         horizon_s=run.horizon_s,
-        assumptions=run.given,
+        assumptions=run.assumptions,
         foregrounds=foregrounds,
         backgrounds=backgrounds,
         classes=tuple(_class(run, each) for each in run.classes),
@@ -135,7 +135,7 @@ def _background(run: ClusterRun, job: int) -> BackgroundReport:
     one = run.backgrounds[job]
     mine = [each for each in run.classes if each.background == job]
     devices = sum(len(each.devices) for each in mine)
-    own_s = sum(each.pieces * len(each.devices) for each in mine) * run.given.piece_s
+    own_s = sum(each.pieces * len(each.devices) for each in mine) * run.assumptions.piece_s
     share = own_s / (devices * run.horizon_s) if devices else 0.0
     return BackgroundReport(
         name=one.name,

@@ -64,16 +64,16 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
-def fill(gap: Interval, communicating: Sequence[Interval], given: Assumptions) -> Filled:
+def fill(gap: Interval, communicating: Sequence[Interval], assumptions: Assumptions) -> Filled:
     """What a background does in one gap, in which ``communicating`` (in order, apart, of this gap
     or of more) says when its device takes part in communication."""
-    start_s = min(gap[0] + given.switch_s, gap[1])
-    stretches = _speeds((start_s, gap[1]), communicating, given)
+    start_s = min(gap[0] + assumptions.switch_s, gap[1])
+    stretches = _speeds((start_s, gap[1]), communicating, assumptions)
     own_s = sum((high - low) * speed for low, high, speed in stretches)
-    pieces = floor(own_s / given.piece_s + ROUNDING)
+    pieces = floor(own_s / assumptions.piece_s + ROUNDING)
     if not pieces:
         return Filled(start_s, start_s, 0)
-    left_s = pieces * given.piece_s
+    left_s = pieces * assumptions.piece_s
     for low, high, speed in stretches:
         done = (high - low) * speed
         # A stretch at speed 0 is passed even where nothing is left to do: it divides by nothing.
@@ -84,34 +84,38 @@ def fill(gap: Interval, communicating: Sequence[Interval], given: Assumptions) -
 
 
 def _speeds(
-    gap: Interval, communicating: Sequence[Interval], given: Assumptions
+    gap: Interval, communicating: Sequence[Interval], assumptions: Assumptions
 ) -> list[tuple[float, float, float]]:
     """(from, to, speed of the background) through a gap, in order."""
-    talking = [(max(low, gap[0]), min(high, gap[1])) for low, high in communicating]
-    talking = [(low, high) for low, high in talking if low < high]
-    slower = [(low, high, given.communicating_speed) for low, high in talking]
-    return sorted(slower + [(low, high, given.idle_speed) for low, high in gaps(talking, *gap)])
+    communication = [(max(low, gap[0]), min(high, gap[1])) for low, high in communicating]
+    communication = [(low, high) for low, high in communication if low < high]
+    slower = [(low, high, assumptions.communicating_speed) for low, high in communication]
+    return sorted(
+        slower + [(low, high, assumptions.idle_speed) for low, high in gaps(communication, *gap)]
+    )
 
 
-def _at_full_speed(given: Assumptions) -> Assumptions:
+def _at_full_speed(assumptions: Assumptions) -> Assumptions:
     """The assumptions for devices on which a foreground never computes."""
-    return msgspec.structs.replace(given, idle_speed=1.0)
+    return msgspec.structs.replace(assumptions, idle_speed=1.0)
 
 
-def background_share(kind: DeviceTimeline, step_s: float, given: Assumptions) -> float:
+def background_share(kind: DeviceTimeline, step_s: float, assumptions: Assumptions) -> float:
     """The share of its speed alone that a background has in the gaps of a step that goes on and on;
     a gap at the step's end continues in the next."""
-    talking = merged((b.start_s, b.end_s) for b in kind.communicating)
+    communication = merged((b.start_s, b.end_s) for b in kind.communicating)
     # Where nothing ever computes there are no gaps: no piece is cut off at the end of one.
     if not kind.computing:
-        speeds = _speeds((0.0, step_s), talking, _at_full_speed(given))
+        speeds = _speeds((0.0, step_s), communication, _at_full_speed(assumptions))
         return sum((high - low) * speed for low, high, speed in speeds) / step_s
     # The step is turned to begin where it first computes, so that no gap lies across its end.
     turn_s = kind.computing[0].start_s
     computing = [(b.start_s, b.end_s) for b in kind.computing]
-    both = merged([*talking, *((low + step_s, high + step_s) for low, high in talking)])
-    found = (fill(gap, both, given).pieces for gap in gaps(computing, turn_s, turn_s + step_s))
-    return sum(found) * given.piece_s / step_s
+    both = merged([*communication, *((low + step_s, high + step_s) for low, high in communication)])
+    found = (
+        fill(gap, both, assumptions).pieces for gap in gaps(computing, turn_s, turn_s + step_s)
+    )
+    return sum(found) * assumptions.piece_s / step_s
 
 
 # -- the cluster -----------------------------------------------------------------------------------
@@ -168,7 +172,7 @@ class ClusterRun(NamedTuple):
 
     devices: int
     horizon_s: float
-    given: Assumptions
+    assumptions: Assumptions
     foregrounds: tuple[Foreground, ...]
     backgrounds: tuple[Background, ...]
     steps: tuple[StepTimelines, ...]
@@ -181,12 +185,12 @@ def simulate_cluster(
     devices: int,
     foregrounds: Sequence[Foreground],
     backgrounds: Sequence[Background] = (),
-    given: Assumptions | None = None,
+    assumptions: Assumptions | None = None,
     horizon_s: float | None = None,
 ) -> ClusterRun:
     """Runs the jobs for ``horizon_s`` (default: eight steps of the longest). Raises ``InputError``
     for a job that needs more devices than there are."""
-    given = given or Assumptions()
+    assumptions = assumptions or Assumptions()
     steps = tuple(one.shared if backgrounds else one.unshared for one in foregrounds)
     if horizon_s is None:
         horizon_s = STEPS * max((s.step_s for s in steps), default=1.0)
@@ -197,13 +201,15 @@ def simulate_cluster(
     return ClusterRun(
         devices,
         horizon_s,
-        given,
+        assumptions,
         tuple(foregrounds),
         tuple(backgrounds),
         steps,
         tuple(runs),
         waiting,
-        tuple(_with_background(each, given, horizon_s) for each in _dealt(classes, backgrounds)),
+        tuple(
+            _with_background(each, assumptions, horizon_s) for each in _dealt(classes, backgrounds)
+        ),
     )
 
 
@@ -330,20 +336,20 @@ def _dealt(classes: Sequence[DeviceClass], backgrounds: Sequence[Background]) ->
     return sorted([*done, *left], key=lambda c: c.devices)
 
 
-def _with_background(one: DeviceClass, given: Assumptions, horizon_s: float) -> DeviceClass:
+def _with_background(one: DeviceClass, assumptions: Assumptions, horizon_s: float) -> DeviceClass:
     if one.background is None:
         return one
-    talking = merged(interval for interval, _, _ in one.communicating)
+    communication = merged(interval for interval, _, _ in one.communicating)
     found, at = [], 0
-    given = given if one.computing else _at_full_speed(given)
+    assumptions = assumptions if one.computing else _at_full_speed(assumptions)
     # Gaps and communication both are in order, so one walk through both of them is enough.
     for gap in gaps(merged(interval for interval, _, _ in one.computing), 0.0, horizon_s):
-        while at < len(talking) and talking[at][1] <= gap[0]:
+        while at < len(communication) and communication[at][1] <= gap[0]:
             at += 1
         until = at
-        while until < len(talking) and talking[until][0] < gap[1]:
+        while until < len(communication) and communication[until][0] < gap[1]:
             until += 1
-        found.append(fill(gap, talking[at:until], given))
+        found.append(fill(gap, communication[at:until], assumptions))
     return one._replace(filled=tuple(found))
 
 
@@ -353,7 +359,7 @@ def _with_background(one: DeviceClass, given: Assumptions, horizon_s: float) -> 
 def simulate_plans(
     plans: Sequence[tuple[Plan, ModelProfile, Cluster]],
     backgrounds: Sequence[ModelProfile],
-    given: Assumptions,
+    assumptions: Assumptions,
     devices: int | None,
     horizon_s: float | None,
 ) -> ClusterRun:
@@ -361,7 +367,7 @@ def simulate_plans(
     background models, dealt to all devices in turn, in what they leave idle."""
     if not plans:
         raise InputError("no plan to simulate: name at least one plan's file")
-    slowdown = given.slowdown if backgrounds else 1.0
+    slowdown = assumptions.slowdown if backgrounds else 1.0
     jobs = []
     for plan, profile, cluster in plans:
         check_belongs(plan, profile, cluster)
@@ -379,4 +385,4 @@ def simulate_plans(
     if len(made) > 1:
         least, more = divmod(count, len(made))
         made = [one._replace(copies=least + (i < more)) for i, one in enumerate(made)]
-    return simulate_cluster(count, jobs, made, given, horizon_s)
+    return simulate_cluster(count, jobs, made, assumptions, horizon_s)

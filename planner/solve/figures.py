@@ -369,17 +369,6 @@ class SharedEdges:
         wanted = input_placement(*self.states[b][target])
         return edge_redistribution(self.model.profile.edges[e], made, wanted)
 
-    def redistributed_before(self, e: int, state: Callable[[int], int]) -> bool:
-        """Whether an earlier unit needs what edge ``e`` moves; units are in ``state(unit)``."""
-        earlier = self.model.same_tensors_before[e]
-        if not earlier:
-            return False
-        mine, *others = (
-            self._redistribution(edge, *(state(k) for k in self.model.ends[edge]))
-            for edge in (e, *earlier)
-        )
-        return mine in others
-
     def states_that_share(self, e: int, other: int, source: int, target: int) -> list[int]:
         """The states of edge ``other``'s target in which it gets what edge ``e``, which carries the
         same tensors, moves from one state to another."""

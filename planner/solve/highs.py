@@ -36,8 +36,8 @@ Outcome = Literal["optimal", "feasible", "infeasible", "unknown"]
 # of 1e-7 passes it by thousands of bytes; HiGHS takes no less than 1e-10.
 # INTEGRAL stays at HiGHS's default. With 1e-9 its presolve (1.15.1) called programs infeasible
 # that are not, or a worse solution optimal (4 of 416 random programs). So a binary may be off by a
-# millionth, and a plan may still pass a limit by rounding: ``ilp/solve.IntegerSearch`` judges every
-# solution by the cost model, and excludes one that does (``ilp/solve.CUTS``).
+# millionth, and a plan may still pass a limit by rounding: ``ilp/solver`` judges every solution by
+# the cost model, and excludes one that does (``CUTS``).
 # GAP is absolute and the relative gap 0: the default of 1e-4 would call a plan optimal that is a
 # hundredth of a percent above the best.
 FEASIBLE = 1e-9

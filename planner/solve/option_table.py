@@ -350,10 +350,15 @@ class OptionTable:
         for e in self.model.edges_into[k]:
             edge = self.edges[e]
             cost = edge.figures[:, state(edge.source), state(k)]
+            earlier = self.model.same_tensors_before[e]
             # Most edges cost nothing: only for the others is it worth asking who came before.
-            if cost.any() and not self.shared.redistributed_before(e, state):
-                figures[k, entry] += cost[:-1]
-                figures[k, RECEIVED] = max(figures[k, RECEIVED], cost[-1])
+            if earlier and cost.any():
+                ends = {unit for other in (e, *earlier) for unit in self.model.ends[other]}
+                decided = {unit: Option(*self.states[unit][state(unit)]) for unit in ends}
+                if self.model.redistributed_before(e, decided):
+                    continue
+            figures[k, entry] += cost[:-1]
+            figures[k, RECEIVED] = max(figures[k, RECEIVED], cost[-1])
 
 
 def _exchange_of(option: Option) -> Policy:

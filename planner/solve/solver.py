@@ -174,9 +174,9 @@ def _load() -> None:
     """Registers the solvers that come with the planner."""
     # Late: they load the libraries that they solve with.
     from .heuristic import heuristic
-    from .ilp import solve as integer
+    from .ilp.solver import IntegerSolver
     from .lagrangian.solver import LagrangianSolver
 
     register("heuristic", heuristic.Heuristic)
-    register("integer", integer.Integer)
+    register("integer", IntegerSolver)
     register("lagrangian", LagrangianSolver)

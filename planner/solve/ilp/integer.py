@@ -178,11 +178,6 @@ class Program(Variables):
     # -- answers -------------------------------------------------------------------------------
 
     @property
-    def presses(self) -> bool:
-        """Whether a larger T is worse, so that it equals the largest row in the best solution."""
-        return bool(self.problem.objective.get(self.step, 0.0))
-
-    @property
     def objective(self) -> Terms:
         """What is to be least, in units of ``time_unit_s``."""
         if self.model.goal.objective == "time":

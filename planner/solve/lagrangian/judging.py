@@ -70,7 +70,7 @@ def _over(value: float, limit: float) -> float:
 
 
 class JudgedPlan(NamedTuple):
-    """A plan by numbers of options, its figures, its rows, the state of each unit, its score."""
+    """A plan by numbers of options, its figures, its rows, its score."""
 
     numbers: Numbers
     figures: Matrix

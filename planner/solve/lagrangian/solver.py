@@ -46,7 +46,7 @@ from ..heuristic.infeasible import (
     with_limit,
 )
 from ..heuristic.segmented import fitting_in_segments
-from ..ilp.solve import Integer
+from ..ilp.solver import IntegerSolver
 from ..option_table import OptionTable
 from ..problem import INTEGER_PAIRS, Infeasibility, Problem, Result, state_pairs
 from .judging import INFINITE, Limits
@@ -110,7 +110,7 @@ class LagrangianSolver:
         if rescued is not None:
             return rescued
         if _small(problem):
-            return Integer().solve(problem, max(deadline - time.perf_counter(), 1.0))
+            return IntegerSolver().solve(problem, max(deadline - time.perf_counter(), 1.0))
         why = None
         if problem.explains:
             end = max(deadline, time.perf_counter() + EXPLAIN_S)
@@ -121,7 +121,7 @@ class LagrangianSolver:
         """See ``solver.Solver``."""
         placed = [problem.placed() for problem in problems]
         if all(map(_small, placed)):
-            return Integer().explain(placed)
+            return IntegerSolver().explain(placed)
         return explain(placed, LagrangianEvidence(None))
 
 

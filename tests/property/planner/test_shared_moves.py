@@ -8,7 +8,7 @@ import pytest
 from meshwright.planner.memory.rows import slice_waits, values
 from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.heuristic.space import OptionSpace, ScoredDecisions
-from meshwright.planner.solve.ilp.solve import Integer
+from meshwright.planner.solve.ilp.solver import IntegerSolver
 from meshwright.planner.solve.lagrangian.solver import LagrangianSolver, lagrangian_of
 
 from tests import brute, problems
@@ -55,7 +55,7 @@ def shares(model, problem):
 def test_solvers_agree_with_every_combination(seed):
     made = forked(seed)
     best = brute.best(made)
-    exact = Integer().solve(replace(made, near=0.0))
+    exact = IntegerSolver().solve(replace(made, near=0.0))
     scaled = LagrangianSolver().solve(made, 20)
     if best.objective_s == float("inf"):
         assert exact.plan is None

@@ -15,7 +15,7 @@ from meshwright.planner.schema.layout import Layout
 from meshwright.planner.solve.answer import DisagreementError, check, choice
 from meshwright.planner.solve.highs import Interruption, run
 from meshwright.planner.solve.ilp.integer import Program
-from meshwright.planner.solve.ilp.solve import Integer
+from meshwright.planner.solve.ilp.solver import IntegerSolver
 from meshwright.planner.solve.option_table import OptionTable
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve, solvers
@@ -130,7 +130,7 @@ def test_brute_force_is_the_cost_model_for_every_decision(seed):
 
 
 def optimum(made):
-    result = Integer().solve(made)
+    result = IntegerSolver().solve(made)
     assert result.status in ("optimal", "infeasible")
     return np.inf if result.objective_s is None else result.objective_s
 
@@ -172,7 +172,7 @@ def infeasible_seeds():
 @pytest.mark.parametrize("number", range(6))
 def test_a_relaxation_makes_the_problem_feasible_and_a_smaller_one_does_not(number):
     made = problem(infeasible_seeds()[number], most=1_000)
-    result = Integer().solve(made)
+    result = IntegerSolver().solve(made)
     why = result.infeasible
     assert result.plan is None
     assert why.unit in [u.name for u in made.profile.units]
@@ -199,7 +199,7 @@ def large():
 
 
 def test_optimal_is_not_said_of_a_search_cut_short(large):
-    short = Integer().solve(large, time_limit_s=0.03)
+    short = IntegerSolver().solve(large, time_limit_s=0.03)
     assert short.status != "optimal"
     if short.plan is not None:
         assert short.plan.provenance.status != "optimal"
@@ -219,7 +219,7 @@ def test_pulp_says_optimal_where_time_was_up(large):
 def test_an_interruption_returns_the_best_so_far(large):
     stopped = Interruption()
     stopped.set = True
-    from meshwright.planner.solve.ilp.solve import IntegerSearch
+    from meshwright.planner.solve.ilp.solver import IntegerSearch
 
     search = IntegerSearch(large.placed(), None)
     search.interruption = stopped
@@ -232,10 +232,10 @@ def test_an_interruption_returns_the_best_so_far(large):
 def test_the_simpler_of_nearly_equal_plans_is_taken():
     for seed in (3, 17, 18, 26, 37):
         made = problem(seed, most=20_000)
-        strict = Integer().solve(made)
+        strict = IntegerSolver().solve(made)
         if strict.plan is None:
             continue
-        loose = Integer().solve(replace(made, near=0.05))
+        loose = IntegerSolver().solve(replace(made, near=0.05))
         assert loose.objective_s <= strict.objective_s * 1.05 * (1 + NEAR)
         assert loose.bound_s == pytest.approx(strict.objective_s, rel=NEAR)
         assert changes(made, loose) <= changes(made, strict)

@@ -16,8 +16,8 @@ from meshwright.planner.solve.heuristic.heuristic import Heuristic
 from meshwright.planner.solve.heuristic.infeasible import more_nodes
 from meshwright.planner.solve.heuristic.least_memory import least_memory, nothing_fits
 from meshwright.planner.solve.heuristic.resize import resized_problem
-from meshwright.planner.solve.ilp import infeasible as ilp_infeasible
-from meshwright.planner.solve.ilp.solve import Integer
+from meshwright.planner.solve.ilp import solver as integer
+from meshwright.planner.solve.ilp.solver import IntegerSolver
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import Solver, solve, solvers
 from meshwright.profiler.estimate import load_table
@@ -220,9 +220,9 @@ def test_a_refusal_of_vgg16_needs_no_search_and_few_programs(monkeypatch):
     # The report stops asking after some seconds of the clock; what it costs is counted below.
     monkeypatch.setattr(infeasible, "EXPLAIN_S", 60.0)
     solves, programs = [], []
-    whole, solved = Integer.solve, ilp_infeasible.run
-    monkeypatch.setattr(Integer, "solve", lambda *args: solves.append(args) or whole(*args))
-    monkeypatch.setattr(ilp_infeasible, "run", lambda *args: programs.append(args) or solved(*args))
+    whole, solved = IntegerSolver.solve, integer.run
+    monkeypatch.setattr(IntegerSolver, "solve", lambda *args: solves.append(args) or whole(*args))
+    monkeypatch.setattr(integer, "run", lambda *args: programs.append(args) or solved(*args))
     links = mw.describe_cluster(device="a100-sxm-40gb", nodes=8, inter_gbit_s=1.0)
     goal = Goal(batch=256, memory_limit_bytes=300 * 2**20)
     start = time.process_time()
