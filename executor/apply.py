@@ -59,8 +59,8 @@ def apply(
     keep this rank's slice, and what state and gradients there are is sliced alike. Parameters and
     buffers become rank 0's. ``timeout_s`` is how long a rank waits for the others before it says
     where they are (default: MESHWRIGHT_TIMEOUT_S, or ten minutes), ``lossy`` the settings of
-    exchanges that send a part. Raises ``InputError`` where the
-    plan does not fit the model or the ranks; nothing is changed then.
+    exchanges that send a part. Raises ``InputError`` where the plan does not fit the model or the
+    ranks; nothing is changed then.
     """
     limit = time_limit(timeout_s)
     check(model, optimizer, plan)
@@ -68,10 +68,13 @@ def apply(
     run = _make_run(model, plan, limit, lossy)
     _agree(run, model)
     check_headroom(run, model, optimizer)
-    if run.world.rank == 0:
+    if run.world.rank == 0:  # it warns, which needs saying once
         check_optimizer_state(optimizer, plan)
+    # Before anything is divided, as slices are cut from rank 0's values.
     everything = [*model.parameters(), *model.buffers()]
-    broadcast(everything, run.world.likes[1], run.watch, "the broadcast of rank 0's parameters")
+    broadcast(
+        everything, run.world.statistics[1], run.watch, "the broadcast of rank 0's parameters"
+    )
     shards = divide(model, run)
     run.shards, run.divided_parameters = shards.by_name, shards.parameters
     if optimizer is not None:
@@ -79,26 +82,32 @@ def apply(
     _prepare_norms(model, run, shards)
     run.regions = install_memory(model, plan, _device(model), lambda: run.forward, run.as_now)
     install(model, shards.by_name)
-    entries = replace_impossible_mirrors(entries_of(model, run, shards), optimizer)
-    entries = shard(entries, optimizer, run.world, run.watch)
-    run.start(entries, _buffers(model, plan, shards))
+    params = replace_impossible_mirrors(_grad_params(model, run, shards), optimizer)
+    params = shard(params, optimizer, run.world, run.watch)
+    run.start(params, _buffers(model, plan, shards))
     install_chunks(model, run.flat_shards)
     adopt(model, run)
     watch_memory(run, model, optimizer)
     if optimizer is not None:
         run.make_lazy(optimizer)
-    tell_pacer(run.watch, model.parameters(), optimizer, run.watch.number)
+    # Last, as what tells of steps wraps a step that may be lazy.
+    tell_pacer(run.watch, model.parameters(), optimizer)
     return model, optimizer
 
 
 def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -> Run:
     device = _device(model)
-    places = {unit.name: place_of(unit.layout, plan.world_size) for unit in plan.units}
-    degrees = {place for place in places.values() if isinstance(place, int)}
-    sharded = {places[unit.name] for unit in plan.units if unit.exchange in SHARDING}
-    fully_sharded = {places[unit.name] for unit in plan.units if unit.exchange == "fully_sharded"}
-    # What a divided unit has whole (a bias behind partial sums) is shared by all of its ranks.
-    sharded, fully_sharded = ({*some, *map(_undivided, some)} for some in (sharded, fully_sharded))
+    degrees: set[int] = set()
+    sharded: set[Place] = set()
+    fully_sharded: set[Place] = set()
+    for unit in plan.units:
+        place = place_of(unit.layout, plan.world_size)
+        if isinstance(place, int):
+            degrees.add(place)
+        # What a divided unit has whole (a bias behind partial sums) is shared by all of its ranks.
+        both = {place, flat(place) if isinstance(place, Layout) else 1}
+        sharded |= both if unit.exchange in SHARDING else set()
+        fully_sharded |= both if unit.exchange == "fully_sharded" else set()
     parts = {unit.layout for unit in subset_units(plan)}
     crossing = any(leaves_to_other_division(unit, rest) for unit, rest in divided(plan))
     world = make_world(
@@ -107,16 +116,12 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
     return Run(plan, world, Watchdog(world.rank, world.size, limit, run=next(_runs)), lossy)
 
 
-def _undivided(place: Place) -> Place:
-    return flat(place) if isinstance(place, Layout) else 1
-
-
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _agree(run: Run, model: nn.Module) -> None:
-    """All ranks must have built the same model and got the same plan."""
+    # Of another model or plan a rank would issue other collectives: a hang, or wrong sums.
     tensors = (*model.named_parameters(), *model.named_buffers())
     text = ";".join(f"{n}{tuple(t.shape)}{t.dtype}{t.requires_grad}" for n, t in tensors)
     run.control.agree(
@@ -167,7 +172,7 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
 
 
 def _check_release(optimizer: Optimizer | None, plan: Plan) -> None:
-    """Early release needs gradients that travel one by one, and an optimizer that takes them so."""
+    # Early release needs gradients that travel one by one, and an optimizer that takes them so.
     early = [unit for unit in plan.units if unit.early_release]
     if not early:
         return
@@ -212,7 +217,7 @@ def _check_tensors(model: nn.Module) -> None:
 
 
 def _check_norms(model: nn.Module, plan: Plan) -> None:
-    """Local statistics are those of a rank's own samples, which a divided unit does not see."""
+    # Local statistics are those of a rank's own samples, which a divided unit does not see.
     if plan.goal.batch_statistics == "global":
         return
     inside = {m for unit, _ in divided(plan) if unit.style == "column" for m in unit.modules}
@@ -230,50 +235,52 @@ def _prepare_norms(model: nn.Module, run: Run, shards: ModelShards) -> None:
         if isinstance(place, Layout) and place.place(run.world.position) is None:
             continue  # it is not run here
         if run.plan.goal.batch_statistics == "global":
-            group = _same_channels(run, shards, name, module)
+            group = _same_channels(run, shards, name)
             statistics = Statistics(group, run.watch, run.meter)
             normalise_globally(module, name, statistics)
         elif not isinstance(module, nn.SyncBatchNorm):
             tolerate_nothing(module)
 
 
-def _same_channels(run: Run, shards: ModelShards, name: str, module: nn.Module) -> Group:
+def _same_channels(run: Run, shards: ModelShards, name: str) -> Group:
     """Those who hold other samples of the channels that this module normalises here."""
-    prefix = f"{name}."
-    cut = any(entry.startswith(prefix) for entry in shards.by_name)
-    column = shards.styles.get(name) == "column"
     place = shards.places.get(name, 1)
-    if isinstance(place, Layout):
-        cut = any(n.startswith(prefix) and s.degree > 1 for n, s in shards.by_name.items())
-        return run.world.likes[place if cut or column else flat(place)]
-    return run.world.likes[place if cut or column else 1]
+    # Of a unit on a subset of the ranks what is not cut is among them too, with a degree of one.
+    own = [shard for n, shard in shards.by_name.items() if n.startswith(f"{name}.")]
+    cut = any(shard.degree > 1 for shard in own)
+    if cut or shards.styles.get(name) == "column":
+        return run.world.statistics[place]
+    return run.world.statistics[flat(place) if isinstance(place, Layout) else 1]
 
 
 def _buffers(model: nn.Module, plan: Plan, shards: ModelShards) -> list[Tensor]:
-    """The buffers that follow rank 0's in each training forward; slices cannot, but for those of
-    statistics (which then agree anyway) units have none that training changes.
-    """
+    # Slices cannot follow; but for those of statistics, which then agree anyway, divided units have
+    # none that training changes.
     local = plan.goal.batch_statistics == "local"
     cut = {id(tensor_named(model, name)) for name in shards.by_name}
     return [b for b in changing_buffers(model, statistics=local) if id(b) not in cut]
 
 
-def entries_of(model: nn.Module, run: Run, shards: ModelShards) -> list[GradParam]:
+def _grad_params(model: nn.Module, run: Run, shards: ModelShards) -> list[GradParam]:
     """All parameters in the order in which backward finishes their gradients: units backwards, a
-    tied one with its first user; those outside units beside what was registered before them.
-    """
-    first_users, of_norms = _first_users(model, run.plan), _of_norms(model)
-    entries = []
+    tied one with its first user; those outside units beside what was registered before them."""
+    first_users = _first_users(model, run.plan)
+    # The parameters of normalisations are known by these modules' names: models bring their own.
+    norms = [m for m in model.modules() if "norm" in type(m).__name__.lower()]
+    of_norms = {p for norm in norms for p in norm.parameters(recurse=False)}
+    params = []
     for name, parameter in model.named_parameters():
         shard = shards.parameters.get(parameter)
         degree = shard.degree if shard else 1
         size = shard.full_shape.numel() if shard else parameter.numel()
-        layout = _peers(shard) if isinstance(shard, SubsetShard) else None
+        layout = None
+        if isinstance(shard, SubsetShard):
+            layout = shard.layout if shard.degree > 1 else flat(shard.layout)
         groups = layout.groups if layout else run.world.size // degree
-        entry = GradParam(
+        param = GradParam(
             name,
             parameter,
-            run.world.peers[layout or degree],
+            run.world.gradients[layout or degree],
             degree,
             size,
             members=_members(run, shard),
@@ -284,21 +291,17 @@ def entries_of(model: nn.Module, run: Run, shards: ModelShards) -> list[GradPara
             divisor=run.world.size / groups,
         )
         if run.plan.units:
-            unit = run.plan.units[entry.unit]
-            entry = replace(
-                entry,
+            unit = run.plan.units[param.unit]
+            param = replace(
+                param,
                 exchange=unit.exchange,
                 ratio=unit.exchange_ratio,
                 feedback=unit.feedback,
                 released=unit.early_release,
             )
-        entries.append(entry)
-    return sorted(entries, key=lambda entry: entry.unit)[::-1]
-
-
-def _peers(shard: SubsetShard) -> Layout:
-    """The layout whose peers exchange the gradient of what lives there."""
-    return shard.layout if shard.degree > 1 else flat(shard.layout)
+        params.append(param)
+    # Sorted and then reversed, so that those of one unit are in the reverse order too.
+    return sorted(params, key=lambda param: param.unit)[::-1]
 
 
 def _members(run: Run, shard: Shard | None) -> Members | None:
@@ -307,15 +310,10 @@ def _members(run: Run, shard: Shard | None) -> Members | None:
         return None
     if not isinstance(shard, SubsetShard):
         return Members(shard.group, run.watch)
+    # Of all ranks in the group one holder of each slice is counted: those of the first group.
     place = shard.layout.place(run.world.position)
     once = place is not None and place[0] == 0 and (shard.degree > 1 or place[1] == 0)
     return Members(shard.group, run.watch, counted=once)
-
-
-def _of_norms(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of normalisations, known by their names: models bring their own."""
-    norms = [m for m in model.modules() if "norm" in type(m).__name__.lower()]
-    return {p for norm in norms for p in norm.parameters(recurse=False)}
 
 
 def _first_users(model: nn.Module, plan: Plan) -> dict[nn.Parameter, int]:

@@ -61,7 +61,7 @@ def _divide_unit(
     keeps: bool,
 ) -> None:
     degree = unit.layout.degree
-    group = run.world.neighbours[degree]
+    group = run.world.redistribution[degree]
     mover = Mover(group, run.watch, run.meter, run.issued)
     boundary = Boundary(
         unit, spec, mover, partial(run.group_counts, unit.layout),

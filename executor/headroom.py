@@ -211,7 +211,7 @@ def _parameter_bytes(parameter: nn.Parameter) -> int:
     if param is None:
         return _bytes([parameter])
     whole = bare(parameter).untyped_storage().nbytes()
-    return whole + _bytes([param.grad_group.chunks[param.entry]])
+    return whole + _bytes([param.grad_group.chunks[param.grad_param]])
 
 
 def less_than(plan: Plan) -> int:

@@ -50,7 +50,7 @@ from .gradients.feedback import Lossy
 from .gradients.flat_shard import FlatShardSpec
 from .gradients.momentum import Momentum, has_momentum
 from .gradients.order import Orders
-from .gradients.priority import PriorityExchange, topk_state_of
+from .gradients.priority import PriorityExchange
 from .gradients.sharded import flat_shard_spec
 from .memory.regions import Regions
 from .mismatch import MicroBatchCheck
@@ -87,9 +87,9 @@ class Run:
         self.synchronise = True
         self.inside = False
         self.forward: Forward | None = None
-        self.redistribution_cache = RedistributionCache(world.size, prefetch=bool(world.spans))
+        self.redistribution_cache = RedistributionCache(world.size, prefetch=bool(world.crossings))
         self.bursts: Bursts | None = None
-        if world.spans:
+        if world.crossings:
             self.bursts = Bursts(
                 world, watch, self.meter, self.issued, self.counts, self.redistribution_cache
             )
@@ -128,7 +128,7 @@ class Run:
         gradients; in debug mode ranks compare what they issue."""
         self.meter.sent_bytes += sent_bytes
         self.meter.exchanged_bytes += sent_bytes
-        self.watch.issued(what, group or self.world.peers[1])
+        self.watch.issued(what, group or self.world.gradients[1])
 
     def counts(self) -> tuple[int, ...]:
         """The samples that each position feeds in the forward that runs."""
@@ -165,7 +165,7 @@ class Run:
 
     def _exchange_of(self, entries: Sequence[GradParam]) -> Exchange:
         limit = self.plan.bucket_bytes
-        on_stream = any(g.on_stream for g in self.world.peers.values())
+        on_stream = any(g.on_stream for g in self.world.gradients.values())
         eager = not (on_stream and self.divided)
         if self.plan.schedule == "barrier":
             buckets = make_buckets(entries, limit)
@@ -182,10 +182,10 @@ class Run:
     def make_lazy(self, optimizer: Optimizer) -> None:
         """Lets the optimizer's steps be applied unit by unit, where the plan's schedule does so."""
         if self.priority is not None:
-            picking = topk_state_of(self.priority.policies)
-            if picking is not None and has_momentum(optimizer):
-                picking.momentum = Momentum(optimizer, picking.parameters, picking.mirrored)
-            momentum = picking.momentum if picking is not None else None
+            topk = self.priority.topk
+            if topk is not None and has_momentum(optimizer):
+                topk.momentum = Momentum(optimizer, topk.parameters, topk.mirrored)
+            momentum = topk.momentum if topk is not None else None
 
             def exchange() -> PriorityExchange:  # in force: another one may be made meanwhile
                 assert self.priority is not None
@@ -254,7 +254,7 @@ class Run:
         self.redistribution_cache.begin()
         if grad and model.training and self.synchronise:
             doing = f"the buffers of forward {self._number}"
-            broadcast(self._buffers, self.world.likes[1], self.watch, doing)
+            broadcast(self._buffers, self.world.statistics[1], self.watch, doing)
         return forward
 
     def _new_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Forward:

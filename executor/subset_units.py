@@ -91,7 +91,7 @@ def place_subset_unit(
         for _, tensor in _tensors(model, unit.modules):
             _empty(tensor)
     elif spec is not None:
-        group = run.world.neighbours[unit.layout]
+        group = run.world.redistribution[unit.layout]
         mover = Mover(group, run.watch, run.meter, run.issued)
         # Only for the sums inside the unit: its ends are those of ``BurstUnit``.
         inside = Boundary(unit, spec, mover, partial(run.group_counts, unit.layout))
@@ -119,8 +119,8 @@ def _subset_shard(
     world, shape, stride = run.world, tensor.shape, tensor.stride()
     part = None
     if cut is not None and layout.place(world.position) is not None:
-        part = Shard(names, cut, world.neighbours[layout], shape, stride)
-    everyone = world.spans[range(world.size)]
+        part = Shard(names, cut, world.redistribution[layout], shape, stride)
+    everyone = world.crossings[range(world.size)]
     members = layout.degree if cut is not None else 1
     whole = cut or ParameterCut(name, 0)
     return SubsetShard(names, whole, everyone, shape, stride, layout, world, members, part)

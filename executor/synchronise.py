@@ -159,7 +159,7 @@ class GradientSynchroniser:
         # ranks have the same x.
         head = [self._number, -self._number, forward, -forward, order_digest, -order_digest]
         vector = torch.tensor(head + [int(u) for u in used], dtype=torch.int64, device="cpu")
-        return self._control.most(vector, f"the end of backward after forward {forward}")
+        return self._control.all_reduce_max(vector, f"the end of backward after forward {forward}")
 
     def _count(self, votes: Gathered) -> set[GradParam]:
         """The entries that some rank has a gradient for."""

@@ -224,7 +224,7 @@ class _Table:
         """(peak of the fullest position, whether every position keeps its limit at every point of
         the timeline)."""
         model = self.model
-        limits = limits_bytes(model.cluster, model.goal, model.placement)
+        limits = limits_bytes(model)
         keep, most = np.ones(len(chosen), dtype=bool), np.zeros(len(chosen))
         received = self.entry(chosen, lambda c: c.received_bytes, largest=True)
         seen = set()

@@ -10,7 +10,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -20,11 +20,6 @@ _LOOK_S = 2.0
 _LOWEST_NICE = 19
 _SACRIFICED = b"1000"
 """The highest oom_score_adj: what the kernel ends first where memory runs out."""
-
-
-def become_reaper() -> None:
-    """Makes orphans among this process's descendants its own children, so that it can end them."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class Child:
@@ -42,6 +37,8 @@ class Child:
         memory_bytes: int | None,
     ) -> None:
         parent = os.getpid()
+        # The job's orphans become children of this process, so that it can end them.
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -59,25 +56,17 @@ class Child:
         self._looked_s = time.monotonic()
 
     def let_run(self, runs: bool) -> None:
-        """Stops or continues all of it."""
         if runs != self.running:
-            if runs:
-                self._look()
+            now_s = time.monotonic()
+            # The job may have made process groups meanwhile (torchrun's ranks have their own). Not
+            # every time, and not when the foreground wants its turn: this reads all of /proc.
+            if runs and now_s - self._looked_s > _LOOK_S:
+                self._looked_s = now_s
+                self._groups = {self.pid, *(int(f[_GROUP]) for f in _descendants().values())}
             self.running = runs
-            self._send(signal.SIGCONT if runs else signal.SIGSTOP)
-
-    def _send(self, number: signal.Signals) -> None:
-        for group in self._groups:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, number)
-
-    def _look(self) -> None:
-        """Finds process groups that the job has made meanwhile (torchrun's ranks have their own).
-        Not every time, and not when the foreground wants its turn: it reads all of /proc."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s > _LOOK_S:
-            self._looked_s = now_s
-            self._groups = {self.pid, *(os.getpgid(pid) for pid in _alive(_descendants()))}
+            for group in self._groups:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGCONT if runs else signal.SIGSTOP)
 
     def ask_to_end(self) -> None:
         """Tells the job's first process to end; it may write a checkpoint and end its others."""
@@ -89,7 +78,7 @@ class Child:
     def end(self) -> tuple[str, float]:
         """Kills whatever is left; how the first process ended, and the processor seconds of all
         that were waited for. The job is gone when this returns."""
-        while found := list(_alive(_descendants())):
+        while found := _descendants():  # again: one may have started another meanwhile
             for pid in found:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -102,27 +91,36 @@ class Child:
         return how, used.ru_utime + used.ru_stime
 
     def _reap(self) -> None:
-        """Waits for orphans that were given to this process; Popen waits for its own child."""
-        self._process.poll()
-        for pid in _children(os.getpid()):
-            if pid != self.pid:
+        self._process.poll()  # which waits for its own child, and for no orphan given to this one
+        for pid, fields in _processes().items():
+            if int(fields[_PARENT]) == os.getpid() and pid != self.pid:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
 
     def cpu_s(self) -> float:
         """Processor seconds of all its processes that live and of children that they have waited
-        for, from /proc/PID/stat: utime, stime, cutime, cstime. It reads all of /proc."""
-        fields = [f for pid in _descendants() for f in _stat(pid)[11:15]]
-        return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK")
+        for. It reads all of /proc."""
+        ticks = (int(f) for fields in _descendants().values() for f in fields[_TIMES])
+        return sum(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
 def _prepare(parent: int, memory_bytes: int | None) -> None:
-    """What the child does to itself before it becomes the command."""
     os.setsid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before that line
         os._exit(1)
-    _yield_processor()
+    # Where the kernel groups tasks by session, scheduling classes count inside a session only, and
+    # a session's own priority among them: so both are set.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(_LOWEST_NICE))
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except OSError:
+        os.nice(_LOWEST_NICE)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_bytes(_SACRIFICED)
     if memory_bytes is not None:
@@ -131,19 +129,7 @@ def _prepare(parent: int, memory_bytes: int | None) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _yield_processor() -> None:
-    """The idle class, or the lowest priority where that is refused. Where the kernel groups tasks
-    by session, classes count inside a session only, and a session's own priority among them."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_LOWEST_NICE))
-    try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except OSError:
-        os.nice(_LOWEST_NICE)
-
-
 def _priority(pid: int) -> str:
-    """How low the process stands, in words."""
     try:
         idle = os.sched_getscheduler(pid) == os.SCHED_IDLE
     except ProcessLookupError:
@@ -151,49 +137,30 @@ def _priority(pid: int) -> str:
     return "idle class" if idle else f"nice {_LOWEST_NICE}"
 
 
-# -- the tree of processes, from /proc ---------------------------------------------------------
+_STATE, _PARENT, _GROUP, _TIMES = 0, 1, 2, slice(11, 15)
+"""Where fields stand in /proc/PID/stat after the name; times are utime, stime, cutime, cstime."""
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name: state, parent, …; empty where it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _parents() -> Iterator[tuple[int, int]]:
-    """(process, parent) of all processes that are not dead."""
-    for pid in _processes():
-        if (fields := _stat(pid)) and fields[0] not in "ZX":
-            yield pid, int(fields[1])
-
-
-def _descendants() -> list[int]:
-    """Living descendants of this process."""
-    children: dict[int, list[int]] = {}
-    for pid, parent in _parents():
-        children.setdefault(parent, []).append(pid)
-    found, new = [], [os.getpid()]
-    while new:
-        new = [child for pid in new for child in children.get(pid, ())]
-        found += new
+def _processes() -> dict[int, list[str]]:
+    """Those fields of all processes, dead ones that nobody has waited for among them."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it has gone meanwhile
+                # After the last parenthesis: a process's name may contain some.
+                found[int(entry.name)] = (entry / "stat").read_text().rpartition(")")[2].split()
     return found
 
 
-def _children(parent: int) -> list[int]:
-    """This process's children, dead ones that nobody has waited for among them."""
-    return [p for p in _processes() if (fields := _stat(p)) and int(fields[1]) == parent]
-
-
-def _processes() -> Iterator[int]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            yield int(entry.name)
-
-
-def _alive(pids: list[int]) -> Iterator[int]:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.getpgid(pid)
-            yield pid
+def _descendants() -> dict[int, list[str]]:
+    """Living descendants of this process, with their fields."""
+    alive = {pid: fields for pid, fields in _processes().items() if fields[_STATE] not in "ZX"}
+    children: dict[int, list[int]] = {}
+    for pid, fields in alive.items():
+        children.setdefault(int(fields[_PARENT]), []).append(pid)
+    found: dict[int, list[str]] = {}
+    new = [os.getpid()]
+    while new:
+        new = [child for pid in new for child in children.get(pid, ())]
+        found |= {pid: alive[pid] for pid in new}
+    return found

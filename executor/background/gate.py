@@ -1,9 +1,8 @@
-"""When a background job runs, moment by moment: in the foreground's gaps first.
+"""When a background job runs, moment by moment: in the foreground's gaps first."""
 
-A share of the time is spent where it hurts least: the lower half of it on gaps (the foreground's
-rank waits, and is expected to go on waiting), the upper half on all other times, in which the
-background gets what its lowest priority leaves it. Shares between are pieces of a short period.
-"""
+# A share of the time is spent where it hurts least: the lower half of it on gaps (the foreground's
+# rank waits, and is expected to go on waiting), the upper half on all other times, in which the
+# background gets what its lowest priority leaves it. Shares between are pieces of a short period.
 
 from __future__ import annotations
 
@@ -98,23 +97,20 @@ class Tally:
     ) -> None:
         """From now on it is ``found``, and a foreground is there or not. ``cpu_s`` measures what
         the job has used, which is asked where a foreground comes or goes."""
-        self._add(now_s - self._last_s)
+        passed_s = now_s - self._last_s
+        open_s = passed_s if self._now.runs else 0.0
+        self.open_s += open_s
+        if self._attached:
+            self._beside_s += passed_s
+            self._beside_open_s += open_s
+            if (why := self._now.why) is not None:
+                self._held_s[why] = self._held_s.get(why, 0.0) + passed_s
         self._stops += attached and self._now.runs and not found.runs
         if attached != self._attached:
             used_s = cpu_s()
             self._beside_cpu_s = self.beside(used_s).cpu_s
             self._cpu_before_s = used_s
         self._last_s, self._now, self._attached = now_s, found, attached
-
-    def _add(self, passed_s: float) -> None:
-        open_s = passed_s if self._now.runs else 0.0
-        self.open_s += open_s
-        if not self._attached:
-            return
-        self._beside_s += passed_s
-        self._beside_open_s += open_s
-        if (why := self._now.why) is not None:
-            self._held_s[why] = self._held_s.get(why, 0.0) + passed_s
 
     def beside(self, cpu_s: float) -> Usage:
         """What it has had beside foregrounds, where it has used ``cpu_s`` in all so far."""

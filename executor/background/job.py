@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from ...planner.schema.errors import InputError, RunError
 from .law import LIMIT
@@ -42,7 +41,9 @@ class Job:
     last: State
 
     def __init__(self, settings: Settings, pipe: Path) -> None:
-        self.settings, self.pipe = settings, pipe
+        self.settings = settings
+        self.environment = {VARIABLE: str(pipe)}
+        """What the foreground's ranks on this host are told."""
         self._answers = b""
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.pacer", str(pipe)],
@@ -57,11 +58,6 @@ class Job:
                 f"the background job {shlex.join(settings.command)!r} could not be started: its "
                 "error is above"
             )
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What the foreground's ranks on this host are told."""
-        return {VARIABLE: str(self.pipe)}
 
     def state(self) -> State:
         """The job now, or as it ended."""
@@ -121,13 +117,9 @@ class Job:
                 self.stop()
         finally:
             for end in (self._process.stdin, self._process.stdout):
-                _close(end)
+                assert end is not None
+                end.close()
             self._process.wait()
-
-
-def _close(end: IO[bytes] | None) -> None:
-    assert end is not None
-    end.close()
 
 
 @contextlib.contextmanager
@@ -137,7 +129,11 @@ def background_job(settings: Settings) -> Iterator[Job]:
     The foreground's ranks, told the job's ``environment``, pace it; as long as there are none it
     runs freely. Raises ``InputError`` for a command, limit or log that cannot be.
     """
-    _check_system()
+    if not sys.platform.startswith("linux"):
+        raise InputError(
+            f"background jobs are stopped and ended through the Linux kernel, and this is "
+            f"{sys.platform}: launch without --background"
+        )
     check_limit(settings.limit)
     _check_files(settings)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
@@ -156,14 +152,6 @@ def check_limit(limit: float) -> None:
         raise InputError(
             f"a background limit of {limit:g} cannot be held: give more than 1, such as {LIMIT} "
             "for a foreground that takes up to a tenth longer"
-        )
-
-
-def _check_system() -> None:
-    if not sys.platform.startswith("linux"):
-        raise InputError(
-            f"background jobs are stopped and ended through the Linux kernel, and this is "
-            f"{sys.platform}: launch without --background"
         )
 
 

@@ -1,23 +1,25 @@
 """How much of the time a background job may have, from the foreground's step times alone.
 
 No processes, no clocks: told what a step took and whether the background ran in it,
-``ShareController`` says what share it may have next. A step's *slowdown* is its time over the
-undisturbed time, which is the median of steps during which the background is held; which steps
-these are follows from their number alone, so that all hosts of a run hold theirs in the same steps
-without a word.
-
-Two rules together. The share falls at once in proportion to the excess (harm is taken to grow with
-the share) and rises slowly, so that it settles where the limit is nearly reached. And what a step
-took beyond the limit is a debt: until steps below the limit have paid it, the background is held.
-So for any background, however it behaves, over any window of n steps
-
-    mean slowdown ≤ limit + (worst - limit) / n
-
-with ``worst`` the largest slowdown that one step can suffer, as long as steps without it take
-their undisturbed time. ``overdue_s`` bounds the worst: a step that is past the limit while it runs
-goes on undisturbed, so it takes at most limit + 1 times its undisturbed time. One that takes much
-longer contains something else (an evaluation, a checkpoint) and is not counted.
+``ShareController`` says what share it may have next.
 """
+
+# [Note: The background's share]
+# A step's *slowdown* is its time over the undisturbed time, which is the median of steps during
+# which the background is held; which steps these are follows from their number alone, so that all
+# hosts of a run hold theirs in the same steps without a word.
+#
+# Two rules together. The share falls at once in proportion to the excess (harm is taken to grow
+# with the share) and rises slowly, so that it settles where the limit is nearly reached. And what a
+# step took beyond the limit is a debt: until steps below the limit have paid it, the background is
+# held. So for any background, however it behaves, over any window of n steps
+#
+#     mean slowdown ≤ limit + (worst - limit) / n
+#
+# with ``worst`` the largest slowdown that one step can suffer, as long as steps without it take
+# their undisturbed time. ``overdue_s`` bounds the worst: a step that is past the limit while it
+# runs goes on undisturbed, so it takes at most limit + 1 times its undisturbed time. One that takes
+# much longer contains something else (an evaluation, a checkpoint) and is not counted.
 
 from __future__ import annotations
 
@@ -25,13 +27,14 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
+# Equal to ``BACKGROUND_LIMIT`` of the planner's goal, which the pacer does not load, as that would
+# load the planner with it.
 LIMIT = 1.1
-"""Default of what the foreground's step may be slowed by: ``BACKGROUND_LIMIT`` of the planner's
-goal, which the pacer does not load, as that would load the planner with it."""
+"""Default of what the foreground's step may be slowed by."""
 FIRST_HELD = 8
-"""So many steps at the beginning the background is held; the first three of them do not count:
-they allocate and fill caches."""
+"""So many steps at the beginning the background is held."""
 WARM_UP = 3
+"""So many of these do not count: they allocate and fill caches."""
 REFRESH_EVERY, REFRESH_HELD = 100, 5
 """Of so many later steps, the last so many are held again; the first of these does not count, as
 the background's data is still in the caches."""

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from .child import Child, become_reaper
+from .child import Child
 from .gate import FOREVER, Gap, Hold, Opening, Tally, opening
 from .law import ShareController, Summary
 from .protocol import SIZE, Kind, PacerMessage, Settings, State, unpacked
@@ -41,7 +41,6 @@ class Foreground:
         self._held_until_s = -FOREVER
 
     def heard(self, record: PacerMessage, now_s: float) -> None:
-        """Takes note of a record."""
         self.attached = True
         began = record.kind == Kind.BEGAN and record.rank == 0
         if began or record.foreground not in self.laws:
@@ -56,10 +55,9 @@ class Foreground:
             self.began_s = now_s
 
     def _stepped(self, record: PacerMessage, now_s: float) -> None:
-        """A step in which the launcher's hold began or ended was disturbed in part: it says
-        nothing."""
         since_s = self._held_since_s
         throughout = since_s is not None and since_s <= self.began_s
+        # A step in which the launcher's hold began or ended was disturbed in part: it says nothing.
         if (since_s is not None or self._held_until_s > self.began_s) and not throughout:
             self.current.passed(record.number)
         else:
@@ -74,11 +72,9 @@ class Foreground:
 
     @property
     def held(self) -> bool:
-        """Whether the launcher holds the background now."""
         return self._held_since_s is not None
 
     def left(self) -> None:
-        """No rank is there any more."""
         self.attached = False
         self._gaps.clear()
 
@@ -107,8 +103,6 @@ class Foreground:
 
 
 class Pacer:
-    """The loop and what it holds."""
-
     def __init__(self, settings: Settings, pipe: Path) -> None:
         self.settings = settings
         self.foreground = Foreground(settings.limit)
@@ -128,11 +122,9 @@ class Pacer:
         self._cpu_s = 0.0
 
     def _listen(self) -> int:
-        """Opens the pipe: anew where its writers have gone, as it would report that for ever."""
         return os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
 
     def run(self) -> None:
-        """Until the job has ended."""
         while True:
             now_s = time.monotonic()
             until_s = self._turn(now_s)
@@ -171,6 +163,7 @@ class Pacer:
             return
         now_s = time.monotonic()
         if not data:
+            # Its writers have gone, which a pipe that stays open would report for ever.
             self.foreground.left()
             os.close(self._pipe)
             self._pipe = self._listen()
@@ -204,7 +197,6 @@ class Pacer:
             self._ended, self._cpu_s = self.child.end()
 
     def tell(self) -> None:
-        """The job's state, to stdout."""
         now_s, found = time.monotonic(), self.foreground.summary()
         cpu_s = self._cpu_s if self._ended else self.child.cpu_s()
         state = State(
@@ -221,11 +213,12 @@ class Pacer:
             priority=self.child.priority,
         )
         with contextlib.suppress(BrokenPipeError):  # the launcher is gone
-            os.write(1, state.text().encode())
+            os.write(1, f"{state.text()}\n".encode())
 
 
 def _woken_by_signals() -> int:
-    """A descriptor that becomes readable with a signal, which by itself ends no wait."""
+    """A descriptor that becomes readable with a signal."""
+    # Python goes on with a select that a signal has interrupted, which so would sleep on.
     read, write = os.pipe()
     for descriptor in (read, write):
         os.set_blocking(descriptor, False)
@@ -234,10 +227,8 @@ def _woken_by_signals() -> int:
 
 
 def main() -> None:
-    """See the module."""
     with os.fdopen(_STDIN, "rb", buffering=0, closefd=False) as orders:
         settings = Settings.read(orders.readline().decode())
-    become_reaper()
     pacer = Pacer(settings, Path(sys.argv[1]))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: pacer.stop())

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import enum
-import json
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+import msgspec
 
 GRACE_S = 30.0
 """So long a background that is told to end may take to write a checkpoint."""
 
 
+class JsonLine:
+    """A record that the launcher and the pacer send each other as one line of JSON."""
+
+    def text(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        return msgspec.json.decode(text, type=cls)
+
+
 @dataclass(frozen=True)
-class Settings:
+class Settings(JsonLine):
     """``command`` is run with ``environment`` added to the launcher's, its output appended to
     ``log``. ``limit`` is what the foreground's step may be slowed by, ``memory_bytes`` the most
     data of each of its processes."""
@@ -25,18 +37,6 @@ class Settings:
     grace_s: float = GRACE_S
     memory_bytes: int | None = None
     environment: tuple[tuple[str, str], ...] = ()
-
-    def text(self) -> str:
-        """As JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def read(cls, text: str) -> Settings:
-        """The settings that ``text`` has written."""
-        told: dict[str, Any] = json.loads(text)
-        told["command"] = tuple(told["command"])
-        told["environment"] = tuple((name, value) for name, value in told["environment"])
-        return cls(**told)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class State:
+class State(JsonLine):
     """A background job as its pacer sees it.
 
     ``ended`` says how, in words, and is empty while it runs. It was let run for ``open_s`` of the
@@ -77,17 +77,6 @@ class State:
     slowdown: float
     priority: str
     beside: Usage = Usage()
-
-    def text(self) -> str:
-        """As one line of JSON."""
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def read(cls, text: str) -> State:
-        """The state that ``text`` has written."""
-        told: dict[str, Any] = json.loads(text)
-        told["beside"] = Usage(**told["beside"])
-        return cls(**told)
 
 
 VARIABLE = "MESHWRIGHT_BACKGROUND"
@@ -115,7 +104,7 @@ class PacerMessage(NamedTuple):
     seconds: float = 0.0
 
     def packed(self) -> bytes:
-        """As it travels."""
+        # Both numbers only tell one from another, so that of a large one the lower bits suffice.
         return _RECORD.pack(
             self.kind, self.foreground & 0xFF, self.rank & 0xFFFF, self.number, self.seconds
         )

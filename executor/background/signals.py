@@ -23,8 +23,7 @@ class Signals:
     """What one rank says, to the pipe that ``descriptor`` writes to.
 
     Waits are known by their place in the step: the k-th of a step is expected to take what the k-th
-    of the steps before took, the shorter of the last two. Only the thread that makes the steps has
-    gaps: another that waits leaves the processor to it.
+    of the steps before took, the shorter of the last two.
     """
 
     def __init__(self, descriptor: int, foreground: int, rank: int) -> None:
@@ -41,6 +40,7 @@ class Signals:
 
     def waiting(self) -> Callable[[], None] | None:
         """The rank begins to wait; what to call when it goes on (None: nothing)."""
+        # Only the thread that makes the steps has gaps: another that waits leaves it the processor.
         if self._descriptor is None or threading.get_ident() != self._thread:
             return None
         place, self._place = self._place, self._place + 1
@@ -57,16 +57,13 @@ class Signals:
         return goes_on
 
     def stepped(self) -> None:
-        """The rank has made an optimizer step."""
         now_s, self._thread = time.monotonic(), threading.get_ident()
         if self._ended_s is not None:
             self._steps += 1
             self._tell(Kind.STEPPED, self._steps, now_s - self._ended_s)
         self._ended_s = now_s
-        self._learn()
-
-    def _learn(self) -> None:
-        """Makes what was waited in the step that ends the next one's expectation."""
+        # What was waited in the step that ends is what the next one expects; the shorter wait of
+        # two steps, so that the background rather stops too early than runs into the rank's work.
         before = self._taken_before if len(self._taken_before) == len(self._taken) else self._taken
         self._expected = [min(pair) for pair in zip(self._taken, before, strict=True)]
         self._place, self._taken_before, self._taken = 0, self._taken, []
@@ -85,10 +82,7 @@ class Signals:
 
 
 def tell_pacer(
-    watch: Watchdog,
-    parameters: Iterable[nn.Parameter],
-    optimizer: Optimizer | None,
-    foreground: int,
+    watch: Watchdog, parameters: Iterable[nn.Parameter], optimizer: Optimizer | None
 ) -> None:
     """Lets the pacer of this host know of the run's waits and steps, where the launcher has started
     one; does nothing else. Without ``optimizer`` steps are those of any that has ``parameters``."""
@@ -99,7 +93,7 @@ def tell_pacer(
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:  # nobody reads: the background and its pacer have ended
         return
-    signals = Signals(descriptor, foreground, int(os.environ.get("LOCAL_RANK", "0")))
+    signals = Signals(descriptor, watch.number, int(os.environ.get("LOCAL_RANK", "0")))
     trained = list(parameters)
     if all(p.device.type == "cpu" for p in trained):  # elsewhere the host waits, not the device
         watch.on_wait = signals.waiting

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ...planner.schema.errors import InfeasibleError, InputError, RunError
+from ...planner.schema.errors import InfeasibleError, InputError, MeshwrightError, RunError
 
 Answer = TypeVar("Answer")
-_ERRORS = (InputError, InfeasibleError, RunError)
-
-
-class _Failure(NamedTuple):
-    """An error on its way to the other ranks: the index of its class, and its sentence."""
-
-    kind: int
-    message: str
 
 
 def rank_zero_decides(work: Callable[[], Answer]) -> Answer:
     """``work()`` of rank 0, on every rank of the default group; collective.
 
     Where it raises, every rank raises the same sentence: of the same class for Meshwright's own
-    errors, else ``RunError`` (rank 0 raises what happened, so that its traceback is not lost). The
-    answer must survive pickling. Records do.
+    errors, else ``RunError``. The answer must survive pickling. Records do.
     """
     if dist.get_world_size() == 1:
         return work()
@@ -35,12 +26,12 @@ def rank_zero_decides(work: Callable[[], Answer]) -> Answer:
         try:
             outcome = [work()]
         except Exception as error:
-            outcome, failed = [_failure(error)], error
+            outcome, failed = [_for_others(error)], error
     dist.broadcast_object_list(outcome, src=0)
     if failed is not None:
-        raise failed
-    if isinstance(outcome[0], _Failure):
-        raise _ERRORS[outcome[0].kind](outcome[0].message)
+        raise failed  # and not what the others get: its traceback would be lost
+    if isinstance(outcome[0], MeshwrightError):
+        raise outcome[0]
     answer: Answer = outcome[0]
     return answer
 
@@ -48,28 +39,27 @@ def rank_zero_decides(work: Callable[[], Answer]) -> Answer:
 def together(work: Callable[[], Answer]) -> Answer:
     """``work()`` of this rank, once all ranks have succeeded; collective.
 
-    Where some ranks failed, these raise their own errors and all others the first one's sentence,
-    so that no rank goes on to wait for one that has left.
+    Where some ranks failed, these raise their own errors and all others the first one's sentence.
     """
-    mine: list[Answer] = []
     failed: Exception | None = None
     try:
-        mine.append(work())
+        answer = work()
     except Exception as error:
         failed = error
-    words: list[_Failure | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(words, _failure(failed) if failed else None)
+    # Also where this rank has failed: the others would wait for ever for one that has left.
+    errors: list[MeshwrightError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, _for_others(failed) if failed else None)
     if failed is not None:
         raise failed
-    for word in words:
-        if word is not None:
-            raise _ERRORS[word.kind](word.message)
-    return mine[0]
+    for theirs in errors:
+        if theirs is not None:
+            raise theirs
+    return answer
 
 
-def _failure(error: Exception) -> _Failure:
-    for kind, known in enumerate(_ERRORS):
-        if isinstance(error, known):
-            return _Failure(kind, str(error))
-    where = f"rank {dist.get_rank()} failed with {type(error).__name__}"
-    return _Failure(_ERRORS.index(RunError), f"{where}: {error}")
+def _for_others(error: Exception) -> MeshwrightError:
+    # One of three plain classes, which can be pickled whatever the error itself carries.
+    for kind in (InputError, InfeasibleError, RunError):
+        if isinstance(error, kind):
+            return kind(str(error))
+    return RunError(f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}")

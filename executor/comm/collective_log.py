@@ -1,13 +1,12 @@
-"""Debug mode: every collective has a name, and ranks compare names before the library meets them.
+"""Debug mode: every collective has a name, and ranks compare names before they issue it."""
 
-Each process group has a sequence of its own, for the library matches the n-th collective of a group
-on one rank with the n-th on another; how sequences of several groups interleave may differ between
-ranks (a gradient that one rank has no use for holds back buckets there). A name is appended to the
-store's entry for that place in the sequence, and what stands there is read back in the same breath:
-of two ranks with different names at least one sees the other's, and does not issue. Where a
-collective has completed, all ranks' names for it are there, and are compared before its result is
-used.
-"""
+# Each process group has a sequence of its own, for the library matches the n-th collective of a
+# group on one rank with the n-th on another; how sequences of several groups interleave may differ
+# between ranks (a gradient that one rank has no use for holds back buckets there). A name is
+# appended to the store's entry for that place in the sequence, and what stands there is read back
+# at once: of two ranks with different names at least one sees the other's, and does not issue.
+# Where a collective has completed, all ranks' names for it are there, and are compared before its
+# result is used.
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 from torch._C._distributed_c10d import Store
 
@@ -27,7 +27,6 @@ DEBUG_VARIABLE = "MESHWRIGHT_DEBUG"
 
 
 def debugging() -> bool:
-    """Whether the environment asks for debug mode."""
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
 
 
@@ -101,8 +100,7 @@ class CollectiveLog:
         )
 
     def _of(self, group: Group) -> _Sequence:
-        key = (group.label, group.ranks)
-        return self._sequences.setdefault(key, _Sequence(group))
+        return self._sequences.setdefault((group.label, group.ranks), _Sequence(group))
 
     def _look(self, sequence: _Sequence, place: int, name: str, *, append: bool = False) -> bool:
         """Whether all ranks' names stand at that place; raises where two differ."""
@@ -120,7 +118,7 @@ class CollectiveLog:
     ) -> dict[int, tuple[int, str]] | None:
         """By rank, how many places it had compared and its name; None where nobody answers."""
         if not self._reachable:
-            return None
+            return None  # each further try would take as long again
         key = self._key(sequence, place)
 
         def read() -> bytes:
@@ -138,31 +136,33 @@ class CollectiveLog:
         return {int(rank): (int(compared), name) for rank, compared, name in lines}
 
     def _delete(self, sequence: _Sequence, compared: int) -> None:
-        """Removes what every rank has compared; one rank does, for all."""
-        if self._heartbeat.rank == min(sequence.group.ranks):
+        """Removes what every rank has compared."""
+        if self._heartbeat.rank == min(sequence.group.ranks):  # one does it for all
             for place in range(sequence.deleted, compared):
                 key = self._key(sequence, place)
                 within(lambda key=key: self._store.delete_key(key), REACH_S)  # type: ignore[misc]
         sequence.deleted = max(compared, sequence.deleted)
 
     def _key(self, sequence: _Sequence, place: int) -> str:
+        # With its ranks, as groups of layouts that leave ranks idle share a label; as a checksum,
+        # as there may be thousands of them.
         group = sequence.group
-        first = min(group.ranks)
-        return f"meshwright/debug/{self._run}/{group.label}/{first}/{place}"
+        ranks = crc32(str(group.ranks).encode())
+        return f"meshwright/debug/{self._run}/{group.label}/{ranks:x}/{place}"
 
 
 def _compare(heartbeat: Heartbeat, group: Group, place: int, names: dict[int, str]) -> None:
     first, *others = sorted(names)
-    odd = next((rank for rank in others if names[rank] != names[first]), None)
-    if odd is not None:
-        sentence = (
-            f"{heartbeat.name(first)} issues {names[first]} as its {_ordinal(place + 1)} "
-            f"collective in group {group.label!r} while {heartbeat.name(odd)} issues "
-            f"{names[odd]}: the model or the loop takes another path on one of them"
-        )
-        heartbeat.give_up(sentence)
-        heartbeat.part(group.ranks)
-        raise RunError(sentence)
+    for odd in others:
+        if names[odd] != names[first]:
+            sentence = (
+                f"{heartbeat.name(first)} issues {names[first]} as its {_ordinal(place + 1)} "
+                f"collective in group {group.label!r} while {heartbeat.name(odd)} issues "
+                f"{names[odd]}: the model or the loop takes another path on one of them"
+            )
+            heartbeat.give_up(sentence)  # the others of the group may wait for this rank for long
+            heartbeat.part(group.ranks)
+            raise RunError(sentence)
 
 
 def _ordinal(number: int) -> str:

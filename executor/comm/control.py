@@ -30,19 +30,14 @@ class Row(NamedTuple):
 
 
 class Gathered:
-    """A vector of each rank, on its way. ``rows`` waits for it."""
+    """A vector of each rank, or one of all, on its way."""
 
-    def __init__(
-        self, parts: list[Tensor], work: dist.Work | None, wait: Callable[[dist.Work | None], None]
-    ) -> None:
-        self._parts = parts
-        self._work = work
-        self._wait = wait
+    def __init__(self, parts: list[Tensor], wait: Callable[[], None] = lambda: None) -> None:
+        self._parts, self._wait = parts, wait
 
     def rows(self) -> list[list[float]]:
-        """The vectors in rank order."""
-        self._wait(self._work)
-        self._work = None
+        """The vectors in rank order. Waits for them."""
+        self._wait()
         return [part.tolist() for part in self._parts]
 
 
@@ -59,35 +54,39 @@ class Control:
         mine = torch.tensor(values, dtype=torch.int64 if whole else torch.float64, device="cpu")
         handle = self.world.control.handle
         if handle is None:
-            return Gathered([mine], None, lambda work: None)
+            return Gathered([mine])
         parts = [torch.empty_like(mine) for _ in range(self.world.size)]
         self.watch.issued(f"the header of {doing}", self.world.control)
-        work = dist.all_gather(parts, mine, group=handle, async_op=True)
-        self.watch.follow(work, doing)
-        return Gathered(parts, work, lambda w: self._wait(w, doing))
+        return self._started(
+            dist.all_gather(parts, mine, group=handle, async_op=True), parts, doing
+        )
 
-    def most(self, vector: Tensor, doing: str) -> Gathered:
+    def all_reduce_max(self, vector: Tensor, doing: str) -> Gathered:
         """Starts to reduce ``vector`` to the largest of all ranks, in place."""
-        handle = self.world.control.handle
-        if handle is None:
-            return Gathered([vector], None, lambda work: None)
-        self.watch.issued(f"the vote of {doing}", self.world.control)
-        work = dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=handle, async_op=True)
-        self.watch.follow(work, doing)
-        return Gathered([vector], work, lambda w: self._wait(w, doing))
+        return self._all_reduce(vector, dist.ReduceOp.MAX, f"the vote of {doing}", doing)
 
-    def total(self, vector: Tensor, doing: str) -> Gathered:
+    def all_reduce_sum(self, vector: Tensor, doing: str) -> Gathered:
         """Starts to add ``vector`` up over all ranks, in place."""
+        return self._all_reduce(vector, dist.ReduceOp.SUM, f"the sum of {doing}", doing)
+
+    def _all_reduce(
+        self, vector: Tensor, op: dist.ReduceOp.RedOpType, name: str, doing: str
+    ) -> Gathered:
         handle = self.world.control.handle
         if handle is None:
-            return Gathered([vector], None, lambda work: None)
-        self.watch.issued(f"the sum of {doing}", self.world.control)
-        work = dist.all_reduce(vector, group=handle, async_op=True)
-        self.watch.follow(work, doing)
-        return Gathered([vector], work, lambda w: self._wait(w, doing))
+            return Gathered([vector])
+        self.watch.issued(name, self.world.control)
+        work = dist.all_reduce(vector, op=op, group=handle, async_op=True)
+        return self._started(work, [vector], doing)
 
-    def _wait(self, work: dist.Work | None, doing: str) -> None:
-        self.seconds += self.watch.wait(work, self.world.control, doing)
+    def _started(self, work: dist.Work, parts: list[Tensor], doing: str) -> Gathered:
+        # A rank that has all gradients itself never waits for the votes, so the watchdog does.
+        self.watch.follow(work, doing)
+
+        def wait() -> None:
+            self.seconds += self.watch.wait(work, self.world.control, doing)
+
+        return Gathered(parts, wait)
 
     def agree(self, what: str, digest: int, remedy: str) -> None:
         """Raises ``InputError`` unless every rank has the same digest. Collective."""
@@ -99,18 +98,13 @@ class Control:
 
 
 class Header:
-    """The headers of all ranks for one forward."""
+    """The headers of all ranks for one forward. ``number`` says which forward that is."""
 
     def __init__(self, mine: Row, gathered: Gathered, strict: bool) -> None:
-        self._mine = mine
+        self.number = mine.number
         self._gathered = gathered
         self._strict = strict
         self._rows: list[Row] | None = None
-
-    @property
-    def number(self) -> int:
-        """Which forward this is."""
-        return self._mine.number
 
     def rows(self) -> list[Row]:
         """One row of each rank. Waits the first time; raises ``RunError`` where they do not fit."""
@@ -150,5 +144,6 @@ def _same(values: Sequence[int], sentence: str) -> None:
 
 
 def digest(text: str) -> int:
-    """A whole number below 2^62 that stands for the text, the same in every process."""
+    """A whole number that stands for the text, the same in every process."""
+    # Two bits less than the hash has, so that it and its negative are 64-bit integers.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2

@@ -1,14 +1,13 @@
-"""Which rank stands at which position, and the process groups through which ranks talk.
+"""Which rank stands at which position, and the process groups through which ranks talk."""
 
-Gradient exchange, redistribution (with statistics), and control traffic never share a process
-group: two threads that issue on one gloo group gave wrong sums without any error, and on one
-group nothing can overtake. All groups are created in one order on every rank.
-"""
+# Gradient exchange, redistribution (with statistics), and control traffic never share a process
+# group: two threads that issue on one gloo group gave wrong sums without any error, and on one
+# group nothing can overtake.
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,12 +25,10 @@ idle."""
 
 CONTROL_BACKEND = "gloo"
 """Control vectors live on the host, whatever carries the tensors."""
-
+# The process groups made so far, by the default group that they belong to. The next plan that is
+# applied uses them again: each costs threads and connections, which torch never gives back while
+# the default group lives.
 _handles: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
-"""The process groups made so far, by the default group that they belong to. They are used again by
-the next plan that is applied: each costs threads and connections, which torch never gives back
-while the default group lives."""
-
 GRACE_S = 5.0
 """A collective's own time limit beyond ours, so that our sentence comes before its error."""
 
@@ -68,15 +65,24 @@ class Group:
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place among all, and the groups that it belongs to.
+    """This rank's place among all, and the process groups that it belongs to.
 
-    ``neighbours[m]`` are the members of its group of degree m: they redistribute among each other.
-    ``peers[m]`` hold the same shard of a unit of degree m: they exchange its gradient (degree 1:
-    all ranks). ``likes[m]`` are the same ranks as ``peers[m]`` in a process group of their own, for
-    batch statistics and buffers; ``gathers[m]`` and ``reads[m]`` again, where a plan shards units
-    of degree m, and ``fetches[m]`` where it shards their parameters. Layouts that leave positions
-    idle have such groups of their own, under the layout; a rank that they leave idle is alone in
-    them. ``spans`` are the positions between which samples of such layouts move.
+    ====================== ================================== ======================================
+    groups                 ranks of one group                 what they carry
+    ====================== ================================== ======================================
+    ``control``            all, on gloo                       headers, votes, agreements
+    ``redistribution[m]``  the m that divide a unit           what goes into and out of such units
+    ``gradients[m]``       those with the same shard (1: all) the exchange of gradients
+    ``statistics[m]``      the same                           batch statistics, buffers
+    ``gathers[m]``         the same, if a unit is sharded     chunks that a step has updated
+    ``reads[m]``           the same, if a unit is sharded     what a user asks of a sharded gradient
+    ``unshards[m]``        the same, if it is fully sharded   parameters for a forward or backward
+    ``crossings[span]``    those at a range of positions      samples from one layout to another
+    ====================== ================================== ======================================
+
+    m is a degree; of a layout that leaves positions idle the layout stands in its place. Who is
+    idle there is alone in its groups. ``make_world`` creates them all; who issues on which is told
+    in [Note: Who issues collectives on which group] in gradients/priority.py.
     """
 
     rank: int
@@ -84,17 +90,13 @@ class World:
     position: int
     placement: tuple[int, ...]
     control: Group
-    neighbours: dict[Place, Group]
-    peers: dict[Place, Group]
-    likes: dict[Place, Group]
+    redistribution: dict[Place, Group] = field(default_factory=dict)
+    gradients: dict[Place, Group] = field(default_factory=dict)
+    statistics: dict[Place, Group] = field(default_factory=dict)
     gathers: dict[Place, Group] = field(default_factory=dict)
     reads: dict[Place, Group] = field(default_factory=dict)
-    fetches: dict[Place, Group] = field(default_factory=dict)
-    spans: dict[range, Group] = field(default_factory=dict)
-
-    def place(self, layout: Layout) -> Place:
-        """What the groups of a layout are found under."""
-        return place_of(layout, self.size)
+    unshards: dict[Place, Group] = field(default_factory=dict)
+    crossings: dict[range, Group] = field(default_factory=dict)
 
     def by_position(self, by_rank: Sequence[int]) -> tuple[int, ...]:
         """Reorders what is listed by rank."""
@@ -106,63 +108,49 @@ def make_world(
     degrees: Iterable[int],
     device: torch.device,
     timeout_s: float,
-    sharded: Iterable[Place] = (),
-    fetched: Iterable[Place] = (),
-    parts: Iterable[Layout] = (),
+    sharded: Collection[Place] = (),
+    fully_sharded: Collection[Place] = (),
+    subsets: Iterable[Layout] = (),
     *,
     crossing: bool = False,
 ) -> World:
-    """Creates the groups that layouts of ``degrees`` need for tensors on ``device``, those of
-    ``sharded`` also for shards among peers, of ``fetched`` for parameters that are put together for
-    each use; those of layouts that take a part of the ranks (``parts``); and with ``crossing`` one
-    for what goes straight from one division to another. Collective over all ranks.
+    """Creates the groups for layouts of ``degrees`` and for ``subsets``, layouts that leave ranks
+    idle, for tensors on ``device``; with ``crossing`` also one for what goes straight from one
+    division to another. Collective over all ranks.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     limit = timedelta(seconds=timeout_s + GRACE_S)
     maker = _Maker(rank, tuple(placement), device.type, limit)
     everyone = [range(size)]
     control = maker.make("control", everyone, CONTROL_BACKEND)
-    peers: dict[Place, Group] = {1: maker.make("exchange", everyone)}
-    likes: dict[Place, Group] = {1: maker.make("statistics", everyone)}
-    neighbours: dict[Place, Group] = {}
-    for degree in sorted({d for d in degrees if d > 1}):
-        layout = _whole(degree, size)
-        same = [layout.peers(member) for member in range(degree)]
-        neighbours[degree] = maker.make(
-            f"redistribution {degree}", [layout.group(g) for g in range(layout.groups)]
-        )
-        peers[degree] = maker.make(f"exchange {degree}", same)
-        likes[degree] = maker.make(f"statistics {degree}", same)
-    spans: dict[range, Group] = {}
-    if crossing:
-        spans[range(size)] = maker.make("redistribution", everyone)
-    for layout in sorted({one for part in parts for one in (part, flat(part))}):
+    world = World(rank, size, maker.placement.index(rank), maker.placement, control)
+    partial = sorted({one for subset in subsets for one in (subset, flat(subset))})
+    # Sorted, as each creation is collective: all ranks must come to it in one order.
+    places: list[Place] = [1, *sorted({d for d in degrees if d > 1}), *partial]
+    for place in places:
+        layout = place
+        if not isinstance(layout, Layout):
+            layout = Layout(groups=size // layout, degree=layout)
+        told = " in parts" if isinstance(place, Layout) else f" {place}"
+        short = "" if place == 1 else told
         same = [layout.peers(member) for member in range(layout.degree)]
         if layout.degree > 1:
             groups = [layout.group(g) for g in range(layout.groups)]
-            neighbours[layout] = maker.make("redistribution in parts", groups)
-        peers[layout] = maker.make("exchange in parts", same)
-        likes[layout] = maker.make("statistics in parts", same)
+            world.redistribution[place] = maker.make(f"redistribution{told}", groups)
+        world.gradients[place] = maker.make(f"exchange{short}", same)
+        world.statistics[place] = maker.make(f"statistics{short}", same)
+        if place in sharded:
+            world.gathers[place] = maker.make(f"parameters{told}", same)
+            world.reads[place] = maker.make(f"reads{told}", same)
+        if place in fully_sharded:
+            world.unshards[place] = maker.make(f"uses{told}", same)
+    if crossing:
+        world.crossings[range(size)] = maker.make("redistribution", everyone)
+    for layout in partial:
         for span in (range(size), layout.positions):
-            if span not in spans:
-                spans[span] = maker.make("redistribution in parts", [span])
-    gathers: dict[Place, Group] = {}
-    reads: dict[Place, Group] = {}
-    fetches: dict[Place, Group] = {}
-    for_uses = set(fetched)
-    for place in sorted(set(sharded), key=_in_order):
-        layout = place if isinstance(place, Layout) else _whole(place, size)
-        same = [layout.peers(member) for member in range(layout.degree)]
-        told = "in parts" if isinstance(place, Layout) else str(place)
-        gathers[place] = maker.make(f"parameters {told}", same)
-        reads[place] = maker.make(f"reads {told}", same)
-        if place in for_uses:
-            fetches[place] = maker.make(f"uses {told}", same)
-    position = maker.placement.index(rank)
-    return World(
-        rank, size, position, maker.placement, control, neighbours, peers, likes, gathers, reads,
-        fetches, spans,
-    )  # fmt: skip
+            if span not in world.crossings:
+                world.crossings[span] = maker.make("redistribution in parts", [span])
+    return world
 
 
 def place_of(layout: Layout, size: int) -> Place:
@@ -174,16 +162,6 @@ def flat(layout: Layout) -> Layout:
     """The same positions, each with samples of its own: what holds parameters that a divided unit
     has whole."""
     return Layout(groups=layout.size, first=layout.first)
-
-
-def _whole(degree: int, size: int) -> Layout:
-    return Layout(groups=size // degree, degree=degree)
-
-
-def _in_order(place: Place) -> tuple[bool, int, int, int]:
-    if isinstance(place, Layout):
-        return True, place.groups, place.degree, place.first
-    return False, place, 0, 0
 
 
 @dataclass(frozen=True)
@@ -202,11 +180,13 @@ class _Maker:
         for positions in divisions:
             ranks = tuple(self.placement[p] for p in positions)
             handle = None
-            if len(ranks) > 1:  # every rank takes part in the creation, members or not
+            if len(ranks) > 1:
+                # By every rank, member or not: torch makes a group on all ranks or hangs.
                 handle = self._handle(label, sorted(ranks), backend)
             if self.rank in ranks:
-                stream = handle is not None and backend is None and self._on_stream(handle)
-                mine = Group(ranks, ranks.index(self.rank), handle, label, stream)
+                on_stream = handle is not None and backend is None and self.device == "cuda"
+                on_stream = on_stream and "nccl" in str(dist.get_backend_config(handle))
+                mine = Group(ranks, ranks.index(self.rank), handle, label, on_stream)
         return mine or Group((self.rank,), 0, None, label)
 
     def _handle(self, label: str, ranks: list[int], backend: str | None) -> Any:
@@ -219,21 +199,16 @@ class _Maker:
                 known[key] = dist.new_group(ranks, timeout=self.timeout, backend=backend)
         return known[key]
 
-    def _on_stream(self, handle: dist.ProcessGroup) -> bool:
-        return self.device == "cuda" and "nccl" in str(dist.get_backend_config(handle))
-
 
 @contextmanager
 def computing_first() -> Iterator[None]:
-    """Threads that are started inside do not interrupt one that computes.
-
-    On CPUs a library's threads wake for every packet. Each time they take the processor from the
-    thread that computes, and its caches. As batch threads (Linux's SCHED_BATCH, which needs no
-    privilege) they get their turn a few milliseconds later and find more packets, which the kernel
-    has kept for them meanwhile: a third of the switches (docs/results/exchange.md). Where a
-    processor is idle they start at once, as ever. Does nothing on other systems, or where the user
-    has chosen a scheduling class.
-    """
+    """Threads that are started inside do not interrupt one that computes. Does nothing on systems
+    without SCHED_BATCH, or where the user has chosen a scheduling class."""
+    # On CPUs a library's threads wake for every packet. Each time they take the processor from the
+    # thread that computes, and its caches. As batch threads (Linux's SCHED_BATCH, which needs no
+    # privilege) they get their turn a few milliseconds later and find more packets, which the
+    # kernel has kept for them meanwhile: a third of the switches (docs/results/exchange.md). Where
+    # a processor is idle they start at once, as ever.
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
         return

@@ -1,12 +1,11 @@
-"""Signs of life of every rank: on which host it is, whether it still runs, whether one gave up.
+"""Signs of life of every rank: on which host it is, whether it still runs, whether one gave up."""
 
-A thread of each process sets a key of the process group's store twice a second. A rank whose key
-stands still has stalled, ended or lost its link, however its collectives fare. Hosts' clocks are
-not compared. On a link that was cut, a ``TCPStore`` (torch 2.13) takes what is set without a word
-and never returns from a read, whatever its timeout says (measured on the test bed: more than two
-minutes after one of 3 s). So reads have a connection and a thread of their own, which are left
-behind where they do not come back.
-"""
+# A thread of each process sets a key of the process group's store twice a second. A rank whose key
+# stands still has stalled, ended or lost its link, however its collectives fare. Hosts' clocks are
+# not compared. On a link that was cut, a ``TCPStore`` (torch 2.13) takes what is set without a word
+# and never returns from a read, whatever its timeout says (measured on the test bed: more than two
+# minutes after one of 3 s). So reads have a connection and a thread of their own, which are left
+# behind where they do not come back.
 
 from __future__ import annotations
 
@@ -18,6 +17,8 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -62,21 +63,14 @@ class Heartbeat:
         """That another rank has given up, once this one has heard of it."""
         self._store = store
         self._reader: Any = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        self._beats = not in_a_file(store)  # such a store grows with each beat
+        self.beats = not in_a_file(store)  # such a store grows with each key that is set
         # A store may still hold the keys of a process group that was destroyed: an alarm counts
         # where it has the mark that its rank has now.
         self._mark = uuid.uuid4().hex
         self._publish(self._key("host", rank), f"{self._mark} {socket.gethostname()}")
         self._publish(self._key("beat", rank), "0")
         self._marks, self.hosts = self._gather_hosts(limit_s)
-
-    def start(self) -> None:
-        """Begins to beat, until the process group or this object is gone."""
-        if self._beats:
-            group, mine = dist.group.WORLD, weakref.ref(self)
-            assert group is not None
-            its, stop = weakref.ref(group), threading.Event()
-            spawn("heartbeat", lambda: _beat(its, mine, stop), stop)
+        self.one_host = len(set(self.hosts)) <= 1
 
     def _gather_hosts(self, limit_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Every rank's mark, and its host's name."""
@@ -105,11 +99,6 @@ class Heartbeat:
         with contextlib.suppress(RuntimeError):  # the store has ended: a wait will say so
             self._store.set(key, value)
 
-    @property
-    def one_host(self) -> bool:
-        """Whether all ranks are on one host."""
-        return len(set(self.hosts)) <= 1
-
     def name(self, rank: int) -> str:
         """The rank and, where there are several hosts, which it is on."""
         return f"rank {rank}" if self.one_host else f"rank {rank} on {self.hosts[rank]}"
@@ -134,12 +123,12 @@ class Heartbeat:
 
         def read() -> list[Heard]:
             before = store.multi_get(beats)
-            time.sleep(SILENT_S if self._beats else 0.0)
+            time.sleep(SILENT_S if self.beats else 0.0)
             after = store.multi_get(beats)
             return [
                 Heard(
                     store.get(key).decode() if store.check([key]) else None,
-                    not self._beats or old != new,
+                    not self.beats or old != new,
                 )
                 for key, old, new in zip(keys, before, after, strict=True)
             ]
@@ -147,19 +136,19 @@ class Heartbeat:
         return within(read, SILENT_S + REACH_S)
 
     def part(self, alive: Iterable[int]) -> None:
-        """This rank has said what it knows. The first waits until the others that live have, as the
-        store ends with it or soon after it."""
+        """This rank has said what it knows. The first waits until the others that live have."""
         self._publish(self._key("parted", self.rank), "1")
         keys = [self._key("parted", rank) for rank in alive if rank != self.rank]
-        if self.rank == 0 and keys and self._beats:
-            within(lambda: self._look_for(keys), LINGER_S)
 
-    def _look_for(self, keys: list[str]) -> None:
-        """Returns when all keys are there. Not by the store's own wait, which would hold back the
-        beats."""
-        end = time.monotonic() + LINGER_S
-        while time.monotonic() < end and not self._reader.check(keys):
-            time.sleep(0.1)
+        def look() -> None:
+            # Not by the store's own wait, which would hold back the beats.
+            end = time.monotonic() + LINGER_S
+            while time.monotonic() < end and not self._reader.check(keys):
+                time.sleep(0.1)
+
+        # As the store ends with the first rank, or soon after it.
+        if self.rank == 0 and keys and self.beats:
+            within(look, LINGER_S)
 
 
 _ALARM = "meshwright/alarm"
@@ -172,20 +161,21 @@ def heartbeat_of(rank: int, size: int, limit_s: float) -> Heartbeat:
     assert group is not None
     if group not in _heartbeats:
         store = distributed_c10d._get_default_store()
-        _heartbeats[group] = Heartbeat(store, rank, size, limit_s)
-        _heartbeats[group].start()
+        _heartbeats[group] = made = Heartbeat(store, rank, size, limit_s)
+        if made.beats:
+            stop = threading.Event()
+            spawn("heartbeat", partial(_beat, weakref.ref(group), weakref.ref(made), stop), stop)
     return _heartbeats[group]
 
 
 def _beat(
     group: weakref.ref[dist.ProcessGroup], heartbeat: weakref.ref[Heartbeat], stop: threading.Event
 ) -> None:
-    number = 0
-    while not stop.is_set():
+    # Until the process group or the heartbeat is gone, neither of which this thread keeps alive.
+    for number in count(1):
         mine = heartbeat()
-        if mine is None or group() is None or dist.group.WORLD is not group():
+        if stop.is_set() or mine is None or group() is None or dist.group.WORLD is not group():
             return
-        number += 1
         try:
             mine.beat(number)
         except RuntimeError:  # the store has ended
@@ -195,14 +185,14 @@ def _beat(
 
 
 def within(work: Callable[[], Answer], limit_s: float) -> Answer | None:
-    """``work()``, which asks a store. None where it fails or is not done in time: it is left behind
-    then."""
+    """``work()``, which asks a store. None where it fails or is not done in time."""
     found: list[Answer] = []
 
     def run() -> None:
         with contextlib.suppress(RuntimeError):  # DistStoreError among them
             found.append(work())
 
+    # Not by ``spawn``, for whose threads the end of the process waits: this one may never return.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -210,7 +200,7 @@ def within(work: Callable[[], Answer], limit_s: float) -> Answer | None:
 
 
 def in_a_file(store: Store) -> bool:
-    """Whether the store is kept in a file, which grows with each key that is set."""
+    """Whether the store is kept in a file."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return isinstance(store, FileStore)

@@ -1,4 +1,4 @@
-"""Being told of the end of a user's optimizer steps."""
+"""What an optimizer holds, and being told of the end of its steps."""
 
 from __future__ import annotations
 
@@ -11,19 +11,29 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
+def parameters_of(optimizer: Optimizer | None) -> set[nn.Parameter]:
+    """The parameters that an optimizer updates; none without one."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    return {p for group in groups for p in group["params"]}
+
+
 def after_each_step(
     parameters: Iterable[nn.Parameter],
     optimizer: Optimizer | None,
     stepped: Callable[[Optimizer], None],
 ) -> None:
     """Calls ``stepped`` after each of the user's steps: of ``optimizer``, or without one of any
-    that has some of ``parameters``.
-
-    A lazy step calls torch's hooks for everything that it is applied to, so an optimizer that may
-    be lazy has its own ``step`` wrapped, after whatever makes it lazy.
-    """
+    that has some of ``parameters``."""
     if optimizer is not None:
-        _wrap(optimizer, stepped)
+        # Not torch's hooks: a lazy step calls them for everything that it is applied to.
+        before = optimizer.step
+
+        def step(used: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            loss = before(*args, **kwargs)
+            stepped(used)
+            return loss
+
+        replace_step(optimizer, step)
         return
     mine = {id(p) for p in parameters}
 
@@ -34,14 +44,8 @@ def after_each_step(
     register_optimizer_step_post_hook(hook)
 
 
-def _wrap(optimizer: Optimizer, stepped: Callable[[Optimizer], None]) -> None:
-    before = optimizer.step
-
-    def step(used: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        loss = before(*args, **kwargs)
-        stepped(used)
-        return loss
-
-    if hasattr(before, "_wrapped_by_lr_sched"):  # a scheduler looks for its own mark
+def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    """Makes ``step(optimizer, …)`` the step of one optimizer."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler looks for its own mark
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]

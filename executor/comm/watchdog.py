@@ -1,7 +1,7 @@
 """Waiting with a limit, and word of where every rank is when the limit is reached.
 
-Each rank posts its place to the key-value store of the process group (2.5 µs on a loopback
-TCPStore, torch 2.13, two cores): a rank that never arrives cannot answer, but its last post can.
+Each rank posts its place to the key-value store of the process group: a rank that never arrives
+cannot answer, but its last post can.
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ class Watchdog:
         self.size = size
         self.number = run
         self.timeout_s = timeout_s
-        self.waited_s = 0.0
         self.on_wait: Callable[[], Callable[[], None] | None] | None = None
         """Called when this rank begins to wait for a collective on the host; what it returns, when
         it goes on."""
         self.heartbeat = heartbeat_of(rank, size, timeout_s) if size > 1 else None
         self._store = distributed_c10d._get_default_store() if size > 1 else None
         self._prefix = f"meshwright/place/{run}"
-        # A store kept in a file grows with each post: only exceptional ones go there.
+        # A post takes 2.5 µs on a loopback TCPStore (torch 2.13, two cores). A store kept in a file
+        # grows with each: only exceptional ones go there.
         self._cheap = self._store is not None and not in_a_file(self._store)
         self._doing = "start"
         self._followed: deque[_Followed] = deque()
         self._log: CollectiveLog | None = None
         if self.heartbeat is not None and debugging():
             self._log = CollectiveLog(distributed_c10d._get_default_store(), self.heartbeat, run)
+        # Weak: what atexit holds would live, with all that it knows, until the process ends.
         atexit.register(_say_goodbye, weakref.ref(self))
 
     def post(self, doing: str) -> None:
@@ -94,42 +95,37 @@ class Watchdog:
         return any(not followed.work.is_completed() for followed in self._followed)
 
     def wait(self, work: dist.Work | None, group: Group, doing: str) -> float:
-        """Waits for a collective and returns the seconds that it took.
-
-        On a device's own streams (NCCL) the wait is the stream's, as torch does it, and returns at
-        once. Raises ``RunError`` when the limit is reached or a peer is lost.
-        """
+        """Waits for a collective and returns the seconds that it took. Raises ``RunError`` when the
+        limit is reached or a peer is lost."""
         if work is None:
             return 0.0
         start = time.perf_counter()
         if group.on_stream:
-            work.wait()
+            work.wait()  # the stream waits and not the host: it returns at once
         else:
-            self._wait_and_tell(work, group, doing)
+            goes_on = self.on_wait() if self.on_wait is not None else None
+            try:
+                self._wait_on_host(work, group, doing)
+            finally:
+                if goes_on is not None:
+                    goes_on()
+        # What other ranks have issued in its place is known now, and its result is not used yet.
         if self._log is not None:
             self._log.compared(group)
-        taken = time.perf_counter() - start
-        self.waited_s += taken
-        return taken
-
-    def _wait_and_tell(self, work: dist.Work, group: Group, doing: str) -> None:
-        goes_on = self.on_wait() if self.on_wait is not None else None
-        try:
-            self._wait_on_host(work, group, doing)
-        finally:
-            if goes_on is not None:
-                goes_on()
+        return time.perf_counter() - start
 
     def _wait_on_host(self, work: dist.Work, group: Group, doing: str) -> None:
-        """Waits piece by piece, as another rank may give up meanwhile."""
         start = time.monotonic()
         while True:
+            # In pieces, as another rank may give up meanwhile.
             left = start + self.timeout_s - time.monotonic()
             failure = _ended_within(work, max(min(left, POLL_S), 0.001))
             if failure == "":
                 return
             waited_s = time.monotonic() - start
-            lagging = self._compare(group)
+            lagging = ""
+            if self._log is not None and not self._log.compared(group):
+                lagging = self._log.lagging(group)
             if failure is not None:
                 self._give_up(f"{doing}{lagging}", waited_s, failure)
             if waited_s >= self.timeout_s:
@@ -143,12 +139,6 @@ class Watchdog:
         if reason:
             raise RunError(f"{self.heartbeat.name(by)} has given up: {reason}")
         self._give_up(doing, waited_s, also=f", and {self.heartbeat.name(by)} has given up waiting")
-
-    def _compare(self, group: Group) -> str:
-        """In debug mode: raises where ranks issue different collectives; who issues none."""
-        if self._log is None or self._log.compared(group):
-            return ""
-        return self._log.lagging(group)
 
     def _check_followed(self) -> None:
         while self._followed:
@@ -168,6 +158,7 @@ class Watchdog:
         """Raises the sentence that says where every rank is, and lets the others say theirs.
         ``failure`` is what the collective ended with."""
         assert self.heartbeat is not None
+        # Its own place and the alarm first: others ask for both while this rank asks for theirs.
         self._publish(f"waits in {doing}")
         self.heartbeat.give_up()
         heard = self.heartbeat.ask([f"{self._prefix}/{rank}" for rank in range(self.size)])
@@ -184,10 +175,6 @@ class Watchdog:
         except RuntimeError:
             self._cheap = False  # the store is gone: a wait will say so, a post must not fail
 
-    def goodbye(self) -> None:
-        """Posts that this rank's process ends, in case others still wait for it."""
-        self._publish(f"{ENDED} (it last {self._doing})")
-
 
 class _Followed(NamedTuple):
     work: dist.Work
@@ -197,33 +184,28 @@ class _Followed(NamedTuple):
 
 def _ended_within(work: dist.Work, seconds: float) -> str | None:
     """Waits so long for a collective: "" where it has completed, else what it failed with; None
-    where it is still on its way.
-
-    A wait that has run out of time and a collective that has failed raise alike. One may complete
-    between the two lines, as it does on a busy machine: so it is asked again, which returns at
-    once, before a peer is called lost.
-    """
+    where it is still on its way."""
     limit = timedelta(seconds=seconds)
     try:
         work.wait(limit)
     except RuntimeError:
+        # A wait that has run out of time and a collective that has failed raise alike. One may
+        # complete between the wait and the next line, as it does on a busy machine: so it is asked
+        # again, which returns at once, before a peer is called lost.
         if not work.is_completed():
             return None
         try:
             work.wait(limit)
         except RuntimeError as error:
-            return _first_line(error)
+            return str(error).strip().split("\n")[0] or type(error).__name__
     return ""
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
-
-
 def _say_goodbye(reference: weakref.ref[Watchdog]) -> None:
+    """Posts that this rank's process ends, in case others still wait for it."""
     watch = reference()
     if watch is not None and dist.is_initialized():
-        watch.goodbye()
+        watch._publish(f"{ENDED} (it last {watch._doing})")
 
 
 ENDED = "has ended"
@@ -265,7 +247,7 @@ def is_present(heard: Heard) -> bool:
 
 
 def _remedy(*, silent: bool, failed: bool, one_host: bool) -> str:
-    """What to look at. On one host there is no link to be cut."""
+    # On one host there is no link to be cut.
     if silent and one_host:
         return (
             "a rank that is not heard of has stalled or ended; what it printed last says more, or "

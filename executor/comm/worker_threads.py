@@ -1,10 +1,9 @@
-"""What goes on beside the thread that trains, and the end of the process.
+"""What goes on beside the thread that trains, and the end of the process."""
 
-A thread that comes out of a library's code while the interpreter is ending is ended by Python in
-the midst of it, which C++ may answer with ``terminate``: the process aborts after all its work was
-done. So the end waits for the threads that were started here, whoever still knows of them, and for
-collectives whose model is gone. Not for long: peers may be gone too.
-"""
+# A thread that comes out of a library's code while the interpreter is ending is ended by Python in
+# the midst of it, which C++ may answer with ``terminate``: the process aborts after all its work
+# was done. So the end waits for the threads that were started here, whoever still knows of them,
+# and for collectives whose model is gone. Not for long: peers may be gone too.
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -39,10 +39,9 @@ def spawn(
     return thread
 
 
-def as_here(work: Callable[[], None]) -> Callable[[], None]:
-    """``work`` for another thread, under the modes of this one: what counts memory, say, counts
-    there too."""
-    modes = _get_current_dispatch_mode_stack()
+def with_current_modes(work: Callable[[], None]) -> Callable[[], None]:
+    """``work`` for another thread, under the dispatch modes of this one."""
+    modes = _get_current_dispatch_mode_stack()  # what counts memory, say, counts there too
 
     def run() -> None:
         with ExitStack() as entered:
@@ -54,9 +53,9 @@ def as_here(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def finish_all(limit_s: float) -> None:
-    """Waits until what ends by itself has ended, before another run begins: process groups are
-    used again, and a late thread of the run before would issue its collectives among the new
-    ones, on one rank earlier and on another later."""
+    """Waits until threads that end by themselves have ended, before another run begins."""
+    # Process groups are used again, and a late thread of the run before would issue its collectives
+    # among the new ones, on one rank earlier and on another later.
     end_s = time.monotonic() + limit_s
     for thread, told in list(_threads.items()):
         if told is None and thread is not threading.current_thread():
@@ -69,15 +68,11 @@ def abandon(work: dist.Work) -> None:
     _left[:] = [one for one in (*_left, work) if not one.is_completed()]
 
 
+@cache
 def _when_it_ends() -> None:
-    """At the first call, which comes after the process group was made: what is registered last is
-    done first, so that the threads end before the group does."""
-    if not _registered:
-        _registered.append(True)
-        atexit.register(_let_end)
-
-
-_registered: list[bool] = []
+    # At the first call, which comes after the process group was made: what is registered last is
+    # done first, so that the threads end before the group does.
+    atexit.register(_let_end)
 
 
 def _let_end() -> None:

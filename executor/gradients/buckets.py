@@ -1,9 +1,8 @@
-"""Gradient exchange in buckets: averages over those who hold the same slice of a parameter.
+"""Gradient exchange in buckets: averages over those who hold the same slice of a parameter."""
 
-Buckets are the same on every rank (made from the list of parameters and their full sizes, in the
-order in which backward finishes them) and leave in one order on every rank, as a collective
-library demands. Each is a flat tensor; gradients are views of it, so nothing is copied back.
-"""
+# Buckets are the same on every rank (made from the list of parameters and their full sizes, in the
+# order in which backward finishes them) and leave in one order on every rank, as a collective
+# library demands. Each is a flat tensor; gradients are views of it, so nothing is copied back.
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from ...planner.simulate.slicing import Travelling
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 from ..redistribution.shard_gradient import Members, ShardGradient
-from .flat_shard import Channels
+from .flat_shard import Channels, in_one_piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,20 +59,23 @@ class GradParam:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Parameters of one kind can travel together."""
+        # Parameters of one kind can travel together.
         tensor, policy = self.parameter, (self.exchange, self.ratio, self.released)
         return self.layout, self.degree, tensor.dtype, tensor.device, *policy
 
     @property
+    def full_bytes(self) -> int:
+        """The size of the undivided parameter."""
+        return self.full_numel * self.parameter.element_size()
+
+    @property
     def shared_bytes(self) -> int:
-        """A member's share of the parameter, the same number for all members."""
+        """A member's share of the parameter, rounded up: the same number for all members."""
         return -(-self.full_numel // self.degree) * self.parameter.element_size()
 
     def show(self, gradient: Tensor) -> Tensor:
         """The gradient as the user sees it."""
-        if self.members is None:
-            return gradient
-        return ShardGradient.of(gradient, self.members)
+        return gradient if self.members is None else ShardGradient.of(gradient, self.members)
 
 
 Votes = Callable[[], "set[GradParam]"]
@@ -81,19 +83,21 @@ Votes = Callable[[], "set[GradParam]"]
 
 
 class Bucket:
-    """Gradients that travel together."""
+    """Gradients that travel together. ``alone``: nobody else holds these slices, so that nothing
+    travels."""
 
     def __init__(self, params: list[GradParam]) -> None:
         self.params = params
         self.group = params[0].group
+        self.alone = self.group.handle is None
         self.numel = sum(p.parameter.numel() for p in params)
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the last backward. Gradients keep its memory alive where they are its views."""
         self.missing = {p for p in self.params if not p.idle}
         self.launched = False
         self.work: dist.Work | None = None
+        # Gradients keep its memory alive, whose views they are.
         self._flat: Tensor | None = None
         self._views: dict[GradParam, Tensor] = {}
 
@@ -104,11 +108,6 @@ class Bucket:
             return 0
         size_bytes = self.numel * self.params[0].parameter.element_size()
         return 2 * (self.group.size - 1) * size_bytes // self.group.size
-
-    @property
-    def alone(self) -> bool:
-        """Whether nobody else holds these slices, so that nothing travels."""
-        return self.group.handle is None
 
     def fill(self, param: GradParam) -> None:
         """Takes over the parameter's gradient: what has accumulated there, or zeros."""
@@ -133,7 +132,6 @@ class Bucket:
             self._flat.div_(self.group.size)
 
     def result(self, param: GradParam) -> Tensor:
-        """The parameter's part of the bucket."""
         if not self.alone:
             return self._views[param]
         gradient = param.parameter.grad
@@ -146,25 +144,21 @@ class Bucket:
             start = 0
             for other in self.params:
                 parameter = other.parameter
-                self._views[other] = _shaped(self._flat, start, parameter)
+                piece = self._flat.narrow(0, start, parameter.numel())
                 start += parameter.numel()
+                # In the parameter's memory format where that is dense, as autograd does.
+                if parameter.numel() and in_one_piece(parameter):
+                    self._views[other] = piece.as_strided(parameter.shape, parameter.stride())
+                else:
+                    self._views[other] = piece.view(parameter.shape)
         return self._views[param]
-
-
-def _shaped(flat: Tensor, start: int, parameter: Tensor) -> Tensor:
-    """A piece of ``flat`` in the parameter's shape and, if dense, its memory format."""
-    piece = flat.narrow(0, start, parameter.numel())
-    if parameter.numel() and torch.ops.aten.is_non_overlapping_and_dense(parameter.detach()):
-        return piece.as_strided(parameter.shape, parameter.stride())
-    return piece.view(parameter.shape)
 
 
 def make_buckets(params: Sequence[GradParam], message_bytes: int) -> list[Bucket]:
     """The buckets of parameters in the order of backward, as the planner packs them."""
     # Undivided sizes, so that members with less of a parameter, or nothing, make the same buckets.
     packed = slicing.pack_buckets(
-        (Travelling(p.kind, p.unit, p.full_numel * p.parameter.element_size()) for p in params),
-        message_bytes,
+        (Travelling(p.kind, p.unit, p.full_bytes) for p in params), message_bytes
     )
     return [Bucket([params[i] for i in numbers]) for numbers in packed]
 
@@ -194,7 +188,8 @@ class Exchange(ABC):
         """Backward is over: sends the rest."""
 
     def holds(self, param: GradParam) -> bool:
-        """Whether this rank holds back some of what it has computed for the parameter."""
+        """Whether this rank holds back some of what it has computed for the parameter: nothing,
+        unless the exchange is lossy."""
         return False
 
     def absorb(self, param: GradParam) -> None:  # noqa: B027
@@ -215,9 +210,7 @@ class BucketExchange(Exchange):
     """Sends buckets as they fill, in order, and waits for them at the end of backward.
 
     ``issued(text, sent, group)`` is told of each collective before it is issued, and the bytes that
-    a ring sends for it. With ``eager`` off nothing leaves before ``end``: on NCCL, collectives of
-    several communicators must be launched in one order on all ranks, which buckets that leave in
-    the midst of redistributions could break.
+    a ring sends for it. With ``eager`` off nothing leaves before ``end``.
     """
 
     def __init__(
@@ -232,6 +225,8 @@ class BucketExchange(Exchange):
         self._waited_s = 0.0
         self._watch = watch
         self.bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
+        # Off on NCCL with divided units: collectives of several communicators must be launched in
+        # one order on all ranks, which buckets that leave in the midst of redistributions break.
         self._eager = eager
         self._issued = issued
         self._next = 0
@@ -246,7 +241,6 @@ class BucketExchange(Exchange):
             bucket.reset()
 
     def ready(self, param: GradParam) -> None:
-        """The gradient is complete: it joins its bucket, which leaves if it is its turn."""
         bucket = self.bucket_of[param]
         bucket.fill(param)
         param.parameter.grad = bucket.result(param)
@@ -257,30 +251,27 @@ class BucketExchange(Exchange):
         return self.bucket_of[param].launched
 
     def end(self, votes: Votes) -> None:
-        """Sends what is left, zeros (or what had accumulated before) for gradients not computed;
-        waits for everything, and shows the averages of what some rank has a gradient for."""
-        self._flush()
+        for bucket in self.buckets:
+            for param in list(bucket.missing):
+                bucket.fill(param)  # zeros, or what had accumulated before: nothing was computed
+        self._advance(all_of_them=True)
         somewhere = votes()
         for number, bucket in enumerate(self.buckets):
             doing = f"the exchange of gradients in bucket {number}"
             self._waited_s += self._watch.wait(bucket.work, bucket.group, doing)
             bucket.average()
+            # Where no rank has a gradient of a parameter there is none after backward either, as
+            # the optimizer would else apply weight decay and momentum to it.
             for param in bucket.params:
                 if param in somewhere:
                     param.parameter.grad = param.show(bucket.result(param))
         self.reset()
 
-    def _flush(self) -> None:
-        for bucket in self.buckets:
-            for param in list(bucket.missing):
-                bucket.fill(param)
-        self._advance(all_of_them=True)
-
     def _advance(self, *, all_of_them: bool) -> None:
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
             if bucket.missing and not all_of_them:
-                return
+                return  # later ones may be full: they wait, as all ranks send in one order
             text = f"bucket {self._next} from {bucket.params[0].name!r}"
             self._issued(text, bucket.sent_bytes, bucket.group)
             bucket.launch()

@@ -1,12 +1,15 @@
 """Layer dropping: whole parameters skip a step's exchange and accumulate locally (Lee et al.,
 Applied Sciences 10(24):8846, 2020; the full text was not at hand, this follows the abstract).
 
-A piece is one parameter of a unit that the plan drops. Which pieces are sent is decided alike on
-all ranks, from what the backward before has left: each piece's mean absolute value, averaged over
-ranks. That sum travels in the background while the next forward runs, as waiting for the norms of
-this backward would hold back every gradient until the last is computed. The largest means go first,
-as far as a budget of bytes lasts; the threshold of the paper is the mean at which it ends.
+A piece is one parameter of a unit that the plan drops. The pieces with the largest mean absolute
+values are sent, as far as a budget of bytes lasts; the threshold of the paper is the mean at which
+it ends.
 """
+
+# Which pieces are sent is decided alike on all ranks, from what the backward before has left: each
+# piece's mean absolute value, averaged over ranks. That sum travels in the background while the
+# next forward runs, as waiting for the norms of this backward would hold back every gradient until
+# the last is computed.
 
 from __future__ import annotations
 
@@ -36,8 +39,9 @@ def choose(
     pieces: Sequence[Candidate], credit_bytes: float, patience: int
 ) -> tuple[list[bool], float]:
     """(which are sent, the credit that is left). Those that have waited too long go in any case,
-    then the largest means while there is credit; the last may overdraw it, and the backwards after
-    it pay for that, so that the share that is sent is right over time whatever the sizes."""
+    then the largest means while there is credit."""
+    # The last may overdraw it, and the backwards after it pay for that, so that the share that is
+    # sent is right over time whatever the sizes.
     sent = [piece.waited >= patience for piece in pieces]
     credit = credit_bytes - sum(p.bytes for p, stale in zip(pieces, sent, strict=True) if stale)
     for i in sorted(range(len(pieces)), key=lambda i: (-pieces[i].mean, i)):
@@ -57,8 +61,8 @@ class Budget:
     ) -> None:
         self.pieces = tuple(pieces)
         self.credit_bytes = 0.0
-        self._all = sum(_bytes(p) for p in (*pieces, *fixed))
-        self._each = ratio * self._all - sum(_bytes(p) for p in fixed)
+        self._all = sum(p.full_bytes for p in (*pieces, *fixed))
+        self._each = ratio * self._all - sum(p.full_bytes for p in fixed)
 
     def choose(
         self, means: dict[GradParam, float], waited: dict[GradParam, int], patience: int
@@ -66,7 +70,7 @@ class Budget:
         """The pieces that are sent in the next backward."""
         # Debts of stale pieces that no budget could pay must not grow for ever.
         credit = max(self.credit_bytes + self._each, -self._all)
-        rows = [Candidate(_bytes(p), means[p], waited[p]) for p in self.pieces]
+        rows = [Candidate(p.full_bytes, means[p], waited[p]) for p in self.pieces]
         sent, self.credit_bytes = choose(rows, credit, patience)
         return {p for p, goes in zip(self.pieces, sent, strict=True) if goes}
 
@@ -98,7 +102,6 @@ class Dropping:
             grad_group.agreement = self
 
     def sends(self, param: GradParam) -> bool:
-        """Whether a piece is sent in this backward."""
         return param.whole or param in self._due
 
     def note(self, param: GradParam, expected: float) -> None:
@@ -106,7 +109,6 @@ class Dropping:
         self._sizes[param] = expected
 
     def begin(self) -> None:
-        """Before a backward: decides."""
         if self._coming is None:
             return
         (sums,) = self._coming.rows()
@@ -120,7 +122,6 @@ class Dropping:
             self._due |= budget.choose(means, self._waited, self._patience)
 
     def end(self) -> None:
-        """After a backward: counts, and starts to add the norms up."""
         if not self._pieces:
             return
         for param in self._pieces:
@@ -128,11 +129,12 @@ class Dropping:
         sizes = [self._sizes.get(param, 0.0) for param in self._pieces]
         self._sizes.clear()
         vector = torch.tensor(sizes, dtype=torch.float64, device="cpu")
-        self._coming = self._control.total(vector, "the agreement on which gradients are sent")
+        self._coming = self._control.all_reduce_sum(
+            vector, "the agreement on which gradients are sent"
+        )
 
     def state(self) -> dict[str, Any]:
-        """What the next decision depends on."""
-        self.begin()
+        self.begin()  # what is on its way would be lost
         return {
             "due": [p.name for p in self._pieces if p in self._due],
             "waited": {p.name: self._waited[p] for p in self._pieces},
@@ -140,7 +142,6 @@ class Dropping:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on from a ``state``."""
         self._coming = None
         self._due = {p for p in self._pieces if p.name in set(state["due"])}
         self._waited = {p: int(state["waited"][p.name]) for p in self._pieces}
@@ -158,7 +159,6 @@ class DroppedGradGroup(LossyGradGroup):
         return self.agreement.sends(param)
 
     def following(self, number: int) -> Slice:
-        """Its next slice, whose turn may pass without a message."""
         one = self.slices[number]
         one.skipped = not self.sends(one.params[0])
         return one
@@ -169,7 +169,7 @@ class DroppedGradGroup(LossyGradGroup):
         super().send(number)
 
     def _release(self) -> None:
-        """What was held of the pieces that are due is sent with what is new."""
+        # What was held of the pieces that are due is sent with what is new.
         for param, feedback in self.feedback.items():
             if self.sends(param):
                 gradient = self.gradients[param]
@@ -183,14 +183,9 @@ class DroppedGradGroup(LossyGradGroup):
         return [held for held in found if held is not None]
 
     def hold(self, param: GradParam) -> None:
-        """Keeps a piece that is not sent, once: an empty tensor stands for it from then on."""
         gradient = self.gradients[param]
-        if gradient is self._kept:
+        if gradient is self._kept:  # an empty tensor, which stands for what is held already
             return
         new = l1(gradient)
         self.agreement.note(param, l1(self.feedback[param].add(gradient)) + new)
         self.gradients[param] = self._kept
-
-
-def _bytes(param: GradParam) -> int:
-    return param.full_numel * param.parameter.element_size()

@@ -28,18 +28,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ...planner.schema.errors import InputError
 from ...planner.schema.plan import AT_ONCE, MIRRORS, Plan
 from ...planner.simulate import slicing
 from ...planner.simulate.slicing import SliceSpec
+from ..comm.steps import parameters_of
 from .buckets import GradParam
-from .flat_shard import flat
+from .flat_shard import flat, in_one_piece
 from .momentum import has_momentum
 from .slices import GradGroup, Slice, empty_like
 
@@ -59,38 +60,19 @@ class Lossy:
     stage_backwards: int = 25
 
 
-class Feedback(Protocol):
-    """What one parameter's exchange holds back, wherever it is kept."""
+class Residual:
+    """What one parameter's exchange holds back, in a buffer of the gradient's size."""
+
+    _held: Tensor | None = None
 
     @property
     def held(self) -> Tensor | None:
         """What has not been sent, in the parameter's shape; None where that is nothing."""
+        return self._held
 
     def add(self, computed: Tensor, rate: float = 1.0) -> Tensor:
         """Adds ``rate`` times what was computed, and returns what is held now. Takes ``computed``
         over."""
-
-    def take(self, index: Tensor) -> Tensor:
-        """Takes the elements at ``index`` (as they lie in memory) out, to be sent."""
-
-    def take_all(self, gradient: Tensor) -> None:
-        """Takes everything out and adds it to ``gradient``."""
-
-    def restore(self, held: Tensor | None) -> None:
-        """Holds that, as after a checkpoint."""
-
-
-class Residual:
-    """Feedback that is kept in a buffer of the gradient's size."""
-
-    def __init__(self) -> None:
-        self._held: Tensor | None = None
-
-    @property
-    def held(self) -> Tensor | None:
-        return self._held
-
-    def add(self, computed: Tensor, rate: float = 1.0) -> Tensor:
         if self._held is None:
             self._held = computed if rate == 1 else computed.mul_(rate)
         else:
@@ -98,6 +80,7 @@ class Residual:
         return self._held
 
     def take(self, index: Tensor) -> Tensor:
+        """Takes the elements at ``index`` (as they lie in memory) out, to be sent."""
         assert self._held is not None
         elements = flat(self._held)
         taken = elements[index]
@@ -105,23 +88,23 @@ class Residual:
         return taken
 
     def take_all(self, gradient: Tensor) -> None:
-        if self._held is not None:
-            gradient.add_(self._held)
-        self._held = None
+        """Takes everything out and adds it to ``gradient``."""
+        if (held := self.held) is not None:
+            gradient.add_(held.to(gradient.device))
+        self.restore(None)
 
     def restore(self, held: Tensor | None) -> None:
+        """Holds that, as after a checkpoint."""
         self._held = held
 
 
-class HostMirror:
-    """Feedback that is kept on the host, in pinned memory where the parameter is on a GPU, and is
+class HostMirror(Residual):
+    """What is held back lies on the host, in pinned memory where the parameter is on a GPU, and is
     on the device only from ``add`` to ``take``."""
 
-    def __init__(self) -> None:
-        self._host: Tensor | None = None
-        self._here: Tensor | None = None
-        self._source: torch.device | None = None
-        """The device that it is copied from."""
+    _host: Tensor | None = None
+    _source: torch.device | None = None
+    """The device that it is copied from."""
 
     @property
     def held(self) -> Tensor | None:
@@ -132,68 +115,54 @@ class HostMirror:
     def add(self, computed: Tensor, rate: float = 1.0) -> Tensor:
         if self._host is None:
             self._host = _on_host(computed)
-            self._here = computed.mul_(rate)
         else:
-            here = torch.empty_like(computed).copy_(self._host, non_blocking=True)
-            self._here = here.add_(computed, alpha=rate)
-        return self._here
+            self._held = torch.empty_like(computed).copy_(self._host, non_blocking=True)
+        return super().add(computed, rate)
 
     def take(self, index: Tensor) -> Tensor:
-        assert self._here is not None
+        assert self._held is not None
         assert self._host is not None
-        elements = flat(self._here)
-        taken = elements[index]
-        elements[index] = 0
-        self._host.copy_(self._here, non_blocking=True)
-        self._here, self._source = None, elements.device
+        taken = super().take(index)
+        self._host.copy_(self._held, non_blocking=True)
+        self._held, self._source = None, taken.device
         return taken
-
-    def take_all(self, gradient: Tensor) -> None:
-        if (held := self.held) is not None:
-            gradient.add_(held.to(gradient.device))
-        self._host = None
 
     def restore(self, held: Tensor | None) -> None:
         self._host = None if held is None else _on_host(held).copy_(held)
 
 
 def _on_host(like: Tensor) -> Tensor:
-    """A new tensor on the host, in the memory format of ``like``."""
-    return torch.empty_strided(
-        like.shape, like.stride(), dtype=like.dtype, device="cpu", pin_memory=like.is_cuda
-    )
+    return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
 
 
 def l1(tensor: Tensor) -> float:
-    """The sum of absolute values."""
     return float(torch.linalg.vector_norm(flat(tensor), 1)) if tensor.numel() else 0.0
 
 
-def feedback_of(param: GradParam) -> Feedback:
-    """Where a parameter's feedback is kept. A host that is the device needs no copies."""
+def feedback_of(param: GradParam) -> Residual:
+    """Where a parameter's feedback is kept."""
+    # A host that is the device needs no copies.
     if param.feedback == "host_mirror" and param.parameter.device.type != "cpu":
         return HostMirror()
     return Residual()
 
 
-def folds(param: GradParam) -> bool:
+def folds_at_once(param: GradParam) -> bool:
     """Whether a parameter's gradient is taken in as soon as it is computed, and not kept."""
     return not param.whole and param.exchange == "topk" and param.feedback in AT_ONCE
 
 
 def mirrors(param: GradParam) -> bool:
     """Whether updates are held back of a parameter, and not gradients."""
-    return folds(param) and param.feedback in MIRRORS
+    return folds_at_once(param) and param.feedback in MIRRORS
 
 
 def check_feedback(optimizer: Optimizer | None, plan: Plan) -> None:
     """Raises ``InputError`` where a unit's feedback cannot be with its exchange, or with this
-    optimizer.
-
-    A mirror holds back updates, and adds up those that ranks have sent: that is right where the
-    update is linear in the gradient. Adam's is not: its second moments are of the average gradient,
-    which no rank has of what was not sent.
-    """
+    optimizer."""
+    # A mirror holds back updates, and adds up those that ranks have sent: that is right where the
+    # update is linear in the gradient. Adam's is not: its second moments are of the average
+    # gradient, which no rank has of what was not sent.
     for unit in plan.units:
         if unit.feedback != "residual" and unit.exchange != "topk":
             raise InputError(
@@ -216,9 +185,7 @@ def replace_impossible_mirrors(
 ) -> list[GradParam]:
     """The parameters; those whose mirror could not be updated hold back gradients instead: what the
     optimizer does not hold, and parameters that do not lie in one piece."""
-    held = set[nn.Parameter]()
-    if optimizer is not None:
-        held = {p for group in optimizer.param_groups for p in group["params"]}
+    held = parameters_of(optimizer)
     loose = [p for p in params if mirrors(p) and p.parameter not in held]
     if loose:
         warnings.warn(
@@ -228,14 +195,10 @@ def replace_impossible_mirrors(
         )
     return [
         replace(p, feedback="in_place")
-        if mirrors(p) and (p in loose or not _in_one_piece(p.parameter))
+        if mirrors(p) and (p in loose or not in_one_piece(p.parameter))
         else p
         for p in params
     ]
-
-
-def _in_one_piece(parameter: nn.Parameter) -> bool:
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(parameter.detach()))
 
 
 class LossyGradGroup(GradGroup):
@@ -243,7 +206,7 @@ class LossyGradGroup(GradGroup):
 
     def __init__(self, unit: int, params: Sequence[GradParam], message_bytes: int) -> None:
         super().__init__(unit, params, message_bytes)
-        self.feedback: dict[GradParam, Feedback] = {
+        self.feedback: dict[GradParam, Residual] = {
             p: feedback_of(p) for p in params if not p.whole
         }
 
@@ -278,15 +241,15 @@ class LossyGradGroup(GradGroup):
                     f"keeps a {_held_as(param)}: load it under the plan that saved it"
                 )
             held = saved.get(_held_as(param))
-            feedback.restore(None if held is None else like(param, held))
+            feedback.restore(None if held is None else in_format_of(param, held))
 
 
 def _held_as(param: GradParam) -> str:
-    """Gradients are saved alike wherever they were held; updates are something else."""
+    # Gradients are saved alike wherever they were held; updates are something else.
     return "mirror" if mirrors(param) else "residual"
 
 
-def like(param: GradParam, value: Any) -> Tensor:
+def in_format_of(param: GradParam, value: Any) -> Tensor:
     """A saved tensor in the memory format, type and place of the parameter's gradient."""
     parameter = param.parameter.detach()
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
@@ -302,8 +265,7 @@ def hand_over(old: Iterable[GradGroup], new: Iterable[GradGroup]) -> None:
     """What the old groups hold goes on in the new ones."""
     known: dict[str, dict[str, Tensor]] = {}
     for grad_group in old:
-        if isinstance(grad_group, LossyGradGroup):
-            known |= grad_group.state()
+        known |= grad_group.state() if isinstance(grad_group, LossyGradGroup) else {}
     for grad_group in new:
         if isinstance(grad_group, LossyGradGroup):
             grad_group.load(known)

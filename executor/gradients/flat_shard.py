@@ -1,9 +1,8 @@
 """Flat shards: which elements of a parameter each peer averages, keeps state for and updates, and
-what stands in ``grad`` for a gradient of which this rank has its chunk.
+what stands in ``grad`` for a gradient of which this rank has its chunk."""
 
-The parameter, as it lies in memory, is cut into as many equal chunks as there are peers. That
-depends on nothing but the sizes, so that a checkpoint outlives a change of the slices.
-"""
+# The parameter, as it lies in memory, is cut into as many equal chunks as there are peers. That
+# depends on nothing but the sizes, so that a checkpoint outlives a change of the slices.
 
 from __future__ import annotations
 
@@ -50,7 +49,6 @@ class AllMembers(Members):
         self._inner = Members(neighbours, watch)
 
     def reduce(self, values: Tensor, op: Any) -> Tensor:
-        """All holders' values combined, in place. Collective over the peers, then the members."""
         return self._inner.reduce(super().reduce(values, op), op)
 
 
@@ -84,12 +82,12 @@ class FlatShardSpec:
 
     @property
     def own_numel(self) -> int:
-        """How many elements are this rank's."""
         start, stop = self.bounds
         return stop - start
 
     def chunk_of(self, whole: Tensor) -> Tensor:
         """This rank's elements: one dim, sharing memory where the format is the parameter's."""
+        # As a plain tensor: a gradient may know the members that hold the other slices.
         whole = whole.detach().as_subclass(Tensor)
         if whole.stride() != self.stride:
             own_format = torch.empty_strided(
@@ -108,7 +106,7 @@ class FlatShardSpec:
         return rows.view(-1)[: self.numel].as_strided(self.shape, self.stride)
 
     def _check_same(self) -> None:
-        """All peers must ask for the same parameter: what they send would be mixed up else."""
+        # All peers must ask for the same parameter, or what they send would be mixed up.
         device = "cuda" if self.channels.reads.on_stream else "cpu"
         own = torch.tensor([digest(self.name)], dtype=torch.int64, device=device)
         names = [torch.empty_like(own) for _ in range(self.peers)]
@@ -141,6 +139,11 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def in_one_piece(tensor: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps or overlaps."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(bare(tensor)))
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same memory in a type that every backend carries."""
     return tensor.view(torch.uint8)
@@ -148,13 +151,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 class ShardedGradient(WaitingGradient):
     """Stands in ``grad``, in the parameter's shape, where this rank has the averages of its chunk
-    (see [Note: Reading a parameter or a gradient that is on its way] in pending.py).
+    (see [Note: Reading a parameter or a gradient that is on its way] in pending.py)."""
 
-    Norms over all chunks take one small all-reduce, and scaling none, so that unmodified clipping
-    by norm costs no more than elsewhere. Whatever else reads it puts the whole together. Both are
-    collective among those who hold elements: a gradient must be asked for on every rank in one
-    order, and a rank that asks alone gets an error after the time limit.
-    """
+    # Norms over all chunks take one small all-reduce, and scaling none, so that unmodified clipping
+    # by norm costs no more than elsewhere. Whatever else reads it puts the whole together. Both are
+    # collective among those who hold elements: a gradient must be asked for on every rank in one
+    # order, and a rank that asks alone gets an error after the time limit.
 
     _spec: FlatShardSpec
     _chunk: Tensor
@@ -164,8 +166,7 @@ class ShardedGradient(WaitingGradient):
     def stand_for(
         parameter: nn.Parameter, spec: FlatShardSpec, chunk: Tensor, wait: Callable[[], None]
     ) -> ShardedGradient:
-        """A stand-in for the parameter's gradient, whose averages are in ``chunk`` after
-        ``wait()``. To complete it is collective over the peers."""
+        """What stands for the gradient whose averages are in ``chunk`` after ``wait()``."""
 
         def arrive() -> Tensor:
             wait()
@@ -180,23 +181,22 @@ class ShardedGradient(WaitingGradient):
         return waiting
 
     def take_over(self) -> Tensor:
-        """This rank's elements for a step, once they have come. Whatever is done to the gradient
-        from now on waits until the step has used them, or does not change them."""
+        """This rank's elements for a step, once they have come."""
+        # What is done to the gradient from now on waits until the step has used them.
         self.taken = True
         if self._gradient is None:
             return self._chunk
         return self._spec.chunk_of(self._gradient).clone()
 
     def clear(self) -> None:
-        """Zeros from now on; nothing is waited for, as a step that needs the chunk holds it."""
         if self._gradient is None:
+            # Nothing is waited for: a step that needs the chunk holds it.
             self._gradient, self._arrive = self._vacate(self), None
         else:
             self._gradient.zero_()
 
     def as_chunk(self) -> Tensor:
-        """What norms and scaling are asked of: the chunk, which knows the norm of the whole, or the
-        whole where that has been put together."""
+        """The chunk, which knows the norm of the whole, or the whole where that was gathered."""
         if self._gradient is not None:
             return self._gradient
         self._wait()
@@ -209,12 +209,14 @@ class ShardedGradient(WaitingGradient):
         kwargs = kwargs or {}
         if not (_is_norm(func, args, kwargs) or _is_scaling(func, args, kwargs)):
             return super().__torch_function__(func, types, args, kwargs)
-        result = func(*pytree.tree_map_only(WaitingGradient, _chunk_or_whole, args), **kwargs)
+
+        def chunk_or_whole(gradient: WaitingGradient) -> Tensor:
+            if isinstance(gradient, ShardedGradient):
+                return gradient.as_chunk()
+            return gradient.complete()
+
+        result = func(*pytree.tree_map_only(WaitingGradient, chunk_or_whole, args), **kwargs)
         return args[0] if func in _SCALE_ONE else result
-
-
-def _chunk_or_whole(gradient: WaitingGradient) -> Tensor:
-    return gradient.as_chunk() if isinstance(gradient, ShardedGradient) else gradient.complete()
 
 
 def _is_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

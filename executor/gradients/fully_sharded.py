@@ -8,8 +8,8 @@ nothing: the chunks are put together before the unit's forward and again before 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -21,23 +21,6 @@ from .pending import bare
 from .sharded import ShardedGradGroup, ShardedSlice
 
 
-class UnshardSlice(ShardedSlice):
-    """A part of a unit's parameters on its way to all peers, while the unit needs them."""
-
-    def unshard(
-        self, wholes: Mapping[GradParam, Tensor], chunks: Mapping[GradParam, Tensor]
-    ) -> None:
-        """Sends this rank's elements, from its ``chunks``, to all peers, into ``wholes``.
-        Collective, in the order of unshards."""
-        if self.in_place:
-            entry = self.params[0]
-            self.gather(wholes, chunks[entry][self.shard_slices[0].own])
-            return
-        for one in self.shard_slices:
-            wholes[one.entry][slice(*one.spec.bounds)].copy_(chunks[one.entry])
-        self.gather(wholes)
-
-
 class FullyShardedGradGroup(ShardedGradGroup):
     """The gradients of a unit, and its parameters: a chunk of each, which lives on, and the whole
     while something needs it.
@@ -46,41 +29,39 @@ class FullyShardedGradGroup(ShardedGradGroup):
     been issued has come. With neither that memory is free.
     """
 
-    def __init__(self, unit: int, entries: Sequence[GradParam], limit_bytes: int) -> None:
-        super().__init__(unit, entries, limit_bytes)
-        self.unshard_slices = tuple(UnshardSlice(s.params, s.cut) for s in self.slices)
-        for one in self.unshard_slices:
-            channels = one.params[0].channels
-            assert channels is not None
-            assert channels.unshards is not None, "made for the degrees of fully sharded units"
-            one.gather_group = channels.unshards
+    def __init__(self, unit: int, params: Sequence[GradParam], limit_bytes: int) -> None:
+        super().__init__(unit, params, limit_bytes)
+        channels = params[0].channels
+        assert channels is not None
+        assert channels.unshards is not None, "made for the degrees of fully sharded units"
+        # Of their own, on another process group: the gradients of the last backward may still be on
+        # their way while the parameters are put together.
+        self.unshard_slices = tuple(
+            ShardedSlice(s.params, s.cut, channels.unshards) for s in self.slices
+        )
         self.resident, self.coming = True, False
         self.exposed = True
         """Whether code that is not the model's forward may hold its memory."""
         self.opened = True
         """Whether anybody may have changed the whole since the chunks were made from it."""
         self.chunks = {
-            entry: bare(entry.parameter).new_empty(spec.own_numel)
-            for entry, spec in self.specs.items()
+            param: bare(param.parameter).new_empty(spec.own_numel)
+            for param, spec in self.specs.items()
         }
         self._released = False
-        self._issued = threading.Event()
-        self._error: BaseException | None = None
+        self._issued: Future[None] = Future()
 
     # -- the step ------------------------------------------------------------------------------
 
-    def average_of(self, entry: GradParam) -> Tensor:
-        """Where the averages of this rank's elements will stand once they have come."""
-        return self.gradients[entry] if self._released else super().average_of(entry)
+    def average_of(self, param: GradParam) -> Tensor:
+        return self.gradients[param] if self._released else super().average_of(param)
 
-    def chunk_of(self, entry: GradParam) -> Tensor:
-        """This rank's elements of the parameter, where they lie."""
-        return self.chunks[entry]
+    def chunk_of(self, param: GradParam) -> Tensor:
+        return self.chunks[param]
 
     @property
     def gathered_slices(self) -> tuple[ShardedSlice, ...]:
-        """None after a step: parameters are put together when they are needed."""
-        return ()
+        return ()  # parameters are put together when they are needed
 
     @property
     def outstanding(self) -> bool:
@@ -90,8 +71,8 @@ class FullyShardedGradGroup(ShardedGradGroup):
     def release(self, watch: Watchdog) -> float:
         """Waits for the averages of this rank's elements and frees what has been sent, in the midst
         of backward. Returns the seconds waited."""
-        self._averages = averages = {entry: self.average_of(entry) for entry in self.params}
-        waited = self._wait_for_averages(watch)
+        self._averages = averages = {param: self.average_of(param) for param in self.params}
+        waited = self.wait_for_averages(watch)
         # Stay among the gradients: at the end of backward what has none is sent as zeros.
         self.gradients, self._released = averages, True
         return waited
@@ -104,26 +85,24 @@ class FullyShardedGradGroup(ShardedGradGroup):
 
     def announce(self) -> None:
         """Marks it as coming; ``issue`` must follow, or ``wait_for_unshard`` never ends."""
-        self.coming = True
-        self._issued.clear()
+        self.coming, self._issued = True, Future()
 
     def issue(self) -> None:
         """Sends this rank's chunks to all peers once the last step has updated them, and gives the
-        parameters memory to be filled: not before, as an update has copies of its own. Never
-        raises: ``wait_for_unshard`` does. Collective."""
+        parameters memory to be filled. Never raises: ``wait_for_unshard`` does. Collective."""
         try:
             if self.pipeline is not None:
                 self.pipeline.wait_for(self)
-            for entry in self.params:
-                data = bare(entry.parameter)
+            # Memory not before that, as an update has copies of its own.
+            for param in self.params:
+                data = bare(param.parameter)
                 resize(data, data.numel())
             wholes = {e: flat(bare(e.parameter)) for e in self.params}
             for one in self.unshard_slices:
-                one.unshard(wholes, self.chunks)
+                one.gather(wholes, self.chunks)
+            self._issued.set_result(None)
         except BaseException as error:  # raised where somebody waits for its outcome
-            self._error = error
-        finally:
-            self._issued.set()
+            self._issued.set_exception(error)
 
     @property
     def updated(self) -> bool:
@@ -132,9 +111,7 @@ class FullyShardedGradGroup(ShardedGradGroup):
 
     def wait_for_unshard(self, watch: Watchdog) -> float:
         """Waits until the parameters are whole. Returns the seconds waited."""
-        self._issued.wait()  # each wait of the thread that issues has its limit
-        if self._error is not None:
-            raise self._error
+        self._issued.result()  # without a limit, as each wait of the thread that issues has one
         doing = f"putting {self.listed} together for a use (read parameters on all ranks)"
         waited = sum(one.wait_for_params(watch, doing) for one in self.unshard_slices)
         self.resident, self.coming, self.opened = True, False, False
@@ -143,25 +120,23 @@ class FullyShardedGradGroup(ShardedGradGroup):
     def keep_chunks(self) -> None:
         """Notes in the chunks what may have been done to the whole."""
         if self.resident and self.opened:
-            for entry, chunk in self.chunks.items():
-                chunk.copy_(self.specs[entry].chunk_of(bare(entry.parameter)))
+            for param, chunk in self.chunks.items():
+                chunk.copy_(self.specs[param].chunk_of(bare(param.parameter)))
 
     def reshard(self) -> None:
         """Keeps this rank's chunks, and gives the rest of the memory back."""
         self.keep_chunks()
-        for entry in self.params:
-            data = bare(entry.parameter)
-            if not self.exposed:
-                # Emptied in place, as FSDP does: what autograd has saved, views too, has the
-                # storage and not the parameter, and finds it filled again after the next unshard.
-                resize(data, 0)
-                continue
-            # Code outside the model's forward may hold a tensor on this storage, which must stay
-            # as it is. So the parameter gets a storage of its own, which is emptied instead.
-            empty = data.new_empty_strided(data.shape, data.stride())
-            resize(empty, 0)
-            with torch._C.DisableTorchFunctionSubclass():
-                entry.parameter.data = empty
+        for param in self.params:
+            data = bare(param.parameter)
+            if self.exposed:
+                # Code outside the model's forward may hold a tensor on this storage, which must
+                # stay as it is. So the parameter gets a storage of its own, which is emptied.
+                data = data.new_empty_strided(data.shape, data.stride())
+                with torch._C.DisableTorchFunctionSubclass():
+                    param.parameter.data = data
+            # In place, as FSDP does: what autograd has saved, views too, has the storage and not
+            # the parameter, and finds it filled again after the next unshard.
+            resize(data, 0)
         self.resident = self.opened = self.exposed = False
 
 

@@ -1,16 +1,17 @@
 """Momentum before the choice of what is sent (Deep Gradient Compression, Lin et al., arXiv
-1712.01887, section 3.2).
+1712.01887, section 3.2)."""
 
-An element that is held back for many steps and then added would miss the momentum that it should
-have gathered meanwhile. So each rank applies the momentum of SGD to its own gradients, u ← m·u + g,
-what it holds back and sends are sums of these u, and the optimizer updates these parameters without
-momentum. Of an element that was held back, u is forgotten when it is sent, so that old momentum
-does not push on for long. Unlike there, an element that is sent as soon as it is computed keeps its
-u: where all is sent in every step this is torch's SGD, weight decay included.
-
-A mirror takes the whole local update at once, so weight decay and the rate come before the choice
-for it, without momentum too.
-"""
+# [Note: Momentum before the choice]
+# An element that is held back for many steps and then added would miss the momentum that it should
+# have gathered meanwhile. So each rank applies the momentum of SGD to its own gradients,
+# u ← m·u + g, what it holds back and sends are sums of these u, and the optimizer updates these
+# parameters without momentum. Of an element that was held back, u is forgotten when it is sent, so
+# that old momentum does not push on for long. Unlike there, an element that is sent as soon as it
+# is computed keeps its u: where all is sent in every step this is torch's SGD, weight decay
+# included.
+#
+# A mirror takes the whole local update at once, so weight decay and the rate come before the choice
+# for it, without momentum too.
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Momentum:
         self._optimizer = optimizer
         self._candidates = set(parameters)
         self._mirrored = set(mirrored)
-        self._groups: dict[nn.Parameter, dict[str, Any]] = {}
+        self.groups: dict[nn.Parameter, dict[str, Any]] = {}
+        """The group of each parameter whose momentum is applied here, in this backward."""
         self._stepped = True
 
     def include(
@@ -51,13 +53,13 @@ class Momentum:
 
     def begin(self) -> None:
         """Before a backward: reads the hyperparameters that are in force."""
-        self._groups = {
+        self.groups = {
             p: group
             for group in self._optimizer.param_groups
             for p in group["params"]
             if p in (self._candidates if group["momentum"] else self._mirrored)
         }
-        gathering = (p for p, group in self._groups.items() if group["momentum"])
+        gathering = (p for p, group in self.groups.items() if group["momentum"])
         if not self._stepped and any(p.grad is not None and p.grad.any() for p in gathering):
             raise RunError(
                 "gradients were exchanged twice before one step, which top-k with momentum would "
@@ -66,41 +68,32 @@ class Momentum:
             )
 
     def end(self) -> None:
-        """After a backward whose gradients were exchanged."""
+        """After a backward whose gradients were exchanged; ``step`` follows once."""
         self._stepped = False
 
     def step(self) -> None:
-        """The optimizer steps."""
         self._stepped = True
 
-    def corrects(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's momentum is applied here."""
-        return parameter in self._groups
-
     def rate(self, parameter: nn.Parameter, name: str) -> float:
-        """The learning rate of a parameter."""
-        if parameter not in self._groups:
+        if parameter not in self.groups:
             raise RunError(
                 f"parameter {name!r} is mirrored and no longer in the optimizer that the plan was "
                 "applied with: leave it there, or plan with feedback 'in_place'"
             )
-        return float(self._groups[parameter]["lr"])
+        return float(self.groups[parameter]["lr"])
 
     def gathers(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter has a velocity here, to which gradients are added."""
-        return parameter in self._groups and bool(self._groups[parameter]["momentum"])
+        return parameter in self.groups and bool(self.groups[parameter]["momentum"])
 
     def gather(
         self, parameter: nn.Parameter, velocity: Tensor | None, gradient: Tensor, *, fresh: bool
     ) -> Tensor | None:
         """The velocity with a gradient that others of the same step will be added to; ``fresh`` for
         the first. None where their sum is needed by itself."""
-        group = self._groups[parameter]
-        if group["nesterov"]:
+        if self.groups[parameter]["nesterov"]:
             return None
-        if velocity is None:
-            velocity = self._buffer(parameter, group, gradient)
-        return velocity.mul_(group["momentum"] if fresh else 1).add_(gradient)
+        return self._gathered(parameter, velocity, gradient, fresh=fresh)
 
     def advance(
         self,
@@ -113,33 +106,36 @@ class Momentum:
         """(the new velocity u, None without momentum; what is to be applied) after one more
         gradient; all of a shape. Takes ``gradient`` over. ``fresh`` unless others of this step were
         gathered."""
-        group = self._groups[parameter]
+        group = self.groups[parameter]
         if group["weight_decay"]:
             # The optimizer turns the sign of what it gets where it maximises.
             rate = -group["weight_decay"] if group["maximize"] else group["weight_decay"]
             gradient.add_(parameter.detach(), alpha=rate)
         if not group["momentum"]:
             return None, gradient
-        if velocity is None:
-            velocity = self._buffer(parameter, group, gradient)
-        velocity.mul_(group["momentum"] if fresh else 1).add_(gradient)
+        velocity = self._gathered(parameter, velocity, gradient, fresh=fresh)
         if group["nesterov"]:
             return velocity, gradient.add_(velocity, alpha=group["momentum"])
         return velocity, gradient.copy_(velocity)
 
-    def _buffer(self, parameter: nn.Parameter, group: dict[str, Any], like: Tensor) -> Tensor:
-        """What a run without correction has gathered, or zeros."""
-        known = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
-        if known is None:
-            return torch.zeros_like(like)
-        return torch.empty_like(like).copy_(known).mul_(-1 if group["maximize"] else 1)
+    def _gathered(
+        self, parameter: nn.Parameter, velocity: Tensor | None, gradient: Tensor, *, fresh: bool
+    ) -> Tensor:
+        group = self.groups[parameter]
+        if velocity is None:
+            # Goes on from what a run without correction has gathered, if there was one.
+            velocity = torch.zeros_like(gradient)
+            known = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
+            if known is not None:
+                velocity.copy_(known).mul_(-1 if group["maximize"] else 1)
+        return velocity.mul_(group["momentum"] if fresh else 1).add_(gradient)
 
-    def without(self, groups: Groups) -> Groups:
+    def without_momentum(self, groups: Groups) -> Groups:
         """The optimizer's groups, parted so that those corrected have no momentum of their own."""
         found = []
         for group in groups:
-            mine = [p for p in group["params"] if p in self._groups]
-            others = [p for p in group["params"] if p not in self._groups]
+            mine = [p for p in group["params"] if p in self.groups]
+            others = [p for p in group["params"] if p not in self.groups]
             found.append({**group, "params": others})
             if mine:
                 plain = {"momentum": 0, "nesterov": False, "weight_decay": 0, "params": mine}

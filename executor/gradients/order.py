@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +18,7 @@ import torch
 from ...planner.schema.plan import Plan
 from ...planner.simulate.slicing import ReadyGroup, SendSlot, send_order
 from ..comm.control import Control, Gathered
-from .release import placed
+from .release import place_released
 from .slices import GradGroup
 
 FIRST = (2, 4, 8, 16)
@@ -26,11 +27,12 @@ EVERY = 50
 KEPT = 5
 """So many backwards are remembered: a median over them is the time of a unit."""
 MANY = 4
-"""So many slices must be under way for the link's rate to be read off their time: of the first ones
-some has been carried before."""
+"""So many slices must be under way for the link's rate to be read off their time."""
+# Of fewer, too large a part may have been carried before backward was over.
 LATE = 1.1
-"""Gradients are taken to be ready by so much later than measured. One that is later than its turn
-leaves the link idle, for good; one that is earlier waits for a slice or two."""
+"""Gradients are taken to be ready by so much later than measured."""
+# One that is later than its turn leaves the link idle, for good; one that is earlier waits for a
+# slice or two.
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,13 @@ class Orders:
 
 
 class Order:
-    """The order that is in force on this rank, and on all others."""
+    """The order that is in force, the same on all ranks."""
 
     def __init__(self, orders: Orders, grad_groups: Sequence[GradGroup], control: Control) -> None:
         self._orders, self._grad_groups, self._control = orders, grad_groups, control
         self._seconds = _planned_seconds(orders.plan, grad_groups)
-        self._ready: list[list[float]] = []
-        self._rates: list[float] = []
+        self._ready: deque[list[float]] = deque(maxlen=KEPT)
+        self._rates: deque[float] = deque(maxlen=KEPT)
         self._coming: Gathered | None = None
         self._number = 0
         self._left: dict[GradGroup, int] = {}
@@ -64,7 +66,9 @@ class Order:
             ReadyGroup(at * LATE, group.unit, () if group.released else tuple(seconds))
             for at, group, seconds in zip(ready_s, self._grad_groups, self._seconds, strict=True)
         ]
-        return placed(send_order(ready_groups, urgent=self._orders.urgent), self._grad_groups)
+        return place_released(
+            send_order(ready_groups, urgent=self._orders.urgent), self._grad_groups
+        )
 
     def begin(self) -> None:
         """Before a backward: changes to the order that ranks have agreed on, if there is one."""
@@ -79,9 +83,8 @@ class Order:
         self.slots = self._find(ready_s)
 
     def end(self, grad_groups: Sequence[GradGroup]) -> None:
-        """After a backward, when everything has left: remembers its times."""
         self._number += 1
-        self._ready = [*self._ready[1 - KEPT :], _measured_ready(grad_groups)]
+        self._ready.append(_measured_ready(grad_groups))
         self._count_left()
         if self._orders.measured and (self._number in FIRST or self._number % EVERY == 0):
             # A link that was idle in between seems slower than it is, never quicker.
@@ -89,27 +92,27 @@ class Order:
             times = [median(row) for row in zip(*self._ready, strict=True)]
             vector = torch.tensor([rate_s, *times], dtype=torch.float64, device="cpu")
             # The latest of all ranks: a slice is ready when the last rank has it.
-            self._coming = self._control.most(vector, "the agreement on the order of slices")
+            self._coming = self._control.all_reduce_max(
+                vector, "the agreement on the order of slices"
+            )
 
     def _count_left(self) -> None:
-        """The bytes ahead of each group's end that the links have not carried yet."""
         if self._most[0]:
-            self._rates = [*self._rates[1 - KEPT :], self._most[1]]
+            self._rates.append(self._most[1])
         self._end_s, self._left, self._most = time.perf_counter(), {}, (0, 0.0)
         ahead, number = 0, 0
         for slot in self.slots:
             grad_group = self._grad_groups[slot.group]
             one = grad_group.slices[slot.number]
-            if not one.there:
+            if not one.is_completed:
                 ahead, number = ahead + one.bytes, number + 1
             if number >= MANY:
                 self._left[grad_group] = ahead
 
     def arrived(self, grad_group: GradGroup, waited_s: float) -> None:
-        """Estimates the links' rate from a wait for a group: they were busy until now. Of a step's
-        waits the one with most bytes ahead counts; others measure mostly the forward. Also called
-        by the sharded step's thread."""
-        with self._arriving:
+        """Estimates the links' rate from a wait for a group: they were busy until now."""
+        with self._arriving:  # the sharded step's thread calls it too
+            # Of a step's waits the one with most bytes ahead counts: others measure the forward.
             ahead = self._left.pop(grad_group, 0)
             if waited_s > 0 and ahead > self._most[0]:
                 self._most = ahead, (time.perf_counter() - self._end_s) / ahead
@@ -117,9 +120,10 @@ class Order:
 
 def _measured_ready(grad_groups: Sequence[GradGroup]) -> list[float]:
     """When this rank has had the gradients of each group; those of a unit that leaves it idle, not
-    before those of the units behind it. As ranks begin their backwards at different times, such a
-    unit could else seem to be ready before units whose gradients peers wait for in backward, and
-    these would wait for what comes after them."""
+    before those of the units behind it."""
+    # As ranks begin their backwards at different times, such a unit could else seem to be ready
+    # before units whose gradients peers wait for in backward, and these would wait for what comes
+    # after them.
     behind: dict[int, float] = {}
     latest = 0.0
     for grad_group in sorted(grad_groups, key=lambda g: -g.unit):

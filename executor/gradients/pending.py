@@ -73,13 +73,12 @@ class PendingParam:
                 return func(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, kwargs))
         for leaf in leaves:
-            # Finishing one gives the parameters of its whole unit their own class back.
+            # Asked each time, as finishing one gives the others of its unit their own class back.
             if isinstance(leaf, PendingParam):
                 leaf._finish_for(leaves)
         return func(*args, **(kwargs or {}))
 
     def _finish_for(self, arguments: list[Any]) -> None:
-        """Waits for it, as one of the ``arguments`` of a function."""
         finish(self)
 
     # Both would otherwise copy the swapped class, and the callback, along with the values.
@@ -103,7 +102,7 @@ def suspend(
 
 
 def resume(parameter: nn.Parameter) -> None:
-    """The parameter is as any other again."""
+    """Makes the parameter as any other again."""
     if isinstance(parameter, PendingParam):
         del parameter.__dict__[_FINISH]
         classes: Any = type(parameter).__mro__  # ours and the mixins, then its own
@@ -111,11 +110,10 @@ def resume(parameter: nn.Parameter) -> None:
 
 
 def finish(parameter: Any) -> None:
-    """Waits for the update of a pending parameter."""
     parameter.__dict__[_FINISH]()
 
 
-def bare(parameter: nn.Parameter) -> Tensor:
+def bare(parameter: Tensor) -> Tensor:
     """The parameter's memory as it is now, which autograd does not follow; waits for nothing."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.data
@@ -146,7 +144,7 @@ class GradStandIn(Tensor):
         raise NotImplementedError
 
     def clear(self) -> None:
-        """Zeros from now on."""
+        """Stands for zeros from now on."""
         raise NotImplementedError
 
     @classmethod
@@ -162,7 +160,13 @@ class GradStandIn(Tensor):
             args[0].clear()
             return args[0]
         if func is torch._foreach_zero_:
-            return _clear_all(*args, **kwargs)
+            gradients = args[0] if args else kwargs["self"]
+            for gradient in gradients:
+                if isinstance(gradient, GradStandIn):
+                    gradient.clear()
+            if rest := [t for t in gradients if not isinstance(t, GradStandIn)]:
+                torch._foreach_zero_(rest)
+            return None
         args, kwargs = _completed((args, kwargs))
         return func(*args, **kwargs)
 
@@ -176,15 +180,6 @@ class GradStandIn(Tensor):
 
 def _completed(tree: Any) -> Any:
     return pytree.tree_map_only(GradStandIn, lambda gradient: gradient.complete(), tree)
-
-
-def _clear_all(self: list[Tensor]) -> None:
-    for gradient in self:
-        if isinstance(gradient, GradStandIn):
-            gradient.clear()
-    rest = [t for t in self if not isinstance(t, GradStandIn)]
-    if rest:
-        torch._foreach_zero_(rest)
 
 
 class WaitingGradient(GradStandIn):
@@ -202,23 +197,23 @@ class WaitingGradient(GradStandIn):
     @classmethod
     def of(cls, like: Tensor, arrive: Callable[[], Tensor], vacate: Vacate) -> Self:
         """A stand-in with the shape of ``like``. ``arrive()`` waits for the gradient, ``vacate``
-        gives zeros that stand in its place. Neither may hold the stand-in: it would live, and the
-        gradient with it, until the garbage collector comes."""
+        gives zeros that stand in its place."""
+        # Neither may hold the stand-in: it would live, and the gradient with it, until the garbage
+        # collector comes.
         waiting = cls.like(like)
         waiting.taken, waiting._gradient = False, None
         waiting._arrive, waiting._vacate = arrive, vacate
         return waiting
 
     def complete(self) -> Tensor:
-        """The gradient; waits for it the first time."""
         if self._gradient is None:
             assert self._arrive is not None
             self._gradient, self._arrive = self._arrive(), None
         return self._gradient
 
     def clear(self) -> None:
-        """Zeros from now on."""
         if self._gradient is None and self.taken:
+            # The step keeps the gradient that is on its way, and nobody need wait for it here.
             self._gradient, self._arrive = self._vacate(self), None
         else:
             self.complete().zero_()

@@ -32,8 +32,8 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,7 @@ from .pending import WaitingGradient, vacating, weakly
 from .release import Release
 from .sharded import ShardedGradGroup, ShardedStepPipeline
 from .slices import GradGroup, as_sent, make_grad_groups
-from .sparse import SparseGradient, completed, stand_for
-from .topk import TopkGradGroup, TopkState
+from .topk import SparseGradient, TopkGradGroup, TopkState, make_dense, stand_for
 from .unshard import UnshardManager
 
 GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {
@@ -67,41 +66,9 @@ GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {
 """Which class carries out an exchange policy: the place to add one."""
 
 
-class Policy(Protocol):
-    """What the groups of one policy share, told of every backward."""
-
-    name: str
-
-    def begin(self) -> None:
-        """Before a backward."""
-
-    def end(self) -> None:
-        """After a backward, when everything has left."""
-
-    def state(self) -> dict[str, Any]:
-        """What the next backwards depend on, but for what groups hold."""
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Goes on from a ``state``."""
-
-
-def start_policies(
-    grad_groups: Sequence[GradGroup], control: Control, lossy: Lossy
-) -> list[Policy]:
-    """Those that the groups need, in one order on all ranks."""
-    dropped = [g for g in grad_groups if isinstance(g, DroppedGradGroup)]
-    topk = [g for g in grad_groups if isinstance(g, TopkGradGroup)]
-    policies: list[Policy] = []
-    if dropped:
-        policies.append(Dropping(dropped, control, lossy.patience))
-    if topk:
-        policies.append(TopkState(topk, lossy))
-    return policies
-
-
-def topk_state_of(policies: Sequence[Policy]) -> TopkState | None:
-    """What groups of top-k share, if there are any."""
-    return next((p for p in policies if isinstance(p, TopkState)), None)
+Policy = Dropping | TopkState
+"""What the groups of one policy share. It is told of the begin and the end of every backward; its
+``state``, but for what groups hold, is what the next backwards depend on."""
 
 
 class PriorityExchange(Exchange):
@@ -126,7 +93,14 @@ class PriorityExchange(Exchange):
     ) -> None:
         self._eager = eager
         self.grad_groups = make_grad_groups(params, message_bytes, GROUP_CLASSES)
-        self.policies = start_policies(self.grad_groups, control, lossy or Lossy())
+        self.policies: list[Policy] = []  # in one order on all ranks
+        self.topk: TopkState | None = None
+        lossy = lossy or Lossy()
+        if dropped := [g for g in self.grad_groups if isinstance(g, DroppedGradGroup)]:
+            self.policies.append(Dropping(dropped, control, lossy.patience))
+        if topk := [g for g in self.grad_groups if isinstance(g, TopkGradGroup)]:
+            self.topk = TopkState(topk, lossy)
+            self.policies.append(self.topk)
         self.group_of = {
             param: grad_group for grad_group in self.grad_groups for param in grad_group.params
         }
@@ -138,7 +112,7 @@ class PriorityExchange(Exchange):
         self._start_s = 0.0
         self._votes: Votes | None = None
         self._unused: set[GradParam] = set()
-        self._fresh: ShardedGradGroup | None = None
+        self._just_packed: ShardedGradGroup | None = None
         """Packed just now; sent at the next gradient, when autograd has freed its last one."""
         fully = [g for g in self.grad_groups if isinstance(g, FullyShardedGradGroup)]
         self.unshard_manager = UnshardManager(fully, watch, issued, self.finish)
@@ -151,19 +125,19 @@ class PriorityExchange(Exchange):
     @property
     def busy(self) -> bool:
         """Whether slices are on their way, or a step's are still to be sent."""
-        away = (
-            g
-            for g in self.grad_groups
-            if isinstance(g, ShardedGradGroup) and g.pipeline is not None
-        )
-        slices = (one for grad_group in self.grad_groups for one in grad_group.slices)
-        return any(not g.there for g in away) or any(not one.there for one in slices)
+        for grad_group in self.grad_groups:
+            stepping = isinstance(grad_group, ShardedGradGroup) and grad_group.pipeline is not None
+            if stepping and not grad_group.is_completed:
+                return True
+            if any(not one.is_completed for one in grad_group.slices):
+                return True
+        return False
 
     def follow(self, before: PriorityExchange) -> None:
         """Goes on with what another exchange, of other parameters of the same model, has held."""
         hand_over(before.grad_groups, self.grad_groups)
         self.release.updater = before.release.updater
-        old, new = topk_state_of(before.policies), topk_state_of(self.policies)
+        old, new = before.topk, self.topk
         if old is not None and new is not None:
             new.load(old.state())
             new.momentum = old.momentum
@@ -180,25 +154,24 @@ class PriorityExchange(Exchange):
         self._orders.begin()
         for policy in self.policies:
             policy.begin()
-        self._next, self._unused, self._fresh = 0, set(), None
+        self._next, self._unused, self._just_packed = 0, set(), None
         for param in (p for p in self.group_of if p.idle):  # must not hold back what comes after it
-            self._unused.add(param)
             self._take_unused(param)
         self._start_s = time.perf_counter()
 
     def sent(self, param: GradParam) -> bool:
         grad_group = self.group_of[param]
-        return grad_group.in_flight or self.release.over(grad_group)
+        return grad_group.in_flight or self.release.is_applied(grad_group)
 
     def holds(self, param: GradParam) -> bool:
         return self.group_of[param].holds(param)
 
     def ready(self, param: GradParam) -> None:
-        """Notes a complete gradient. Once its group is full, its slices leave in their turn; packed
-        (sharded) ones with the next gradient, when autograd has freed this."""
+        # Once its group is full, its slices leave in their turn; packed (sharded) ones with the
+        # next gradient, when autograd has freed this.
         grad_group = self.group_of[param]
-        if self._fresh is not None:
-            self._fresh = None
+        if self._just_packed is not None:
+            self._just_packed = None
             self._advance()
         self._take(param, as_sent(param))
         if isinstance(grad_group.gradients[param], SparseGradient) or not grad_group.sends(param):
@@ -210,36 +183,34 @@ class PriorityExchange(Exchange):
             if isinstance(grad_group, ShardedGradGroup):
                 self._show_all(grad_group)
                 grad_group.pack()
-                self._fresh = grad_group
+                self._just_packed = grad_group
             self._advance()
             self._release()
 
     def foresee(self) -> None:
-        """Sends zeros now for fully sharded gradients that this backward will not compute: peers
-        wait for them during backward, so that few gradients are held."""
+        # Sends zeros now for fully sharded gradients that this backward will not compute: peers
+        # wait for them during backward, so that few gradients are held.
         if not self.unshard_manager.grad_groups:
             return
-        absent = left_out([param.parameter for param in self.group_of])
+        absent = out_of_backward([param.parameter for param in self.group_of])
         with torch.no_grad():
             for grad_group in self.unshard_manager.grad_groups:
-                if self.unshard_manager.used_without_grad(grad_group):
-                    continue
-                for param in grad_group.params:
-                    if param.parameter in absent:
-                        self._unused.add(param)
-                        self._take_unused(param)
+                # Of these a backward inside backward may still compute gradients.
+                if grad_group not in self.unshard_manager.used_without_grad:
+                    for param in grad_group.params:
+                        if param.parameter in absent:
+                            self._take_unused(param)
             if self._eager:
                 self._advance()
 
     def order_digest(self) -> int:
-        """A hash of the unshards since the last vote."""
-        return self.unshard_manager.take_order_digest()
+        manager = self.unshard_manager
+        found, manager.order_digest = manager.order_digest, 0
+        return found
 
     def absorb(self, param: GradParam) -> None:
-        """The gradient of a backward after which nothing is exchanged: its memory is free where it
-        can be added to what is held."""
         if self.group_of[param].absorb(param, as_sent(param)):
-            param.parameter.grad = None
+            param.parameter.grad = None  # it is part of what is held
 
     def _take(self, param: GradParam, gradient: Tensor) -> None:
         grad_group = self.group_of[param]
@@ -254,20 +225,17 @@ class PriorityExchange(Exchange):
         while self._next < len(slots):
             slot = slots[self._next]
             grad_group = self.grad_groups[slot.group]
-            if not grad_group.full or grad_group is self._fresh:
+            if not grad_group.full or grad_group is self._just_packed:
                 return
             following = grad_group.following(slot.number)
             if not following.skipped:
                 param = following.params[0]
                 text = f"slice {slot.number} of {param.name!r}"
                 self._issued(text, following.sent_bytes, param.group)
-            self._send(grad_group, slot.number)
+            if not grad_group.in_flight:  # from now on its memory is the library's
+                self._show_all(grad_group)
+            grad_group.send(slot.number)
             self._next += 1
-
-    def _send(self, grad_group: GradGroup, number: int) -> None:
-        if not grad_group.in_flight:  # from now on its memory is the library's
-            self._show_all(grad_group)
-        grad_group.send(number)
 
     def _show_all(self, grad_group: GradGroup) -> None:
         for param in grad_group.params:
@@ -275,19 +243,18 @@ class PriorityExchange(Exchange):
                 self._show(param)
 
     def end(self, votes: Votes) -> None:
-        """Backward is over: the rest leaves, zeros (or what had accumulated before) for gradients
-        that were not computed here. Waits only where this rank must know whether others have a
-        gradient that it has not."""
+        # The rest leaves: zeros, or what had accumulated before, for what was not computed here.
         for grad_group in self.grad_groups:
             for param in grad_group.params:
-                if param not in grad_group.gradients and not self.release.over(grad_group):
-                    self._unused.add(param)
+                if param not in grad_group.gradients and not self.release.is_applied(grad_group):
                     self._take_unused(param)
-        self._fresh = None
+        self._just_packed = None
         self._advance()
         assert self._next == len(self._orders.slots), "a slice was left behind"
         self._orders.end(self.grad_groups)
         self._votes = votes
+        # The votes are waited for only where this rank must know whether others have a gradient
+        # that it has not; else when the first gradient is.
         if self._unused:
             somewhere = self._check_votes()
             for param in self._unused & somewhere:
@@ -307,8 +274,9 @@ class PriorityExchange(Exchange):
                 self.release.updater.update(shown)
 
     def _take_unused(self, param: GradParam) -> None:
-        """What is sent of a gradient that may stay as it is: a copy."""
+        # A copy, as what is in ``grad`` may have to stay as it is.
         held = as_sent(param)
+        self._unused.add(param)
         self.group_of[param].idle.add(param)
         self._take(param, held.clone() if held is param.parameter.grad else held)
 
@@ -357,7 +325,7 @@ class PriorityExchange(Exchange):
         """Puts gradients together that ranks still have in chunks or in parts, as more will be
         added to them. Collective; nothing to do where ``zero_grad`` has come between."""
         for param, grad_group in self.group_of.items():
-            completed(param.parameter)
+            make_dense(param.parameter)
             gradient = param.parameter.grad
             if isinstance(grad_group, ShardedGradGroup) and isinstance(gradient, ShardedGradient):
                 param.parameter.grad = gradient.complete()
@@ -393,14 +361,14 @@ class PriorityExchange(Exchange):
     def _work_while_waiting(self, wanted: GradGroup) -> None:
         """Applies other updates that have to be applied anyway, while the wanted group comes."""
         for grad_group in self.grad_groups:
-            if wanted.there:
+            if wanted.is_completed:
                 return
             early = (
                 grad_group is not wanted
                 and grad_group.update is not None
                 and not grad_group.needs_room
             )
-            if early and grad_group.there:
+            if early and grad_group.is_completed:
                 self._arrive(grad_group)
 
     def _arrive(self, grad_group: GradGroup) -> None:
@@ -423,21 +391,7 @@ class PriorityExchange(Exchange):
             update()
 
 
-def waiting_grad_groups(
-    exchange: PriorityExchange, parameters: Sequence[torch.nn.Parameter]
-) -> dict[GradGroup, list[GradParam]]:
-    """The groups that still travel and hold gradients of these parameters."""
-    wanted = set(parameters)
-    found: dict[GradGroup, list[GradParam]] = {}
-    for param, grad_group in exchange.group_of.items():
-        gradient = param.parameter.grad
-        waits = isinstance(gradient, WaitingGradient) and grad_group.in_flight
-        if waits and param.parameter in wanted:
-            found.setdefault(grad_group, []).append(param)
-    return found
-
-
-def left_out(parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:
+def out_of_backward(parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:
     """Those of the parameters that the backward which is going on will not add a gradient to. None
     where it adds to none at all, as ``torch.autograd.grad`` does."""
     try:

@@ -1,9 +1,8 @@
-"""Early release: a unit's gradients are exchanged, applied and freed before backward goes on.
+"""Early release: a unit's gradients are exchanged, applied and freed before backward goes on."""
 
-So that no more gradients are alive than planned, whatever the link, backward waits for them. They
-leave between the slices that are not waited for, at a fixed place: before the first that gets ready
-later. What stands before them in the order is then ready on every rank that waits.
-"""
+# So that no more gradients are alive than planned, whatever the link, backward waits for them. They
+# leave between the slices that are not waited for, at a fixed place: before the first that gets
+# ready later. What stands before them in the order is then ready on every rank that waits.
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from ...planner.schema.errors import InputError
 from ...planner.simulate.slicing import SendSlot
+from ..comm.steps import parameters_of
 from .buckets import GradParam
 from .pending import GradStandIn
 from .slices import GradGroup
@@ -33,12 +33,11 @@ class Release:
         self.updater: EarlyUpdates | None = None
 
     def begin(self) -> None:
-        """Before a backward."""
         self._left = list(self._released)
         if self._released and self.updater is not None:
             self.updater.begin_backward()
 
-    def over(self, grad_group: GradGroup) -> bool:
+    def is_applied(self, grad_group: GradGroup) -> bool:
         """Whether a group's gradients have been applied in this backward."""
         return grad_group.released and grad_group not in self._left
 
@@ -49,10 +48,10 @@ class Release:
             yield grad_group
 
 
-def placed(turns: Sequence[SendSlot], grad_groups: Sequence[GradGroup]) -> list[SendSlot]:
-    """The ``turns`` of what is not released, with those of what is. ``grad_groups`` are in forward
+def place_released(slots: Sequence[SendSlot], grad_groups: Sequence[GradGroup]) -> list[SendSlot]:
+    """The ``slots`` of what is not released, with those of what is. ``grad_groups`` are in forward
     order: units get ready from the last to the first."""
-    found = list(turns)
+    found = list(slots)
     for number in reversed(range(len(grad_groups))):
         grad_group = grad_groups[number]
         if grad_group.released:
@@ -63,12 +62,11 @@ def placed(turns: Sequence[SendSlot], grad_groups: Sequence[GradGroup]) -> list[
 
 
 class EarlyUpdates:
-    """One optimizer's updates in backward. ``apply(parameters)`` updates some by their gradients.
+    """One optimizer's updates in backward. ``apply(parameters)`` updates these."""
 
-    The step that follows must have meant the same. So what the user may do between backward and
-    ``step()``, and would be too late, is refused: other hyperparameters, a gradient scaler, a
-    closure, and no step at all.
-    """
+    # The step that follows must have meant the same. So what the user may do between backward and
+    # ``step()``, and would be too late, is refused: other hyperparameters, a gradient scaler, a
+    # closure, and no step at all.
 
     def __init__(self, optimizer: Optimizer, apply: Callable[[list[nn.Parameter]], None]) -> None:
         self._optimizer, self._apply = optimizer, apply
@@ -86,7 +84,7 @@ class EarlyUpdates:
 
     def update(self, entries: Sequence[GradParam]) -> None:
         """Applies and frees the gradients of those entries that are the optimizer's."""
-        held = {p for group in self._optimizer.param_groups for p in group["params"]}
+        held = parameters_of(self._optimizer)
         own = [entry for entry in entries if entry.parameter in held]
         if not own:
             return
@@ -107,14 +105,8 @@ class EarlyUpdates:
                 f"step() was called with {what}, and the plan applies gradients in backward (early "
                 "release), before it: do without, or plan with --forbid early-release"
             )
-        if self._updated:
-            self._check_settings()
-        for parameter in self._updated:
-            if isinstance(parameter.grad, ReleasedGradient):
-                parameter.grad = None
-        self._updated.clear()
-
-    def _check_settings(self) -> None:
+        if not self._updated:
+            return
         for before, after in zip(self._settings, _settings(self._optimizer), strict=False):
             for name, value in before.items():
                 now = after.get(name)
@@ -124,13 +116,19 @@ class EarlyUpdates:
                         f"gradients (early release), and is {now} at step(): change it after "
                         "step(), or plan with --forbid early-release"
                     )
+        for parameter in self._updated:
+            if isinstance(parameter.grad, ReleasedGradient):
+                parameter.grad = None
+        self._updated.clear()
 
 
 def _settings(optimizer: Optimizer) -> Settings:
-    return [{k: v for k, v in g.items() if k != "params"} for g in copied(optimizer.param_groups)]
+    return [
+        {k: v for k, v in g.items() if k != "params"} for g in copy_groups(optimizer.param_groups)
+    ]
 
 
-def copied(groups: Settings) -> Settings:
+def copy_groups(groups: Settings) -> Settings:
     """The groups of an optimizer with their hyperparameters as they are now."""
     return [
         {k: v.clone() if isinstance(v, Tensor) and k != "params" else v for k, v in g.items()}
@@ -145,14 +143,13 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class ReleasedGradient(GradStandIn):
-    """Stands for a gradient that was applied in backward, until the step: whoever would clip,
-    unscale or read it gets an error, instead of finding nothing to do."""
+    """Stands for a gradient that was applied in backward, until the step. Reading it raises."""
 
+    # With None in its place, who clips or unscales would find nothing to do, and not know.
     parameter_name: str
 
     @staticmethod
     def of(parameter: Tensor, name: str) -> ReleasedGradient:
-        """A stand-in for the gradient of the parameter of that name."""
         released = ReleasedGradient.like(parameter)
         released.parameter_name = name
         return released
@@ -168,4 +165,4 @@ class ReleasedGradient(GradStandIn):
         )
 
     def clear(self) -> None:
-        """Nothing is left to clear."""
+        pass

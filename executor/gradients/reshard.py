@@ -48,37 +48,37 @@ class ShardedParam(NamedTuple):
 
     manager: UnshardManager
     grad_group: FullyShardedGradGroup
-    entry: GradParam
+    grad_param: GradParam
 
     @property
     def spec(self) -> FlatShardSpec:
-        return self.grad_group.specs[self.entry]
+        return self.grad_group.specs[self.grad_param]
 
     def peek(self) -> Tensor:
         """This rank's chunk, to be read on this rank alone."""
-        return self.manager.peek(self.grad_group, self.entry)
+        return self.manager.peek(self.grad_group, self.grad_param)
 
     def chunk(self) -> Tensor:
         """This rank's chunk, to be changed, on all ranks alike."""
-        return self.manager.chunk(self.grad_group, self.entry)
+        return self.manager.chunk(self.grad_group, self.grad_param)
 
 
 class ShardedParamRef:
-    """What a parameter knows of that. Called, it unshards the parameter."""
+    """What a fully sharded parameter knows of who unshards it. Called, it unshards it."""
 
     def __init__(
-        self, manager: UnshardManager, grad_group: FullyShardedGradGroup, entry: GradParam
+        self, manager: UnshardManager, grad_group: FullyShardedGradGroup, grad_param: GradParam
     ) -> None:
         # Weak: the parameter may outlive them.
         self._manager, self._grad_group = weakref.ref(manager), weakref.ref(grad_group)
-        self._entry = entry
+        self._grad_param = grad_param
 
     def get(self) -> ShardedParam | None:
-        """The parameter, if those who unshard it are still there."""
+        """None where those who unshard it are gone."""
         manager, grad_group = self._manager(), self._grad_group()
         if manager is None or grad_group is None:
             return None
-        return ShardedParam(manager, grad_group, self._entry)
+        return ShardedParam(manager, grad_group, self._grad_param)
 
     def __call__(self) -> None:
         param = self.get()
@@ -138,13 +138,13 @@ class ResharedParam(PendingParam):
 
 
 def _whole_for(parameter: Any) -> AbstractContextManager[None]:
-    """Outside the model's forward, what is unsharded here is watched again when it ends."""
+    # Outside the model's forward, what is unsharded in it is watched again when it ends.
     param = sharded_param(parameter) if parameter is not None else None
     return param.manager.around_read() if param is not None else nullcontext()
 
 
 def _copied_to_chunk(target: Any, source: Any) -> bool:
-    """Copies a whole tensor into the chunk of ``target``; False where that is not what it is."""
+    """Copies a whole tensor into the chunk of ``target``; False where that cannot be."""
     if source is target:
         return True
     param = sharded_param(target)
@@ -159,9 +159,8 @@ def _copied_to_chunk(target: Any, source: Any) -> bool:
 
 
 class LocalChunk(LocalPart):
-    """A parameter in a ``state_dict`` of which this rank has a chunk: the elements from ``slot``
-    times the chunk's size on, in the order in which they lie in memory. ``peers`` is the number of
-    chunks, ``held_shape`` the shape of what they make up together."""
+    """A parameter in a ``state_dict`` of which this rank has a chunk: that of number ``slot`` of as
+    many as there are ``peers``. ``held_shape`` is the shape of what they make up together."""
 
     peers: int
     slot: int
@@ -169,7 +168,6 @@ class LocalChunk(LocalPart):
 
     @staticmethod
     def of(chunk: Tensor, spec: FlatShardSpec) -> LocalChunk:
-        """A rank's chunk, described."""
         marked = chunk.as_subclass(LocalChunk)
         marked.peers, marked.slot, marked.held_shape = spec.peers, spec.slot, tuple(spec.shape)
         return marked
@@ -181,8 +179,8 @@ class LocalChunk(LocalPart):
 
     def fits(self, spec: FlatShardSpec) -> bool:
         """Whether it is the same chunk of the same whole."""
-        place = self.peers, self.slot, self.held_shape
-        return place == (spec.peers, spec.slot, tuple(spec.shape))
+        own = spec.peers, spec.slot, tuple(spec.shape)
+        return (self.peers, self.slot, self.held_shape) == own
 
 
 torch.serialization.add_safe_globals([LocalChunk])  # so that torch.load reads it back by default
@@ -236,13 +234,9 @@ def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
 
 def held_parameters(model: nn.Module) -> list[Tensor]:
     """What this rank has in memory of a model's parameters now: chunks, and what is whole."""
-    held = []
-    for parameter in model.parameters():
-        param = sharded_param(parameter)
-        held.append(bare(parameter))
-        if param is not None:
-            held.append(param.peek())
-    return held
+    sharded = (sharded_param(parameter) for parameter in model.parameters())
+    chunks = [param.peek() for param in sharded if param is not None]
+    return [*(bare(parameter) for parameter in model.parameters()), *chunks]
 
 
 def whole_chunks(

@@ -2,63 +2,53 @@
 a parameter (what ZeRO does, Rajbhandari et al., arXiv 1910.02054), in slices and in priority order.
 
 A slice of gradients goes to the peers that own its elements (a reduce-scatter); after ``step()``
-these are updated and sent to all peers (an all-gather), before the next forward needs them. The
-bytes are those of an all-reduce.
+these are updated and sent to all peers (an all-gather). The bytes are those of an all-reduce.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ...planner.schema.plan import SHARDING
 from ...planner.simulate.slicing import SliceSpec
 from ..comm.buffers import alias_for_comm
-from ..comm.groups import World
+from ..comm.groups import Group, World
+from ..comm.steps import parameters_of
 from ..comm.watchdog import Watchdog
-from ..comm.worker_threads import as_here, spawn
+from ..comm.worker_threads import spawn, with_current_modes
 from ..redistribution.shard_gradient import Members
 from .buckets import GradParam
-from .flat_shard import AllMembers, Channels, FlatShardSpec, as_bytes, flat
+from .flat_shard import AllMembers, Channels, FlatShardSpec, as_bytes, flat, in_one_piece
 from .pending import bare
 from .slices import GradGroup, Slice
 
 
-def flat_shard_spec(entry: GradParam) -> FlatShardSpec:
-    """How the peers share an entry's parameter."""
-    assert entry.channels is not None, "an entry whose exchange is sharded has its channels"
-    parameter, group = entry.parameter, entry.group
+def flat_shard_spec(param: GradParam) -> FlatShardSpec:
+    """How the peers share a parameter whose exchange is sharded."""
+    assert param.channels is not None
+    parameter, group = param.parameter, param.group
     return FlatShardSpec(
-        entry.name,
-        parameter.shape,
-        parameter.stride(),
-        group.size,
-        group.slots[group.member],
-        entry.channels,
-        entry.members,
-    )
+        param.name, parameter.shape, parameter.stride(), group.size, group.slots[group.member],
+        param.channels, param.members,
+    )  # fmt: skip
 
 
 def shard(
-    entries: Sequence[GradParam], optimizer: Optimizer | None, world: World, watch: Watchdog
+    params: Sequence[GradParam], optimizer: Optimizer | None, world: World, watch: Watchdog
 ) -> list[GradParam]:
-    """The entries, sharded ones with their channels; those that cannot be are dense.
-
-    That is what no optimizer or another one holds, who would see this rank's chunk only; what has
-    nobody to share with; and parameters that do not lie in one piece.
-    """
-    held = set[nn.Parameter]()
-    if optimizer is not None:
-        held = {p for group in optimizer.param_groups for p in group["params"]}
-    loose = [e.name for e in entries if e.exchange in SHARDING and e.parameter not in held]
+    """The parameters, sharded ones with their channels; those that cannot be are dense."""
+    # Of what another optimizer holds, or none, whoever updates it would see this rank's chunk only.
+    held = parameters_of(optimizer)
+    loose = [e.name for e in params if e.exchange in SHARDING and e.parameter not in held]
     if loose:
         warnings.warn(
             f"the plan shards the exchange of {loose[0]!r} and no optimizer that updates it was "
@@ -66,33 +56,30 @@ def shard(
             "their optimizer's state is not divided",
             stacklevel=4,
         )
-    return [
-        _with_channels(e, world, watch)
-        if e.exchange in SHARDING and e.parameter in held
-        else _dense(e)
-        for e in entries
-    ]
+    found = []
+    for param in params:
+        if param.exchange in SHARDING:
+            shared = _with_channels(param, world, watch) if param.parameter in held else None
+            param = shared or replace(param, exchange="dense")
+        found.append(param)
+    return found
 
 
-def _with_channels(entry: GradParam, world: World, watch: Watchdog) -> GradParam:
-    if entry.layout is not None and entry.idle:  # its peers share it
-        return entry if entry.layout.groups > 1 else _dense(entry)
-    dense_memory = torch.ops.aten.is_non_overlapping_and_dense(entry.parameter.detach())
-    if entry.group.handle is None or not dense_memory:
-        return _dense(entry)
-    place = entry.layout or entry.degree
+def _with_channels(param: GradParam, world: World, watch: Watchdog) -> GradParam | None:
+    """None where it has nobody to share with, or does not lie in one piece."""
+    if param.layout is not None and param.idle:  # its peers share it
+        return param if param.layout.groups > 1 else None
+    if param.group.handle is None or not in_one_piece(param.parameter):
+        return None
+    place = param.layout or param.degree
     reads = world.reads[place]
     members = Members(reads, watch)
-    if entry.layout is not None:  # who has nothing of it asks for norms too
-        members = Members(world.spans[range(world.size)], watch)
-    elif entry.degree > 1:
-        members = AllMembers(reads, world.neighbours[place], watch)
-    unshards = world.fetches.get(place)
-    return replace(entry, channels=Channels(world.gathers[place], reads, members, watch, unshards))
-
-
-def _dense(entry: GradParam) -> GradParam:
-    return replace(entry, exchange="dense") if entry.exchange in SHARDING else entry
+    if param.layout is not None:  # who has nothing of it asks for norms too
+        members = Members(world.crossings[range(world.size)], watch)
+    elif param.degree > 1:
+        members = AllMembers(reads, world.redistribution[place], watch)
+    unshards = world.unshards.get(place)
+    return replace(param, channels=Channels(world.gathers[place], reads, members, watch, unshards))
 
 
 class ShardSlice:
@@ -102,8 +89,8 @@ class ShardSlice:
     rank's are in its chunk.
     """
 
-    def __init__(self, entry: GradParam, cut: SliceSpec, column: int) -> None:
-        self.entry, self.spec = entry, flat_shard_spec(entry)
+    def __init__(self, param: GradParam, cut: SliceSpec, column: int) -> None:
+        self.param, self.spec = param, flat_shard_spec(param)
         chunk, owned = self.spec.chunk_numel, self.spec.own_numel
         self.start, self.stop = (chunk * (cut.part + i) // cut.parts for i in (0, 1))
         self.own = slice(min(self.start, owned), min(self.stop, owned))
@@ -111,7 +98,8 @@ class ShardSlice:
 
     def rows(self, whole: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the flat ``whole``: the elements of the peers whose chunk is full, a row for
-        each, and those of the next peer, which may have fewer."""
+        each, and those of the next peer."""
+        # Behind that peer, which may have fewer elements, the others have none.
         chunk = self.spec.chunk_numel
         full = whole.numel() // chunk if chunk else 0
         rest = whole[full * chunk :][self.start : self.stop]
@@ -134,44 +122,45 @@ class ShardSlice:
 class ShardedSlice(Slice):
     """Two collectives: gradients to the peers who own their elements, parameters from them."""
 
-    def __init__(self, entries: Sequence[GradParam], cut: SliceSpec) -> None:
-        super().__init__(entries, cut)
-        self.group = entries[0].group
+    def __init__(
+        self, params: Sequence[GradParam], cut: SliceSpec, gather_group: Group | None = None
+    ) -> None:
+        super().__init__(params, cut)
+        self.group = params[0].group
         self.shard_slices: list[ShardSlice] = []
         self.width = 0
         """The elements of a peer."""
-        for entry in entries:
-            self.shard_slices.append(ShardSlice(entry, cut, self.width))
+        for param in params:
+            self.shard_slices.append(ShardSlice(param, cut, self.width))
             self.width = self.shard_slices[-1].columns.stop
-        channels = entries[0].channels
+        channels = params[0].channels
         assert channels is not None
-        self.gather_group = channels.gathers
+        self.gather_group = gather_group or channels.gathers
         self._packed: Tensor | None = None
         """What the other peers get, a row for each."""
         self._gathered: list[Tensor] = []
         """The parameters' memory, flat, which is filled after a step."""
         spec = self.shard_slices[0].spec
         self.slot = spec.slot
-        self.in_place = len(entries) == 1 and spec.numel == spec.chunk_numel * spec.peers
+        self.in_place = len(params) == 1 and spec.numel == spec.chunk_numel * spec.peers
         """Whether peers' elements are rows of equal length in the parameter's own memory."""
 
     @property
     def bytes(self) -> int:
-        """Half its size: its all-to-all takes half the time of an all-reduce of all of it."""
+        # Half its size: its all-to-all takes half the time of an all-reduce of all of it.
         return self.width * self.group.size * self.params[0].parameter.element_size() // 2
 
     def pack(
         self, gradients: Mapping[GradParam, Tensor], averages: Mapping[GradParam, Tensor]
     ) -> None:
-        """Takes what it will send out of the gradients, which it does not need after that, and
-        writes this rank's own elements into its ``averages``."""
-        wholes = [flat(gradients[s.entry]) for s in self.shard_slices]
+        """Copies what it will send out of the gradients, which it does not need after that, and
+        this rank's own elements into its ``averages``."""
+        wholes = [flat(gradients[s.param]) for s in self.shard_slices]
         self._packed = wholes[0].new_zeros(self.group.size - 1, self.width)
         for one, whole in zip(self.shard_slices, wholes, strict=True):
-            averages[one.entry][one.own] = one.pack(whole, self._packed[:, one.columns])
+            averages[one.param][one.own] = one.pack(whole, self._packed[:, one.columns])
 
     def send(self, gradients: dict[GradParam, Tensor]) -> None:
-        """Sends each peer its elements. Collective, in the order of all slices."""
         assert self._packed is not None, "a slice that has not been packed"
         self._wire = torch.empty_like(self._packed)
         self._arrived = False
@@ -197,17 +186,25 @@ class ShardedSlice(Slice):
         assert self._wire is not None
         waited = watch.wait(self.work, self.group, doing)
         for one in self.shard_slices:
-            own = averages[one.entry][one.own]
+            own = averages[one.param][one.own]
             others = self._wire[:, one.columns][:, : own.numel()]
             own.add_(others[0] if len(others) == 1 else others.sum(dim=0)).div_(self.group.size)
         self._packed = None
         self._finish()
         return waited
 
-    def gather(self, wholes: Mapping[GradParam, Tensor], own: Tensor | None = None) -> None:
-        """Sends this rank's elements of the parameters, whose flat memory is in ``wholes``, to all
-        peers: those in ``own``, or those that lie there. Collective, in the order of forward."""
-        self._gathered = [wholes[s.entry] for s in self.shard_slices]
+    def gather(
+        self, wholes: Mapping[GradParam, Tensor], chunks: Mapping[GradParam, Tensor] | None = None
+    ) -> None:
+        """Sends this rank's elements of the parameters to all peers, into ``wholes``, their flat
+        memory: those in ``chunks``, or those that lie there. Collective, in the order of use."""
+        self._gathered = [wholes[s.param] for s in self.shard_slices]
+        own: Tensor | None = None
+        if chunks is not None and self.in_place:
+            own = chunks[self.params[0]][self.shard_slices[0].own]
+        elif chunks is not None:
+            for one, whole in zip(self.shard_slices, self._gathered, strict=True):
+                whole[slice(*one.spec.bounds)][one.own] = chunks[one.param][one.own]
         self._wire = self._as_rows(self._gathered)
         self._arrived = False
         if self._wire.numel():
@@ -231,14 +228,13 @@ class ShardedSlice(Slice):
         return rows
 
     def wait_for_params(self, watch: Watchdog, doing: str) -> float:
-        """Waits for the parameters, and writes them where they belong. Returns the seconds."""
+        """Waits for the parameters and writes them to their memory. Returns the seconds waited."""
         if self._arrived:
             return 0.0
         assert self._wire is not None
         waited = watch.wait(self.work, self.gather_group, doing)
-        for one, whole in zip(self.shard_slices, self._gathered, strict=True):
-            if self.in_place:
-                break
+        gathered = [] if self.in_place else zip(self.shard_slices, self._gathered, strict=True)
+        for one, whole in gathered:
             full, rest = one.rows(whole)
             full.copy_(self._wire[: len(full), one.columns])
             if rest.numel():
@@ -252,34 +248,32 @@ class ShardedGradGroup(GradGroup):
     """The gradients of a unit on their way to the peers that own their elements, and after a step
     the parameters on their way back."""
 
-    made_of = ShardedSlice
+    slice_class = ShardedSlice
     slices: tuple[ShardedSlice, ...]
 
-    def __init__(self, unit: int, entries: Sequence[GradParam], limit_bytes: int) -> None:
-        super().__init__(unit, entries, limit_bytes)
-        self.specs = {entry: flat_shard_spec(entry) for entry in entries}
+    def __init__(self, unit: int, params: Sequence[GradParam], limit_bytes: int) -> None:
+        super().__init__(unit, params, limit_bytes)
+        self.specs = {param: flat_shard_spec(param) for param in params}
         self.changed = False
         """Whether some rank has had gradients of it since parameters were last gathered."""
         self.pipeline: ShardedStepPipeline | None = None
         """After a step: what updates and gathers its parameters."""
         self._averages: dict[GradParam, Tensor] = {}
         self._wholes: dict[GradParam, Tensor] = {}
-        self._averaging = self._packed = False
+        self._packed = False
 
     @property
     def in_flight(self) -> bool:
-        """Whether slices have taken what they send and not been waited for."""
         return self._packed or super().in_flight
 
     @property
     def gathered_slices(self) -> tuple[ShardedSlice, ...]:
-        """The slices that are gathered after a step."""
         return self.slices
 
     def pack(self) -> None:
-        """All slices take what they will send, so that nothing needs the whole gradients any more:
-        the last slices may leave much later, behind those of units in front."""
-        averages = {entry: self.average_of(entry) for entry in self.params}
+        """All slices take what they will send: nothing needs the whole gradients any more."""
+        # At once, as the last slices may leave much later, behind those of units in front.
+        averages = {param: self.average_of(param) for param in self.params}
         for one in self.slices:
             one.pack(self.gradients, averages)
         self.gradients, self._packed = averages, True
@@ -293,45 +287,43 @@ class ShardedGradGroup(GradGroup):
         super().clear()
         self._packed = False
 
-    def average_of(self, entry: GradParam) -> Tensor:
+    def average_of(self, param: GradParam) -> Tensor:
         """Where the averages of this rank's elements will stand once they have come."""
-        if entry not in self._averages:
-            self._averages[entry] = bare(entry.parameter).new_empty(self.specs[entry].own_numel)
-        return self._averages[entry]
+        if param not in self._averages:
+            self._averages[param] = bare(param.parameter).new_empty(self.specs[param].own_numel)
+        return self._averages[param]
 
-    def chunk_of(self, entry: GradParam) -> Tensor:
-        """This rank's elements of the parameter, where they lie."""
-        return self.specs[entry].chunk_of(entry.parameter)
+    def chunk_of(self, param: GradParam) -> Tensor:
+        """This rank's elements of the parameter, sharing their memory."""
+        return self.specs[param].chunk_of(param.parameter)
 
     def awaits(self, average: Tensor) -> bool:
         """Whether ``average`` is to be waited for, or a step still uses it."""
         return self.pipeline is not None or any(a is average for a in self._averages.values())
 
     @property
-    def there(self) -> bool:
-        """Whether every slice has come back, after a step the parameters'."""
-        return (self.pipeline is None or self.pipeline.has_sent(self)) and super().there
+    def is_completed(self) -> bool:
+        # After a step, it is the parameters that come.
+        return (self.pipeline is None or self.pipeline.has_sent(self)) and super().is_completed
 
     @property
     def arrived(self) -> bool:
         """Whether every gradient that is waited for has come."""
-        return all(s.there for s in self.slices)
+        return all(s.is_completed for s in self.slices)
 
     def start_step(self, pipeline: ShardedStepPipeline) -> None:
-        """Hands it to the pipeline of a step (see [Note: Sharded steps pipeline]). From then on
-        nothing here may touch the parameters as such: they make whoever touches them wait."""
-        self._averaging = self.in_flight
-        if self._averaging:
-            self._averages = {entry: self.average_of(entry) for entry in self.params}
-        gathered = {entry for one in self.gathered_slices for entry in one.params}
-        self._wholes = {entry: flat(entry.parameter.detach()) for entry in gathered}
+        """Hands it to the pipeline of a step (see [Note: Sharded steps pipeline])."""
+        if self.in_flight:
+            self._averages = {param: self.average_of(param) for param in self.params}
+        # Now, as from here on nothing may touch the parameters: they make whoever does wait.
+        gathered = {param for one in self.gathered_slices for param in one.params}
+        self._wholes = {param: flat(param.parameter.detach()) for param in gathered}
         self.changed, self.sent, self.pipeline = False, len(self.slices), pipeline
 
     def wait_and_average(self, watch: Watchdog) -> float:
-        """Waits for all slices, on either way. Returns the seconds waited."""
         if self.pipeline is None:
-            self._averages = {entry: self.average_of(entry) for entry in self.params}
-            return self._wait_for_averages(watch)
+            self._averages = {param: self.average_of(param) for param in self.params}
+            return self.wait_for_averages(watch)
         waited = self.pipeline.wait_for(self)
         doing = f"the gathering of the updated {self.listed}"
         waited += sum(s.wait_for_params(watch, doing) for s in self.gathered_slices)
@@ -339,16 +331,14 @@ class ShardedGradGroup(GradGroup):
         return waited
 
     def wait_for_averages(self, watch: Watchdog) -> float:
-        """For the step that has begun; nothing where they came before it. Returns the seconds."""
-        return self._wait_for_averages(watch) if self._averaging else 0.0
-
-    def _wait_for_averages(self, watch: Watchdog) -> float:
+        """Waits for the gradients, not for the parameters. Returns the seconds waited."""
         doing = f"the exchange of the gradients of {self.listed}"
         waited = sum(s.wait_for_averages(self._averages, watch, doing) for s in self.slices)
         self._averages, self.gradients = {}, {}  # who shows a gradient holds its average
         return waited
 
     def gather(self) -> None:
+        """Sends the updated chunks to all peers. Collective, in forward order."""
         for one in self.gathered_slices:
             one.gather(self._wholes)
         self._wholes = {}
@@ -373,16 +363,6 @@ class ShardedGradGroup(GradGroup):
 # ranks, and a wait does not hold the host: there ``step()`` runs all of it itself.
 
 
-class StepStage:
-    """One group's part of a step. ``apply`` updates this rank's chunks; None when that is done,
-    which lets go of their gradients."""
-
-    def __init__(self, apply: Callable[[], None]) -> None:
-        self.apply: Callable[[], None] | None = apply
-        self.sent = threading.Event()
-        """Set when its all-gather has been issued, or never will be."""
-
-
 class ShardedStepPipeline:
     """The groups of one step, in forward order, with what updates their chunks. ``waited(group,
     seconds)`` is told how long each one's averages were waited for."""
@@ -393,60 +373,55 @@ class ShardedStepPipeline:
         watch: Watchdog,
         waited: Callable[[ShardedGradGroup, float], None],
     ) -> None:
-        self._stages = {group: StepStage(apply) for group, apply in updates.items()}
+        self._updates = dict(updates)
+        self._gathers: dict[ShardedGradGroup, Future[None]] = {g: Future() for g in updates}
+        """Done when a group's all-gather has been issued, or never will be."""
         self._watch, self._waited = watch, waited
-        self._error: BaseException | None = None
 
     def start(self) -> None:
         """Runs it in a thread of its own."""
-        spawn("meshwright sharded step", as_here(self._run))
+        spawn("meshwright sharded step", with_current_modes(self._run))
 
     def run(self) -> None:
         self._run()
-        self._check()
+        for gather in self._gathers.values():
+            gather.result()
 
     def has_sent(self, grad_group: ShardedGradGroup) -> bool:
         """Whether the all-gather of a group has been issued."""
-        return self._stages[grad_group].sent.is_set()
+        return self._gathers[grad_group].done()
 
     def wait_for(self, grad_group: ShardedGradGroup) -> float:
         """Waits until the all-gather of a group has been issued; raises what has prevented that.
-        Returns the seconds waited. It ends in any case: each wait in the thread has its limit."""
+        Returns the seconds waited."""
         start_s = time.perf_counter()
-        self._stages[grad_group].sent.wait()
-        self._check()
+        # Without a limit of its own: each wait in the thread has one.
+        self._gathers[grad_group].result()
         return time.perf_counter() - start_s
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _run(self) -> None:
         try:
             with torch.no_grad():
-                for grad_group, stage in self._stages.items():
+                for grad_group, gather in self._gathers.items():
                     self._update_arrived(before=grad_group)
                     self._update(grad_group)
                     grad_group.gather()
-                    stage.sent.set()
+                    gather.set_result(None)
         except BaseException as error:  # raised where somebody waits for its outcome
-            self._error = error
-        finally:
-            for stage in self._stages.values():
-                stage.sent.set()
+            for gather in self._gathers.values():
+                if not gather.done():
+                    gather.set_exception(error)
 
     def _update_arrived(self, before: ShardedGradGroup) -> None:
-        """Updates the chunks of groups behind whose gradients are there, while those of the one
-        whose turn it is still come."""
-        for other in self._stages:
-            if self._stages[before].apply is None or before.arrived:
+        # Groups behind whose gradients are there, while those of the one whose turn it is come.
+        for other in self._gathers:
+            if before not in self._updates or before.arrived:
                 return
             if other.arrived:
                 self._update(other)
 
     def _update(self, grad_group: ShardedGradGroup) -> None:
-        stage = self._stages[grad_group]
-        if stage.apply is not None:
+        if grad_group in self._updates:
             self._waited(grad_group, grad_group.wait_for_averages(self._watch))
-            stage.apply()
-            stage.apply = None
+            # Taken out of the dict, which lets go of the gradients that it holds.
+            self._updates.pop(grad_group)()

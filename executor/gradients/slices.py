@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from ..comm.buffers import alias_for_comm, release_comm_buffers
 from ..comm.watchdog import Watchdog
 from ..comm.worker_threads import abandon
 from .buckets import GradParam
-from .flat_shard import flat
+from .flat_shard import flat, in_one_piece
 from .pending import bare
 
 
@@ -27,8 +28,7 @@ class Slice:
         self.cut = cut
         self.work: dist.Work | None = None
         self._wire: Tensor | None = None
-        self._comm_tensors: list[Tensor] = []
-        """The tensors that the library has."""
+        self._comm_tensors: list[Tensor] = []  # what the library has
         self._arrived = True
         self.skipped = False
         """Whether its turn passes without a message, on all ranks alike."""
@@ -39,14 +39,13 @@ class Slice:
 
     @property
     def bytes(self) -> int:
-        """Its size on this rank."""
+        """Its size on this rank, as that of an all-reduce which takes as long."""
         numel = sum(p.parameter.numel() for p in self.params)
         return numel * self.params[0].parameter.element_size() // self.cut.parts
 
     @property
     def shared_bytes(self) -> int:
-        """Its size for ordering: the same number on all ranks, whatever each holds, so that all
-        find one order of slices."""
+        """Its size for ordering: the same number on all ranks, whatever each holds."""
         share = sum(p.shared_bytes for p in self.params) // self.cut.parts
         # Of an all-reduce that takes as long as the way of gradients to those who own elements.
         return share // 2 if self.params[0].exchange in SHARDING else share
@@ -60,22 +59,19 @@ class Slice:
     def send(self, gradients: dict[GradParam, Tensor]) -> None:
         """Starts the sum over the group. Collective, in the order of all slices."""
         group = self.params[0].group
-        self._wire = self._load(gradients)
+        flats = [flat(gradients[param]) for param in self.params]
+        if len(flats) > 1:
+            self._wire = torch.cat(flats)
+        else:
+            numel, part, parts = flats[0].numel(), self.cut.part, self.cut.parts
+            self._wire = flats[0][numel * part // parts : numel * (part + 1) // parts]
         self._arrived = False
         if group.handle is not None and self._wire.numel():
             self._comm_tensors = [alias_for_comm(self._wire)]
             self.work = dist.all_reduce(self._comm_tensors[0], group=group.handle, async_op=True)
 
-    def _load(self, gradients: dict[GradParam, Tensor]) -> Tensor:
-        flats = [flat(gradients[param]) for param in self.params]
-        if len(flats) > 1:
-            return torch.cat(flats)
-        start, stop = (flats[0].numel() * (self.cut.part + i) // self.cut.parts for i in (0, 1))
-        return flats[0][start:stop]
-
     @property
-    def there(self) -> bool:
-        """Whether it has come back."""
+    def is_completed(self) -> bool:
         return self.work is None or self.work.is_completed()
 
     def wait_and_average(
@@ -96,7 +92,6 @@ class Slice:
         return waited
 
     def _finish(self) -> None:
-        """It has come, and what was made of it stands where it belongs."""
         release_comm_buffers(self._comm_tensors)
         self._arrived, self._wire, self._comm_tensors, self.work = True, None, [], None
 
@@ -105,13 +100,15 @@ class GradGroup:
     """The gradients of one unit (or of small ones that follow each other) that travel among the
     same peers. ``unit`` is the place of the first of them in forward order."""
 
-    made_of: type[Slice] = Slice
+    slice_class: type[Slice] = Slice
     absent = False
     """Whether it stands for what other ranks exchange."""
 
     def __init__(self, unit: int, params: Sequence[GradParam], message_bytes: int) -> None:
         self.unit = unit
         self.params = tuple(params)
+        self.released = self.params[0].released
+        """Whether its gradients are applied and freed in backward."""
         self.slices = tuple(self._cut(message_bytes))
         self.gradients: dict[GradParam, Tensor] = {}
         self.ready_s = 0.0
@@ -124,32 +121,24 @@ class GradGroup:
     def _cut(self, message_bytes: int) -> list[Slice]:
         # Cut by shares of the undivided size, so that all members have as many slices.
         cuts = slicing.cut([p.shared_bytes for p in self.params], message_bytes)
-        return [self.made_of([self.params[i] for i in c.parameters], c) for c in cuts]
-
-    @property
-    def released(self) -> bool:
-        """Whether its gradients are applied and freed in backward."""
-        return self.params[0].released
+        return [self.slice_class([self.params[i] for i in c.parameters], c) for c in cuts]
 
     @property
     def full(self) -> bool:
-        """Whether all of its gradients are computed."""
         return len(self.gradients) == len(self.params)
 
     @property
     def in_flight(self) -> bool:
-        """Whether slices have left and not been waited for."""
+        """Whether slices have taken what they send and not been waited for."""
         return self.sent > 0
 
     @property
-    def there(self) -> bool:
-        """Whether every slice has come back."""
-        return self.sent == len(self.slices) and all(s.there for s in self.slices)
+    def is_completed(self) -> bool:
+        return self.sent == len(self.slices) and all(s.is_completed for s in self.slices)
 
     @property
     def needs_room(self) -> bool:
-        """Whether applying it takes extra memory, which is free once the groups before it are
-        applied."""
+        """Whether applying it takes extra memory."""
         return False
 
     def following(self, number: int) -> Slice:
@@ -157,7 +146,6 @@ class GradGroup:
         return self.slices[number]
 
     def send(self, number: int) -> None:
-        """Sends its next slice."""
         assert number == self.sent, "slices of a group leave in their order"
         self.sent += 1
         sent = self.slices[number]
@@ -174,7 +162,6 @@ class GradGroup:
         return True
 
     def holds(self, param: GradParam) -> bool:
-        """Whether something of the parameter waits to be sent."""
         return False
 
     def hold(self, param: GradParam) -> None:
@@ -202,34 +189,29 @@ class GradGroup:
 
 
 class AbsentSlice(Slice):
-    """A slice that other ranks exchange. Its turn passes without a message."""
+    """A slice that other ranks exchange. Its turn passes without a message, as it has no group."""
 
     @property
     def bytes(self) -> int:
-        """About what a member has of it there."""
-        return self.shared_bytes
+        return self.shared_bytes  # about what a member has of it there
 
     @property
     def sent_bytes(self) -> int:
-        """Nothing."""
         return 0
 
 
 class AbsentGradGroup(GradGroup):
-    """Gradients that other ranks exchange, while this one has nothing of their parameters: it
-    counts their slices, as all ranks order all slices alike."""
+    """Gradients that other ranks exchange, while this one has nothing of their parameters."""
 
-    made_of = AbsentSlice
+    # It is there for its slices' turns, as all ranks order all slices alike.
+    slice_class = AbsentSlice
     absent = True
-
-
-DENSE: Mapping[ExchangePolicy, type[GradGroup]] = {"dense": GradGroup}
 
 
 def make_grad_groups(
     params: Iterable[GradParam],
     message_bytes: int,
-    kinds: Mapping[ExchangePolicy, type[GradGroup]] = DENSE,
+    kinds: Mapping[ExchangePolicy, type[GradGroup]] = MappingProxyType({"dense": GradGroup}),
 ) -> list[GradGroup]:
     """The groups in forward order, each with its parameters in the order of backward, as the
     planner packs them; ``kinds`` says which class carries out a policy."""
@@ -249,8 +231,8 @@ def make_grad_groups(
 
 
 def as_sent(param: GradParam) -> Tensor:
-    """The parameter's gradient in the memory format in which slices are cut, the same on all peers:
-    the parameter's own where that is dense. The gradient itself where it has it."""
+    """The parameter's gradient in the memory format in which slices are cut: the gradient itself
+    where it has that, else a copy, or zeros."""
     gradient = param.parameter.grad
     if gradient is not None and gradient.stride() == _stride(param):
         return gradient
@@ -259,7 +241,6 @@ def as_sent(param: GradParam) -> Tensor:
 
 
 def empty_like(param: GradParam) -> Tensor:
-    """A new tensor in that memory format."""
     parameter = param.parameter
     return torch.empty_strided(
         parameter.shape, _stride(param), dtype=parameter.dtype, device=parameter.device
@@ -267,7 +248,8 @@ def empty_like(param: GradParam) -> Tensor:
 
 
 def _stride(param: GradParam) -> tuple[int, ...]:
+    # The same on all peers: the parameter's own format where that is dense, as autograd has it.
     parameter = bare(param.parameter)
-    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+    if in_one_piece(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()

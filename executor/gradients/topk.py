@@ -1,30 +1,31 @@
 """Top-k exchange with error feedback: of each parameter every rank sends the largest elements of
 what it has computed and not sent, and keeps the rest (Deep Gradient Compression, Lin et al., arXiv
-1712.01887).
+1712.01887)."""
 
-Ranks choose different elements, so values and numbers are gathered, and added up on every rank in
-the order of ranks: all get the same sum, bit for bit.
-"""
+# Ranks choose different elements, so values and numbers are gathered, and added up on every rank in
+# the order of ranks: all get the same sum, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...planner.schema.errors import RunError
 from ...planner.simulate.slicing import SliceSpec
 from ..comm.buffers import alias_for_comm
 from ..comm.watchdog import Watchdog
+from ..redistribution.shard_gradient import ShardGradient
 from .buckets import GradParam
-from .feedback import Lossy, LossyGradGroup, folds, like, mirrors
+from .feedback import Lossy, LossyGradGroup, folds_at_once, in_format_of, mirrors
 from .flat_shard import flat
-from .momentum import Momentum
+from .momentum import Groups, Momentum
+from .pending import WaitingGradient, vacating
 from .slices import Slice
-from .sparse import SparseAverage, SparseGradient
 
 STRIDE, SPARSE, SAMPLED_FROM = 61, 8, 10_000
 """Of parameters from ``SAMPLED_FROM`` elements on one in ``STRIDE`` is looked at for the threshold,
@@ -54,12 +55,8 @@ class TopkState:
         for grad_group in grad_groups:
             grad_group.topk = self
 
-    def count(self, param: GradParam) -> int:
-        """How many elements of a parameter each rank sends in this backward."""
-        return topk_elements(param.parameter.numel(), self.share(param))
-
     def share(self, param: GradParam) -> float:
-        """The share of them."""
+        """The share of a parameter's elements that each rank sends in this backward."""
         return ratio_at(param.ratio, self._backwards, self._lossy)
 
     def rate(self, param: GradParam) -> float:
@@ -68,31 +65,25 @@ class TopkState:
         return self.momentum.rate(param.parameter, param.name)
 
     def begin(self) -> None:
-        """Before a backward."""
         if self.momentum is not None:
             self.momentum.begin()
 
     def end(self) -> None:
-        """After a backward, when everything has left."""
         self._backwards += 1
         if self.momentum is not None:
             self.momentum.end()
 
     def state(self) -> dict[str, Any]:
-        """How far the warm-up is."""
         return {"backwards": self._backwards}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on from a ``state``."""
         self._backwards = int(state["backwards"])
 
 
 def largest(elements: Tensor, count: int) -> Tensor:
-    """The numbers of the ``count`` elements with the largest magnitudes.
-
-    As in Deep Gradient Compression a sample tells about where the threshold is. The choice among
-    those above it is exact; where they are too few, it is made among all.
-    """
+    """The numbers of the ``count`` elements with the largest magnitudes."""
+    # As in Deep Gradient Compression a sample tells about where the threshold is. The choice among
+    # those above it is exact; where they are too few, it is made among all.
     sizes = elements.abs()
     if len(sizes) >= SAMPLED_FROM and count * SPARSE <= len(sizes):
         # Half as many again as are wanted, and some more where the sample says little.
@@ -110,11 +101,110 @@ def topk_elements(numel: int, share: float) -> int:
 
 
 def _unpacked(part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The values and the numbers of a message."""
     count = part.numel() // (dtype.itemsize + torch.int32.itemsize)
     # Copies, as messages of other ranks begin at bytes that no multiple of the type's size need be.
     values = part[: count * dtype.itemsize].clone().view(dtype)
     return values, part[count * dtype.itemsize :].clone().view(torch.int32)
+
+
+Part = tuple[Tensor, Tensor]
+"""The values that one peer has sent, and their numbers as they lie in memory."""
+
+
+class SparseAverage:
+    """The average of what all peers have sent of one parameter, kept as it came: the few elements
+    of each. ``rate`` is what the values were multiplied with: the learning rate of a mirror, else
+    1. ``like`` has the form of the dense gradient."""
+
+    # Where nothing reads the gradient, a mirrored parameter is moved by these as they are, and no
+    # dense gradient is ever made.
+
+    def __init__(self, param: GradParam, rate: float, like: Tensor) -> None:
+        self.name, self.rate, self.updates = param.name, rate, mirrors(param)
+        # Not the GradParam: it holds the parameter, whose grad will hold this, and Python's garbage
+        # collector does not see through a parameter's grad.
+        self._peers, self._members = param.group.size, param.members
+        self._form = like.shape, like.stride(), like.dtype, like.device
+        self.parts: list[Part] | None = None
+        """What has come, in the order of ranks."""
+
+    def zeros(self) -> Tensor:
+        """A dense gradient of nothing, as the user sees it."""
+        return self._shown(self._dense_zeros())
+
+    def dense(self) -> Tensor:
+        """The gradient as the user sees it: the average before it was multiplied with the rate."""
+        assert self.parts is not None
+        gradient = self._dense_zeros()
+        elements = flat(gradient)
+        for values, index in self.parts:
+            elements.index_add_(0, index, values)
+        elements.div_(self._peers)
+        if self.rate:  # a rate of zero has sent zeros
+            elements.div_(self.rate)
+        return self._shown(gradient)
+
+    def _dense_zeros(self) -> Tensor:
+        shape, stride, dtype, device = self._form
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+
+    def _shown(self, gradient: Tensor) -> Tensor:
+        return gradient if self._members is None else ShardGradient.of(gradient, self._members)
+
+    def move(self, parameter: nn.Parameter, rate: float) -> None:
+        """Subtracts updates from the parameter, as plain SGD would with that learning rate."""
+        assert self.parts is not None
+        assert self.updates
+        elements = flat(parameter.detach())
+        scale = rate / self.rate if self.rate else 0.0
+        for values, index in self.parts:
+            elements.index_add_(0, index, values, alpha=-scale / self._peers)
+
+
+class SparseGradient(WaitingGradient):
+    """Stands in ``grad`` for an average that has not been made dense."""
+
+    average: SparseAverage
+
+
+def stand_for(
+    average: SparseAverage, param: GradParam, like: Tensor, finish: Callable[[], None]
+) -> SparseGradient:
+    """What stands in a parameter's ``grad``, in the form of ``like``; ``finish()`` waits until the
+    average has come."""
+
+    def arrive() -> Tensor:
+        if average.parts is None:
+            finish()
+        if average.parts is None:
+            raise RunError(
+                f"the gradient of {average.name!r} was touched in backward before it was sent: "
+                "read gradients after backward"
+            )
+        return average.dense()
+
+    waiting = SparseGradient.of(like, arrive, vacating(param.parameter, average.zeros))
+    waiting.average = average
+    return waiting
+
+
+def make_dense(parameter: nn.Parameter) -> None:
+    """Makes the gradient of a parameter an ordinary one, where it is an average in parts."""
+    if isinstance(parameter.grad, SparseGradient):
+        parameter.grad = parameter.grad.complete()
+
+
+def applied_sparse(parameter: nn.Parameter, gradient: Tensor, groups: Groups) -> bool:
+    """Moves a mirrored parameter by what was sent, in a step of these groups. False where the
+    optimizer has to do it."""
+    if not isinstance(gradient, SparseGradient) or not gradient.average.updates:
+        return False
+    group = next(g for g in groups if any(p is parameter for p in g["params"]))
+    before = {group["momentum"], group["weight_decay"]}
+    assert before == {0}, "momentum and weight decay come before the choice"
+    rate = float(group["lr"])
+    gradient.average.move(parameter, -rate if group["maximize"] else rate)
+    return True
 
 
 class TopkSlice(Slice):
@@ -127,17 +217,17 @@ class TopkSlice(Slice):
 
     @property
     def sent_bytes(self) -> int:
-        """What a ring sends for it: each rank's message passes every other rank."""
+        # Each rank's message passes every other rank.
         return (self.params[0].group.size - 1) * self._message_bytes
 
     @property
     def bytes(self) -> int:
-        """Those of a gradient whose sum would take a ring as long."""
+        # Those of a gradient whose sum would take a ring as long.
         return self.params[0].group.size * self._message_bytes // 2
 
     @property
     def shared_bytes(self) -> int:
-        """What every rank takes it to have, as if members had equally much."""
+        # As if the members of a divided parameter had equally much.
         (param,) = self.params
         width = param.parameter.element_size()
         count = ceil(self._share * (param.shared_bytes // width))
@@ -164,7 +254,6 @@ class TopkSlice(Slice):
     def wait_and_average(
         self, gradients: dict[GradParam, Tensor], watch: Watchdog, doing: str
     ) -> float:
-        """Waits, and makes the dense average. Returns the seconds waited."""
         if self._arrived:
             return 0.0
         (param,) = self.params
@@ -172,7 +261,7 @@ class TopkSlice(Slice):
         gradient = gradients[param]
         parts = [_unpacked(part, gradient.dtype) for part in self._parts]
         if isinstance(gradient, SparseGradient):
-            gradient.average.fill(parts)
+            gradient.average.parts = parts
         else:
             average = flat(gradient).zero_()
             for values, index in parts:
@@ -204,11 +293,10 @@ class TopkGradGroup(LossyGradGroup):
 
     @property
     def needs_room(self) -> bool:
-        """What has come is copied out of its messages, and put together for most updates."""
+        # What has come is copied out of its messages, and put together for most updates.
         return any(isinstance(one, TopkSlice) for one in self.slices)
 
     def following(self, number: int) -> Slice:
-        """Its next slice, with as many elements as this backward sends."""
         one = self.slices[number]
         if isinstance(one, TopkSlice):
             one.expect(self.topk.share(one.params[0]))
@@ -226,10 +314,9 @@ class TopkGradGroup(LossyGradGroup):
         one.send_elements(*(picks or self._choose(param, self.gradients[param].clone(), 1.0)))
 
     def absorb(self, param: GradParam, gradient: Tensor) -> bool:
-        """Takes in the gradient of a backward after which nothing is sent, where that is the same
-        as to take it in with the last. False where it stays."""
+        # Only where that is the same as to take it in with the last.
         momentum, feedback = self.topk.momentum, self.feedback.get(param)
-        if feedback is None or not folds(param):
+        if feedback is None or not folds_at_once(param):
             return False
         gradient = gradient.as_subclass(Tensor)
         if momentum is not None and momentum.gathers(param.parameter):
@@ -251,7 +338,7 @@ class TopkGradGroup(LossyGradGroup):
     def fold(self, param: GradParam, gradient: Tensor) -> SparseAverage | None:
         """Takes a gradient in as soon as it is computed, where its memory is not needed for the
         average: the choice is made, and what will come of it is returned."""
-        if not folds(param):
+        if not folds_at_once(param):
             return None
         gradient = gradient.as_subclass(Tensor)  # of a divided parameter it may know its members
         rate = self.topk.rate(param) if mirrors(param) else 1.0
@@ -263,7 +350,7 @@ class TopkGradGroup(LossyGradGroup):
         """The values and the numbers of what is sent of a parameter. Takes ``gradient`` over."""
         new, velocity = self._new(param, gradient)
         held = self.feedback[param].add(new, rate)
-        index = largest(flat(held), self.topk.count(param))
+        index = largest(flat(held), topk_elements(held.numel(), self.topk.share(param)))
         values = self.feedback[param].take(index)
         if velocity is not None and held is not new:  # where it is, nothing was held before
             delayed = values != flat(new)[index].mul_(rate)
@@ -278,7 +365,7 @@ class TopkGradGroup(LossyGradGroup):
         fresh = param not in self._absorbed
         self._absorbed.discard(param)
         unused = param in self.idle and fresh
-        if momentum is None or unused or not momentum.corrects(param.parameter):
+        if momentum is None or unused or param.parameter not in momentum.groups:
             return gradient, None
         known = self.velocities.get(param)
         velocity, new = momentum.advance(param.parameter, known, gradient, fresh=fresh)
@@ -291,14 +378,14 @@ class TopkGradGroup(LossyGradGroup):
             self.feedback[param].restore(None)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of what is held and of the velocities, by parameter."""
         state = super().state()
         for param, velocity in self.velocities.items():
             state.setdefault(param.name, {})["velocity"] = velocity.clone()
         return state
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Goes on from a ``state`` of the same parameters."""
         super().load(state)
         saved = {p: state.get(p.name, {}).get("velocity") for p in self.feedback}
-        self.velocities = {p: like(p, value) for p, value in saved.items() if value is not None}
+        self.velocities = {
+            p: in_format_of(p, value) for p, value in saved.items() if value is not None
+        }

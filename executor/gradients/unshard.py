@@ -15,7 +15,7 @@ them until the next unit's turn."""
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +27,7 @@ from torch.autograd import Variable
 
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
-from ..comm.worker_threads import as_here, spawn
+from ..comm.worker_threads import spawn, with_current_modes
 from .buckets import GradParam
 from .fully_sharded import FullyShardedGradGroup
 from .pending import PendingParam, resume, suspend, weakly
@@ -41,8 +41,7 @@ Saved = tuple[Tensor, int, FullyShardedGradGroup | None]
 class UnshardManager:
     """Unshards and reshards an exchange's fully sharded groups, in forward order; perhaps none.
     ``finish_step(group)`` ends what a step has left to do for one, ``issued`` is told of each
-    collective before it is issued.
-    """
+    collective before it is issued."""
 
     def __init__(
         self,
@@ -53,30 +52,31 @@ class UnshardManager:
     ) -> None:
         self.grad_groups = tuple(grad_groups)
         self.waited_s = 0.0
-        self._watch, self._announce, self._finish_step = watch, issued, finish_step
+        self._watch, self._issued, self._finish_step = watch, issued, finish_step
         self._issue_queue = IssueQueue()
         self._in_forward = self._forward_has_grad = False
         self._backward = -1
         """The backward that is going on, as autograd numbers them."""
-        self._complete: dict[FullyShardedGradGroup, int] = {}
+        self._complete: Counter[FullyShardedGradGroup] = Counter()
         """How many gradients of each group this backward has completed."""
         self._current: FullyShardedGradGroup | None = None
-        self._order_digest = 0
-        self._without_grad: set[FullyShardedGradGroup] = set()
+        self.order_digest = 0
+        """A hash of the groups unsharded since it was last set to zero, in their order."""
+        self.used_without_grad: set[FullyShardedGradGroup] = set()
+        """What the last forward has used where autograd did not see it."""
         self._following: dict[tuple[bool, FullyShardedGradGroup], FullyShardedGradGroup] = {}
         """Which group came after one last time, in backward (True) and in forward."""
         self._by_storage: dict[int, FullyShardedGradGroup] = {}
         for before, after in zip(self.grad_groups, self.grad_groups[1:], strict=False):
             self._following[False, before] = after
             self._following[True, after] = before
-        with _out_of_graph():
-            for grad_group in self.grad_groups:
-                self._free(grad_group)
         self._hooks: list[Any] = []
         for grad_group in self.grad_groups:
+            with _out_of_graph():
+                self._free(grad_group)
             complete = weakly(self._gradient_complete, grad_group)
-            for entry in grad_group.params:
-                parameter: Any = entry.parameter  # torch has not typed its hooks
+            for param in grad_group.params:
+                parameter: Any = param.parameter  # torch has not typed its hooks
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(complete))
 
     def end(self) -> None:
@@ -85,8 +85,8 @@ class UnshardManager:
             for grad_group in self.grad_groups:
                 self._unshard(grad_group)
                 self._open(grad_group)
-                for entry in grad_group.params:
-                    del entry.parameter.__dict__[SHARDED]
+                for param in grad_group.params:
+                    del param.parameter.__dict__[SHARDED]
         for hook in self._hooks:
             hook.remove()
 
@@ -101,19 +101,20 @@ class UnshardManager:
         self._in_forward, self._current = True, None
         self._forward_has_grad = torch.is_grad_enabled()
         if self._forward_has_grad:
-            self._without_grad.clear()
+            self.used_without_grad.clear()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
             self._in_forward = False
             self._watch_all()
-        with _out_of_graph():  # the last unit's are the first that backward needs
+        # The last unit's parameters stay: they are the first that backward needs.
+        with _out_of_graph():
             self._reshard_all(but={self._current} if torch.is_grad_enabled() else ())
 
     @contextmanager
     def around_read(self) -> Iterator[None]:
-        """One function outside the model's forward reads parameters, which is noticed each time."""
+        """Around one function that reads parameters outside the model's forward."""
         if self._in_forward or _current_backward() >= 0:
             yield
             return
@@ -128,8 +129,10 @@ class UnshardManager:
     ) -> None:
         """A function needs the parameters of ``grad_groups``, which are among its ``arguments``."""
         wanted = set(grad_groups)
+        # As reentrant checkpointing runs a forward: autograd does not see it, and so cannot foresee
+        # the gradients that a backward inside backward will compute.
         if self._in_forward and self._forward_has_grad and not torch.is_grad_enabled():
-            self._without_grad.update(wanted)
+            self.used_without_grad.update(wanted)
         with _out_of_graph():
             needed = {self._group_of(tensor) for tensor in arguments} | wanted
             if _current_backward() < 0:
@@ -152,16 +155,6 @@ class UnshardManager:
                 self._start_unshard(following)
         self._unshard(grad_group)
 
-    def used_without_grad(self, grad_group: FullyShardedGradGroup) -> bool:
-        """Whether the last forward has used a group where autograd did not see it, so that a
-        backward inside backward may compute gradients (reentrant checkpointing)."""
-        return grad_group in self._without_grad
-
-    def take_order_digest(self) -> int:
-        """A hash of the groups unsharded since the last call, in their order."""
-        found, self._order_digest = self._order_digest, 0
-        return found
-
     def _next_after(self, used: set[FullyShardedGradGroup]) -> set[FullyShardedGradGroup]:
         """Those that are needed next, as far as can be known."""
         backward = _current_backward() >= 0
@@ -173,31 +166,34 @@ class UnshardManager:
     # -- backward ------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
-        """Notices a new backward, at its first unshard or gradient."""
+        # At the first unshard or gradient of a backward, as nobody tells when one begins.
         backward = _current_backward()
         if backward == self._backward:
             return
         self._backward = backward
-        if backward >= 0:
-            self._complete, self._current = {}, None
-            Variable._execution_engine.queue_callback(self._end_backward)
+        if backward < 0:
+            return
 
-    def _end_backward(self) -> None:
-        with _out_of_graph():
-            self._reshard_all()
-        self._backward, self._current = -1, None
+        def end() -> None:
+            with _out_of_graph():
+                self._reshard_all()
+            self._backward, self._current = -1, None
+
+        self._complete.clear()
+        self._current = None
+        Variable._execution_engine.queue_callback(end)
 
     def _gradient_complete(self, grad_group: FullyShardedGradGroup) -> None:
         self._begin_backward()
-        self._complete[grad_group] = self._complete.get(grad_group, 0) + 1
+        self._complete[grad_group] += 1
         if self._is_complete(grad_group):
             with _out_of_graph():
                 self._reshard(grad_group)
 
     def make_room(self, grad_group: GradGroup) -> None:
         """Before a group's gradients leave: waits until those of the group before it in backward
-        are the only ones on their way, so that a backward takes no more memory where the network is
-        slow."""
+        are the only ones on their way."""
+        # So that a backward takes no more memory where the network is slow.
         if not isinstance(grad_group, FullyShardedGradGroup):
             return
         away = [g for g in reversed(self.grad_groups) if g is not grad_group and g.outstanding]
@@ -206,7 +202,7 @@ class UnshardManager:
                 self.waited_s += other.release(self._watch)
 
     def _is_complete(self, grad_group: FullyShardedGradGroup) -> bool:
-        return self._complete.get(grad_group, 0) >= len(grad_group.params)
+        return self._complete[grad_group] >= len(grad_group.params)
 
     # -- what autograd saves -------------------------------------------------------------------
 
@@ -234,43 +230,40 @@ class UnshardManager:
     # -- states of a group ---------------------------------------------------------------------
 
     def _start_unshard(self, grad_group: FullyShardedGradGroup) -> None:
-        """Sees to it that a group becomes whole. Collective, in one order on all ranks."""
         if grad_group.resident or grad_group.coming:
             return
-        self._order_digest = crc32(grad_group.unit.to_bytes(4, "little"), self._order_digest)
+        self.order_digest = crc32(grad_group.unit.to_bytes(4, "little"), self.order_digest)
         for number, one in enumerate(grad_group.unshard_slices):
             text = f"gathering {number} of {one.params[0].name!r} for a use"
-            self._announce(text, one.sent_bytes, one.gather_group)
+            self._issued(text, one.sent_bytes, one.gather_group)
         grad_group.announce()
         # On a device's streams all is issued by the thread that trains, in one order on all ranks.
-        on_stream = any(entry.group.on_stream for entry in grad_group.params)
+        on_stream = any(param.group.on_stream for param in grad_group.params)
         in_thread = not grad_group.updated and not on_stream
         self._issue_queue.submit(grad_group.issue, in_thread=in_thread)
 
     def _unshard(self, grad_group: FullyShardedGradGroup) -> None:
-        """Waits until a group is whole."""
         self._start_unshard(grad_group)
         if grad_group.coming:
             self.waited_s += grad_group.wait_for_unshard(self._watch)
             if grad_group.pipeline is not None:
                 self._finish_step(grad_group)
-            for entry in grad_group.params:
-                self._by_storage[_storage_of(entry.parameter)] = grad_group
+            for param in grad_group.params:
+                self._by_storage[_storage_of(param.parameter)] = grad_group
 
     def _open(self, grad_group: FullyShardedGradGroup) -> None:
-        """Its parameters are as any other, until they are watched again or resharded."""
+        # Its parameters are as any other, until they are watched again or resharded.
         grad_group.opened = True
         grad_group.exposed |= not (self._in_forward or _current_backward() >= 0)
-        for entry in grad_group.params:
-            resume(entry.parameter)
+        for param in grad_group.params:
+            resume(param.parameter)
 
     def _watch_group(self, grad_group: FullyShardedGradGroup) -> None:
-        """Whoever touches its parameters is noticed."""
-        for entry in grad_group.params:
-            if not isinstance(entry.parameter, PendingParam):
-                reference = ShardedParamRef(self, grad_group, entry)
-                suspend(entry.parameter, reference, ResharedParam)
-                entry.parameter.__dict__[SHARDED] = reference
+        for param in grad_group.params:
+            if not isinstance(param.parameter, PendingParam):
+                reference = ShardedParamRef(self, grad_group, param)
+                suspend(param.parameter, reference, ResharedParam)
+                param.parameter.__dict__[SHARDED] = reference
 
     def _watch_all(self) -> None:
         for grad_group in self.grad_groups:
@@ -289,29 +282,29 @@ class UnshardManager:
                 self._reshard(grad_group)
 
     def _free(self, grad_group: FullyShardedGradGroup) -> None:
-        for entry in grad_group.params:
-            self._by_storage.pop(_storage_of(entry.parameter), None)
+        for param in grad_group.params:
+            self._by_storage.pop(_storage_of(param.parameter), None)
         grad_group.reshard()
         self._watch_group(grad_group)
 
     # -- chunks --------------------------------------------------------------------------------
 
-    def peek(self, grad_group: FullyShardedGradGroup, entry: GradParam) -> Tensor:
-        """This rank's elements of a parameter as they are now. Waits for a step; communicates
-        nothing, and leaves everything where it is: other ranks need not do the same."""
+    def peek(self, grad_group: FullyShardedGradGroup, param: GradParam) -> Tensor:
+        """This rank's elements of a parameter as they are now. Waits for a step, and communicates
+        nothing: other ranks need not do the same."""
         with _out_of_graph():
             if grad_group.pipeline is not None:
                 self._finish_step(grad_group)
             grad_group.keep_chunks()
-        return grad_group.chunks[entry]
+        return grad_group.chunks[param]
 
-    def chunk(self, grad_group: FullyShardedGradGroup, entry: GradParam) -> Tensor:
+    def chunk(self, grad_group: FullyShardedGradGroup, param: GradParam) -> Tensor:
         """This rank's chunk, to be changed. Reshards the group; call it on all ranks."""
         with _out_of_graph():
             if grad_group.pipeline is not None:
                 self._finish_step(grad_group)
             self._reshard(grad_group)
-        return grad_group.chunks[entry]
+        return grad_group.chunks[param]
 
     def start_step(self, grad_group: FullyShardedGradGroup) -> None:
         """A step is about to update the chunks: the whole is out of date."""
@@ -323,7 +316,7 @@ class IssueQueue:
     """Runs pieces of work in the order in which they are submitted: at once, or in a thread that
     ends when there is nothing left to do."""
 
-    # One thread at a time issues on the process group of unshards, else their order could differ
+    # One thread at a time issues on the process group of unshards, or their order could differ
     # between ranks: the one that trains, or while chunks still wait for their update, one that
     # waits in its stead.
 
@@ -337,7 +330,7 @@ class IssueQueue:
         with self._lock:
             start = not self._running
             if self._running or in_thread:
-                self._waiting.append(as_here(work))
+                self._waiting.append(with_current_modes(work))
                 self._running = True
         if start and in_thread:
             spawn("meshwright unshard", self._run)

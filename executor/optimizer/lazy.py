@@ -25,25 +25,25 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ...planner.schema.errors import InputError
+from ..comm.steps import replace_step
 from ..gradients.buckets import GradParam
 from ..gradients.flat_shard import FlatShardSpec, ShardedGradient
 from ..gradients.fully_sharded import FullyShardedGradGroup
 from ..gradients.momentum import Momentum
 from ..gradients.pending import WaitingGradient, resume, suspend
-from ..gradients.priority import PriorityExchange, waiting_grad_groups
-from ..gradients.release import EarlyUpdates, copied
+from ..gradients.priority import PriorityExchange
+from ..gradients.release import EarlyUpdates, copy_groups
 from ..gradients.sharded import ShardedGradGroup, ShardedStepPipeline
 from ..gradients.slices import GradGroup
-from ..gradients.sparse import SparseGradient, completed, moved
+from ..gradients.topk import SparseGradient, applied_sparse, make_dense
 from .state import shard_state, updates_elementwise
 
 Groups = list[dict[str, Any]]
@@ -67,24 +67,18 @@ class LazySteps:
         self._momentum = momentum
         self._warned = False
         self.early = EarlyUpdates(optimizer, self._release)
-        before = optimizer.step
         self._own: Any = type(optimizer).step
 
         def step(optimizer: Optimizer, closure: Any = None) -> Any:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
             return self._step(closure)
 
-        if hasattr(before, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-        optimizer.register_state_dict_pre_hook(lambda _: self._finish())
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: self._finish())
+        replace_step(optimizer, step)
+        optimizer.register_state_dict_pre_hook(lambda _: exchange().finish_all())
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: exchange().finish_all())
         if sharded:
             shard_state(optimizer, sharded)
             optimizer.register_load_state_dict_post_hook(lambda o: shard_state(o, sharded))
-
-    def _finish(self) -> None:
-        self._exchange().finish_all()
 
     def _step(self, closure: Any) -> Any:
         exchange = self._exchange()
@@ -98,7 +92,7 @@ class LazySteps:
             return self._step_sharded(exchange, sharded, closure)
         if closure is not None or _is_scaled(self._optimizer) or not self._can_be_lazy():
             return self._step_at_once(closure)
-        self._take_over(exchange, copied(self._groups()), set())
+        self._take_over(exchange, copy_groups(self._groups()), set())
         return None
 
     def _release(self, parameters: list[nn.Parameter]) -> None:
@@ -107,41 +101,53 @@ class LazySteps:
         if reason is not None:
             raise InputError(reason)
         groups = self._optimizer.param_groups
-        parted = groups if self._momentum is None else self._momentum.without(groups)
-        rest = [p for p in parameters if p.grad is None or not moved(p, p.grad, parted)]
+        parted = groups if self._momentum is None else self._momentum.without_momentum(groups)
+        rest = {p for p in parameters if p.grad is None or not applied_sparse(p, p.grad, parted)}
         self._apply(_only(parted, rest))
 
     def _take_over(
         self, exchange: PriorityExchange, groups: Groups, sharded: set[nn.Parameter]
     ) -> None:
         """Applies what is there, and postpones the rest but for ``sharded`` parameters."""
-        parameters = [p for group in groups for p in group["params"] if p not in sharded]
-        later = waiting_grad_groups(exchange, parameters)
-        postponed = {entry.parameter for entries in later.values() for entry in entries}
-        for parameter in set(parameters) - postponed:
-            completed(parameter)
-        self._apply(_only(groups, [p for p in parameters if p not in postponed]))
-        for grad_group, entries in later.items():
-            self._postpone(exchange, grad_group, entries, groups)
+        parameters = {p for group in groups for p in group["params"]} - sharded
+        later: dict[GradGroup, list[GradParam]] = {}
+        for param, grad_group in exchange.group_of.items():
+            waits = isinstance(param.parameter.grad, WaitingGradient) and grad_group.in_flight
+            if waits and param.parameter in parameters:
+                later.setdefault(grad_group, []).append(param)
+        now = parameters - {param.parameter for params in later.values() for param in params}
+        for parameter in now:
+            make_dense(parameter)
+        self._apply(_only(groups, now))
+        for grad_group, params in later.items():
+            self._postpone(exchange, grad_group, params, groups)
 
     def _postpone(
         self,
         exchange: PriorityExchange,
         grad_group: GradGroup,
-        entries: list[GradParam],
+        params: list[GradParam],
         groups: Groups,
     ) -> None:
-        parameters = [entry.parameter for entry in entries]
+        parameters = [param.parameter for param in params]
         gradients = grad_group.gradients  # zero_grad may replace ``grad``, and not these
 
         def update() -> None:
             for parameter in parameters:
                 resume(parameter)
-            rest = [e for e in entries if not moved(e.parameter, gradients[e], groups)]
-            _with_gradients(
-                {e.parameter: _dense(e, gradients[e]) for e in rest},
-                lambda: self._apply(_only(groups, [e.parameter for e in rest])),
-            )
+            rest = [p for p in params if not applied_sparse(p.parameter, gradients[p], groups)]
+            # While the optimizer works, parameters show it what the step has taken over, whatever
+            # stands in ``grad`` now: dense gradients, for as long as it needs them.
+            before = {p.parameter: p.parameter.grad for p in rest}
+            try:
+                for p in rest:
+                    sent = gradients[p]
+                    dense = sent.average.dense() if isinstance(sent, SparseGradient) else None
+                    p.parameter.grad = p.show(sent) if dense is None else dense
+                self._apply(_only(groups, before))
+            finally:
+                for parameter, shown in before.items():
+                    parameter.grad = shown
 
         grad_group.update = update
         for parameter in parameters:
@@ -153,8 +159,6 @@ class LazySteps:
     def _step_sharded(
         self, exchange: PriorityExchange, grad_groups: list[ShardedGradGroup], closure: Any
     ) -> Any:
-        """A step of which some parameters are updated in chunks. The optimizers that can be had
-        here call a closure once, before anything else."""
         reason = _reason(self._optimizer)
         if reason is not None:
             raise InputError(
@@ -162,11 +166,11 @@ class LazySteps:
                 "plan shards the exchange of some units: do without, or plan with exchange 'dense'"
             )
         loss = None
-        if closure is not None:
+        if closure is not None:  # which these optimizers call once, before anything else
             with torch.enable_grad():
                 loss = closure()
-        groups = copied(self._groups())
-        sharded = {entry.parameter for grad_group in grad_groups for entry in grad_group.params}
+        groups = copy_groups(self._groups())
+        sharded = {param.parameter for grad_group in grad_groups for param in grad_group.params}
         self._take_over(exchange, groups, sharded)
         is_scaled = _is_scaled(self._optimizer)
         if is_scaled:
@@ -183,12 +187,11 @@ class LazySteps:
     def _pipeline(
         self, exchange: PriorityExchange, grad_groups: Sequence[ShardedGradGroup], groups: Groups
     ) -> ShardedStepPipeline:
-        """What updates this rank's chunks as gradients arrive, and gathers the parameters."""
         # Groups that other ranks have gradients of are among them: gathers are collective.
         changed = [
-            g
-            for g in grad_groups
-            if g.changed or any(e.parameter.grad is not None for e in g.params)
+            group
+            for group in grad_groups
+            if group.changed or any(p.parameter.grad is not None for p in group.params)
         ]
         state, step_on = self._optimizer.state, self._own_step()
         pipeline = exchange.step_pipeline(
@@ -203,7 +206,7 @@ class LazySteps:
         if self._momentum is None:
             return groups
         self._momentum.step()
-        return self._momentum.without(groups)
+        return self._momentum.without_momentum(groups)
 
     def _step_at_once(self, closure: Any) -> Any:
         """The optimizer's own step, which waits for every gradient that it reads."""
@@ -226,14 +229,13 @@ class LazySteps:
         return loss
 
     def _complete_all(self) -> None:
-        for entry in self._exchange().group_of:
-            completed(entry.parameter)
+        for param in self._exchange().group_of:
+            make_dense(param.parameter)
 
     def _apply(self, groups: Groups) -> None:
         self._own_step()(groups, self._optimizer.state)
 
     def _own_step(self) -> StepOn:
-        """The optimizer's own step, as the optimizer is now."""
         optimizer = self._optimizer
         attributes = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
 
@@ -269,11 +271,11 @@ def _chunk_update(
     """The optimizer's step on this rank's chunks of a group's parameters, to be done later with
     the gradients that there are now. Their state stands under the real parameters."""
     chunks: dict[nn.Parameter, nn.Parameter] = {}
-    for entry, spec in grad_group.specs.items():
-        parameter, gradient = entry.parameter, entry.parameter.grad
+    for param, spec in grad_group.specs.items():
+        parameter, gradient = param.parameter, param.parameter.grad
         if gradient is None:
             continue
-        chunks[parameter] = chunk = nn.Parameter(grad_group.chunk_of(entry))
+        chunks[parameter] = chunk = nn.Parameter(grad_group.chunk_of(param))
         if isinstance(gradient, ShardedGradient):
             chunk.grad = gradient.take_over()
         else:
@@ -293,7 +295,7 @@ def _postpone_sharded(
     exchange: PriorityExchange, grad_group: ShardedGradGroup, pipeline: ShardedStepPipeline
 ) -> None:
     """Makes parameters wait, when touched, for their update and the chunks of the others."""
-    parameters = [entry.parameter for entry in grad_group.params]
+    parameters = [param.parameter for param in grad_group.params]
     suspended = parameters
     if isinstance(grad_group, FullyShardedGradGroup):
         suspended = []  # they wait to be unsharded anyway, which waits for the pipeline
@@ -346,26 +348,6 @@ def _is_scaled(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
 
 
-def _dense(entry: GradParam, gradient: Tensor) -> Tensor:
-    """A gradient as an optimizer wants it; one that came in parts for as long as the step needs."""
-    if isinstance(gradient, SparseGradient):
-        return gradient.average.dense()
-    return entry.show(gradient)
-
-
-def _only(groups: Groups, parameters: list[nn.Parameter]) -> Groups:
+def _only(groups: Groups, wanted: Collection[nn.Parameter]) -> Groups:
     """The groups with those of their parameters only."""
-    wanted = set(parameters)
     return [{**g, "params": [p for p in g["params"] if p in wanted]} for g in groups]
-
-
-def _with_gradients(gradients: dict[nn.Parameter, Tensor], work: Callable[[], None]) -> None:
-    """Runs ``work`` while parameters have those gradients, whatever stands in ``grad`` now."""
-    before = {parameter: parameter.grad for parameter in gradients}
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
-    try:
-        work()
-    finally:
-        for parameter, shown in before.items():
-            parameter.grad = shown

@@ -7,7 +7,8 @@ that hold it stay valid.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ...planner.schema.errors import InputError
 from ...planner.schema.goal import OptimizerName
+from ..comm.steps import parameters_of
 from ..comm.watchdog import Watchdog
 from ..gradients.flat_shard import FlatShardSpec
 from ..redistribution.shards import Shard
@@ -37,7 +39,7 @@ def check(optimizer: torch.optim.Optimizer, divided: set[nn.Parameter], *, shard
     """Refuses optimizers that look at whole matrices where the plan divides them, and warns of
     those that are not known. Where it ``sharded`` an exchange, those are refused as well.
     """
-    held = {p for group in optimizer.param_groups for p in group["params"]}
+    held = parameters_of(optimizer)
     name = type(optimizer).__name__
     names = {cls.__name__ for cls in type(optimizer).__mro__ if _of_torch(cls)}
     if held & divided and not names & set(ELEMENTWISE):
@@ -61,8 +63,7 @@ def check(optimizer: torch.optim.Optimizer, divided: set[nn.Parameter], *, shard
 
 def check_holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Refuses an optimizer of another model; it may hold parameters of other modules besides."""
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    if held.isdisjoint(model.parameters()):
+    if parameters_of(optimizer).isdisjoint(model.parameters()):
         raise InputError(
             f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}: "
             "make it with the model's own, such as SGD(model.parameters(), lr=0.1)"
@@ -76,10 +77,7 @@ def _of_torch(cls: type) -> bool:
 def slice_state(optimizer: torch.optim.Optimizer, shards: dict[nn.Parameter, Shard]) -> None:
     """Replaces state of a divided parameter's full shape by this member's slice of it."""
     for parameter, shard in shards.items():
-        state = optimizer.state.get(parameter, {})
-        for key, value in state.items():
-            if _has_shape(value, shard.full_shape):
-                state[key] = shard.take(value).clone()
+        _keep_part(optimizer.state.get(parameter, {}), shard.full_shape, shard.take)
 
 
 def shard_state(
@@ -87,10 +85,12 @@ def shard_state(
 ) -> None:
     """Replaces state of a parameter's full shape by this rank's chunk of it."""
     for parameter, spec in sharded.items():
-        state = optimizer.state.get(parameter, {})
-        for key, value in state.items():
-            if _has_shape(value, spec.shape):
-                state[key] = spec.chunk_of(value).clone()
+        _keep_part(optimizer.state.get(parameter, {}), spec.shape, spec.chunk_of)
+
+
+def _keep_part(state: dict[str, Any], shape: torch.Size, part: Callable[[Tensor], Tensor]) -> None:
+    # A copy, as a view would keep the memory of the whole.
+    state.update(_changed(state, shape, lambda value: part(value).clone()))
 
 
 def gather_optimizer_state(
@@ -109,17 +109,10 @@ def gather_optimizer_state(
         # Chunks first: what they make up may be the slice of a divided parameter.
         if parameter in sharded:
             spec = sharded[parameter]
-            chunk = torch.Size([spec.own_numel])
-            whole[index] = {
-                k: spec.all_gather(v) if isinstance(v, Tensor) and v.shape == chunk else v
-                for k, v in whole[index].items()
-            }
+            whole[index] = _changed(whole[index], torch.Size([spec.own_numel]), spec.all_gather)
         if parameter in shards:
-            shard = shards[parameter]
-            whole[index] = {
-                k: shard.gather(v, watch) if _has_shape(v, parameter.shape) else v
-                for k, v in whole[index].items()
-            }
+            gather = partial(shards[parameter].gather, watch=watch)
+            whole[index] = _changed(whole[index], parameter.shape, gather)
     return {**gathered, "state": whole}
 
 
@@ -137,17 +130,19 @@ def scatter_optimizer_state(
     for index, parameter in _numbered(optimizer).items():
         if index in local and parameter in shards:
             shard = shards[parameter]
-            local[index] = {
-                k: shard.take(v) if _has_shape(v, shard.full_shape) else v
-                for k, v in local[index].items()
-            }
+            local[index] = _changed(local[index], shard.full_shape, shard.take)
     optimizer.load_state_dict({**state, "state": local})
 
 
-def _has_shape(value: Any, shape: torch.Size) -> bool:
-    """Whether a value of the state has an element for each of the parameter's. A step count, which
-    is a scalar, has not, though a parameter may be one."""
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == shape
+def _changed(
+    state: dict[str, Any], shape: torch.Size, change: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
+    """A parameter's state with ``change`` done to what has an element for each of ``shape``."""
+    # Not to a step count, which is a scalar, though a parameter may be one.
+    return {
+        k: change(v) if isinstance(v, Tensor) and v.ndim > 0 and v.shape == shape else v
+        for k, v in state.items()
+    }
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> dict[int, nn.Parameter]:

@@ -62,7 +62,7 @@ class Bursts:
         self._issued, self._cache = issued, cache
         self._movers = {
             span: Mover(group, watch, meter, issued, outside=world.position not in span)
-            for span, group in world.spans.items()
+            for span, group in world.crossings.items()
         }
         self._descriptions: dict[tuple[object, ...], Any] = {}
 
@@ -120,7 +120,7 @@ class Bursts:
         return self._descriptions[key]
 
     def _broadcast(self, tensor: Tensor, position: int) -> None:
-        group = self.world.spans[range(self.world.size)]
+        group = self.world.crossings[range(self.world.size)]
         on_device = tensor.cuda() if group.on_stream else tensor
         doing = "the description of a unit's output"
         self._issued(doing, 0, group)

@@ -40,12 +40,17 @@ def single_device_s(model: CostModel, k: int) -> float:
     return forward_s(unit, "none", 1, batch) + backward_s(unit, "none", 1, batch) + update
 
 
+def single_device_batch_s(model: CostModel) -> float:
+    """Seconds that one device would take for the whole batch: what amplification counts in."""
+    return sum(single_device_s(model, k) for k in range(len(model.profile.units)))
+
+
 def gpu_seconds_limit(model: CostModel) -> float:
     """Device-seconds that a step may use, infinite without a limit."""
     limit = model.goal.amplification_limit
     if limit is None:
         return float("inf")
-    return limit * sum(single_device_s(model, k) for k in range(len(model.profile.units)))
+    return limit * single_device_batch_s(model)
 
 
 def within_unit_limit(model: CostModel, k: int, option: Option) -> bool:

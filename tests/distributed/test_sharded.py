@@ -554,7 +554,7 @@ def slow_averages(grad_group: ShardedGradGroup) -> None:
     grad_group.wait_for_averages = wait  # type: ignore[method-assign]
 
 
-def first_parcel(model: nn.Module) -> ShardedGradGroup:
+def first_grad_group(model: nn.Module) -> ShardedGradGroup:
     return next(p for p in run_of(model).priority.grad_groups if isinstance(p, ShardedGradGroup))
 
 
@@ -563,7 +563,7 @@ def steps_without_waiting(rank: int) -> None:
     more, and parameters wait."""
     for optimizer in ("sgd", "adamw"):
         pair = Pair(rank, shards(2), optimizer)
-        slow_averages(first_parcel(pair.model))
+        slow_averages(first_grad_group(pair.model))
         for seed in range(2):
             pair.backward(seed)
             if seed:  # gradients that have been put together, and one of the user's own
@@ -582,7 +582,7 @@ def steps_without_waiting(rank: int) -> None:
 
 def changes_gradients_after_a_step(rank: int) -> None:
     pair = Pair(rank, shards(2))
-    slow_averages(first_parcel(pair.model))
+    slow_averages(first_grad_group(pair.model))
     pair.backward()
     pair.optimizer.step()
     pair.other.step()
@@ -598,7 +598,7 @@ def one_reads_after_a_step(rank: int) -> Pair:
     """Rank 0 reads what it needs rank 1 for, whose averages are late."""
     pair = Pair(rank, shards(2))
     if rank == 1:
-        slow_averages(first_parcel(pair.model))
+        slow_averages(first_grad_group(pair.model))
     pair.backward()
     pair.step()
     if rank == 0:
@@ -622,7 +622,7 @@ def ends_while_the_other_reads(rank: int) -> None:
 def keeps_old_graphs_from_new_weights(rank: int) -> None:
     """What autograd has saved of a parameter is known to be old as soon as ``step`` returns."""
     pair = Pair(rank, shards(2))
-    slow_averages(first_parcel(pair.model))
+    slow_averages(first_grad_group(pair.model))
     loss = loss_of(pair.model, part(rank, [3, 1]))
     loss.backward(retain_graph=True)
     pair.optimizer.step()
@@ -665,7 +665,7 @@ def test_a_step_on_one_rank_ends_in_a_sentence(ranks):
 
 def fails_in_its_step(rank: int) -> None:
     pair = Pair(rank, shards(2))
-    grad_group = first_parcel(pair.model)
+    grad_group = first_grad_group(pair.model)
 
     def wait(watch: Any) -> float:
         raise ValueError("this one is lost")

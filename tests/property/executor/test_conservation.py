@@ -119,16 +119,16 @@ class Handle:
 PAIR = Group((0, 1), 0, Handle(), "exchange")
 
 
-def parcel_of(feedback: str, shape: tuple[int, ...], ratio: float, rate: float) -> TopkGradGroup:
+def topk_group(feedback: str, shape: tuple[int, ...], ratio: float, rate: float) -> TopkGradGroup:
     parameter = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
     entry = GradParam(
         "w", parameter, PAIR, 1, parameter.numel(), None, 0, "topk", ratio, feedback=feedback
     )
     grad_group = TopkGradGroup(0, [entry], 1000)
-    picking = TopkState([grad_group], Lossy(stages=0))
+    topk = TopkState([grad_group], Lossy(stages=0))
     optimizer = torch.optim.SGD([parameter], lr=rate)
-    picking.momentum = Momentum(optimizer, picking.parameters, picking.mirrored)
-    picking.begin()
+    topk.momentum = Momentum(optimizer, topk.parameters, topk.mirrored)
+    topk.begin()
     return grad_group
 
 
@@ -144,7 +144,7 @@ def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, s
     checkpoint between them loses nothing."""
     rate = 0.125
     unit = rate if feedback == "mirror" else 1.0
-    grad_group = parcel_of(feedback, shape, ratio, rate)
+    grad_group = topk_group(feedback, shape, ratio, rate)
     sent = torch.zeros(shape, dtype=torch.float64)
     computed, waiting = sent.clone(), None
     for sends, new in zip(
@@ -163,7 +163,7 @@ def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, s
         else:
             values, index = grad_group._choose(entry, gradient.clone(), 1.0)
         flat(sent)[index] += values / unit
-        other = parcel_of(feedback, shape, ratio, rate)
+        other = topk_group(feedback, shape, ratio, rate)
         other.load(grad_group.state())
         grad_group = other
         held = grad_group.feedback[grad_group.params[0]].held

@@ -108,8 +108,8 @@ def test_a_step_is_told_once_however_it_is_applied(tmp_path, monkeypatch, given)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    watch = Watchdog(0, 1, 10.0)
-    tell_pacer(watch, model.parameters(), optimizer if given else None, 5)
+    watch = Watchdog(0, 1, 10.0, run=5)
+    tell_pacer(watch, model.parameters(), optimizer if given else None)
     assert watch.on_wait is not None
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     for _ in range(3):

@@ -116,7 +116,7 @@ def test_pieces_travel_alone_and_what_is_sent_whole_together():
     assert [[e.name for e in s.params] for s in slices] == [["b", "c"], ["w"], ["w"], ["v"]]
 
 
-def test_a_parcel_is_made_for_its_policy_where_something_travels():
+def test_a_group_is_made_for_its_policy_where_something_travels():
     kinds = {"dense": GradGroup, "dropped": DroppedGradGroup}
     made = make_grad_groups([entry("b", 9, 9, unit=1, group=ALONE), entry("a", 9, 9)], 100, kinds)
     assert [type(p) for p in made] == [DroppedGradGroup, GradGroup]

@@ -8,7 +8,7 @@ from meshwright.executor.gradients.release import (
     EarlyUpdates,
     Release,
     ReleasedGradient,
-    placed,
+    place_released,
 )
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.simulate.slicing import SendSlot
@@ -28,7 +28,7 @@ def grad_groups(*released, units=4, slices=2):
 
 
 def test_without_release_the_order_stays():
-    turns = [
+    slots = [
         SendSlot(3, 0),
         SendSlot(2, 0),
         SendSlot(3, 1),
@@ -36,12 +36,12 @@ def test_without_release_the_order_stays():
         SendSlot(1, 0),
         SendSlot(0, 0),
     ]
-    assert placed(turns, grad_groups()) == turns
+    assert place_released(slots, grad_groups()) == slots
 
 
 def test_a_released_unit_leaves_before_what_is_ready_later():
     """Unit 2's slices: after those of unit 3 that leave early, before those of 1 and 0."""
-    turns = [
+    slots = [
         SendSlot(3, 0),
         SendSlot(1, 0),
         SendSlot(0, 0),
@@ -49,12 +49,12 @@ def test_a_released_unit_leaves_before_what_is_ready_later():
         SendSlot(1, 1),
         SendSlot(3, 1),
     ]
-    found = placed(turns, grad_groups(2))
-    assert found == [SendSlot(3, 0), SendSlot(2, 0), SendSlot(2, 1), *turns[1:]]
+    found = place_released(slots, grad_groups(2))
+    assert found == [SendSlot(3, 0), SendSlot(2, 0), SendSlot(2, 1), *slots[1:]]
 
 
 def test_all_released_leave_as_backward_comes_to_them():
-    found = placed([], grad_groups(0, 1, 2, 3, slices=1))
+    found = place_released([], grad_groups(0, 1, 2, 3, slices=1))
     assert found == [SendSlot(3, 0), SendSlot(2, 0), SendSlot(1, 0), SendSlot(0, 0)]
 
 
@@ -63,7 +63,7 @@ def test_nothing_before_a_released_unit_is_ready_later(released):
     """Else the ranks that wait for it would wait for what they have yet to compute."""
     mine = grad_groups(*released)
     urgent = [SendSlot(k, n) for n in range(2) for k in (1, 3, 0, 2) if k not in released]
-    found = placed(urgent, mine)
+    found = place_released(urgent, mine)
     assert sorted(found) == sorted(SendSlot(k, n) for k in range(4) for n in range(2))
     assert [t for t in found if t.group not in released] == urgent
     for i, turn in enumerate(found):
@@ -71,18 +71,18 @@ def test_nothing_before_a_released_unit_is_ready_later(released):
             assert all(before.group >= turn.group for before in found[:i])
 
 
-def test_each_parcel_is_due_once_in_a_backward():
+def test_each_group_is_due_once_in_a_backward():
     mine = grad_groups(1, 2)
     release = Release(mine)
     for _ in range(2):
         release.begin()
         assert list(release.due()) == []
-        assert not any(release.over(p) for p in mine)
+        assert not any(release.is_applied(p) for p in mine)
         mine[2].sent = 2
         assert list(release.due()) == [mine[2]]
         assert list(release.due()) == []
-        assert release.over(mine[2])
-        assert not release.over(mine[1])
+        assert release.is_applied(mine[2])
+        assert not release.is_applied(mine[1])
         mine[2].sent = 0
 
 

@@ -71,7 +71,7 @@ def test_the_rate_of_a_step_is_that_of_the_wait_with_most_before_it(
         order.arrived(a, 1.0)
         order.arrived(c, 1.0)  # after 6 s
         order.arrived(b, 1.0)  # nothing new: fewer bytes were before it
-    assert order._rates == [pytest.approx(6.0 / (6 * 2 * LARGE))]
+    assert list(order._rates) == [pytest.approx(6.0 / (6 * 2 * LARGE))]
     order.begin()  # agreed after the second backward
     assert order._seconds[0] == [pytest.approx(1.0)] * 2
 
@@ -84,7 +84,7 @@ def test_a_rate_is_not_read_off_a_few_slices() -> None:
     for grad_group in grad_groups:
         order.arrived(grad_group, 1.0)
     order.end(grad_groups)
-    assert order._rates == []
+    assert list(order._rates) == []
 
 
 def names_where(divided: int, *, idle: bool = False) -> list[str]:

@@ -15,6 +15,7 @@ from meshwright.executor.gradients.topk import (
     _unpacked,
     largest,
     ratio_at,
+    topk_elements,
 )
 from meshwright.planner.memory.gradient_buffers import FIRST_RATIO
 from meshwright.planner.schema.errors import InputError, RunError
@@ -35,7 +36,7 @@ class Unfinished:
 TWO = Group((0, 1), 0, Handle(), "exchange")
 
 
-def parcel_of(*shapes: tuple[int, ...], ratio: float = 0.25) -> tuple[TopkGradGroup, TopkState]:
+def topk_group(*shapes: tuple[int, ...], ratio: float = 0.25) -> tuple[TopkGradGroup, TopkState]:
     entries = []
     for i, shape in enumerate(shapes):
         parameter = nn.Parameter(torch.zeros(shape))
@@ -54,7 +55,7 @@ def picked(grad_group: TopkGradGroup, gradient: list[list[float]]) -> dict[int, 
 
 
 def test_the_largest_by_magnitude_are_sent_and_the_others_held():
-    grad_group, _ = parcel_of((2, 4), ratio=0.25)
+    grad_group, _ = topk_group((2, 4), ratio=0.25)
     sent = picked(grad_group, [[1.0, -5.0, 2.0, 0.0], [4.0, -3.0, 0.5, 0.0]])
     assert sent == {1: -5.0, 4: 4.0}
     sent = picked(grad_group, [[1.5, 1.0, 0.5, 0.0], [0.0, -1.0, 0.0, 0.0]])
@@ -65,8 +66,8 @@ def test_the_largest_by_magnitude_are_sent_and_the_others_held():
 
 
 def test_at_least_one_element_is_sent():
-    grad_group, picking = parcel_of((3, 3), ratio=0.001)
-    assert picking.count(grad_group.params[0]) == 1
+    grad_group, topk = topk_group((3, 3), ratio=0.001)
+    assert topk_elements(9, topk.share(grad_group.params[0])) == 1
 
 
 @pytest.mark.parametrize("count", [1, 20, 700, 2000, 9000])
@@ -102,7 +103,7 @@ def test_the_share_falls_exponentially_to_the_plans():
 
 
 def test_small_parameters_share_a_dense_message_and_others_have_their_own():
-    grad_group, _ = parcel_of((10, 10), (10,), (5, 5), (7,))
+    grad_group, _ = topk_group((10, 10), (10,), (5, 5), (7,))
     assert [[e.name for e in s.params] for s in grad_group.slices] == [["1", "3"], ["0"], ["2"]]
     dense, first, second = grad_group.slices
     assert dense.sent_bytes == 17 * 4
@@ -143,7 +144,7 @@ def test_momentum_before_the_choice_is_that_of_torch(options):
         optimizer.step()
         momentum.begin()
         velocity, mine.grad = momentum.advance(mine, velocity, gradient.clone())
-        kept, plain.param_groups = plain.param_groups, momentum.without(plain.param_groups)
+        kept, plain.param_groups = plain.param_groups, momentum.without_momentum(plain.param_groups)
         plain.step()
         plain.param_groups = kept
         momentum.end()
@@ -164,12 +165,12 @@ def test_what_was_gathered_without_correction_goes_on():
 
 
 def corrected() -> tuple[TopkGradGroup, Momentum]:
-    grad_group, picking = parcel_of((1, 4), ratio=0.25)
+    grad_group, topk = topk_group((1, 4), ratio=0.25)
     parameter = grad_group.params[0].parameter
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.5)
-    picking.momentum = Momentum(optimizer, picking.parameters)
-    picking.momentum.begin()
-    return grad_group, picking.momentum
+    topk.momentum = Momentum(optimizer, topk.parameters)
+    topk.momentum.begin()
+    return grad_group, topk.momentum
 
 
 def test_held_elements_gather_momentum_and_lose_it_when_they_are_sent():

@@ -8,7 +8,8 @@ from datetime import timedelta
 from typing import NoReturn
 
 import pytest
-from meshwright.executor.comm.collective_log import _ordinal
+import torch.distributed as dist
+from meshwright.executor.comm.collective_log import CollectiveLog, _ordinal
 from meshwright.executor.comm.groups import Group
 from meshwright.executor.comm.heartbeat import Heard, within
 from meshwright.executor.comm.watchdog import Watchdog, where_all_are
@@ -137,3 +138,20 @@ def test_a_read_that_never_returns_is_left_behind() -> None:
 )
 def test_ordinals(number: int, text: str) -> None:
     assert _ordinal(number) == text
+
+
+def test_groups_of_one_label_are_compared_each_by_itself() -> None:
+    """As two layouts have that leave ranks idle: the same label, and the same first rank."""
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    heartbeats = [Hosts(3) for _ in range(3)]
+    logs = []
+    for rank, heartbeat in enumerate(heartbeats):
+        heartbeat.rank = rank
+        logs.append(CollectiveLog(store, heartbeat, 0))  # type: ignore[arg-type]
+    pair, three = (Group(tuple(range(n)), 0, object(), "exchange in parts") for n in (2, 3))
+    for log in logs[:2]:
+        log.note(pair, "slice 0 of 'a'")
+    for log in logs:
+        log.note(three, "slice 0 of 'b'")
+    assert all(log.compared(pair) for log in logs[:2])
+    assert all(log.compared(three) for log in logs)

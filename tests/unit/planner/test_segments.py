@@ -172,9 +172,9 @@ def test_units_that_a_segment_cannot_have():
     ):
         chosen = (HOME, HOME, HOME._replace(**change), HOME, HOME)
         found = Checkpointing(model, chosen, KINDS).moves
-        assert all(not move.inside for row in found for move in row), change
+        assert all(not move.joined for row in found for move in row), change
     found = Checkpointing(model, (HOME,) * 5, KINDS).moves
-    assert {move.inside for row in found for move in row} == {0, 2, 3}
+    assert {move.joined for row in found for move in row} == {0, 2, 3}
     forbidden = msgspec.structs.replace(KINDS, memory=("keep",))
     found = Checkpointing(model, (HOME,) * 5, forbidden).moves
     assert all(len(row) == 1 for row in found)
