@@ -227,13 +227,17 @@ class MemoryModel:
         # A feature map counts to the unit that made it. What the next unit needs to run again, or
         # has saved itself, is this unit's output: it stays where somebody saves it, or may have to
         # run again from it.
-        units = self.model.profile.units
-        targets = (units[self.model.ends[e][1]] for e in self.model.edges_from[k])
-        if not (units[k].output_kept or any(unit.modules for unit in targets)):
+        if not self.keeps_output(k):
             return 0.0
         whole = self.model.output_bytes_per_sample(k)[0] * samples
         split = option.layout.degree if option.style == "column" else 1
         return min(whole / split, saved)
+
+    def keeps_output(self, k: int) -> bool:
+        """Whether somebody saves the unit's output for backward, or may run again from it."""
+        units = self.model.profile.units
+        targets = (units[self.model.ends[e][1]] for e in self.model.edges_from[k])
+        return units[k].output_kept or any(unit.modules for unit in targets)
 
     # -- all units of a position -----------------------------------------------------------------
 
