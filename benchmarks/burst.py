@@ -184,7 +184,7 @@ def ask(
     shared = replace(
         alone,
         goal=msgspec.structs.replace(narrow, micro_batches=(within.model.micro_batches,)),
-        bucket_bytes=within.model.bucket_bytes,
+        bucket_bytes=within.model.message_bytes,
     )
     tried = candidates(shared, Assumptions(), plain.step_s, LIMIT_S)
     parts = [plain_on(name, profile, 2**i, bytes_per_s) for i in range(ranks.bit_length() - 1)]

@@ -29,7 +29,6 @@ import msgspec
 from meshwright.planner.cost.budget import unit_s
 from meshwright.planner.cost.cost import BUCKET_BYTES, CostModel
 from meshwright.planner.cost.step_time import barrier_step, priority_step
-from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.multiplex.gaps import background_share
 from meshwright.planner.multiplex.jobs import Assumptions, Background, shared_device_model, slowed
 from meshwright.planner.multiplex.timeline import timelines
@@ -39,10 +38,10 @@ from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.options import Decisions, Option, allowed
 from meshwright.planner.schema.plan import ScheduleName
 from meshwright.planner.simulate.schedule import bucketed_s
+from meshwright.planner.solve.answer import over_bytes
 from meshwright.planner.solve.evaluate import evaluation
 from meshwright.planner.solve.heuristic.bursts import LIMITS, greedy
-from meshwright.planner.solve.heuristic.space import Point, Space
-from meshwright.planner.solve.objective import over_bytes
+from meshwright.planner.solve.heuristic.space import OptionSpace, ScoredDecisions
 from meshwright.planner.solve.problem import Problem, Result
 from meshwright.planner.solve.solver import solve
 
@@ -115,7 +114,7 @@ def _plain_models(
         if times == 1 or goal.batch >= times * problem.cluster.world_size:
             yield CostModel(
                 problem.profile, problem.cluster, goal, micro_batches=times,
-                placement=problem.placement, bucket_bytes=size, sliced=schedule == "priority",
+                placement=problem.placement, message_bytes=size, sliced=schedule == "priority",
             )  # fmt: skip
 
 
@@ -225,7 +224,7 @@ def _model(problem: Problem) -> CostModel:
     return CostModel(
         problem.profile, problem.cluster, problem.goal,
         micro_batches=problem.goal.micro_batches[0], placement=problem.placement,
-        bucket_bytes=problem.bucket_bytes, sliced=problem.schedule == "priority",
+        message_bytes=problem.bucket_bytes, sliced=problem.schedule == "priority",
     )  # fmt: skip
 
 
@@ -275,11 +274,11 @@ def _starts(
     model: CostModel, problem: Problem, found: Mapping[Decisions, str], rate: float, limit_s: float
 ) -> list[Decisions]:
     """Where narrowing begins: the plan that is worth most, and the one with the shortest step."""
-    point = Point(Space(model, problem.capability), MemoryModel(model), problem.schedule)
+    scored = ScoredDecisions(OptionSpace(model, problem.capability), problem.schedule)
     judged = []
     for decisions in found:
-        point.move_to(decisions)
-        judged.append((worth(point, rate, limit_s).samples_per_s, -point.step_s(), decisions))
+        scored.move_to(decisions)
+        judged.append((worth(scored, rate, limit_s).samples_per_s, -scored.step_s(), decisions))
     most = max(judged, key=lambda each: each[:2])
     quickest = max(judged, key=lambda each: each[1])
     return list(dict.fromkeys((most[2], quickest[2])))
@@ -305,12 +304,12 @@ class Worth(NamedTuple):
     step_s: float
 
 
-def worth(point: Point, background_samples_s: float, limit_s: float) -> Worth:
-    """The worth of the decisions at which a point stands."""
-    model, step_s = point.model, point.step_s()
-    if step_s > limit_s or point.peak() > point.limit_bytes or step_s <= 0:
+def worth(scored: ScoredDecisions, background_samples_s: float, limit_s: float) -> Worth:
+    """The worth of the decisions as they stand."""
+    model, step_s = scored.model, scored.step_s()
+    if step_s > limit_s or scored.peak() > scored.limit_bytes or step_s <= 0:
         return Worth(-1.0, step_s)
-    used_s = sum(o.layout.size * unit_s(model, k, o) for k, o in enumerate(point.decisions))
+    used_s = sum(o.layout.size * unit_s(model, k, o) for k, o in enumerate(scored.decisions))
     idle_s = model.world_size * step_s - used_s
     return Worth((model.goal.batch + background_samples_s * idle_s) / step_s, step_s)
 
@@ -328,27 +327,27 @@ def narrowed(
     is over: each time the one that gains most for what it adds to the step, of which there is only
     so much. ``background_samples_s`` is what an idle device makes."""
     deadline = time.perf_counter() + time_limit_s
-    point = Point(Space(model, capability), MemoryModel(model), schedule)
-    point.move_to(start)
-    best = worth(point, background_samples_s, limit_s)
+    scored = ScoredDecisions(OptionSpace(model, capability), schedule)
+    scored.move_to(start)
+    best = worth(scored, background_samples_s, limit_s)
     while True:
         most, chosen = 0.0, None
         for run, width in _changes(model):
             change = _on(model, capability, run, width)
-            before = point.set(change)
+            before = scored.set(change)
             if not before:
                 continue
-            found = worth(point, background_samples_s, limit_s)
-            point.set(before.items())
+            found = worth(scored, background_samples_s, limit_s)
+            scored.set(before.items())
             gain = _gain(best, found)
             if gain > most:
                 most, chosen = gain, change
             if time.perf_counter() > deadline:
                 break
         if chosen is None:
-            return point.taken()
-        point.set(chosen)
-        best = worth(point, background_samples_s, limit_s)
+            return scored.taken()
+        scored.set(chosen)
+        best = worth(scored, background_samples_s, limit_s)
 
 
 def _gain(old: Worth, new: Worth) -> float:

@@ -27,8 +27,8 @@ from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layer_times import profile_of_table
 from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.heuristic.bursts import LIMITS, greedy
-from meshwright.planner.solve.objective import value
 from meshwright.planner.solve.problem import Problem
 from rows import markdown, print_json, put_into
 
@@ -94,7 +94,7 @@ def compare(case: str, asked: Problem) -> list[Comparison]:
         asked.cluster,
         asked.goal,
         placement=asked.placement,
-        bucket_bytes=asked.bucket_bytes,
+        message_bytes=asked.bucket_bytes,
         sliced=True,
     )
     plans = {}
@@ -102,7 +102,7 @@ def compare(case: str, asked: Problem) -> list[Comparison]:
         plans.setdefault(greedy(model, limit), limit)
     found = []
     for decisions, limit in plans.items():
-        theirs = value(model, decisions, asked.schedule)
+        theirs = choice(model, decisions, asked.schedule)
         fast = within(asked, theirs.gpu_seconds, "multipliers", LIMIT_S)
         cheap = cheapest_within(asked, theirs.step_s, "multipliers", LIMIT_S)
         found.append(Comparison(case, limit, theirs.step_s, theirs.gpu_seconds, fast, cheap))

@@ -185,7 +185,7 @@ class Chooser:
             model = CostModel(
                 self.profile, self.cluster, self._goal(common, batch),
                 micro_batches=common.micro_batches,
-                bucket_bytes=SLICE_BYTES, sliced=True,
+                message_bytes=SLICE_BYTES, sliced=True,
             )  # fmt: skip
             decisions = [_option(common, unit) for unit in self.profile.units]
             self._searches[key] = Checkpointing(model, decisions, CAPABILITY)

@@ -71,7 +71,7 @@ def best(problem):
                 found = found._replace(
                     objective_s=float(objective[low]),
                     micro_batches=model.micro_batches,
-                    bucket_bytes=model.bucket_bytes,
+                    bucket_bytes=model.message_bytes,
                     decisions=decisions,
                 )
     return found
@@ -224,7 +224,7 @@ class _Table:
         """(peak of the fullest position, whether every position keeps its limit at every point of
         the timeline)."""
         model = self.model
-        limits = limits_bytes(model.cluster, model.goal, model.placement)
+        limits = limits_bytes(model)
         keep, most = np.ones(len(chosen), dtype=bool), np.zeros(len(chosen))
         received = self.entry(chosen, lambda c: c.received_bytes, largest=True)
         seen = set()
@@ -259,8 +259,8 @@ class _Table:
                 found[:, at] += figures[:, of]
             beside[one.point] = beside[one.point] + found
         always = weights.sum(axis=1)
-        open_ = self._kinds(chosen) * self.model.bucket_bytes * (not self.model.sliced)
-        closed = self.unit(chosen, self._closes) * self.model.bucket_bytes
+        open_ = self._kinds(chosen) * self.model.message_bytes * (not self.model.sliced)
+        closed = self.unit(chosen, self._closes) * self.model.message_bytes
         to_come = exchanged.cumsum(axis=1) - exchanged
         own = gradients.sum(axis=1)
         every = own + travelling.sum(axis=1)
@@ -293,7 +293,7 @@ class _Table:
         if self.model.sliced or option.layout.groups == 1:
             return False
         owned = self.model.owned[k]
-        return any(p.trainable and p.bytes > self.model.bucket_bytes for p in owned)
+        return any(p.trainable and p.bytes > self.model.message_bytes for p in owned)
 
     def _kinds(self, chosen):
         """How many layouts exchange gradients."""

@@ -19,9 +19,9 @@ from meshwright.planner.schema.profile import (
     SplitProfile,
     UpdateRate,
 )
+from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.evaluate import rank_memory
 from meshwright.planner.solve.ilp.cases import case
-from meshwright.planner.solve.objective import value
 from meshwright.planner.solve.problem import Problem
 
 from tests.brute import best, combinations
@@ -243,7 +243,7 @@ def _home(world):
 def value_of(made, found):
     """The figures of what brute force found, by the cost model."""
     model = made.cost_model(found.micro_batches, found.bucket_bytes)
-    return value(model, found.decisions, made.schedule)
+    return choice(model, found.decisions, made.schedule)
 
 
 def _limited(made, rng):

@@ -16,7 +16,7 @@ from meshwright.planner.schema.cluster import (
     Level,
     Node,
 )
-from meshwright.planner.schema.curve import ZERO, Curve, constant, proportional
+from meshwright.planner.schema.curve import ZERO, Curve, proportional
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import lattice
 from meshwright.planner.schema.options import Option, allowed, ties_agree
@@ -35,6 +35,11 @@ WORLDS = (1, 2, 3, 4, 6, 8)
 
 
 # -- builders ---------------------------------------------------------------------------------
+
+
+def constant(value):
+    """The same value at every size above zero."""
+    return Curve(x=(1.0, 2.0), y=(value, value))
 
 
 def share(style="none", degree=1, forward=ZERO, backward=ZERO, saved=0.0, parameter_bytes=0):

@@ -40,25 +40,33 @@ def single_device_s(model: CostModel, k: int) -> float:
     return forward_s(unit, "none", 1, batch) + backward_s(unit, "none", 1, batch) + update
 
 
+def single_device_batch_s(model: CostModel) -> float:
+    """Seconds that one device would take for the whole batch: what amplification counts in."""
+    return sum(single_device_s(model, k) for k in range(len(model.profile.units)))
+
+
 def gpu_seconds_limit(model: CostModel) -> float:
     """Device-seconds that a step may use, infinite without a limit."""
     limit = model.goal.amplification_limit
     if limit is None:
         return float("inf")
-    return limit * sum(single_device_s(model, k) for k in range(len(model.profile.units)))
+    return limit * single_device_batch_s(model)
 
 
 def within_unit_limit(model: CostModel, k: int, option: Option) -> bool:
-    """Whether a unit keeps the goal's limit on its own amplification; on one device it does."""
+    """Whether a unit keeps the goal's limit on its own amplification."""
     limit = model.goal.unit_amplification_limit
+    # The measure is what one device takes, so a unit on one device keeps every limit.
     if limit is None or option.layout == Layout(groups=1):
         return True
+    # A unit that stands exactly at the limit must not fail it by rounding.
     return unit_amplification(model, k, option) <= limit * (1 + 1e-12)
 
 
 def unit_amplification(model: CostModel, k: int, option: Option) -> float:
     """A unit's own time times its devices, as a multiple of what one device takes; what exchanges
-    and collectives it waits for counts as its time. Units that are fixed count nothing."""
+    and collectives it waits for counts as its time."""
+    # Nothing can be decided of a fixed unit, so no limit is held against it.
     if model.profile.units[k].fixed:
         return 0.0
     cost, times = model.unit(k, option), model.micro_batches
@@ -99,8 +107,8 @@ def overdrawn(model: CostModel, decisions: Sequence[Option], step_s: float) -> f
 
 
 def permitted(model: CostModel, decisions: Sequence[Option]) -> bool:
-    """Whether the limit on each unit and the pins are kept: a unit that they leave nothing stands
-    as it is under data parallelism."""
+    """Whether the limit on each unit and the pins are kept."""
+    # They may leave a unit nothing: it then stands as it is under data parallelism.
     return all(
         model.goal.permits(unit.name, option.layout, option.style)
         and within_unit_limit(model, k, option)

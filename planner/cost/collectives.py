@@ -14,8 +14,7 @@ node's network interface, which the devices of the node share: rings that run at
 divide it. A collective that leaves a node occupies the link between nodes for all of its time,
 whichever of its parts is the slowest, so that no faster link can ever make it compete with more.
 
-Time never rises with bandwidth and never falls with bytes: measured points that fall are lifted to
-the largest value before them.
+Time never rises with bandwidth and never falls with bytes.
 """
 
 from __future__ import annotations
@@ -105,44 +104,40 @@ def rings(fabric: Fabric, groups: Positions) -> Rings:
     out = np.bincount(from_node[crossing], minlength=nodes)
     into = np.bincount(to_node[crossing], minlength=nodes)
     sharing = np.where(crossing, np.maximum(out[from_node], into[to_node]), 1)
-    rates = _hop_rates(fabric, source, target, crossing) / sharing
-    load = int(sharing.max())
-    return Rings(ranks, level, load, float(rates.min()), fabric.pair_bytes_per_s is not None)
-
-
-def _hop_rates(
-    fabric: Fabric, source: Positions, target: Positions, crossing: npt.NDArray[np.bool_]
-) -> Matrix:
-    """Bandwidth of each hop on its own."""
+    paired = fabric.pair_bytes_per_s is not None
+    rates = np.empty(len(source))  # of each hop on its own
     if fabric.pair_bytes_per_s is not None:
-        return fabric.pair_bytes_per_s[source, target]
-    rates = np.empty(len(source))
-    for name, mask in (("inter", crossing), ("intra", ~crossing)):
-        if mask.any():
-            rates[mask] = fabric.level(name).bytes_per_s  # type: ignore[arg-type]
-    return rates
+        rates = fabric.pair_bytes_per_s[source, target]
+    else:
+        hops: tuple[tuple[LevelName, npt.NDArray[np.bool_]], ...]
+        hops = ("inter", crossing), ("intra", ~crossing)
+        for name, mask in hops:
+            if mask.any():
+                rates[mask] = fabric.level(name).bytes_per_s
+    return Rings(ranks, level, int(sharing.max()), float((rates / sharing).min()), paired)
 
 
-def _steps(collective: Collective, ranks: int) -> int:
+def _steps_and_share(collective: Collective, ranks: int) -> tuple[int, float]:
+    """The last two columns of the table at the top."""
     if collective == "p2p":
-        return 1
-    return (2 if collective == "all_reduce" else 1) * (ranks - 1)
-
-
-def _share(collective: Collective, ranks: int) -> float:
-    if collective in ("p2p", "all_to_all"):
-        return 1.0
-    return (2.0 if collective == "all_reduce" else 1.0) * (ranks - 1) / ranks
+        return 1, 1.0
+    if collective == "all_to_all":
+        return ranks - 1, 1.0
+    rounds = 2 if collective == "all_reduce" else 1
+    return rounds * (ranks - 1), rounds * (ranks - 1) / ranks
 
 
 def _ring_s(fabric: Fabric, ring: Rings, collective: Collective, size_bytes: float) -> float:
     if ring.ranks < 2 or size_bytes <= 0:
         return 0.0
     level = fabric.level(ring.level)
-    wire_s = _share(collective, ring.ranks) * size_bytes / ring.bytes_per_s
+    steps, share = _steps_and_share(collective, ring.ranks)
+    wire_s = share * size_bytes / ring.bytes_per_s
+    # Rings that share an interface take as long as one of them with the bytes of all.
     measured = measured_s(level, collective, ring.ranks, size_bytes * ring.load)
     if measured is None:
-        return _steps(collective, ring.ranks) * level.latency_s + wire_s
+        return steps * level.latency_s + wire_s
+    # Curves were measured over some pairs of ranks, and this ring may have a slower one.
     return max(measured, wire_s) if ring.paired else measured
 
 
@@ -179,9 +174,7 @@ def p2p_s(fabric: Fabric, source: int, target: int, message_bytes: float) -> flo
     """Seconds of one message of ``message_bytes`` from a position to another."""
     if source == target or message_bytes <= 0:
         return 0.0
-    pair = np.array([[source, target]])
-    ring = rings(fabric, pair)
-    return _ring_s(fabric, ring, "p2p", message_bytes)
+    return _ring_s(fabric, rings(fabric, np.array([[source, target]])), "p2p", message_bytes)
 
 
 def measured_s(level: Level, collective: Collective, ranks: int, size_bytes: float) -> float | None:
@@ -202,15 +195,13 @@ def measured_s(level: Level, collective: Collective, ranks: int, size_bytes: flo
             part = (ranks - lower.ranks) / (upper.ranks - lower.ranks)
             low, high = _rising(lower.seconds)(size_bytes), _rising(upper.seconds)(size_bytes)
             return low + part * (high - low)
-    return _scaled_s(curves[0] if ranks < curves[0].ranks else curves[-1], ranks, size_bytes)
-
-
-def _scaled_s(curve: CollectiveCurve, ranks: int, size_bytes: float) -> float:
-    """A curve read for another rank count than it was measured with."""
-    name = curve.collective
-    size_bytes *= _share(name, ranks) / max(_share(name, curve.ranks), 1e-12)
-    extra = _steps(name, ranks) / max(_steps(name, curve.ranks), 1) - 1.0
+    curve = curves[0] if ranks < curves[0].ranks else curves[-1]
+    steps, share = _steps_and_share(collective, ranks)
+    known_steps, known_share = _steps_and_share(collective, curve.ranks)
+    size_bytes *= share / max(known_share, 1e-12)
+    extra = steps / max(known_steps, 1) - 1.0
     seconds = _rising(curve.seconds)(size_bytes) + extra * curve.latency_s
+    # Taking latency away for fewer ranks must not leave less than the wire takes.
     return max(seconds, size_bytes / curve.bytes_per_s)
 
 
@@ -222,5 +213,6 @@ def _curves_of(level: Level, collective: Collective) -> tuple[CollectiveCurve, .
 
 @lru_cache(maxsize=1024)
 def _rising(curve: Curve) -> Curve:
-    """The curve with each value lifted to the largest before it: noise must not reward bytes."""
+    """The curve with each value lifted to the largest before it."""
+    # Measured points that fall are noise: a search would be rewarded for sending more bytes.
     return Curve(x=curve.x, y=tuple(accumulate(curve.y, max)))

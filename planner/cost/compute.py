@@ -45,17 +45,16 @@ def share_of(
 ) -> float:
     """A measured quantity of a member's share, for ``samples`` samples of its group.
 
-    Between measured degrees it is linear in 1/m (a fixed part and one that is divided). Beyond the
-    largest, the same line is followed, but never below what perfect division of the largest
-    measured share would give. Where no share was measured, division is taken to be perfect, or
-    without ``divides`` not to happen at all.
+    Between measured degrees it is linear in 1/m (a fixed part and one that is divided), and beyond
+    the largest it follows the same line. Where no share was measured, division is taken to be
+    perfect, or without ``divides`` not to happen at all.
     """
-    known = [(s.degree, s) for s in unit.shares if s.style == style and s.degree > 1]
-    points = [(1, unit.whole), *sorted(known, key=lambda p: p[0])]
-    for d, share in points:
-        if d == degree:
+    known = [s for s in unit.shares if s.style == style and s.degree > 1]
+    shares = [unit.whole, *sorted(known, key=lambda share: share.degree)]
+    for share in shares:
+        if share.degree == degree:
             return quantity(share)(samples)
-    values = [(1.0 / d, quantity(share)(samples)) for d, share in points]
+    values = [(1.0 / share.degree, quantity(share)(samples)) for share in shares]
     inverse = 1.0 / degree
     for (x0, y0), (x1, y1) in pairwise(values):
         if x1 <= inverse <= x0:
@@ -64,6 +63,7 @@ def share_of(
     perfect = y1 * inverse / x1
     if len(values) == 1:
         return perfect if divides else y1
+    # Where shares divided better than perfectly, the line would fall below perfect division.
     x0, y0 = values[-2]
     return max(y1 + (y1 - y0) * (inverse - x1) / (x1 - x0), perfect)
 
@@ -86,12 +86,11 @@ def saved_bytes(unit: UnitProfile, style: Style, degree: int, samples: float) ->
 def shard_bytes(
     unit: UnitProfile, style: Style, degree: int, parameters: tuple[ParameterProfile, ...]
 ) -> int:
-    """Bytes of the largest member's shard of those parameters: those that the style divides are
-    cut into ``degree`` runs of its parts, the first the largest; the others are whole.
-    """
+    """Bytes of the largest member's shard of those parameters."""
     split = unit.split(style) if degree > 1 else None
     if split is None:
         return sum(p.bytes for p in parameters)
     divided = {name for name, _ in split.sharded}
+    # Runs of ceiling-sized chunks: the first member has the most.
     part = min(ceil(split.parts / degree) / split.parts, 1.0)
     return sum(ceil(p.bytes * part) if p.shared in divided else p.bytes for p in parameters)

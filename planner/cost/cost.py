@@ -16,41 +16,64 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
 
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
 from ..schema.goal import OPTIMIZERS, Goal
 from ..schema.layout import data_parallel
-from ..schema.options import Decisions, Option
+from ..schema.options import Decisions, Option, segments_of
 from ..schema.plan import MIRRORS, Plan
-from ..schema.profile import EdgeProfile, ModelProfile, UnitProfile
+from ..schema.profile import EdgeProfile, ModelProfile
 from .collectives import Fabric, all_gather_s, all_reduce_s, reduce_scatter_s
 from .compute import backward_s, batch_counts, busiest_samples, forward_s, saved_bytes, shard_bytes
 from .exchange import Exchanges
 from .ownership import TensorPlacement, input_placement, output_placement
 from .redistribution import Reals, Traffic, redistribution_s, traffic
-from .step_time import LINKS, Chain, empty_chain
-from .unit_cost import (
-    NO_MOVE,
-    EdgeCost,
-    OnLink,
-    UnitCost,
-    after,
-    offloaded,
-    recomputed,
-    released,
-    rerun_segments,
-)
+from .step_time import LINKS, Chain, OnLink, empty_chain
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket (torch.nn.parallel.DistributedDataParallel, bucket_cap_mb)."""
 
 
+class UnitCost(NamedTuple):
+    """What one unit costs by itself. ``shard_bytes`` are the parameters that a member holds,
+    ``trained_bytes`` those of them with a gradient, ``gradient_bytes`` what is exchanged.
+    ``released`` is an exchange that the rank waits for in backward (early release), ``slice_s`` the
+    time of one slice on the link of ``exchange`` (zero where gradients travel in buckets)."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    inner_forward: OnLink
+    inner_backward: OnLink
+    exchange: OnLink
+    gradient_bytes: int
+    trained_bytes: int
+    shard_bytes: int
+    released: OnLink = OnLink()
+    slice_s: float = 0.0
+
+
+class EdgeCost(NamedTuple):
+    """The redistribution of one edge's tensor, forward and backward, and the bytes that the
+    busiest rank receives forward."""
+
+    forward: OnLink
+    backward: OnLink
+    received_bytes: float
+
+
+NO_MOVE = EdgeCost(OnLink(), OnLink(), 0.0)
+
+
 class CostModel(Exchanges):
     """The costs of one profile on one cluster for one goal, micro-batch count and placement.
 
-    Gradients travel in buckets of ``bucket_bytes`` (the barrier's schedule), or with ``sliced``
-    unit by unit in slices of at most that (the schedule by priority).
+    Messages are buckets of at most ``message_bytes`` (the barrier's schedule), or with ``sliced``
+    slices of at most that, unit by unit (the schedule by priority).
 
     Every answer is a pure function of these; the object only remembers what it has worked out.
     """
@@ -63,12 +86,13 @@ class CostModel(Exchanges):
         *,
         micro_batches: int = 1,
         placement: tuple[int, ...] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        message_bytes: int = BUCKET_BYTES,
         sliced: bool = False,
     ) -> None:
         self.placement = placement or tuple(range(cluster.world_size))
-        super().__init__(profile, Fabric(cluster, self.placement), bucket_bytes, sliced)
-        self.cluster, self.goal, self.micro_batches = cluster, goal, micro_batches
+        fabric = Fabric(cluster, self.placement)
+        super().__init__(profile, fabric, micro_batches, message_bytes, sliced)
+        self.cluster, self.goal = cluster, goal
         self.world_size = cluster.world_size
         self.counts = batch_counts(goal.batch, self.world_size, micro_batches)
         self._units: dict[tuple[int, Option], UnitCost] = {}
@@ -83,7 +107,7 @@ class CostModel(Exchanges):
         another ``goal``."""
         return cls(
             profile, cluster, goal or plan.goal, micro_batches=plan.micro_batches,
-            placement=plan.placement, bucket_bytes=plan.bucket_bytes,
+            placement=plan.placement, message_bytes=plan.bucket_bytes,
             sliced=plan.schedule == "priority",
         )  # fmt: skip
 
@@ -93,12 +117,12 @@ class CostModel(Exchanges):
         return (Option(data_parallel(self.world_size)),) * len(self.profile.units)
 
     def of(self, profile: ModelProfile) -> CostModel:
-        """The costs of another profile of the same model, all else being equal. What moves between
-        layouts does not depend on the profile, and is worked out for both together."""
+        """The costs of another profile of the same model, all else being equal."""
         made = CostModel(
             profile, self.cluster, self.goal, micro_batches=self.micro_batches,
-            placement=self.placement, bucket_bytes=self.bucket_bytes, sliced=self.sliced,
+            placement=self.placement, message_bytes=self.message_bytes, sliced=self.sliced,
         )  # fmt: skip
+        # What moves between layouts does not depend on the profile: worked out for both together.
         made._traffic = self._traffic
         return made
 
@@ -120,12 +144,13 @@ class CostModel(Exchanges):
         payload = self.payload_bytes(option, trained)
         exchange, slice_s = self.exchanged(option, payload)
         inner_forward, inner_backward = self._inner(k, option, samples)
+        # The rank waits for the copies of a mirror on the host: to the device and back.
+        host_rate = self.cluster.host_bytes_per_s
+        copies_s = 2.0 * trained / (host_rate or 1.0) if option.feedback == "host_mirror" else 0.0
         own_s = self.overhead_s(k, trained if layout.groups > 1 else 0)
         cost = UnitCost(
             forward_s=forward_s(unit, style, layout.degree, samples),
-            backward_s=backward_s(unit, style, layout.degree, samples)
-            + own_s
-            + self._copies_s(option, trained),
+            backward_s=backward_s(unit, style, layout.degree, samples) + own_s + copies_s,
             update_s=self._update_s(option, trained),
             inner_forward=inner_forward,
             inner_backward=inner_backward,
@@ -135,33 +160,21 @@ class CostModel(Exchanges):
             shard_bytes=shard_bytes(unit, style, layout.degree, self.owned[k]),
             slice_s=slice_s,
         )
-        return released(self._with_memory_policy(unit, option, cost, samples), option)
-
-    def _with_memory_policy(
-        self, unit: UnitProfile, option: Option, cost: UnitCost, samples: int
-    ) -> UnitCost:
         if option.memory == "recompute":
-            return recomputed(cost)
-        if option.memory == "offload":
-            rate = self.cluster.host_bytes_per_s
-            assert rate is not None, "refused where the rate is not known"
-            saved = saved_bytes(unit, option.style, option.layout.degree, samples)
-            return offloaded(cost, saved / rate)
-        return cost
+            cost = recomputed(cost)
+        elif option.memory == "offload":
+            assert host_rate is not None, "refused where the rate is not known"
+            cost = offloaded(cost, saved_bytes(unit, style, layout.degree, samples) / host_rate)
+        return released(cost) if option.early_release else cost
 
     def overhead_s(self, k: int, gradient_bytes: int) -> float:
         """The executor's own work in the backward of unit ``k``: for each of its parameters, for
-        what it exchanges, and at the end of the step's last backward (the first unit's) once."""
+        what it exchanges, and once in a step."""
         overhead = self.cluster.overhead_of(sliced=self.sliced)
         own = overhead.parameter_s * sum(p.trainable for p in self.owned[k])
         own += overhead.byte_s * gradient_bytes
+        # What comes once in a step is done at the end of the last backward, the first unit's.
         return own + (overhead.step_s / self.micro_batches if k == 0 else 0.0)
-
-    def _copies_s(self, option: Option, trained_bytes: int) -> float:
-        """What a mirror on the host adds to backward, which waits for its copies both ways."""
-        if option.feedback != "host_mirror":
-            return 0.0
-        return 2.0 * trained_bytes / (self.cluster.host_bytes_per_s or 1.0)
 
     def _update_s(self, option: Option, trained_bytes: int) -> float:
         """The update of a member's shard, of its part of it where the exchange is sharded; and for
@@ -173,34 +186,24 @@ class CostModel(Exchanges):
         return part + (trained_bytes * rate if option.lossy else 0.0)
 
     def _inner(self, k: int, option: Option, samples: int) -> tuple[OnLink, OnLink]:
-        """The collectives inside a unit, forward and backward: those of its partial sums, and the
-        all-reduce of ``global`` batch statistics."""
-        statistics, (forward, backward) = (
-            self._statistics(k, option),
-            self._sums(k, option, samples),
-        )
+        """The collectives inside a unit, forward and backward: the all-reduce of ``global`` batch
+        statistics, and those of its partial sums."""
+        unit, layout = self.profile.units[k], option.layout
+        statistics = forward = backward = OnLink()
+        if unit.batch_statistics and self.goal.batch_statistics == "global":
+            ring = self.ring(layout, "all")
+            seconds = all_reduce_s(self.fabric, ring, unit.statistics_bytes)
+            statistics = OnLink(seconds, LINKS.index(ring.level), 2.0 * unit.statistics_bytes)
+        if option.style in ("row", "pair") and layout.degree > 1:
+            ring = self.ring(layout, "groups")
+            link, part = LINKS.index(ring.level), (layout.degree - 1) / layout.degree
+            out, back = (size * samples for size in self.output_bytes_per_sample(k))
+            own_s = self.cluster.overhead.move_s
+            scatter_s = own_s + reduce_scatter_s(self.fabric, ring, out)
+            gather_s = own_s + all_gather_s(self.fabric, ring, back)
+            forward = OnLink(scatter_s, link, out * part)
+            backward = OnLink(gather_s, link, back * part)
         return after(statistics, forward), after(statistics, backward)
-
-    def _statistics(self, k: int, option: Option) -> OnLink:
-        unit = self.profile.units[k]
-        if not unit.batch_statistics or self.goal.batch_statistics != "global":
-            return OnLink()
-        ring = self.ring(option.layout, "all")
-        seconds = all_reduce_s(self.fabric, ring, unit.statistics_bytes)
-        return OnLink(seconds, LINKS.index(ring.level), 2.0 * unit.statistics_bytes)
-
-    def _sums(self, k: int, option: Option, samples: int) -> tuple[OnLink, OnLink]:
-        layout = option.layout
-        if option.style not in ("row", "pair") or layout.degree == 1:
-            return OnLink(), OnLink()
-        ring = self.ring(layout, "groups")
-        link, part = LINKS.index(ring.level), (layout.degree - 1) / layout.degree
-        out, back = (b * samples for b in self.output_bytes_per_sample(k))
-        own_s = self.cluster.overhead.move_s
-        return (
-            OnLink(own_s + reduce_scatter_s(self.fabric, ring, out), link, out * part),
-            OnLink(own_s + all_gather_s(self.fabric, ring, back), link, back * part),
-        )
 
     def output_bytes_per_sample(self, k: int) -> tuple[float, float]:
         """(forward, backward) bytes of a unit's output, the largest that an edge takes from it."""
@@ -214,12 +217,31 @@ class CostModel(Exchanges):
         """What edge ``e`` costs between its ends' options, taken by itself."""
         key = (e, source, target)
         if key not in self._edges:
-            held = (
+            self._edges[key] = self._edge(
+                self.profile.edges[e],
                 output_placement(source.layout, source.style),
                 input_placement(target.layout, target.style),
             )
-            self._edges[key] = self._edge(self.profile.edges[e], *held)
         return self._edges[key]
+
+    def _edge(
+        self, edge: EdgeProfile, source: TensorPlacement, target: TensorPlacement
+    ) -> EdgeCost:
+        # Where no end slices features, what moves is the same for any number of them.
+        features = edge.features if "feature_shard" in (source.form, target.form) else 1
+        key = (source, target, features)
+        if key not in self._traffic:
+            self._traffic[key] = traffic(self.fabric, self.counts, (source,), (target,), features)
+        moved = self._traffic[key]
+        link, sent, received = moved.level.item(), moved.sent.item(), moved.received.item()
+        element = edge.bytes_per_sample / features
+        back = edge.gradient_bytes_per_sample / features
+        # Backward the same boxes go the other way: what was received is sent.
+        return EdgeCost(
+            OnLink(self.move_s(moved, element).item(), link, sent * element),
+            OnLink(self.move_s(moved, back).item(), link, received * back),
+            received * element,
+        )
 
     def arrival(self, e: int, decisions: Sequence[Option]) -> EdgeCost:
         """What edge ``e`` costs in a plan: nothing where an earlier unit has got the same
@@ -229,32 +251,10 @@ class CostModel(Exchanges):
         moves = cost.received_bytes or cost.backward.sent_bytes
         return NO_MOVE if moves and self.redistributed_before(e, decisions) else cost
 
-    def _edge(
-        self, edge: EdgeProfile, source: TensorPlacement, target: TensorPlacement
-    ) -> EdgeCost:
-        sliced = "feature_shard" in (source.form, target.form)
-        features = edge.features if sliced else 1
-        moved = self._moved(source, target, features)
-        link, sent, received = moved.level.item(), moved.sent.item(), moved.received.item()
-        element = edge.bytes_per_sample / features
-        back = edge.gradient_bytes_per_sample / features
-        forward_s, backward_s = (self.move_s(moved, size).item() for size in (element, back))
-        return EdgeCost(
-            OnLink(forward_s, link, sent * element),
-            OnLink(backward_s, link, received * back),
-            received * element,
-        )
-
     def move_s(self, moved: Traffic, element_bytes: float) -> Reals:
         """[source, target] seconds of redistributions, with the executor's own work around each."""
         seconds = redistribution_s(self.fabric, moved, element_bytes)
         return seconds + self.cluster.overhead.move_s * (seconds > 0)
-
-    def _moved(self, source: TensorPlacement, target: TensorPlacement, features: int) -> Traffic:
-        key = (source, target, features)
-        if key not in self._traffic:
-            self._traffic[key] = traffic(self.fabric, self.counts, (source,), (target,), features)
-        return self._traffic[key]
 
     def chain(self, decisions: Sequence[Option]) -> Chain:
         """All costs of the decisions, in forward order, as the step formulas take them."""
@@ -289,6 +289,50 @@ class CostModel(Exchanges):
             cost = self.arrival(e, decisions)
             chain.entry_forward_s[cost.forward.link, k] += cost.forward.seconds
             chain.entry_backward_s[cost.backward.link, k] += cost.backward.seconds
+
+
+def after(one: OnLink, other: OnLink) -> OnLink:
+    """Two collectives one after the other, as on the link of the longer."""
+    link = max(one, other).link
+    return OnLink(one.seconds + other.seconds, link, one.sent_bytes + other.sent_bytes)
+
+
+def recomputed(cost: UnitCost) -> UnitCost:
+    """With recompute the forward runs again in backward, its collectives too."""
+    again, inner = cost.inner_forward, cost.inner_backward
+    both = OnLink(
+        inner.seconds + again.seconds,
+        again.link if again.seconds else inner.link,
+        inner.sent_bytes + again.sent_bytes,
+    )
+    return cost._replace(backward_s=cost.backward_s + cost.forward_s, inner_backward=both)
+
+
+def offloaded(cost: UnitCost, copy_s: float) -> UnitCost:
+    """With offload the feature maps are copied to the host and back in ``copy_s`` each, while the
+    rank waits (so do torch's own hooks)."""
+    return cost._replace(forward_s=cost.forward_s + copy_s, backward_s=cost.backward_s + copy_s)
+
+
+def released(cost: UnitCost) -> UnitCost:
+    """With early release the rank waits for the unit's exchange in backward and updates there."""
+    return cost._replace(
+        backward_s=cost.backward_s + cost.update_s,
+        update_s=0.0,
+        exchange=OnLink(),
+        released=cost.exchange,
+        slice_s=0.0,
+    )
+
+
+def rerun_segments(chain: Chain, decisions: Sequence[Option]) -> None:
+    """Moves the second forwards of a segment's units in ``chain`` to where they are: before the
+    backward of its last unit."""
+    for first, last in segments_of(decisions):
+        before = slice(first, last)
+        chain.backward_s[last] += chain.forward_s[before].sum()
+        left = chain.backward_s[before] - chain.forward_s[before]
+        chain.backward_s[before] = np.maximum(left, 0.0)  # below zero by rounding only
 
 
 def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:

@@ -20,20 +20,19 @@ from .collectives import (
     rings,
 )
 from .compute import shard_bytes
-from .step_time import LINKS
+from .step_time import LINKS, OnLink
 from .structure import Structure
-from .unit_cost import OnLink
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# The number that says where a picked gradient element belongs is an int32. A parameter with more
+# elements than that can number is sent whole.
 NUMBER_BYTES = 4
-"""Of the number that says where a picked gradient element belongs (int32)."""
 MOST_NUMBERED = 2**31 - 1
-"""A parameter with more elements cannot be numbered so, and is sent whole."""
 
 
 def sent_whole(dims: int, numel: int, *, of_norm: bool) -> bool:
-    """Whether a lossy exchange sends a parameter whole: biases, scales, and what normalises are
-    few elements, and training is sensitive to them."""
+    """Whether a lossy exchange sends a parameter whole."""
+    # Biases, scales and what normalises are few elements, and training is sensitive to them.
     return dims <= 1 or of_norm or numel > MOST_NUMBERED
 
 
@@ -56,17 +55,21 @@ class Gradient(NamedTuple):
 
 
 class Exchanges(Structure):
-    """The gradient exchange of a profile's units over a fabric. Gradients travel in buckets of
-    ``bucket_bytes``, or with ``sliced`` unit by unit in slices of at most that. Parameters that are
+    """The gradient exchange of a profile's units over a fabric. Messages are buckets of at most
+    ``message_bytes``, or with ``sliced`` slices of at most that, unit by unit. Parameters that are
     whole only while they are used are gathered twice in each of ``micro_batches``."""
 
-    micro_batches = 1
-
     def __init__(
-        self, profile: ModelProfile, fabric: Fabric, bucket_bytes: int, sliced: bool
+        self,
+        profile: ModelProfile,
+        fabric: Fabric,
+        micro_batches: int,
+        message_bytes: int,
+        sliced: bool,
     ) -> None:
         super().__init__(profile)
-        self.fabric, self.bucket_bytes, self.sliced = fabric, bucket_bytes, sliced
+        self.fabric, self.micro_batches = fabric, micro_batches
+        self.message_bytes, self.sliced = message_bytes, sliced
         self._gradients: dict[tuple[int, Option], tuple[Gradient, ...]] = {}
         self._exchanges: dict[tuple[Layout, str, float], OnLink] = {}
         self._rings: dict[tuple[Layout, str], Rings] = {}
@@ -97,14 +100,13 @@ class Exchanges(Structure):
 
     def closes_bucket(self, k: int, option: Option) -> bool:
         """Whether a gradient of the unit is larger than a bucket: it has one to itself, and what
-        its layout has open before is sent as it is. Not where gradients travel in slices."""
+        its layout has open before is sent as it is."""
         return self._overflowing[k] and option.layout.groups > 1
 
     @cached_property
     def _overflowing(self) -> tuple[bool, ...]:
-        """For each unit whether it has a gradient larger than a bucket; asked for every plan that a
-        search looks at."""
-        most = inf if self.sliced else self.bucket_bytes
+        # Asked for every plan that a search looks at. Slices are no buckets: none closes one.
+        most = inf if self.sliced else self.message_bytes
         return tuple(any(p.trainable and p.bytes > most for p in own) for own in self.owned)
 
     def payload_bytes(self, option: Option, trained_bytes: int) -> int:
@@ -142,15 +144,16 @@ class Exchanges(Structure):
         return OnLink(seconds, link, 2 * part * payload_bytes)
 
     def exchanged(self, option: Option, payload_bytes: int) -> tuple[OnLink, float]:
-        """(a unit's exchange, seconds of one slice). In buckets, gradients smaller than one share
-        it with others, and with them the latency; slices are the unit's own."""
+        """(a unit's exchange, seconds of one slice, zero in buckets)."""
         if not payload_bytes:
             return OnLink(), 0.0
         if self.sliced:
-            pieces = ceil(payload_bytes / self.bucket_bytes)
+            # Equal pieces, so that one figure is the time of any slice.
+            pieces = ceil(payload_bytes / self.message_bytes)
             one = self.exchange(option, payload_bytes / pieces)
             return OnLink(one.seconds * pieces, one.link, one.sent_bytes * pieces), one.seconds
-        part = min(payload_bytes / self.bucket_bytes, 1.0)
+        # Gradients smaller than a bucket share it with others, and with them the latency.
+        part = min(payload_bytes / self.message_bytes, 1.0)
         full = self.exchange(option, payload_bytes / part)
         return OnLink(full.seconds * part, full.link, full.sent_bytes * part), 0.0
 

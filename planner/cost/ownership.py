@@ -10,7 +10,7 @@ one dimension of the tensor (output features of a linear unit, channels of a con
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -71,21 +71,17 @@ def output_placement(layout: Layout, style: Style) -> TensorPlacement:
 
 
 def feature_bounds(features: int, degree: int, member: int) -> tuple[int, int]:
-    """The slice ``[left, right)`` of a member: ceiling-sized chunks, as ``torch.chunk`` and
-    DTensor's ``Shard`` cut them; the last members may get less or nothing.
-    """
+    """The slice ``[left, right)`` of a member; the last members may get less or nothing."""
+    # Ceiling-sized chunks, as ``torch.chunk`` and DTensor's ``Shard`` cut them.
     size = -(-features // degree)
     return min(member * size, features), min((member + 1) * size, features)
 
 
 def group_bounds(counts: Sequence[int], layout: Layout) -> list[int]:
-    """Where each group's samples begin, and at the end the batch size.
-
-    Where all positions take part, a group has the samples that its members feed, so that they
-    move only inside the group. Else the batch is cut evenly.
-    """
+    """Where each group's samples begin, and at the end the batch size."""
     starts = [0, *accumulate(counts)]
     if layout.first == 0 and layout.size == len(counts):
+        # All take part: a group has what its members feed, so that samples move only inside it.
         return starts[:: layout.degree]
     return [starts[-1] * g // layout.groups for g in range(layout.groups + 1)]
 
@@ -106,7 +102,7 @@ def boxes(counts: Sequence[int], placement: TensorPlacement, features: int) -> B
         left, right = np.array(slices, dtype=np.int64)[member].T
     elif placement.form == "batch_shard" and layout.size == len(counts):
         # Every position keeps the samples that it feeds, however uneven the group.
-        high = np.cumsum(np.array(counts, dtype=np.int64))
+        high = np.cumsum(counts, dtype=np.int64)
         low = high - np.array(counts, dtype=np.int64)
     elif placement.form == "batch_shard":
         size = high - low
@@ -130,11 +126,10 @@ class PositionClass(NamedTuple):
 
 def group_samples(counts: tuple[int, ...], layout: Layout) -> list[int | None]:
     """For each position the samples of its group, None where it takes no part."""
-    bounds = group_bounds(counts, layout)
     found: list[int | None] = [None] * len(counts)
-    for g in range(layout.groups):
+    for g, (start, stop) in enumerate(pairwise(group_bounds(counts, layout))):
         for position in layout.group(g):
-            found[position] = bounds[g + 1] - bounds[g]
+            found[position] = stop - start
     return found
 
 

@@ -11,8 +11,8 @@ hosts stay together and the best of several orders is improved by swaps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import combinations, permutations, zip_longest
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, combinations, groupby, permutations, zip_longest
 from math import factorial
 from random import Random
 
@@ -20,23 +20,23 @@ from ..schema.cluster import Cluster
 from ..schema.layout import Layout, lattice
 from .collectives import Fabric, groups_of, peers_of, rings
 
+# Every order is tried where there are no more. Ranks of a host are alike unless pairs were
+# measured: two hosts of five and three devices make 56 orders, six ranks measured in pairs 720.
 EXACT_ORDERS = 1000
-"""Every order is tried where there are no more. Ranks of a host are alike unless pairs were
-measured: two hosts of five and three devices make 56 orders, six ranks measured in pairs 720."""
+# Up to here every order of whole nodes is tried, their ranks kept together.
 EXACT_NODES = 6
-"""Up to here every order of whole nodes is tried, their ranks kept together."""
+# Pairs that are swapped in each round; of more (above 63 nodes) a drawn sample.
 SWAPS = 2000
-"""Pairs of nodes that are swapped in each round; of more (above 63 nodes) a drawn sample."""
+# What is moved inside a group is waited for, the exchange of gradients can hide.
 GROUP_WEIGHT = 3.0
-"""What is moved inside a group is waited for, the exchange of gradients can hide."""
+# How many of the best orders are improved by swapping ranks.
 SWAP_STARTS = 6
-"""How many of the best orders are improved by swapping ranks."""
+# How often the whole order is gone through for a swap that helps.
 SWAP_ROUNDS = 4
-"""How often the whole order is gone through for a swap that helps."""
+# Above, ranks are not swapped: each swap costs a look at every ring.
 SWAP_RANKS = 16
-"""Above, swaps are not tried: each costs a look at every ring."""
+# An order must save a hundredth, else noise in measured pairs would shuffle the ranks.
 WORTH_IT = 0.99
-"""An order must save a hundredth, else noise in measured pairs would shuffle the ranks."""
 
 
 def order_cost(cluster: Cluster, order: Sequence[int], layouts: Sequence[Layout]) -> float:
@@ -67,10 +67,12 @@ def place(cluster: Cluster, layouts: Sequence[Layout] | None = None) -> tuple[in
 
     if orders(cluster) > EXACT_ORDERS:
         found.sort(key=cost)
-        if len(cluster.nodes) > EXACT_NODES:
-            found.insert(0, _swapped_nodes(cluster, found[0], layouts))
+        blocks = _blocks(cluster, found[0])
+        if len(cluster.nodes) > EXACT_NODES and len(blocks) == len(cluster.nodes):
+            found.insert(0, _swapped(cluster, blocks, layouts))
         if cluster.world_size <= SWAP_RANKS:
-            found += [_swapped(cluster, order, layouts) for order in found[:SWAP_STARTS]]
+            starts = [[[rank] for rank in order] for order in found[:SWAP_STARTS]]
+            found += [_swapped(cluster, ranks, layouts) for ranks in starts]
     best = min(found, key=cost)
     return best if cost(best) < WORTH_IT * cost(hosts) else hosts
 
@@ -97,15 +99,16 @@ def orders(cluster: Cluster) -> int:
 def _candidates(cluster: Cluster) -> Iterator[tuple[int, ...]]:
     """Every order where these are few, else larger hosts first, hosts in turn, and
     chains of nearest neighbours."""
-    world, blocks = cluster.world_size, _blocks(cluster)
+    world = cluster.world_size
+    blocks = _blocks(cluster, range(world))
     if orders(cluster) <= EXACT_ORDERS:
         yield from permutations(range(world)) if cluster.pair_bytes_per_s else _mixed(blocks)
         return
-    yield tuple(r for block in sorted(blocks, key=len, reverse=True) for r in block)
+    yield tuple(chain(*sorted(blocks, key=len, reverse=True)))
     yield tuple(r for row in zip_longest(*blocks) for r in row if r is not None)
     if cluster.pair_bytes_per_s and len(blocks) <= EXACT_NODES:
         for order in permutations(blocks):
-            yield tuple(r for block in order for r in block)
+            yield tuple(chain(*order))
     if cluster.pair_bytes_per_s:
         for start in range(min(world, 4)):
             yield _nearest_chain(cluster, start * world // min(world, 4))
@@ -121,11 +124,9 @@ def _mixed(blocks: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
             yield from ((block[0], *order) for order in _mixed(rest))
 
 
-def _blocks(cluster: Cluster) -> list[list[int]]:
-    nodes: dict[int, list[int]] = {}
-    for rank, node in enumerate(cluster.node_of_rank):
-        nodes.setdefault(node, []).append(rank)
-    return list(nodes.values())
+def _blocks(cluster: Cluster, order: Iterable[int]) -> list[list[int]]:
+    """An order cut where the next rank is on another node."""
+    return [list(ranks) for _, ranks in groupby(order, cluster.node_of_rank.__getitem__)]
 
 
 def _nearest_chain(cluster: Cluster, start: int) -> tuple[int, ...]:
@@ -140,54 +141,25 @@ def _nearest_chain(cluster: Cluster, start: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _swapped_nodes(
-    cluster: Cluster, order: tuple[int, ...], layouts: Sequence[Layout]
+def _swapped(
+    cluster: Cluster, blocks: list[list[int]], layouts: Sequence[Layout]
 ) -> tuple[int, ...]:
-    """The order after swaps of whole nodes, as long as they help; as it was where it does not keep
-    nodes together."""
-    node, cost = cluster.node_of_rank, order_cost(cluster, order, layouts)
-    blocks: list[list[int]] = []
-    for rank in order:
-        if not blocks or node[blocks[-1][-1]] != node[rank]:
-            blocks.append([])
-        blocks[-1].append(rank)
-    if len(blocks) != len(cluster.nodes):
-        return order
+    """The order of blocks of ranks (whole nodes, or one rank each) after swaps of two, as long as
+    they help."""
+    pairs = list(combinations(range(len(blocks)), 2))
+    if len(pairs) > SWAPS:  # the same sample in every run
+        pairs = sorted(Random(0).sample(pairs, SWAPS))
+    cost = order_cost(cluster, tuple(chain(*blocks)), layouts)
     for _ in range(SWAP_ROUNDS):
         before = cost
-        for a, b in _pairs(len(blocks)):
+        for a, b in pairs:
             blocks[a], blocks[b] = blocks[b], blocks[a]
-            found = order_cost(cluster, [r for block in blocks for r in block], layouts)
+            found = order_cost(cluster, tuple(chain(*blocks)), layouts)
+            # Rounding must not look like a gain: orders of one cost would swap to and fro.
             if found < cost * (1 - 1e-9):
                 cost = found
             else:
                 blocks[a], blocks[b] = blocks[b], blocks[a]
         if cost >= before:
             break
-    return tuple(r for block in blocks for r in block)
-
-
-def _pairs(count: int) -> list[tuple[int, int]]:
-    """Pairs to swap: all, or where these are many as many as ``SWAPS``, the same in every run."""
-    every = list(combinations(range(count), 2))
-    return every if len(every) <= SWAPS else sorted(Random(0).sample(every, SWAPS))
-
-
-def _swapped(
-    cluster: Cluster, order: tuple[int, ...], layouts: Sequence[Layout]
-) -> tuple[int, ...]:
-    """The order after swaps of two positions, as long as they help."""
-    current, cost = list(order), order_cost(cluster, order, layouts)
-    for _ in range(SWAP_ROUNDS):
-        before = cost
-        for a in range(len(current)):
-            for b in range(a + 1, len(current)):
-                current[a], current[b] = current[b], current[a]
-                found = order_cost(cluster, current, layouts)
-                if found < cost * (1 - 1e-9):
-                    cost = found
-                else:
-                    current[a], current[b] = current[b], current[a]
-        if cost >= before:
-            break
-    return tuple(current)
+    return tuple(chain(*blocks))

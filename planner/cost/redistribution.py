@@ -30,11 +30,11 @@ Reals = npt.NDArray[np.float64]
 Sides = Boxes | Sequence[Boxes]
 """The arrays lo, hi, left and right of boxes, of any common shape."""
 
-CHUNK = 4_000_000
-"""Elements of the largest temporary array of ``traffic``: 32 MB of int64."""
-MANY = 128
-"""Positions from which one pair of placements is counted node by node too: pair by pair, a thousand
-positions take a tenth of a second for each."""
+# Elements of the largest temporary array of ``traffic``: 32 MB of int64.
+MOST_ELEMENTS = 4_000_000
+# Positions from which one pair of placements is counted node by node too: pair by pair, a thousand
+# positions take a tenth of a second for each.
+NODE_BY_NODE = 128
 
 
 def overlap(owned: Sides, needed: Sides) -> tuple[Boxes, Boxes, Boxes, Boxes]:
@@ -139,14 +139,15 @@ def traffic(
     features: int,
 ) -> Traffic:
     """What the redistribution of each pair of a source and a target moves."""
-    single = len(sources) == len(targets) == 1 and len(counts) < MANY
-    starts = _node_starts(fabric)
-    if single or starts is None or fabric.pair_bytes_per_s is not None:
+    single = len(sources) == len(targets) == 1 and len(counts) < NODE_BY_NODE
+    starts = np.flatnonzero(np.diff(fabric.node_of, prepend=-1))  # the first position of each node
+    scattered = len(starts) != len(np.unique(fabric.node_of))
+    if single or scattered or fabric.pair_bytes_per_s is not None:
         pairs = [pair_traffic(fabric, counts, s, t, features) for s in sources for t in targets]
         shape = len(sources), len(targets)
         return Traffic(*(np.array(column).reshape(shape) for column in zip(*pairs, strict=True)))
     owned = _side(counts, sources, features, starts)
-    step = max(CHUNK // max(len(sources) * len(counts), 1), 1)
+    step = max(MOST_ELEMENTS // max(len(sources) * len(counts), 1), 1)
     parts = [
         _node_traffic(owned, _side(counts, targets[i : i + step], features, starts), starts)
         for i in range(0, len(targets), step)
@@ -156,15 +157,13 @@ def traffic(
 
 def redistribution_s(fabric: Fabric, moved: Traffic, element_bytes: float) -> Reals:
     """[source, target] seconds of each redistribution; ``element_bytes`` is the size of one
-    sample's one feature.
-
-    Traffic inside nodes and between nodes flows at the same time: the slower one counts.
-    """
+    sample's one feature."""
     seconds = moved.pair_s * element_bytes
     for name, elements in zip(LINKS, (moved.intra, moved.inter), strict=True):
         if element_bytes > 0 and elements.any():
             level = fabric.level(name)
             exchange_s = _exchange_s(level, moved.partners, elements * element_bytes)
+            # Traffic inside nodes and between nodes flows at the same time: the slower one counts.
             seconds = np.maximum(seconds, exchange_s)
     return seconds
 
@@ -222,25 +221,22 @@ def pair_traffic(
     out = np.bincount(nodes.ravel(), crossing.sum(axis=1).ravel(), count)
     into = np.bincount(nodes.ravel(), crossing.sum(axis=2).ravel(), count)
     partners = max((elements > 0).sum(axis=1).max(), (elements > 0).sum(axis=2).max())
+    pair_s = 0.0
+    if fabric.pair_bytes_per_s is not None:
+        positions = np.arange(len(counts)).reshape(-1, size)
+        # rates[b, target, source]: from source to target
+        rates = fabric.pair_bytes_per_s[positions[:, None, :], positions[:, :, None]]
+        seconds: Reals = elements / rates
+        pair_s = float(max(seconds.sum(axis=1).max(), seconds.sum(axis=2).max()))
     return (
         int(crossing.any()),
         float(elements.sum(axis=1).max()),
         float(elements.sum(axis=2).max()),
         float(max(inside.sum(axis=1).max(), inside.sum(axis=2).max())),
         float(max(out.max(), into.max())),
-        _measured_pair_s(fabric, elements, size),
+        pair_s,
         int(partners),
     )
-
-
-def _measured_pair_s(fabric: Fabric, elements: Positions, size: int) -> float:
-    if fabric.pair_bytes_per_s is None:
-        return 0.0
-    positions = np.arange(elements.shape[0] * size).reshape(-1, size)
-    # rates[b, target, source]: from source to target
-    rates = fabric.pair_bytes_per_s[positions[:, None, :], positions[:, :, None]]
-    seconds: Reals = elements / rates
-    return float(max(seconds.sum(axis=1).max(), seconds.sum(axis=2).max()))
 
 
 # -- node by node: in a time that grows with the positions, not with their pairs -------------------
@@ -265,12 +261,6 @@ class _Side(NamedTuple):
     before: Boxes
     times: Positions
     copies: Positions
-
-
-def _node_starts(fabric: Fabric) -> Positions | None:
-    """The first position of each node, or None where those of a node are not neighbours."""
-    starts = np.flatnonzero(np.diff(fabric.node_of, prepend=-1))
-    return starts if len(starts) == len(np.unique(fabric.node_of)) else None
 
 
 def _side(

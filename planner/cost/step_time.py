@@ -30,6 +30,15 @@ LinkMatrix = npt.NDArray[np.float64]
 """[link, unit], links in the order of ``LINKS``."""
 
 
+class OnLink(NamedTuple):
+    """Seconds of communication, the link it occupies (index in ``LINKS``), and what the busiest
+    rank sends."""
+
+    seconds: float = 0.0
+    link: int = 0
+    sent_bytes: float = 0.0
+
+
 class Chain(NamedTuple):
     """Seconds of each unit on the busiest rank, for one micro-batch (exchange: for one step).
 
@@ -60,29 +69,8 @@ def compute_s(chain: Chain) -> float:
 
 def blocking_s(chain: Chain) -> float:
     """ΣA of one micro-batch, both ways, over all links."""
-    return float(
-        chain.entry_forward_s.sum()
-        + chain.entry_backward_s.sum()
-        + chain.inner_forward_s.sum()
-        + chain.inner_backward_s.sum()
-    )
-
-
-def _from(values: Vector) -> Vector:
-    """Σ over k ≥ j, for each j."""
-    return values[::-1].cumsum()[::-1]
-
-
-def _used(chain: Chain) -> list[int]:
-    """The links that gradients use: the terms of another are never the largest."""
-    return [link for link in range(len(LINKS)) if chain.exchange_s[link].any()]
-
-
-def _ready(own: Vector, inner: LinkMatrix, entry: LinkMatrix, link: int) -> Vector:
-    """Σ_{k≥j} (own_k + inner A^other_k) + Σ_{k>j} entry A^other_k + ΣA^l, for each j."""
-    other = 1 - link  # LINKS has two
-    late = _from(own + inner[other]) + _from(entry[other]) - entry[other]
-    return late + inner[link].sum() + entry[link].sum()  # type: ignore[no-any-return]
+    entry = chain.entry_forward_s.sum() + chain.entry_backward_s.sum()
+    return float(entry + chain.inner_forward_s.sum() + chain.inner_backward_s.sum())
 
 
 def barrier_step(chain: Chain, micro_batches: int = 1) -> float:
@@ -96,10 +84,7 @@ def barrier_step(chain: Chain, micro_batches: int = 1) -> float:
     """
     whole = compute_s(chain) + blocking_s(chain)
     forward = chain.forward_s.sum() + chain.entry_forward_s.sum() + chain.inner_forward_s.sum()
-    end = chain.backward_s.sum() + chain.entry_backward_s.sum() + chain.inner_backward_s.sum()
-    for link in _used(chain):
-        ready = _ready(chain.backward_s, chain.inner_backward_s, chain.entry_backward_s, link)
-        end = max(end, (ready + chain.exchange_s[link].cumsum()).max())
+    end, _ = _longest(chain, priority=False)
     return float((micro_batches - 1) * whole + forward + end + chain.update_s.sum())
 
 
@@ -116,67 +101,86 @@ def priority_step(chain: Chain, micro_batches: int = 1) -> float:
     one link; a lower bound where several links carry gradients at once (the simulation tells).
     """
     whole = compute_s(chain) + blocking_s(chain)
-    return (micro_batches - 1) * whole + _last(chain, chain.update_s)
+    return (micro_batches - 1) * whole + _longest(chain, priority=True)[0]
 
 
 def priority_bound(chain: Chain, micro_batches: int = 1) -> float:
-    """Seconds that no synchronous schedule on these wires can beat, however it updates.
-
-    ``priority_step`` without U_k in the terms of j, since another schedule might update a unit in
-    an earlier stall; Σ(F+B+U+A) still bounds.
-    """
+    """Seconds that no synchronous schedule on these wires can beat, however it updates:
+    ``priority_step`` without U_k in the terms of j."""
     whole = compute_s(chain) + blocking_s(chain)
-    bare = chain._replace(slice_s=None)
-    return (micro_batches - 1) * whole + _last(bare, np.zeros_like(chain.update_s))
-
-
-def _last(chain: Chain, update: Vector) -> float:
-    """The last backward and the first forward, which alone overlap with the exchange."""
-    end = compute_s(chain) + blocking_s(chain) + float(chain.update_s.sum())
-    own = chain.forward_s + chain.backward_s + update
-    inner = chain.inner_forward_s + chain.inner_backward_s
-    entry = chain.entry_forward_s + chain.entry_backward_s
-    for link in _used(chain):
-        ready = _ready(own, inner, entry, link)
-        late = ready + chain.exchange_s[link].cumsum() + _slice_before(chain, link)
-        end = max(end, float(late.max()))
-    return end
+    # Another schedule might update a unit in an earlier stall. Σ(F+B+U+A) still bounds.
+    bare = chain._replace(slice_s=None, update_s=np.zeros_like(chain.update_s))
+    end = max(whole + float(chain.update_s.sum()), _longest(bare, priority=True)[0])
+    return (micro_batches - 1) * whole + end
 
 
 def binding_term(chain: Chain, *, priority: bool) -> tuple[int, int] | None:
     """(link, unit) of the largest term over l and j of ``barrier_step`` or ``priority_step``, None
     where what the rank itself has to do, one thing after another, takes longer."""
-    inner, entry = chain.inner_backward_s, chain.entry_backward_s
-    own, waits = chain.backward_s, 0.0 * chain.exchange_s
-    end = float(own.sum() + inner.sum() + entry.sum())
+    return _longest(chain, priority=priority)[1]
+
+
+def _overlapped(chain: Chain, *, priority: bool) -> tuple[Vector, LinkMatrix, LinkMatrix]:
+    """(own seconds, inner A, entry A) of what the exchange can overlap with."""
+    if not priority:
+        return chain.backward_s, chain.inner_backward_s, chain.entry_backward_s
+    # The last backward and the first forward of the next step, with the updates in it.
+    return (
+        chain.forward_s + chain.backward_s + chain.update_s,
+        chain.inner_forward_s + chain.inner_backward_s,
+        chain.entry_forward_s + chain.entry_backward_s,
+    )
+
+
+def _longest(chain: Chain, *, priority: bool) -> tuple[float, tuple[int, int] | None]:
+    """The longest of what the rank itself has to do while gradients are exchanged and of the terms
+    over l and j; and (link, unit) of the term, None where it is the former."""
+    own, inner, entry = _overlapped(chain, priority=priority)
     if priority:
-        inner, entry = inner + chain.inner_forward_s, entry + chain.entry_forward_s
-        own = own + chain.forward_s + chain.update_s
-        end = float(own.sum() + inner.sum() + entry.sum())
-        waits = np.array([_slice_before(chain, link) for link in range(len(LINKS))])
+        end = compute_s(chain) + blocking_s(chain) + float(chain.update_s.sum())
+    else:
+        end = float(own.sum() + entry.sum() + inner.sum())
     found = None
-    for link in _used(chain):
-        late = _ready(own, inner, entry, link) + chain.exchange_s[link].cumsum() + waits[link]
+    for link in range(len(LINKS)):
+        # The terms of a link without gradients are never the largest: they have no C.
+        if not chain.exchange_s[link].any():
+            continue
+        other = 1 - link  # LINKS has two
+        # Σ_{k≥j} (own_k + inner A^other_k) + Σ_{k>j} entry A^other_k + ΣA^l, for each j
+        ready = _from(own + inner[other]) + _from(entry[other]) - entry[other]
+        ready = ready + inner[link].sum() + entry[link].sum()
+        late = ready + chain.exchange_s[link].cumsum()
+        if priority:  # the barrier's buckets are sent in order: no other goes before
+            late = late + _slice_before(chain, link)
+        # Terms that are equal but for rounding: what the rank itself does binds.
         if late.max() > end * (1 + 1e-12):
-            end, found = float(late.max()), (link, int(late.argmax()))
-    return found
+            found = link, int(late.argmax())
+        end = max(end, float(late.max()))
+    return end, found
+
+
+def _from(values: Vector) -> Vector:
+    """Σ over k ≥ j, for each j."""
+    return values[::-1].cumsum()[::-1]
 
 
 def _slice_before(chain: Chain, link: int) -> Vector:
-    """For each j the longest slice of the units after it; none where unit j exchanges nothing (its
-    term is then not the largest: nothing is waited for that was not waited for before it)."""
+    """For each j the longest slice of the units after it."""
     wait = np.zeros_like(chain.update_s)
     if chain.slice_s is not None:
+        # Backwards: the maximum runs from the last unit, whose slices may be on the wire, to j.
         wait[:-1] = np.maximum.accumulate(chain.slice_s[link, :0:-1])[::-1]
+        # The term of a unit that exchanges nothing is not the largest: nothing is waited for there
+        # that was not waited for before it.
         wait[chain.exchange_s[link] == 0] = 0.0
     return wait
 
 
 class Terms(NamedTuple):
-    """The linear form of a step for an integer program: T ≥ constant + row of each unit's choice.
+    """The linear form of a step for an integer program: T ≥ row of each unit's choice.
 
     For link l and unit j the bound is the sum over units of ``before`` (k < j), ``at`` (k = j) and
-    ``after`` (k > j); ``always`` is the bound Σ(F+B+U+A). Times of one step's overlapped part.
+    ``after`` (k > j); ``always`` is the bound Σ(F+B+U+A).
     """
 
     before: LinkMatrix
@@ -185,16 +189,21 @@ class Terms(NamedTuple):
     always: Vector
 
 
-def priority_terms(chain: Chain) -> Terms:
-    """Each unit's contribution to the terms of ``priority_step`` with one micro-batch."""
-    entry = chain.entry_forward_s + chain.entry_backward_s
-    inner = chain.inner_forward_s + chain.inner_backward_s
-    own = chain.forward_s + chain.backward_s + chain.update_s
+def step_terms(chain: Chain, micro_batches: int, *, priority: bool) -> Terms:
+    """Each unit's contribution to every bound on the step by priority, or by the barrier."""
+    own, inner, entry = _overlapped(chain, priority=priority)
     blocking = entry + inner
-    after = own + blocking[::-1] + blocking
-    return Terms(
+    terms = Terms(
         before=blocking + chain.exchange_s,
+        # ``[::-1]``: waiting on the other of the two links, while this one is free.
         at=own + inner[::-1] + blocking + chain.exchange_s,
-        after=after,
+        after=own + blocking[::-1] + blocking,
         always=own + blocking.sum(axis=0),
     )
+    forward = chain.forward_s + (chain.entry_forward_s + chain.inner_forward_s).sum(axis=0)
+    backward = chain.backward_s + (chain.entry_backward_s + chain.inner_backward_s).sum(axis=0)
+    # Nothing but the last micro-batch overlaps the exchange.
+    common = (micro_batches - 1) * (forward + backward)
+    if not priority:
+        common = common + forward + chain.update_s  # before and after the overlap
+    return Terms(*(part + common for part in terms))

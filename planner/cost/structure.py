@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -12,8 +13,7 @@ from .redistribution import SharedRedistribution, edge_redistribution, edge_tens
 
 
 class Structure:
-    """What follows from the units and edges of a profile alone. Units and edges go by their
-    numbers in it."""
+    """What follows from the units and edges of a profile alone. Both go by their numbers."""
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
@@ -31,25 +31,29 @@ class Structure:
     @cached_property
     def edges_into(self) -> tuple[tuple[int, ...], ...]:
         """Indices of the edges that end at each unit."""
-        units = range(len(self.profile.units))
-        return tuple(tuple(e for e, (_, b) in enumerate(self.ends) if b == k) for k in units)
+        return self._edges_at(1)
 
     @cached_property
     def edges_from(self) -> tuple[tuple[int, ...], ...]:
         """Indices of the edges that begin at each unit."""
-        units = range(len(self.profile.units))
-        return tuple(tuple(e for e, (a, _) in enumerate(self.ends) if a == k) for k in units)
+        return self._edges_at(0)
+
+    def _edges_at(self, end: int) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in self.profile.units]
+        for e, ends in enumerate(self.ends):
+            found[ends[end]].append(e)
+        return tuple(tuple(edges) for edges in found)
 
     @cached_property
     def same_tensors_before(self) -> tuple[tuple[int, ...], ...]:
         """For each edge those that carry the same tensors to units before its own (or to the same,
         listed before)."""
-        same: dict[object, list[int]] = {}
+        same: dict[object, tuple[int, ...]] = {}
         found: list[tuple[int, ...]] = [()] * len(self.ends)
         for e in sorted(range(len(self.ends)), key=lambda e: (self.ends[e][1], e)):
-            before = same.setdefault(edge_tensors(self.profile.edges[e]), [])
-            found[e] = tuple(before)
-            before.append(e)
+            tensors = edge_tensors(self.profile.edges[e])
+            found[e] = same.get(tensors, ())
+            same[tensors] = (*found[e], e)
         return tuple(found)
 
     def redistributed_before(self, e: int, decisions: Sequence[Option]) -> bool:
@@ -107,6 +111,14 @@ class Structure:
         return tuple(found)
 
     @cached_property
+    def untied(self) -> tuple[tuple[ParameterProfile, ...], ...]:
+        """Each unit's parameters that are trained and that no other unit uses."""
+        users = Counter(n for u in self.profile.units for n in {p.shared for p in u.parameters})
+        return tuple(
+            tuple(p for p in own if p.trainable and users[p.shared] == 1) for own in self.owned
+        )
+
+    @cached_property
     def energy_shares(self) -> tuple[float, ...]:
         """The share of the whole gradient's energy in each unit: as it was measured, or where none
         was in proportion to the units' parameters."""
@@ -119,16 +131,16 @@ class Structure:
     @cached_property
     def summed_bytes(self) -> tuple[tuple[float, float], ...]:
         """For each unit the bytes of tied parameters' gradients besides those that stand: of its
-        own, and of others'. Backward comes to the last user first, whose gradient waits for the
-        first user's; where that has come both are there beside their sum."""
+        own, and of others'."""
         users: dict[str, list[int]] = {}
         sizes: dict[str, int] = {}
         for k, unit in enumerate(self.profile.units):
-            for p in unit.parameters:
-                if p.trainable and k not in users.setdefault(p.shared, []):
-                    users[p.shared].append(k)
-                    sizes[p.shared] = p.bytes
+            for name, size in {p.shared: p.bytes for p in unit.parameters if p.trainable}.items():
+                users.setdefault(name, []).append(k)
+                sizes[name] = size
         found = [[0.0, 0.0] for _ in self.profile.units]
+        # Backward comes to the last user first, whose gradient waits for the first user's. Where
+        # that has come, both are there beside their sum.
         for name, at in users.items():
             if len(at) > 1:
                 found[at[0]][0] += 2.0 * sizes[name]

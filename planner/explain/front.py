@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from ..cost.budget import single_device_batch_s
 from ..cost.cost import CostModel
 from ..schema.goal import Goal
 from ..schema.record import Count, Record, Seconds
-from ..solve.heuristic.relaxations import single_device_batch_s
-from ..solve.objective import value
+from ..solve.answer import choice
 from ..solve.problem import Problem, Result
 from ..solve.solver import solve
 
@@ -171,5 +171,5 @@ def _asked(problem: Problem, goal: Goal, solver: str, time_limit_s: float | None
         return None
     plan = result.plan
     model = CostModel.of_plan(plan, asked.profile, asked.cluster, goal)
-    found = value(model, result.decisions, plan.schedule)
+    found = choice(model, result.decisions, plan.schedule)
     return Point(found.step_s, found.gpu_seconds, result)

@@ -39,7 +39,7 @@ def memory_timeline(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Memo
     """The timeline of ``plan``, made from ``profile`` and ``cluster``."""
     check_belongs(plan, profile, cluster)
     model = CostModel.of_plan(plan, profile, cluster)
-    limits = limits_bytes(cluster, plan.goal, plan.placement)
+    limits = limits_bytes(model)
     names = [unit.name for unit in profile.units]
     found = [
         RankTimeline(

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import msgspec
 
+from ..cost.budget import single_device_batch_s
 from ..cost.cost import CostModel
 from ..schema.cluster import Cluster, CollectiveCurve, Level, LevelName
 from ..schema.curve import Curve
@@ -20,8 +21,7 @@ from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
 from ..schema.record import Count, Record, Seconds
 from ..solve.evaluate import excess, rank_memory
-from ..solve.heuristic.fitting import limited_by_memory
-from ..solve.heuristic.relaxations import single_device_batch_s
+from ..solve.heuristic.checkpointing import limited_by_memory
 from ..solve.heuristic.resize import NoLinksError, how_resized, resized, resized_problem
 from ..solve.heuristic.schedules import WORTHWHILE
 from ..solve.problem import Problem, Relaxation, Result

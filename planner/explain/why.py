@@ -21,7 +21,6 @@ from ..cost.budget import (
 )
 from ..cost.cost import CostModel
 from ..cost.step_time import LINKS, binding_term
-from ..memory.unit_memory import MemoryModel
 from ..schema.capability import PLAIN, Capability
 from ..schema.cluster import Cluster, LevelName
 from ..schema.errors import InputError
@@ -33,7 +32,7 @@ from ..schema.record import Bytes, Index, Record, Seconds
 from ..simulate.events import Simulation
 from ..simulate.schedule import COMPUTE
 from ..solve.evaluate import Evaluation, decisions_of, evaluation, excess
-from ..solve.heuristic.space import Point, Space
+from ..solve.heuristic.space import OptionSpace, ScoredDecisions
 from .device_time import DeviceTime, device_time
 from .what_if import Gain, with_bandwidth
 
@@ -171,11 +170,11 @@ def explain(
     # whole step is not: it is looked at after an alternative has been simulated.
     free = msgspec.structs.replace(plan.goal, pins=(), unit_amplification_limit=None)
     free_model = CostModel.of_plan(plan, profile, cluster, free)
-    point = Point(Space(free_model, capability), MemoryModel(free_model), schedule)
+    scored = ScoredDecisions(OptionSpace(free_model, capability), schedule)
     units = []
     for k in range(len(decisions)):
-        point.move_to(decisions)
-        nearest = _nearest(point, k, best)
+        scored.move_to(decisions)
+        nearest = _nearest(scored, k, best)
         found = tuple(_alternative(model, k, d, schedule) for d in nearest)
         units.append(_unit(done, k, tuple(sorted(found, key=lambda a: a.step_s))))
     tight = excess(model, done.memory)
@@ -278,17 +277,16 @@ def check_belongs(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
         )
 
 
-def _nearest(point: Point, k: int, best: int) -> list[Decisions]:
+def _nearest(scored: ScoredDecisions, k: int, best: int) -> list[Decisions]:
     """The decisions that differ from the plan's in unit ``k`` only, the best by formula."""
     found = []
-    for option in point.space.options[k]:
-        changes = point.space.tied(k, option)
-        if option == point.decisions[k] or changes is None:
+    for option in scored.space.options[k]:
+        changes = scored.space.tied(k, option)
+        if option == scored.decisions[k] or changes is None:
             continue
-        # The point is moved and moved back: a new one would cost the whole model each time.
-        before = point.set(changes.items())
-        found.append((point.score(), point.taken()))
-        point.set(before.items())
+        candidate = scored.tried(changes)
+        if candidate is not None:
+            found.append(candidate)
     fitting = sorted(found, key=lambda f: f[0])[:best]
     quickest = sorted(found, key=lambda f: f[0].step_s)[:1]  # even if a limit forbids it
     return list(dict.fromkeys(d for _, d in [*fitting, *quickest]))

@@ -25,8 +25,7 @@ from ..schema.options import Option, segments_of
 from ..schema.profile import ModelProfile, PieceProfile
 from .timeline import FIELD, Table
 
-MOST_PIECES = 64
-"""Longer chains are not looked at."""
+MOST_PIECES = 64  # longer chains are not looked at
 
 
 class Window(NamedTuple):
@@ -53,7 +52,6 @@ def any_window(profile: ModelProfile) -> bool:
 
 
 def _chains(profile: ModelProfile) -> Iterator[Window]:
-    """The windows of all chains."""
     number = {unit.name: k for k, unit in enumerate(profile.units)}
     after: dict[str, list[PieceProfile]] = {}
     for piece in profile.pieces:
@@ -62,7 +60,8 @@ def _chains(profile: ModelProfile) -> Iterator[Window]:
     for piece in profile.pieces:
         if piece.first and piece.opens:
             for window in _from(piece, after, number):
-                if _is_several(profile, window):
+                units = profile.units[window.first : window.last + 1]
+                if sum(bool(unit.modules) for unit in units) > 1:
                     yield window
 
 
@@ -85,11 +84,6 @@ def _from(
                     ends[more.modules[0]] = (*ends[piece.modules[0]], *more.modules)
                     ahead.append(more)
         border = ahead
-
-
-def _is_several(profile: ModelProfile, window: Window) -> bool:
-    units = profile.units[window.first : window.last + 1]
-    return sum(bool(unit.modules) for unit in units) > 1
 
 
 def write_segments(structure: Structure, table: Table, decisions: Sequence[Option]) -> None:

@@ -36,8 +36,9 @@ from ..cost.cost import CostModel
 from ..schema.options import Option
 from ..simulate.slicing import packed
 
+# The share that top-k sends in its first backwards (the executor's ``Lossy.first_ratio``): more
+# than the plan's ratio, and buffers must hold it.
 FIRST_RATIO = 0.25
-"""The share that top-k sends in its first backwards (the executor's ``Lossy.first_ratio``)."""
 
 
 def comm_buffer_bytes(model: CostModel, k: int, option: Option) -> float:
@@ -51,7 +52,7 @@ def comm_buffer_bytes(model: CostModel, k: int, option: Option) -> float:
     if option.exchange == "topk":
         return (layout.groups + 1) * _message_bytes(model, option, sum(sizes))
     if option.exchange != "sharded":
-        return float(sum(s for s in sizes if packed(s, model.bucket_bytes)))
+        return float(sum(s for s in sizes if packed(s, model.message_bytes)))
     return sum(sizes) * (1 - 1 / layout.groups)
 
 
@@ -63,9 +64,10 @@ def _message_bytes(model: CostModel, option: Option, shard_bytes: float) -> floa
 
 def topk_choice_bytes(model: CostModel, option: Option, largest_bytes: float) -> float:
     """What top-k's choice among the largest parameter of a unit takes at most, beside what the
-    unit's gradients take as they travel. It chooses parameter by parameter."""
+    unit's gradients take as they travel."""
     if option.exchange != "topk":
         return 0.0
+    # It chooses parameter by parameter, so the largest counts alone.
     message = _message_bytes(model, option, largest_bytes)
     values = max(option.ratio, FIRST_RATIO) * largest_bytes
     indices = message - values
@@ -77,10 +79,10 @@ def topk_choice_bytes(model: CostModel, option: Option, largest_bytes: float) ->
 
 
 def received_elements_bytes(model: CostModel, option: Option, trained_bytes: float) -> float:
-    """What elements that have come by top-k take outside their messages: those of all peers are
-    copied out of these."""
+    """What elements that have come by top-k take outside their messages."""
     if option.exchange != "topk":
         return 0.0
+    # Those of all peers are copied out of the messages.
     return option.layout.groups * _message_bytes(model, option, trained_bytes)
 
 
@@ -98,7 +100,8 @@ def feedback_bytes(
     option: Option, trained_bytes: float, largest_bytes: float, choice_bytes: float
 ) -> FeedbackBytes:
     """What gradients and feedback of a unit take under an exchange whose choice takes
-    ``choice_bytes``. Those of micro-batches add up in what is kept, or in the velocity."""
+    ``choice_bytes``."""
+    # Gradients of micro-batches add up in what is kept, or in the velocity: no copies of their own.
     if option.exchange == "dropped":
         return FeedbackBytes(trained_bytes, 0.0, trained_bytes, trained_bytes)
     if option.exchange != "topk":

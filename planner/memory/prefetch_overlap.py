@@ -1,11 +1,11 @@
 """What one unit holds while other units work: parameters on their way, and feature maps.
 
 Parameters that are fully sharded (exchange ``fully_sharded``) are whole only while they are used.
-Each rank keeps its chunk of them. While a unit works, forward or backward, its own are whole, and
+Each rank keeps its part of them. While a unit works, forward or backward, its own are whole, and
 those of the unit that comes next are on their way. In backward the gradients of the two units after
 it are on their way too, what belongs to others as sent and as received; the executor waits before
-there are those of a third. An embedding's backward does not use its parameters: the unit that comes
-next there is the one before it.
+there are those of a third. An embedding's backward does not use its parameters, so the parameters
+that come next there are those of the unit before it.
 
 ``gathered`` counts this for units that have parameters themselves. It counts their neighbours
 whatever exchange these have, so that a unit's bytes depend on its own decision alone: an upper
@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 from typing import Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +34,9 @@ from ..cost.step_time import Vector
 from ..cost.structure import Structure
 from ..schema.options import Option
 
+# So many times what others own of a gradient it takes, besides this rank's own part, until it has
+# arrived: what is sent, what is received.
 GRADIENT_COPIES = 2
-"""So many times what others own of a gradient it takes, besides this rank's own chunk, until it has
-arrived: what is sent, what is received."""
 
 
 class Gathered(NamedTuple):
@@ -92,35 +91,20 @@ def neighbours_bytes(structure: Structure, k: int) -> tuple[int, ...]:
 
 def _near(structure: Structure, k: int) -> tuple[int | None, int | None, int | None]:
     """The unit that gathers parameters before ``k`` in backward, and the two after it."""
-    after = _whole_after(structure, k)
-    beyond = None if after is None else _whole_after(structure, after)
-    return _whole_before(structure, k), after, beyond
-
-
-def _whole_before(structure: Structure, k: int) -> int | None:
-    """The last unit before ``k`` whose parameters backward uses, and which may gather them."""
     units = structure.profile.units
+    # An embedding's backward does not use its parameters.
     earlier = (i for i in reversed(range(k)) if units[i].kind != "embedding")
-    return next((i for i in earlier if own_bytes(structure, i)), None)
-
-
-def _whole_after(structure: Structure, k: int) -> int | None:
-    """The first unit after ``k`` that may gather parameters."""
-    later = range(k + 1, len(structure.profile.units))
-    return next((i for i in later if own_bytes(structure, i)), None)
+    before = next((i for i in earlier if own_bytes(structure, i)), None)
+    later = (i for i in range(k + 1, len(units)) if own_bytes(structure, i))
+    return before, next(later, None), next(later, None)
 
 
 def own_bytes(structure: Structure, k: int, option: Option | None = None) -> int:
-    """A member's parameters of a unit that are trained and not tied to another unit's; without an
-    ``option`` those of the whole unit."""
-    unit, tied = structure.profile.units[k], set[str]()
-    for other in structure.ties[k]:
-        if other != k:
-            tied |= {p.shared for p in structure.profile.units[other].parameters}
-    own = tuple(p for p in structure.owned[k] if p.trainable and p.shared not in tied)
+    """A member's ``untied`` parameters of a unit; without an ``option`` those of the whole unit."""
     if option is None:
-        return sum(p.bytes for p in own)
-    return shard_bytes(unit, option.style, option.layout.degree, own)
+        return sum(p.bytes for p in structure.untied[k])
+    unit, degree = structure.profile.units[k], option.layout.degree
+    return shard_bytes(unit, option.style, degree, structure.untied[k])
 
 
 NeighbourField = Literal["unsharded", "gradients_sent", "offloaded"]
@@ -148,35 +132,29 @@ def _sums(where: npt.NDArray[np.int64], values: Vector, count: int) -> Vector:
     return np.asarray(np.bincount(where, weights=values, minlength=count), dtype=np.float64)
 
 
-# Many memory models are made of one cost model, and finding the overlaps takes quadratic time.
-_FOUND: WeakKeyDictionary[Structure, tuple[PrefetchOverlap, ...]] = WeakKeyDictionary()
-
-
 def prefetch_overlaps(structure: Structure) -> tuple[PrefetchOverlap, ...]:
     """Which units' bytes are there while which others work, whatever is decided."""
-    if structure not in _FOUND:
-        found: dict[tuple[OverlapPoint, NeighbourField], list[tuple[int, int]]] = {}
-        for point, field, at, of in (*_fully_sharded(structure), *_offloaded(structure)):
-            found.setdefault((point, field), []).append((at, of))
-        _FOUND[structure] = tuple(
-            PrefetchOverlap(point, field, *(np.array(v) for v in zip(*entries, strict=True)))
-            for (point, field), entries in found.items()
-        )
-    return _FOUND[structure]
+    found: dict[tuple[OverlapPoint, NeighbourField], list[tuple[int, int]]] = {}
+    for point, field, at, of in (*_fully_sharded(structure), *_offloaded(structure)):
+        found.setdefault((point, field), []).append((at, of))
+    return tuple(
+        PrefetchOverlap(point, field, *(np.array(v) for v in zip(*entries, strict=True)))
+        for (point, field), entries in found.items()
+    )
 
 
 Entry = tuple[OverlapPoint, NeighbourField, int, int]
 
 
 def _fully_sharded(structure: Structure) -> Iterator[Entry]:
-    """At units without parameters of their own, between the nearest ones that have some. Nothing
-    is called for in forward before the first of these is reached."""
+    """At units without parameters of their own, between the nearest ones that have some."""
     last: int | None = None
     for at in range(len(structure.profile.units)):
         if own_bytes(structure, at):
             last = at
             continue
         before, after, beyond = _near(structure, at)
+        # Forward calls for nothing before the first unit with parameters is reached.
         if last is not None:
             yield "neighbours_forward", "unsharded", at, last
             if after is not None:

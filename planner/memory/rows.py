@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..cost.step_time import LINKS, Chain, Terms, Vector, priority_terms
+from ..cost.step_time import LINKS, Chain, Vector, step_terms
 from ..simulate.schedule import ScheduleName
 from . import timeline
 from .prefetch_overlap import PrefetchOverlap
@@ -104,41 +104,10 @@ class Values(NamedTuple):
         return float(max(self.tracks[timed:].max(), self.totals[UPDATE]))
 
 
-def barrier_terms(chain: Chain) -> Terms:
-    """Each unit's contribution to ``barrier_step`` with one micro-batch, less forward and update,
-    which the barrier has outside the overlap."""
-    entry, inner = chain.entry_backward_s, chain.inner_backward_s
-    own = chain.backward_s
-    waiting = entry + inner
-    after = own + waiting.sum(axis=0)
-    return Terms(
-        before=waiting + chain.exchange_s,
-        # ``[::-1]``: waiting on the other of the two links, while this one is free.
-        at=own + inner[::-1] + waiting + chain.exchange_s,
-        after=np.broadcast_to(after, waiting.shape),
-        always=after,
-    )
-
-
-def step_terms(chain: Chain, micro_batches: int, schedule: ScheduleName) -> Terms:
-    """Each unit's contribution to every bound on the whole step."""
-    forward = chain.forward_s + (chain.entry_forward_s + chain.inner_forward_s).sum(axis=0)
-    backward = chain.backward_s + (chain.entry_backward_s + chain.inner_backward_s).sum(axis=0)
-    # Nothing but the last micro-batch overlaps the exchange.
-    common = (micro_batches - 1) * (forward + backward)
-    if schedule == "priority":
-        terms = priority_terms(chain)
-    else:
-        terms = barrier_terms(chain)
-        common = common + forward + chain.update_s  # before and after the overlap
-    return Terms(*(part + common for part in terms))
-
-
 def _unit_chain() -> Chain:
     """A chain with one unit for each figure, which has that figure 1 and all others 0."""
     # The formulas are linear: their terms for these units are the coefficients of the figures.
-    count = len(FIGURES)
-    eye = np.eye(count)
+    eye = np.eye(len(FIGURES))
     fields: dict[str, Matrix] = {f"{name}_s": eye[AT[name]] for name in _VECTORS}
     for name in _PER_LINK:
         fields[f"{name}_s"] = np.stack([eye[AT[f"{name}.{link}"]] for link in LINKS])
@@ -152,32 +121,28 @@ def _figures_of(fields: Sequence[str]) -> Vector:
     return timeline.indicator(tuple(together), FIGURES)
 
 
-def _memory(stated: timeline.Points, bucket: float) -> tuple[Family, Vector]:
-    """The tracks of memory, and the total of the update: all gradients, with none of its
-    temporaries. It is looser than the update's track, which few plans need."""
-    families = [getattr(stated, name) for name in MEMORY_POINTS]
-    before, at, after = (
-        np.stack([_figures_of(getattr(point, side)) for point in families])
-        for side in ("before", "at", "after")
-    )
-    before[MEMORY_POINTS.index("backward"), AT["bucketed"]] += bucket
-    return Family(before, at, after), _figures_of(stated.backward.after)
-
-
 def rows(
     micro_batches: int, schedule: ScheduleName, bucket: float, *, together: bool = False
 ) -> Rows:
     """The families of rows; ``bucket`` is the share of the bytes still to be exchanged that
     open buckets take at least, ``together`` says that the update's temporaries are those of all
     units at once."""
-    terms = step_terms(_unit_chain(), micro_batches, schedule)
     sliced = schedule == "priority"
+    terms = step_terms(_unit_chain(), micro_batches, priority=sliced)
     stated = timeline.points(many=micro_batches > 1, sliced=sliced, together=together)
-    memory, update = _memory(stated, bucket)
+    families = [getattr(stated, name) for name in MEMORY_POINTS]
+    before, at, after = (
+        np.stack([_figures_of(getattr(point, side)) for point in families])
+        for side in ("before", "at", "after")
+    )
+    before[MEMORY_POINTS.index("backward"), AT["bucketed"]] += bucket
+    # The total of the update has all gradients and none of its temporaries. It is looser than the
+    # update's track, which few plans need.
+    update = _figures_of(stated.backward.after)
     return Rows(
-        before=np.concatenate([terms.before, memory.before]),
-        at=np.concatenate([terms.at, memory.at]),
-        after=np.concatenate([terms.after, memory.after]),
+        before=np.concatenate([terms.before, before]),
+        at=np.concatenate([terms.at, at]),
+        after=np.concatenate([terms.after, after]),
         totals=np.stack([terms.always, update, np.eye(len(FIGURES))[AT["lost"]]]),
         timed=len(LINKS),
     )
@@ -198,8 +163,8 @@ def bucket_share(bucketed_bytes: float, bucket_bytes: int) -> float:
 
 def values(rows_: Rows, figures: Matrix) -> Values:
     """The rows of a plan whose units have ``figures`` [unit, figure]."""
-    family = Family(rows_.before, rows_.at, rows_.after)
-    return Values(family.values(figures.T), rows_.totals @ figures.sum(axis=0))
+    tracks = Family(rows_.before, rows_.at, rows_.after).values(figures.T)
+    return Values(tracks, rows_.totals @ figures.sum(axis=0))
 
 
 def slice_waits(figures: Matrix) -> Matrix:

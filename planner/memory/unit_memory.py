@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from math import ceil
 
@@ -25,7 +26,7 @@ from .gradient_buffers import (
     received_elements_bytes,
     topk_choice_bytes,
 )
-from .prefetch_overlap import PrefetchOverlap, gathered, prefetch_overlaps
+from .prefetch_overlap import Gathered, PrefetchOverlap, gathered, prefetch_overlaps
 from .timeline import (
     FIELD,
     FIELDS,
@@ -54,7 +55,7 @@ class MemoryModel:
         self.model = model
         self._units: dict[tuple[int, Option, int | None], UnitBytes] = {}
 
-    @property
+    @cached_property
     def overlaps(self) -> tuple[PrefetchOverlap, ...]:
         """Which units' bytes are there while which others work."""
         return prefetch_overlaps(self.model)
@@ -94,12 +95,21 @@ class MemoryModel:
             feedback = feedback._replace(computed=max(feedback.computed, trained - spared))
             spared = max(spared - trained, 0.0)
         part = gathered(self.model, k, option)
-        chunked = 0 if many else part.saved  # a gradient of which the chunk alone stays
+        chunked = 0 if many else part.saved  # a gradient of which the rank's part alone stays
         summed = self.summed_bytes(k, option.layout)
+        state = trained * self.model.goal.state_copies
+        # What enters a unit and nobody saves for backward: a segment that begins there does.
+        units, edges = self.model.profile.units, self.model.profile.edges
+        unsaved_input = sum(
+            edges[e].bytes_per_sample
+            for e in self.model.edges_into[k]
+            if not units[self.model.ends[e][0]].output_kept
+        )
+        after = self.model.passing_bytes[k + 1 : k + 2]  # none after the last unit
         return UnitBytes(
             Persistent(
                 weights=cost.shard_bytes + unit.state_bytes - part.saved,
-                optimizer=self._state_bytes(option, trained),
+                optimizer=ceil(state / option.layout.groups) if option.shards else state,
                 residual=feedback.always,
             ),
             PerPhase(
@@ -114,11 +124,13 @@ class MemoryModel:
                 never_together=spared,
                 workspace=workspace + gone + part.forward,
                 bucketed=cost.gradient_bytes,
-                exchange_temp=self._exchange_temp(k, option, samples, trained, feedback.moment),
+                exchange_temp=self._exchange_temp(
+                    k, option, samples, trained, feedback.moment, part
+                ),
                 update_temp=self._update_temp(k, option, trained),
                 recomputed=gone if option.memory == "recompute" else 0.0,
-                segment_input=self._input_bytes(k, samples) if option.segment else 0.0,
-                output_gradients=self._output_gradients(k, samples) if option.segment else 0.0,
+                segment_input=unsaved_input * samples if option.segment else 0.0,
+                output_gradients=after[0] * samples if option.segment and after else 0.0,
             ),
             Neighbours(
                 unsharded=part.unsharded,
@@ -128,29 +140,29 @@ class MemoryModel:
         )
 
     def _exchange_temp(
-        self, k: int, option: Option, samples: int, trained: float, moment: float
+        self, k: int, option: Option, samples: int, trained: float, moment: float, part: Gathered
     ) -> float:
-        """What there is besides as the unit's gradients leave, where that takes anything. A sharded
-        one stands beside the copies of what will be sent and of this rank's own elements, before
-        anything is received. Where parameters are whole only while they are used, its own are gone
-        by then, those before are whole, and the gradients of the unit after it may be on their way.
-        """
+        """What there is besides as the unit's gradients leave, where that takes anything."""
         plain = option.exchange == "dense" and not option.early_release
         if plain or not self.model.sliced:
             return 0.0
         taken = moment
-        part = gathered(self.model, k, option)
         if part.unsharded:
-            many = self.model.micro_batches > 1  # then gradients are whole, else chunks
+            # Its own parameters are gone by then, those before are whole, and the gradients of the
+            # unit after it may be on their way.
+            many = self.model.micro_batches > 1  # then gradients are whole, else this rank's part
             taken += part.before + part.unsharded + part.next_gradients
             taken += 0.0 if many else part.saved
         elif option.exchange == "sharded":
+            # The gradient stands beside the copies of what will be sent and of this rank's own
+            # elements, before anything is received.
             taken += trained / option.layout.groups
         return taken + self.model.passing_bytes[k] * samples
 
     def gathered_bytes(self, k: int, option: Option, samples: int | None) -> float:
         """The input of a divided unit, which its members have put together (or a slice of it) and
-        keep for backward. More than there is where it comes in that form already."""
+        keep for backward."""
+        # An upper bound: more than there is where the input comes in that form already.
         if option.layout.degree == 1 or samples is None:
             return 0.0
         edges = (self.model.profile.edges[e] for e in self.model.edges_into[k])
@@ -164,25 +176,35 @@ class MemoryModel:
         return [shard_bytes(unit, option.style, degree, (p,)) for p in trained]
 
     def makes_new(self, layout: Layout) -> bool:
-        """Whether new gradients do not stay as they are: one that is added to others, copied into a
-        bucket (slices are cut from gradients where they lie), or of a burst, which is divided by
-        another number than gradients otherwise are (that of a divided unit where it lies)."""
+        """Whether new gradients do not stay as they are: they are copied into a bucket, divided,
+        or added to others."""
+        # Slices are cut from gradients where they lie. A burst's gradient is divided by another
+        # number than others are; that of a divided unit where it lies.
         sent = layout.groups > 1 and not self.model.sliced
         divided = layout.degree == 1 and layout.groups != self.model.world_size
         return sent or divided or self.model.micro_batches > 1
 
     def summed_bytes(self, k: int, layout: Layout) -> float:
-        """What gradients of tied parameters take until they are one. What others hold is taken to
-        be whole, as their layout is not known here."""
+        """What gradients of tied parameters take until they are one."""
+        # What others hold is taken to be whole, as their layout is not known here.
         own, others = self.model.summed_bytes[k]
         return own / layout.degree + others
 
     def _update_temp(self, k: int, option: Option, trained_bytes: int) -> float:
-        """Temporaries of the update. What top-k has sent is copied out of its messages before, and
-        they are gone when the update is at work."""
+        """Temporaries of the update."""
         if option.exchange == "sharded":
-            return 0.0  # of a chunk, and less than the copies that were sent, which have gone
-        copies = self._copies_bytes(k, option, trained_bytes)
+            return 0.0  # less than the copies that were sent, which have gone
+        sizes = self._sizes_bytes(k, option)
+        optimizer = OPTIMIZERS[self.model.goal.optimizer]
+        if self.model.profile.device_type == "cuda":
+            copies = float(optimizer.update_copies_together * trained_bytes)
+        elif optimizer.update_copies:
+            # One of the last parameter's copies stays until the next one's are made.
+            both = pairwise([0, *sizes])
+            own = (optimizer.update_copies * size + last for last, size in both)
+            copies = float(max(own, default=0))
+        else:
+            copies = 0.0
         if option.exchange != "topk":
             return copies / (option.layout.groups if option.gathers else 1)
         if option.feedback == "in_place":
@@ -190,25 +212,10 @@ class MemoryModel:
             copies += trained_bytes
         if option.feedback in AT_ONCE:
             copies += received_elements_bytes(self.model, option, trained_bytes)
-        largest = max(self._sizes_bytes(k, option), default=0)
-        first = received_elements_bytes(self.model, option, largest)
+        # What top-k has sent is copied out of its messages before the update is at work, and the
+        # messages are gone by then.
+        first = received_elements_bytes(self.model, option, max(sizes, default=0))
         return max(first, copies - comm_buffer_bytes(self.model, k, option))
-
-    def _copies_bytes(self, k: int, option: Option, trained_bytes: int) -> float:
-        """What the optimizer's step copies."""
-        optimizer = OPTIMIZERS[self.model.goal.optimizer]
-        if self.model.profile.device_type == "cuda":
-            return float(optimizer.update_copies_together * trained_bytes)
-        if not optimizer.update_copies:
-            return 0.0
-        # One of the last parameter's copies stays until the next one's are made.
-        sizes = pairwise([0, *self._sizes_bytes(k, option)])
-        return float(max((optimizer.update_copies * own + last for last, own in sizes), default=0))
-
-    def _state_bytes(self, option: Option, trained_bytes: int) -> float:
-        """Optimizer state of a member's shard."""
-        state = trained_bytes * self.model.goal.state_copies
-        return ceil(state / option.layout.groups) if option.shards else state
 
     def _resident(self, k: int, option: Option, samples: int, saved: float) -> float:
         """Bytes of feature maps that stay from forward to backward."""
@@ -226,16 +233,6 @@ class MemoryModel:
         whole = self.model.output_bytes_per_sample(k)[0] * samples
         split = option.layout.degree if option.style == "column" else 1
         return min(whole / split, saved)
-
-    def _input_bytes(self, k: int, samples: int) -> float:
-        """What enters a unit and nobody saves for backward: a segment that begins there does."""
-        model, units = self.model, self.model.profile.units
-        edges = [e for e in model.edges_into[k] if not units[model.ends[e][0]].output_kept]
-        return sum(model.profile.edges[e].bytes_per_sample for e in edges) * samples
-
-    def _output_gradients(self, k: int, samples: int) -> float:
-        passing = self.model.passing_bytes
-        return passing[k + 1] * samples if k + 1 < len(passing) else 0.0
 
     # -- all units of a position -----------------------------------------------------------------
 
@@ -272,15 +269,15 @@ class MemoryModel:
 
     def _write_buckets(self, table: Table, decisions: Sequence[Option]) -> None:
         """The most that open buckets take: one for each layout that exchanges gradients, and no
-        more than what is still to be exchanged. A unit that works may have closed one."""
-        size = float(self.model.bucket_bytes)
+        more than what is still to be exchanged."""
+        size = float(self.model.message_bytes)
         all_open = size * len({o.layout for o in decisions if o.layout.groups > 1})
-        closed = size * np.array(
-            [self.model.closes_bucket(k, option) for k, option in enumerate(decisions)]
-        )
+        closes = [self.model.closes_bucket(k, option) for k, option in enumerate(decisions)]
+        closed = size * np.array(closes)
         own = table[FIELD["bucketed"]]
         to_come = own.cumsum()
         table[FIELD["open_buckets"]] = np.minimum(to_come, all_open)
+        # A unit that works may have closed one: its gradient is larger than a bucket.
         table[FIELD["unfilled_buckets"]] = np.minimum(to_come - own, all_open - closed)
 
     def received(self, k: int, decisions: Sequence[Option], samples: int | None) -> float:

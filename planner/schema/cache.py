@@ -48,11 +48,10 @@ def get_named(cls: type[DocumentT], mark: str, option: str) -> DocumentT:
 
 
 def put(document: Document, mark: str | None = None) -> None:
-    """Keeps a document under a mark, by default its fingerprint; one that cannot be kept (no room,
-    no permission) is just not found later."""
+    """Keeps a document under a mark, by default its fingerprint."""
     path = _path(mark or fingerprint(document))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save(document, path)
-    except (OSError, InputError):
+    except (OSError, InputError):  # no room, no permission: it is just not found later
         return

@@ -12,11 +12,10 @@ from .record import Record
 
 class Capability(Record, frozen=True, kw_only=True):
     """The executor's statement. ``idle_positions`` allows layouts smaller than the world,
-    ``branches`` such layouts at other positions than the first, so that branches run side by side,
-    ``priority`` gradients that travel in slices in the order in which forward needs them.
-    ``in_buckets`` are the exchange policies that it has without priority as well, ``feedback`` says
-    where top-k can keep what it has not sent. ``idle_exchange`` are those of units that leave ranks
-    idle, ``idle_release`` says whether these can have early release."""
+    ``branches`` such layouts at other positions than the first, ``priority`` the schedule by
+    priority. ``in_buckets`` are the exchange policies that the barrier has as well,
+    ``idle_exchange`` those of units that leave ranks idle; ``idle_release`` says whether such units
+    can have early release."""
 
     styles: tuple[Style, ...]
     memory: tuple[MemoryPolicy, ...]
@@ -65,9 +64,8 @@ class Capability(Record, frozen=True, kw_only=True):
         if unit.exchange == "fully_sharded" and unit.memory == "offload":
             return f"unit {unit.name!r} asks for offload and for exchange 'fully_sharded' at once"
         if not self.suits(unit.layout, world_size, unit.exchange, unit.early_release):
-            what = f"exchange {unit.exchange!r}"
-            if unit.exchange in self.idle_exchange:
-                what = "early release"
+            released = unit.exchange in self.idle_exchange
+            what = "early release" if released else f"exchange {unit.exchange!r}"
             return (
                 f"unit {unit.name!r} leaves ranks idle (layout {unit.layout}) and asks for {what}"
             )
@@ -89,9 +87,11 @@ class Capability(Record, frozen=True, kw_only=True):
             reasons.append(f"the plan has {plan.micro_batches} micro-batches")
         if plan.schedule == "priority" and not self.priority:
             reasons.append("the plan exchanges gradients by priority")
-        return tuple(r for r in reasons if r)
+        return tuple(filter(None, reasons))
 
 
+# All that a decision can say: the bounds of a hypothetical plan. The cost model refuses by name
+# what it does not know yet.
 EVERYTHING = Capability(
     styles=get_args(Style),
     memory=get_args(MemoryPolicy),
@@ -103,9 +103,8 @@ EVERYTHING = Capability(
     branches=True,
     feedback=get_args(FeedbackPolicy),
 )
-"""All that a decision can say: the bounds of a hypothetical plan. The cost model refuses by name
-what it does not know yet."""
 
+# What is planned when no executor has stated what it can run.
 PLAIN = Capability(
     styles=get_args(Style),
     memory=("keep",),
@@ -114,7 +113,6 @@ PLAIN = Capability(
     early_release=False,
     micro_batches=True,
 )
-"""What is planned when no executor has stated what it can run."""
 
 
 def degrees(unit: UnitProfile, style: Style, degree: int) -> bool:
@@ -124,4 +122,5 @@ def degrees(unit: UnitProfile, style: Style, degree: int) -> bool:
     split = unit.split(style)
     if split is None or degree < 2:
         return False
+    # Uneven parts are cut into ceiling-sized runs: the last members may get less, or nothing.
     return degree <= split.parts if split.uneven else split.parts % degree == 0

@@ -119,14 +119,9 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
             raise ValueError("the cluster has several nodes and no links between them")
         if any(len(n.devices) > 1 for n in self.nodes) and "intra" not in names:
             raise ValueError("a node has several devices and no links between them")
-        self._check_pairs()
-
-    def _check_pairs(self) -> None:
-        pairs = self.pair_bytes_per_s
-        if not pairs:
-            return
-        size = self.world_size
-        if len(pairs) != size or any(len(row) != size for row in pairs):
+        # Placement and redistribution divide by these rates.
+        pairs, size = self.pair_bytes_per_s, self.world_size
+        if pairs and {len(pairs), *map(len, pairs)} != {size}:
             raise ValueError(f"pair_bytes_per_s must be {size} by {size}, one row for each rank")
         for i, row in enumerate(pairs):
             for j, rate in enumerate(row):
@@ -135,6 +130,7 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
 
     def overhead_of(self, *, sliced: bool) -> StepOverhead:
         """The executor's own work where gradients travel in slices by priority, or in buckets."""
+        # Not measured by priority, the barrier's is nearer than nothing.
         return self.priority_overhead if sliced and self.priority_overhead else self.overhead
 
     @property

@@ -11,8 +11,7 @@ class Curve(Record, frozen=True, kw_only=True):
     """A quantity ``y`` (seconds or bytes) at sizes ``x`` (samples or bytes), piecewise linear.
 
     Below the first size the line from the first two points is followed, never under zero; beyond
-    the last the line from the last two, never falling. At size zero the value is zero: a rank
-    without samples does no work and sends nothing.
+    the last the line from the last two, never falling. At size zero the value is zero.
     """
 
     x: tuple[float, ...]
@@ -29,7 +28,7 @@ class Curve(Record, frozen=True, kw_only=True):
 
     def __call__(self, size: float) -> float:
         """The value at ``size``."""
-        if size <= 0:
+        if size <= 0:  # a rank without samples does no work and sends nothing
             return 0.0
         if len(self.x) == 1:  # one measurement says only that it grows with size
             return self.y[0] * size / self.x[0]
@@ -47,12 +46,6 @@ class Curve(Record, frozen=True, kw_only=True):
 
 
 ZERO = Curve(x=(1.0,), y=(0.0,))
-"""The curve of something that costs nothing."""
-
-
-def constant(value: float) -> Curve:
-    """The same value at every size above zero."""
-    return Curve(x=(1.0, 2.0), y=(value, value))
 
 
 def proportional(per_size: float) -> Curve:

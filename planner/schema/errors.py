@@ -27,7 +27,7 @@ class InfeasibleError(MeshwrightError):
 
 
 class RunError(MeshwrightError, RuntimeError):
-    """A run that had started went wrong (a rank that never came, a peer that died)."""
+    """A run that had started went wrong (a rank that never came, a rank that died)."""
 
     exit_code = 1
 

@@ -13,7 +13,8 @@ from .record import Bytes, Count, Positive, Record, Share, Slowdown
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
 
 
-# Read from torch.optim (2.13), which the planner never imports: hence classes by name.
+# Values that optimizers of torch keep for each of a parameter's, by the name of their class and
+# without the options that keep more. Read from torch.optim (2.13), which the planner never imports.
 STATE_COPIES = {
     "SGD": 0,
     "Adam": 2,
@@ -25,8 +26,6 @@ STATE_COPIES = {
     "Adagrad": 1,
     "RMSprop": 1,
 }
-"""Values that optimizers of torch keep for each of a parameter's, by the name of their class and
-without the options that keep more."""
 STATE_OPTIONS = ("momentum", "amsgrad", "centered")
 """Options of theirs that keep one value more."""
 
@@ -46,16 +45,18 @@ class Optimizer(NamedTuple):
     linear: bool = False
 
 
+# The optimizers that plans are made for. Adam's step holds the root of the second moments and its
+# quotient at once, parameter by parameter (``_single_tensor_adam`` in torch 2.13); with ``foreach``
+# the roots of all, which it divides in place (``_multi_tensor_adam``).
 OPTIMIZERS: dict[OptimizerName, Optimizer] = {
     "sgd": Optimizer("SGD", STATE_COPIES["SGD"], linear=True),
     "momentum": Optimizer("SGD", STATE_COPIES["SGD"] + 1, linear=True),
     "adam": Optimizer("Adam", STATE_COPIES["Adam"], 2, 1),
     "adamw": Optimizer("AdamW", STATE_COPIES["AdamW"], 2, 1),
 }
-"""The optimizers that plans are made for."""
 
+# Times are predicted in floating point, which holds every whole number up to here.
 MOST = 2**53
-"""Times are predicted in floating point, which holds every count up to here."""
 OBJECTIVES = {"step": "time", "gpu-seconds": "gpu_seconds"}
 """What users call what shall be least, and what ``Goal`` calls it."""
 
@@ -91,7 +92,7 @@ class Pin(Record, frozen=True, kw_only=True):
             " ".join(f"not {layout}" for layout in self.never),
             " ".join(f"not {style}" for style in self.never_styles),
         )
-        return " ".join(part for part in parts if part)
+        return " ".join(filter(None, parts))
 
 
 class Goal(Record, frozen=True, kw_only=True):
@@ -200,6 +201,7 @@ def make_goal(
         batch=batch,
         memory_limit_bytes=memory_limit_bytes,
         optimizer=optimizer,  # type: ignore[arg-type]
+        # Each once: a search looks at all of them.
         micro_batches=tuple(dict.fromkeys(micro_batches)),
         batch_statistics=batch_statistics,  # type: ignore[arg-type]
         objective=OBJECTIVES[objective],  # type: ignore[arg-type]

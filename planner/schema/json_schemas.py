@@ -16,7 +16,7 @@ from .cluster import Cluster
 from .errors import InputError
 from .plan import Plan
 from .profile import ModelProfile
-from .record import Document, schema, write_whole
+from .record import Document, write_whole
 
 DOCUMENTS: dict[str, type[Document]] = {
     "plan": Plan,
@@ -30,7 +30,7 @@ def schema_files() -> dict[str, bytes]:
     """File name and content of each document's schema."""
     files = {}
     for name, cls in DOCUMENTS.items():
-        content = {"$schema": DIALECT, "title": cls.__name__, **_cleaned(schema(cls))}
+        content = {"$schema": DIALECT, "title": cls.__name__, **_cleaned(msgspec.json.schema(cls))}
         encoded = msgspec.json.encode(content, order="deterministic")
         files[f"{name}.json"] = msgspec.json.format(encoded, indent=1) + b"\n"
     return files

@@ -3,16 +3,12 @@
 A table tells forward and backward of each layer by batch size on one device, not what a divided
 layer takes or holds. What is assumed for the rest, and marked by the profile's origin ``table``:
 
-- The backward time of a convolution or linear layer stands in the row of the ReLU behind it (the
-  file says so): the two become one unit. One without a ReLU behind it has no backward time in the
-  file; twice its forward is taken.
+- A convolution or linear layer and the ReLU behind it become one unit.
 - A convolution or linear layer divided over m members takes 1/m of its time at the group's batch,
-  but not less than ``KERNEL_S``: its work and the bytes of its weights are divided evenly, the
-  launch of a kernel is not. This says nothing of kernels that run less efficiently when smaller.
-- Memory follows from shapes, in float32. A layer saves its input; an in-place ReLU needs its
-  output, which is the next layer's input and is counted there. Pooling also saves an index of 8
-  bytes per output. Workspace is taken as the output.
-- A bottleneck block saves the inputs of its convolutions and of its batch normalisations.
+  but not less than ``KERNEL_S``. This says nothing of kernels that run less efficiently when
+  smaller.
+- Memory follows from shapes, in float32. A layer saves its input, and its workspace is taken as its
+  output.
 """
 
 from __future__ import annotations
@@ -37,11 +33,12 @@ from .profile import (
     UnitProfile,
 )
 
+# The least that a layer takes: the tables' smallest row (flatten, which does no work). Work and the
+# bytes of weights are divided evenly among members, the launch of a kernel is not.
 KERNEL_S = 5e-6
-"""The least that a layer takes: the tables' smallest row (flatten, which does no work): 5 µs."""
 DEGREES = (2, 4, 8, 16, 32, 64)
 FLOAT_BYTES = 4
-INDEX_BYTES = 8
+INDEX_BYTES = 8  # of each output of a pooling, in int64
 _KINDS: dict[str, UnitKind] = {"conv2d": "conv", "linear": "linear"}
 
 
@@ -97,11 +94,10 @@ def profile_of_table(data: bytes, origin: str = "table") -> ModelProfile:
     """The profile in a table's JSON; ``origin`` names the source in the message of an error."""
     try:
         table = msgspec.json.decode(data, type=Table)
-        rows = _rows(table, origin)
-        return _profile(table, rows)
+        return _profile(table, _rows(table, origin))
+    except InputError:
+        raise
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, ValueError, TypeError) as error:
-        if isinstance(error, InputError):
-            raise
         detail = f"{type(error).__name__}: {error}"
         raise InputError(f"{origin} is not a table of layer times: {detail}") from None
 
@@ -117,48 +113,40 @@ def _rows(table: Table, origin: str) -> list[_Row]:
         follows = layers[i + 1] if i + 1 < len(layers) else None
         relu = follows if follows and _KINDS.get(layer.kind) and "ReLU" in follows.kind else None
         after = i + (2 if relu else 1)
-        shape = layers[after].input_shape if after < len(layers) else _last_shape(layer)
-        rows.append(_Row(layer, relu, tuple(shape)))
-    _refuse_branches(rows, origin)
-    return rows
-
-
-def _last_shape(layer: Layer) -> tuple[int, ...]:
-    if layer.kind == "linear":
-        return (layer.config["out_features"],)
-    return layer.input_shape
-
-
-def _refuse_branches(rows: Sequence[_Row], origin: str) -> None:
-    """A chain's layers make what the next one takes; a file of branches cannot be told apart."""
-    for row, follows in pairwise(rows):
+        if after < len(layers):
+            shape = layers[after].input_shape
+        else:
+            linear = layer.kind == "linear"
+            shape = (layer.config["out_features"],) if linear else layer.input_shape
+        rows.append(_Row(layer, relu, shape))
+    # A chain's layers make what the next one takes; a file of branches cannot be told apart.
+    for row, next_row in pairwise(rows):
         made = row.layer.config.get("out_channels", row.layer.config.get("out_features"))
         if made is not None and made != row.output_shape[0]:
             raise InputError(
-                f"{origin}: layer {row.name} makes {made} features and {follows.name} takes "
+                f"{origin}: layer {row.name} makes {made} features and {next_row.name} takes "
                 f"{row.output_shape[0]}: the network has branches that the table does not tell"
             )
+    return rows
 
 
 def _profile(table: Table, rows: Sequence[_Row]) -> ModelProfile:
     units = [_end("input"), *(_unit(row) for row in rows), _end("output")]
-    sizes = [row.input_bytes for row in rows] + [rows[-1].output_bytes]
-    features = [row.layer.input_shape[0] for row in rows] + [rows[-1].output_shape[0]]
+    shapes = [*(row.layer.input_shape for row in rows), rows[-1].output_shape]
     edges = tuple(
         EdgeProfile(
             source=a.name,
             target=b.name,
-            bytes_per_sample=size,
-            gradient_bytes_per_sample=0 if a.kind == "input" else size,
-            features=count,
+            bytes_per_sample=FLOAT_BYTES * prod(shape),
+            gradient_bytes_per_sample=0 if a.kind == "input" else FLOAT_BYTES * prod(shape),
+            features=shape[0],
         )
-        for (a, b), size, count in zip(pairwise(units), sizes, features, strict=True)
+        for (a, b), shape in zip(pairwise(units), shapes, strict=True)
     )
     structure = [(r.layer.kind, r.layer.config, r.layer.input_shape) for r in rows]
-    digest = hashlib.sha256(msgspec.json.encode(structure, order="sorted")).hexdigest()[:16]
     return ModelProfile(
         target=table.model,
-        model=digest,
+        model=hashlib.sha256(msgspec.json.encode(structure, order="sorted")).hexdigest()[:16],
         device=table.device,
         device_type="cuda",
         dtype=table.dtype,
@@ -181,8 +169,18 @@ def _end(kind: UnitKind) -> UnitProfile:
 def _unit(row: _Row) -> UnitProfile:
     parameters = _parameters(row)
     splits = _splits(row, parameters)
-    whole = _whole(row, sum(p.bytes for p in parameters))
-    statistics = _statistics_bytes(row.layer)
+    forward, backward = _seconds(row)
+    saved, statistics = _saved_bytes(row)
+    whole = ShareProfile(
+        style="none",
+        degree=1,
+        forward=forward,
+        backward=backward,
+        saved=proportional(saved),
+        gradient=proportional(row.input_bytes + row.output_bytes),
+        workspace=proportional(row.output_bytes),
+        parameter_bytes=sum(p.bytes for p in parameters),
+    )
     return UnitProfile(
         name=row.name,
         kind=_KINDS.get(row.layer.kind, "other"),
@@ -208,17 +206,12 @@ def _parameters(row: _Row) -> tuple[ParameterProfile, ...]:
         weight = (config["out_channels"], config["in_channels"], *sides)
     else:
         weight = (layer.param_count,)
-    shapes = {"weight": weight}
+    shapes = {f"{row.name}.weight": weight}
     if layer.param_count > prod(weight):
-        shapes["bias"] = (layer.param_count - prod(weight),)
+        shapes[f"{row.name}.bias"] = (layer.param_count - prod(weight),)
     return tuple(
-        ParameterProfile(
-            name=f"{row.name}.{n}",
-            shared=f"{row.name}.{n}",
-            shape=shape,
-            bytes=FLOAT_BYTES * prod(shape),
-        )
-        for n, shape in shapes.items()
+        ParameterProfile(name=name, shared=name, shape=shape, bytes=FLOAT_BYTES * prod(shape))
+        for name, shape in shapes.items()
     )
 
 
@@ -246,7 +239,9 @@ def _seconds(row: _Row) -> tuple[Curve, Curve]:
         behind = row.relu.time_us_by_batch[batch] if row.relu else Times(0, 0)
         ahead = times.forward + behind.forward
         back = times.backward + behind.backward
-        # Under a microsecond means that the table has the backward elsewhere or not at all.
+        # The file has the backward of a convolution or linear layer in the row of the ReLU behind
+        # it (it says so). One without a ReLU has less than a microsecond, which is none: twice its
+        # forward is taken.
         if row.layer.kind in _KINDS and row.relu is None and back < 1:
             back = 2 * ahead
         forward.append(ahead * 1e-6)
@@ -255,62 +250,37 @@ def _seconds(row: _Row) -> tuple[Curve, Curve]:
     return Curve(x=sizes, y=tuple(forward)), Curve(x=sizes, y=tuple(backward))
 
 
-def _whole(row: _Row, parameter_bytes: int) -> ShareProfile:
-    forward, backward = _seconds(row)
-    return ShareProfile(
-        style="none",
-        degree=1,
-        forward=forward,
-        backward=backward,
-        saved=proportional(_saved_bytes(row)),
-        gradient=proportional(row.input_bytes + row.output_bytes),
-        workspace=proportional(row.output_bytes),
-        parameter_bytes=parameter_bytes,
-    )
-
-
-def _saved_bytes(row: _Row) -> float:
-    layer = row.layer
+def _saved_bytes(row: _Row) -> tuple[float, int]:
+    """Bytes per sample that a layer saves, and those of its batch statistics."""
+    layer, config = row.layer, row.layer.config
     if layer.kind == "flatten":
-        return 0.0
+        return 0.0, 0
     if layer.kind == "maxPool2d":
-        return row.input_bytes + INDEX_BYTES * prod(row.output_shape)
-    if layer.kind == "ResnetBottleneck":
-        width = _width(layer)
-        inside, outside = prod(layer.input_shape[1:]), prod(row.output_shape[1:])
-        blocks = 2 if "downsampleParams" in layer.config else 1
-        narrow = 2 * FLOAT_BYTES * width * (inside + outside)
-        return row.input_bytes + narrow + blocks * row.output_bytes
-    return float(row.input_bytes)
-
-
-def _width(layer: Layer) -> int:
-    """Channels inside a bottleneck block."""
-    # As torchvision.models.resnet.Bottleneck computes them.
-    config = layer.config
-    return int(config["planes"] * config["base_width"] / 64 * config["groups"])
-
-
-def _statistics_bytes(layer: Layer) -> int:
-    """Two sums for each channel of each batch normalisation in a bottleneck block."""
+        return row.input_bytes + INDEX_BYTES * prod(row.output_shape), 0
     if layer.kind != "ResnetBottleneck":
-        return 0
-    out = 4 * layer.config["planes"]
-    channels = 2 * _width(layer) + out * (2 if "downsampleParams" in layer.config else 1)
-    return int(2 * FLOAT_BYTES * channels)
+        # An in-place ReLU needs its output, which is the next layer's input and is counted there.
+        return float(row.input_bytes), 0
+    # A bottleneck block saves the inputs of its convolutions and of its batch normalisations, and
+    # each of these sums twice by channel. Its width as in torchvision.models.resnet.Bottleneck.
+    width = int(config["planes"] * config["base_width"] / 64 * config["groups"])
+    inside, outside = prod(layer.input_shape[1:]), prod(row.output_shape[1:])
+    blocks = 2 if "downsampleParams" in config else 1
+    narrow = 2 * FLOAT_BYTES * width * (inside + outside)
+    channels = 2 * width + 4 * config["planes"] * blocks
+    return row.input_bytes + narrow + blocks * row.output_bytes, int(2 * FLOAT_BYTES * channels)
 
 
 def _share(whole: ShareProfile, row: _Row, split: SplitProfile, degree: int) -> ShareProfile:
     taken, made = (1, degree) if split.style == "column" else (degree, 1)
-    scaled = [
+    forward, backward = (
         Curve(x=c.x, y=tuple(max(v / degree, min(v, KERNEL_S)) for v in c.y))
         for c in (whole.forward, whole.backward)
-    ]
+    )
     return ShareProfile(
         style=split.style,
         degree=degree,
-        forward=scaled[0],
-        backward=scaled[1],
+        forward=forward,
+        backward=backward,
         saved=whole.saved.scaled(1 / taken),
         gradient=proportional(row.input_bytes / taken + row.output_bytes / made),
         workspace=proportional(row.output_bytes / made),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Literal
 
 from .record import Count, Index, Record
@@ -52,6 +53,8 @@ class Layout(Record, frozen=True, kw_only=True, order=True):
             return None
         return divmod(position - self.first, self.degree)
 
+    # Members of a group are neighbours, as they wait for each other in forward and backward; peers
+    # are a group's length apart, as their exchange can hide behind computing.
     def peers(self, member: int) -> range:
         """The positions that hold the same shard: those that exchange its gradient."""
         return range(self.first + member, self.first + self.size, self.degree)
@@ -72,15 +75,9 @@ def lattice(world_size: int, *, complete: bool = False, bursts: bool = True) -> 
     with ``bursts``.
     """
     # All numbers up to W would make about W ln W layouts, and search time grows with their square.
-    sizes = range(1, world_size + 1) if complete else _round_sizes(world_size)
-    for groups in sizes:
-        for degree in sizes:
-            used = groups * degree
-            if used == world_size or (bursts and used < world_size):
-                yield Layout(groups=groups, degree=degree)
-
-
-def _round_sizes(world_size: int) -> list[int]:
-    divisors = {d for d in range(1, world_size + 1) if world_size % d == 0}
-    powers = {1 << i for i in range(world_size.bit_length()) if 1 << i <= world_size}
-    return sorted(divisors | powers)
+    every = range(1, world_size + 1)
+    sizes = [n for n in every if complete or world_size % n == 0 or n.bit_count() == 1]
+    for groups, degree in product(sizes, sizes):
+        used = groups * degree
+        if used == world_size or (bursts and used < world_size):
+            yield Layout(groups=groups, degree=degree)

@@ -33,7 +33,7 @@ class Option(NamedTuple):
 
     @property
     def shards(self) -> bool:
-        """Whether each rank updates its chunk of the parameters."""
+        """Whether each rank updates its part of the parameters."""
         return self.exchange in SHARDING
 
     @property
@@ -108,14 +108,12 @@ def feedbacks(
     known: tuple[FeedbackPolicy, ...],
     host_bytes_per_s: float | None,
 ) -> tuple[FeedbackPolicy, ...]:
-    """The feedback policies that are worth planning of those known, the one without copies first.
-
-    In place never holds more than a residual, and a mirror never more than in place, in the same
-    time: of those that the executor has and the optimizer allows, one is planned. A mirror on the
-    host is a choice besides, as its copies take time.
-    """
+    """The feedback policies worth planning of those known, the one without copies first."""
     if exchange != "topk":
         return ("residual",)
+    # In place never holds more than a residual, and a mirror never more than in place, in the same
+    # time: of those that the executor has and the optimizer allows, one is planned. A mirror on the
+    # host is a choice besides, as its copies take time.
     able = [f for f in known if f not in MIRRORS or OPTIMIZERS[optimizer].linear]
     order: tuple[FeedbackPolicy, ...] = ("mirror", "in_place", "residual")
     best: FeedbackPolicy = next((f for f in order if f in able), "residual")

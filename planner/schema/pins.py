@@ -4,9 +4,6 @@ Written:            ``UNIT=WHAT`` with a unit's name or a pattern (``*``, ``?``,
     pin a unit      ``fc1=4x2``  ``fc1=(4,2)``  ``fc1=column``  ``fc1=4x2:row``  ``fc1=8x1/4x2``
     forbid a unit   ``fc1=4x2``  ``fc1=row``
     forbid all      ``4x2``  ``row``, or a policy: ``recompute``  ``offload``  ``sharded`` …
-
-A name that is written out must be able to be what is asked. A pattern concerns those of its units
-that can, so that ``*=1x8`` divides what can be divided; one that concerns none is refused.
 """
 
 from __future__ import annotations
@@ -36,10 +33,10 @@ POLICIES: tuple[str, ...] = (
     *get_args(FeedbackPolicy),
     EARLY_RELEASE,
 )
+# Policies that a unit falls back on: without them nothing would be left to plan.
 ALWAYS = ("keep", "dense", "residual")
-"""Policies that a unit falls back on."""
+# Names are proposed from this ratio of ``SequenceMatcher`` on, difflib's own default.
 LEAST_LIKE = 0.6
-"""Names are proposed from this ratio of ``SequenceMatcher`` on, difflib's own default."""
 MOST_NAMES = 3
 
 
@@ -52,31 +49,25 @@ class Wishes(NamedTuple):
 
 def parse_wishes(pins: Iterable[str], forbidden: Iterable[str]) -> Wishes:
     """What ``--pin`` and ``--forbid`` say; raises ``InputError``."""
-    found = [_pin(text) for text in pins]
+    found: list[Pin] = []
     without: list[str] = []
+    for text in pins:
+        if "=" not in text:
+            raise InputError(f"{text!r} pins no unit: write UNIT=LAYOUT, such as fc1=4x2")
+        unit, layouts, style = _parts(text)
+        found.append(Pin(unit=unit, only=layouts, styles=(style,) if style else ()))
     for text in forbidden:
         if text in ALWAYS:
             raise InputError(f"{text!r} is what remains without a policy: forbid another")
         if text in POLICIES:
             without.append(text)
-        else:
-            found.append(_prohibition(text))
+            continue
+        unit, layouts, style = _parts(text, everywhere="=" not in text)
+        # "Not this layout in that style" cannot be said with lists of layouts and of styles.
+        if layouts and style:
+            raise InputError(f"{text!r} forbids a layout and a style at once: forbid one of them")
+        found.append(Pin(unit=unit, never=layouts, never_styles=(style,) if style else ()))
     return Wishes(tuple(found), tuple(without))
-
-
-def _pin(text: str) -> Pin:
-    if "=" not in text:
-        raise InputError(f"{text!r} pins no unit: write UNIT=LAYOUT, such as fc1=4x2")
-    unit, layouts, style = _parts(text)
-    return Pin(unit=unit, only=layouts, styles=(style,) if style else ())
-
-
-def _prohibition(text: str) -> Pin:
-    unit, layouts, style = _parts(text, everywhere="=" not in text)
-    # "Not this layout in that style" cannot be said with lists of layouts and of styles.
-    if layouts and style:
-        raise InputError(f"{text!r} forbids a layout and a style at once: forbid one of them")
-    return Pin(unit=unit, never=layouts, never_styles=(style,) if style else ())
 
 
 def _parts(text: str, *, everywhere: bool = False) -> tuple[str, tuple[Layout, ...], Style | None]:
@@ -85,21 +76,18 @@ def _parts(text: str, *, everywhere: bool = False) -> tuple[str, tuple[Layout, .
     unit, what = ("*", text) if everywhere else text.rpartition("=")[::2]
     first, _, second = what.partition(":")
     words = [w for w in (first.strip(), second.strip()) if w]
-    style: Style | None = None
-    if words and words[-1] in STYLES:
-        last = words.pop()
-        style = next(s for s in STYLES if s == last)
+    style = next((s for s in STYLES if words and s == words[-1]), None)
+    if style:
+        words.pop()
     if not unit.strip() or len(words) > 1 or (not words and style is None):
         raise _unreadable(text)
-    layouts = tuple(_layout(part, text) for part in words[0].split("/")) if words else ()
-    return unit.strip(), layouts, style
-
-
-def _layout(part: str, text: str) -> Layout:
-    match = re.fullmatch(r"\(?\s*(\d+)\s*[x,]\s*(\d+)\s*\)?", part.strip())
-    if not match or "0" in (match[1], match[2]):
-        raise _unreadable(text)
-    return Layout(groups=int(match[1]), degree=int(match[2]))
+    layouts = []
+    for part in words[0].split("/") if words else ():
+        match = re.fullmatch(r"\(?\s*(\d+)\s*[x,]\s*(\d+)\s*\)?", part.strip())
+        if not match or "0" in (match[1], match[2]):
+            raise _unreadable(text)
+        layouts.append(Layout(groups=int(match[1]), degree=int(match[2])))
+    return unit.strip(), tuple(layouts), style
 
 
 def _unreadable(text: str) -> InputError:
@@ -125,9 +113,6 @@ def without(capability: Capability, policies: Sequence[str]) -> Capability:
     )
 
 
-# -- from patterns to units --------------------------------------------------------------------
-
-
 State = tuple[Layout, Style]
 
 
@@ -136,6 +121,7 @@ def spelled_out(goal: Goal, profile: ModelProfile, capability: Capability, world
     unit, or pins leave a unit nothing that it can be."""
     if not goal.pins:
         return goal
+    # Without pins, so that a refusal can list all that the unit can be.
     bare = msgspec.structs.replace(goal, pins=())
     states = _States(profile, bare, capability, world)
     pins = tuple(dict.fromkeys(p for pin in goal.pins for p in states.pins(pin)))
@@ -173,6 +159,8 @@ class _States:
 
     def pins(self, pin: Pin) -> list[Pin]:
         """The pin on each unit that it concerns."""
+        # A name that is written out must be able to be what is asked. A pattern concerns those of
+        # its units that can, so that ``*=1x8`` divides what can be divided.
         if pin.unit in self.of:
             if not self.left(pin.unit, (pin,)):
                 raise InputError(self._cannot(pin.unit, (pin,)))
@@ -191,7 +179,7 @@ class _States:
 
     def _cannot(self, name: str, pins: Sequence[Pin]) -> str:
         asked = " and ".join(pin.wish for pin in pins)
-        able = ", ".join(_words(state) for state in self.of[name])
+        able = ", ".join(f"{y}" if s == "none" else f"{y} {s}" for y, s in self.of[name])
         return f"unit {name!r} cannot be {asked} on {self.world} ranks: choose from {able}"
 
     def check(self, goal: Goal) -> None:
@@ -224,11 +212,6 @@ class _States:
         )
 
 
-def _words(state: State) -> str:
-    layout, style = state
-    return str(layout) if style == "none" else f"{layout} {style}"
-
-
 def nearest(name: str, names: Iterable[str]) -> list[str]:
     """At most three of ``names``, those most like ``name`` first; capitals and wildcards do not
     count. Of dotted names the last part may be what was written, or the first ones."""
@@ -239,16 +222,14 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
 
 
 def _likeness(word: str, other: str) -> float:
+    def ratio(part: str) -> float:
+        return SequenceMatcher(None, word, part, autojunk=False).ratio()
+
     parts = other.split(".")
-    whole = _ratio(word, other)
+    ends = max(ratio(".".join(parts[-k:])) for k in range(1, len(parts) + 1))
+    starts = max(ratio(".".join(parts[:k])) for k in range(1, len(parts) + 1))
     # Less than the whole name, where two are as like: "fc" is "fc" before it is "block.fc".
-    ends = max(_ratio(word, ".".join(parts[-k:])) for k in range(1, len(parts) + 1))
-    starts = max(_ratio(word, ".".join(parts[:k])) for k in range(1, len(parts) + 1))
-    return max(whole, 0.95 * ends, 0.95 * starts)
-
-
-def _ratio(first: str, second: str) -> float:
-    return SequenceMatcher(None, first, second, autojunk=False).ratio()
+    return max(ratio(other), 0.95 * ends, 0.95 * starts)
 
 
 def quoted(names: Iterable[str]) -> str:

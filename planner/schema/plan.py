@@ -12,15 +12,16 @@ from .record import Bytes, Count, Document, Index, Record, Seconds
 MemoryPolicy = Literal["keep", "recompute", "offload"]
 ExchangePolicy = Literal["dense", "sharded", "fully_sharded", "dropped", "topk"]
 SHARDING: tuple[ExchangePolicy, ...] = ("sharded", "fully_sharded")
-"""Each rank updates its chunk of a parameter; the second keeps nothing but that between uses."""
+"""Each rank updates its part of a parameter; the second keeps nothing but that between uses."""
 LOSSY: tuple[ExchangePolicy, ...] = ("dropped", "topk")
 """A part of the gradient waits for a later step."""
 FeedbackPolicy = Literal["residual", "in_place", "mirror", "host_mirror"]
 """Where top-k keeps what it has not sent. See ``memory.gradient_buffers``."""
+# Those in which a gradient is taken in as soon as it is computed, so that its memory is free.
 AT_ONCE: tuple[FeedbackPolicy, ...] = ("in_place", "mirror", "host_mirror")
-"""Those in which a gradient is taken in as soon as it is computed, and its memory is free."""
+# Those that hold back updates, not gradients. The parts of an update, applied one by one, add up to
+# the whole only where it is linear in the gradient: SGD's.
 MIRRORS: tuple[FeedbackPolicy, ...] = ("mirror", "host_mirror")
-"""Those that hold back updates. They need an optimizer whose update is linear in the gradient."""
 Status = Literal["optimal", "feasible", "heuristic", "manual"]
 ScheduleName = Literal["barrier", "priority"]
 """How gradients travel: in buckets, first in, first out, all waited for (``barrier``); in slices,
@@ -187,9 +188,11 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
     @property
     def slowed_s(self) -> float:
         """The longest that a step may take, with the background job that the goal allows."""
+        # Predictions are of the step without it: how much of the limit it uses is not known.
         return self.prediction.step_s * self.goal.slowdown
 
     @property
     def speedup(self) -> float:
         """Predicted step of plain data parallelism over this plan's."""
+        # A step of nothing (a profile of zero curves) is as fast either way.
         return self.baseline.step_s / self.prediction.step_s if self.prediction.step_s else 1.0

@@ -21,8 +21,9 @@ UnitKind = Literal[
     "recurrent",
     "other",
 ]
+# Kinds that always have the layout (W, 1): the model's ends and its own code between units, which
+# see each rank's own samples whatever is planned.
 FIXED_KINDS = frozenset({"input", "output", "glue"})
-"""Kinds that always have the layout (W, 1): the model's ends and its own code between units."""
 
 
 class ParameterProfile(Record, frozen=True, kw_only=True):
@@ -152,6 +153,7 @@ class UnitProfile(Record, frozen=True, kw_only=True):
 
     def kept(self, exchange: str, ratio: float) -> float | None:
         """The share of the gradient's energy that a lossy exchange sends, None if not measured."""
+        # At the measured ratios only: between them nothing is known.
         for curve in self.fidelity:
             if curve.exchange == exchange and ratio in curve.ratios:
                 return curve.kept[curve.ratios.index(ratio)]
@@ -238,16 +240,17 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
         if len(set(names)) != len(names):
             twice = next(n for n in names if names.count(n) > 1)
             raise ValueError(f"unit {twice!r} is listed twice")
-        for edge in self.edges:
-            for end in (edge.source, edge.target):
-                if end not in names:
-                    raise ValueError(f"an edge names unit {end!r}, which is not listed")
         order = {n: i for i, n in enumerate(names)}
         for edge in self.edges:
+            for end in (edge.source, edge.target):
+                if end not in order:
+                    raise ValueError(f"an edge names unit {end!r}, which is not listed")
+            # Both step formulas and the memory timeline walk units in the order of forward.
             if order[edge.source] >= order[edge.target]:
                 raise ValueError(
                     f"edge {edge.source!r} to {edge.target!r} goes back: keep forward order"
                 )
+        # The model's ends have the layout (W, 1): what can be decided lies between them.
         if not names or self.units[0].kind != "input" or self.units[-1].kind != "output":
             raise ValueError("units must begin with the model's input and end with its output")
 
@@ -258,6 +261,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     @property
     def parameter_bytes(self) -> int:
         """Bytes of all parameters, each tied one counted once."""
+        # By canonical name: a tied parameter has several names and one memory.
         once = {p.shared: p.bytes for u in self.units for p in u.parameters}
         return sum(once.values())
 
@@ -265,6 +269,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
         """The measured update rate, Adam's and AdamW's for each other where one was not measured;
         zero where none was."""
         rates = {r.optimizer: r.seconds_per_byte for r in self.updates}
+        # Both do the same work for each element.
         alike = {"adam": "adamw", "adamw": "adam"}.get(optimizer, optimizer)
         return rates.get(optimizer, rates.get(alike, 0.0))
 

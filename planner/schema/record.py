@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -60,13 +60,13 @@ def _floats(record: msgspec.Struct) -> Iterator[tuple[str, float]]:
                     yield f"{name}[{i}]", item
 
 
+# How a user makes each kind of document, said where another kind was given.
 MADE_BY = {
     "Plan": "'meshwright plan TARGET -c CLUSTER --batch N -o plan.json'",
     "Cluster": "'meshwright probe -o cluster.json', or 'meshwright cluster' for one that is not "
     "here",
     "ModelProfile": "'meshwright profile TARGET -o profile.json'",
 }
-"""How a user makes each kind of document."""
 
 
 def encode(record: Record) -> bytes:
@@ -81,16 +81,23 @@ def decode(cls: type[RecordT], data: bytes, origin: str = "JSON") -> RecordT:
     try:
         return msgspec.json.decode(data, type=cls)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(_damaged(cls, origin, error)) from None
+        # What a file holds may break lines or steer a terminal.
+        text = str(error) or type(error).__name__
+        detail = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+        if "truncated" in detail:
+            what = f"ends in the middle of a {cls.__name__}: write it anew"
+        else:
+            what = f"is not a valid {cls.__name__}: {detail}; write it anew or mend that field"
+        raise InputError(f"{origin} {what}") from None
 
 
 def _check_head(cls: type[Document], data: bytes, origin: str) -> None:
-    """Names another kind of document, and a newer or older schema, before unknown fields can
-    confuse."""
+    """Refuses another kind of document, and another version of the schema."""
+    # Before the typed decoder, whose words on unknown fields would confuse there.
     try:
         head = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return  # the typed decoder words what is wrong
+        return  # the typed decoder says what is wrong
     if not isinstance(head, dict):
         return
     kind, version = head.get("document"), head.get("schema_version")
@@ -106,18 +113,6 @@ def _check_head(cls: type[Document], data: bytes, origin: str) -> None:
         )
 
 
-def _damaged(cls: type[Record], origin: str, error: Exception) -> str:
-    detail = printable(str(error) or type(error).__name__)
-    if "truncated" in detail:
-        return f"{origin} ends in the middle of a {cls.__name__}: write it anew"
-    return f"{origin} is not a valid {cls.__name__}: {detail}; write it anew or mend that field"
-
-
-def printable(text: str) -> str:
-    """The text on one line: what a file holds may break lines or steer a terminal."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
-
-
 def load(cls: type[RecordT], path: str | Path, given: str = "") -> RecordT:
     """Reads a record from a file; ``InputError`` names the file and the path of a bad field, and
     ``given``, the option that the file was given to."""
@@ -130,13 +125,14 @@ def load(cls: type[RecordT], path: str | Path, given: str = "") -> RecordT:
 
 
 def save(record: Record, path: str | Path) -> None:
-    """Writes a record whole or not at all (a temporary file beside it, then a rename)."""
+    """Writes a record whole or not at all."""
     write_whole(path, encode(record))
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
     """Writes bytes to ``path`` so that no reader ever sees half a file."""
     target = Path(path)
+    # A temporary file beside it, then a rename: this is atomic inside one file system only.
     try:
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     except OSError as error:
@@ -159,8 +155,3 @@ def write_whole(path: str | Path, data: bytes) -> None:
 def fingerprint(record: Record) -> str:
     """Sixteen hexadecimal digits that stand for the record's content."""
     return hashlib.sha256(msgspec.json.encode(record)).hexdigest()[:16]
-
-
-def schema(cls: type[Record]) -> dict[str, Any]:
-    """The JSON Schema of a record."""
-    return msgspec.json.schema(cls)

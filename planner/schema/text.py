@@ -11,7 +11,8 @@ def seconds(value: float) -> str:
 
 
 def gap_text(gap: float) -> str:
-    """The gap between a plan and its bound; rounding is none."""
+    """The gap between a plan and its bound."""
+    # Below a millionth it is what rounding leaves of none.
     if gap > 0.1:
         return f"{100 * gap:.0f}%"
     return f"{100 * gap:.2g}%" if gap > 1e-6 else "0%"

@@ -10,6 +10,7 @@ step formulas are held against, and what a plan predicts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -47,11 +48,17 @@ class Simulation(NamedTuple):
     spans: tuple[Span, ...]
 
     @staticmethod
-    def of(
-        step_s: float, compute_s: float, blocking_s: float, update_s: float, spans: Iterable[Span]
-    ) -> Simulation:
-        """What remains of the step is exposed."""
-        exposed_s = max(step_s - compute_s - blocking_s, 0.0)
+    def of(step_s: float, work: Iterable[Span], spans: Iterable[Span]) -> Simulation:
+        """The simulation of a step in which the rank itself did ``work``, messages aside."""
+        compute_s = update_s = blocking_s = 0.0
+        for span in work:
+            took = span.end_s - span.start_s
+            if span.resource == COMPUTE:
+                compute_s += took
+                update_s += took if span.phase == "update" else 0.0
+            else:
+                blocking_s += took
+        exposed_s = max(step_s - compute_s - blocking_s, 0.0)  # what remains
         ordered = tuple(sorted(spans, key=lambda s: s.start_s))
         return Simulation(step_s, compute_s, blocking_s, exposed_s, update_s, ordered)
 
@@ -76,20 +83,14 @@ class _StepRun:
         self.waiting: dict[str, list[tuple[tuple[float, int], _Sending]]]
         self.waiting = {link: [] for link in LINKS}
         self.sending: dict[str, _Sending | None] = dict.fromkeys(LINKS)
-        self.missing = self._messages_by_unit(steps)
+        # How many messages of each unit have not arrived, by step.
+        count = Counter(k for message in step.messages for k in message.units)
+        self.missing = [dict(count) for _ in range(steps)]
         self.ready_at: dict[int, list[tuple[int, Message]]] = {}
         for index, message in enumerate(step.messages):
             self.ready_at.setdefault(message.ready, []).append((index, message))
         self.released = 0
         self.spans: list[Span] = []
-
-    def _messages_by_unit(self, steps: int) -> list[dict[int, int]]:
-        """How many messages of each unit have not arrived, by step."""
-        count: dict[int, int] = {}
-        for message in self.step.messages:
-            for k in message.units:
-                count[k] = count.get(k, 0) + 1
-        return [dict(count) for _ in range(steps)]
 
     def run(self, work: Work, step: int) -> None:
         """Does one piece of the rank's work and whatever links carry meanwhile."""
@@ -102,11 +103,9 @@ class _StepRun:
             left = self._advance(work, left)
         if self.now_s > start:
             self.spans.append(Span(work.resource, work.unit, work.phase, start, self.now_s))
-        if work.frees:
-            self._release(work.unit, step)
-
-    def _release(self, unit: int, step: int) -> None:
-        for index, message in self.ready_at.get(unit, ()):
+        if not work.frees:
+            return
+        for index, message in self.ready_at.get(work.unit, ()):
             self.released += 1
             # Equal urgency leaves the order in which messages get ready: first in, first out.
             urgency = 0.0 if self.step.schedule == "barrier" else message.urgency
@@ -122,14 +121,17 @@ class _StepRun:
         rate = 1 / self.interference.communication_slowdown if computing else 1.0
         passed = min([t.left_s / rate for t in tasks], default=float("inf"))
         until_done = left / work_rate
-        assert min(passed, until_done) < float("inf"), "the rank waits for what nobody sends"
         span = min(passed, until_done)
+        assert span < float("inf"), "the rank waits for what nobody sends"
         self.now_s += span
         for task in tasks:
             # Not by subtraction where it ends: what rounding leaves would be an event of its own.
             task.left_s = 0.0 if task.left_s / rate <= span else task.left_s - span * rate
             if not task.left_s:
-                self._arrive(task)
+                self._pause(task)
+                self.sending[task.message.link] = None
+                for k in task.message.units:
+                    self.missing[task.step][k] -= 1
         return 0.0 if until_done <= span else left - span * work_rate
 
     def _serve(self, link: str, *, blocked: bool) -> _Sending | None:
@@ -137,6 +139,7 @@ class _StepRun:
         rank itself waits for."""
         current, queue = self.sending[link], self.waiting[link]
         if blocked:
+            # It keeps its place: when the link is free again it goes on where it was.
             self._pause(current)
             return None
         if queue and (current is None or self.step.preempt):
@@ -152,27 +155,19 @@ class _StepRun:
         return current
 
     def _pause(self, task: _Sending | None) -> None:
-        if task is not None and task.since_s is not None:
-            self._record(task)
-            task.since_s = None
-
-    def _record(self, task: _Sending) -> None:
-        assert task.since_s is not None
+        """Ends the span of a message that is under way."""
+        if task is None or task.since_s is None:
+            return
         if self.now_s > task.since_s:
-            link, unit = task.message.link, min(task.message.units)
+            link, unit = task.message.link, task.message.ready
             span = Span(link, unit, "exchange", task.since_s, self.now_s, task.index)
             self.spans.append(span)
-
-    def _arrive(self, task: _Sending) -> None:
-        self._record(task)
-        self.sending[task.message.link] = None
-        for k in task.message.units:
-            self.missing[task.step][k] -= 1
+        task.since_s = None
 
 
-def steps_until_steady(schedule: ScheduleName) -> int:
-    """Under the barrier a step leaves nothing behind, so one is enough."""
-    return 1 if schedule == "barrier" else 4
+# Under the barrier a step leaves nothing behind, so one is enough. By priority its gradients travel
+# in the next forward: the first steps are shorter, as there is nothing to wait for yet.
+STEADY_STEPS: dict[ScheduleName, int] = {"barrier": 1, "priority": 4}
 
 
 def simulate(
@@ -182,21 +177,12 @@ def simulate(
 
     Under priority a step is counted from the end of one backward to the end of the next.
     """
-    count = steps or steps_until_steady(step.schedule)
+    count = steps or STEADY_STEPS[step.schedule]
     run = _StepRun(step, count, interference)
     ends = [0.0]
     for s in range(count):
-        for work in step.work:
-            run.run(work, s)
+        for each in step.work:
+            run.run(each, s)
         ends.append(run.now_s)
-    compute = update = blocking = 0.0
-    for span in run.spans:
-        if span.start_s < ends[-2] or span.phase == "exchange":
-            continue
-        took = span.end_s - span.start_s
-        if span.resource == COMPUTE:
-            compute += took
-            update += took if span.phase == "update" else 0.0
-        else:
-            blocking += took
-    return Simulation.of(ends[-1] - ends[-2], compute, blocking, update, run.spans)
+    work = [span for span in run.spans if span.start_s >= ends[-2] and span.message < 0]
+    return Simulation.of(ends[-1] - ends[-2], work, run.spans)

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..cost.cost import CostModel
-from ..cost.step_time import LINKS
-from ..cost.unit_cost import OnLink
+from ..cost.step_time import LINKS, OnLink
 from ..schema.cluster import Interference
 from ..schema.layout import Layout
 from ..schema.options import Option
-from .events import ALONE, Simulation, Span, simulate, steps_until_steady
+from .events import ALONE, STEADY_STEPS, Simulation, Span, simulate
 from .schedule import COMPUTE, Message, ScheduleName, Step
 
 RankClasses = frozenset[int]
@@ -51,7 +50,7 @@ def rank_classes(world_size: int, layouts: Sequence[Layout]) -> tuple[tuple[int,
     different = list(dict.fromkeys(layouts))
     found: dict[tuple[bool, ...], list[int]] = {}
     for position in range(world_size):
-        key = tuple(y.first <= position < y.first + y.size for y in different)
+        key = tuple(position in layout.positions for layout in different)
         found.setdefault(key, []).append(position)
     return tuple(tuple(positions) for positions in found.values())
 
@@ -69,7 +68,11 @@ class _TaskGraph:
         self.model, self.decisions, self.messages = model, tuple(decisions), tuple(messages)
         self.schedule = schedule
         self.classes = rank_classes(model.world_size, [o.layout for o in decisions])
-        self.of_unit = [self._classes_in(o.layout) for o in decisions]
+        self.of_unit = [
+            # Positions of one class take part in the same units: the first speaks for all.
+            frozenset(i for i, at in enumerate(self.classes) if at[0] in option.layout.positions)
+            for option in decisions
+        ]
         self.tasks: list[Task] = []
         self.ends: list[int] = []
         # The number of the latest task, by rank class, by unit and by edge.
@@ -78,10 +81,6 @@ class _TaskGraph:
         self._backward: dict[int, int] = {}
         self._returned: dict[int, int] = {}
         self._sent: dict[int, list[int]] = {}
-
-    def _classes_in(self, layout: Layout) -> RankClasses:
-        inside = range(layout.first, layout.first + layout.size)
-        return frozenset(i for i, positions in enumerate(self.classes) if positions[0] in inside)
 
     def _compute(self, k: int, phase: str, seconds: float, after: Sequence[int]) -> int:
         mine = self.of_unit[k]
@@ -185,8 +184,8 @@ class _TaskGraph:
 class _GraphRun:
     """The state of a simulation of a graph's tasks."""
 
-    def __init__(self, tasks: list[Task], interference: Interference, *, preempt: bool) -> None:
-        self.tasks, self.interference, self.preempt = tasks, interference, preempt
+    def __init__(self, tasks: list[Task], interference: Interference) -> None:
+        self.tasks, self.interference = tasks, interference
         self.left_s = [task.seconds for task in tasks]
         self.waits = [len(task.after) for task in tasks]
         self.then: list[list[int]] = [[] for _ in tasks]
@@ -199,12 +198,8 @@ class _GraphRun:
         self.ready = [i for i, count in enumerate(self.waits) if not count]
         self.order = {i: place for place, i in enumerate(self.ready)}
 
-    def run(self) -> None:
-        """Everything, from event to event."""
-        while self.ready:
-            self._advance()
-
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Everything up to the next event."""
         tasks = self.tasks
         working = [i for i in self.ready if not tasks[i].message]
         instant = [i for i in working if not self.left_s[i]]
@@ -215,7 +210,8 @@ class _GraphRun:
         sending = self._sending(working)
         rates = self._rates(working, sending)
         span_s = min(self.left_s[i] / rate for i, rate in rates.items())
-        # Tasks that differ by rounding only end together.
+        # Tasks that differ by rounding only end together: what rounding leaves of one would be an
+        # event of its own, at which a less urgent message could start.
         over = [i for i, rate in rates.items() if self.left_s[i] / rate <= span_s * (1 + 1e-15)]
         for i, rate in rates.items():
             self.start_s.setdefault(i, self.now_s)
@@ -226,9 +222,14 @@ class _GraphRun:
     def _sending(self, working: Sequence[int]) -> list[int]:
         """The messages under way: each takes its link on all of its classes, unless what these wait
         for or a more urgent message does."""
+
+        def key(i: int) -> tuple[bool, float, int]:
+            # What has started goes on: the executor's slices are not stopped either.
+            return i not in self.start_s, self.tasks[i].urgency, self.order[i]
+
         taken = {(self.tasks[i].resource, c) for i in working for c in self.tasks[i].occupies}
         found = []
-        for i in sorted((i for i in self.ready if self.tasks[i].message), key=self._key):
+        for i in sorted((i for i in self.ready if self.tasks[i].message), key=key):
             wires = {(self.tasks[i].resource, c) for c in self.tasks[i].classes}
             if not wires & taken:
                 taken |= wires
@@ -250,11 +251,6 @@ class _GraphRun:
             rates[i] = 1 / self.interference.communication_slowdown if slowed else 1.0
         return rates
 
-    def _key(self, i: int) -> tuple[bool, float, int]:
-        """Messages under way go on, unless a more urgent one may stop them."""
-        started = i in self.start_s and not self.preempt
-        return not started, self.tasks[i].urgency, self.order[i]
-
     def _finish(self, over: Sequence[int]) -> None:
         gone = set(over)
         self.ready = [i for i in self.ready if i not in gone]
@@ -273,44 +269,34 @@ def simulate_rank_classes(
     messages: Sequence[Message],
     schedule: ScheduleName,
     interference: Interference = ALONE,
-    *,
-    preempt: bool = False,
     steps: int | None = None,
 ) -> Simulation:
     """Runs a few steps and describes the last, as ``simulate`` does; computing, blocking and
     exposed seconds are those of the class that works longest."""
     graph = _TaskGraph(model, decisions, messages, schedule)
-    for _ in range(steps or steps_until_steady(schedule)):
+    for _ in range(steps or STEADY_STEPS[schedule]):
         graph.step()
-    run = _GraphRun(graph.tasks, interference, preempt=preempt)
-    run.run()
-    return _summary(graph, run)
-
-
-def _summary(graph: _TaskGraph, run: _GraphRun) -> Simulation:
     tasks = graph.tasks
+    run = _GraphRun(tasks, interference)
+    while run.ready:
+        run.advance()
     ends = [0.0]
     for end in graph.ends:
         ends.append(max(run.end_s[i] for i in range(end) if not tasks[i].message))
-    spans = [
+    every = [
         Span(t.resource, t.unit, t.phase, run.start_s[i], run.end_s[i], i if t.message else -1)
         for i, t in enumerate(tasks)
-        if run.end_s[i] > run.start_s[i]
     ]
-    last = graph.ends[-2] if len(graph.ends) > 1 else 0
-    best = (0.0, 0.0, 0.0)
-    for c in range(len(graph.classes)):
-        compute = update = blocking = 0.0
-        for i in range(last, len(tasks)):
-            task = tasks[i]
-            if c not in task.classes or task.message:
-                continue
-            took = run.end_s[i] - run.start_s[i]
-            compute += took if task.resource == COMPUTE else 0.0
-            update += took if task.phase == "update" else 0.0
-            blocking += 0.0 if task.resource == COMPUTE else took
-        best = max(best, (compute, blocking, update), key=lambda b: b[0] + b[1])
-    return Simulation.of(ends[-1] - ends[-2], *best, spans)
+    spans = [span for span in every if span.end_s > span.start_s]
+    last = [0, *graph.ends][-2]
+    work = [(t, s) for t, s in zip(tasks[last:], every[last:], strict=True) if not t.message]
+    found = (
+        Simulation.of(
+            ends[-1] - ends[-2], [span for task, span in work if c in task.classes], spans
+        )
+        for c in range(len(graph.classes))
+    )
+    return max(found, key=lambda one: one.compute_s + one.blocking_s)
 
 
 def simulate_decisions(
@@ -319,7 +305,5 @@ def simulate_decisions(
     """Runs the step of those decisions as the cluster does, with its interference."""
     noise = model.cluster.interference
     if any(option.layout.first for option in decisions):  # branches on ranks of their own
-        return simulate_rank_classes(
-            model, decisions, step.messages, step.schedule, noise, steps=steps
-        )
+        return simulate_rank_classes(model, decisions, step.messages, step.schedule, noise, steps)
     return simulate(step, noise, steps)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..cost.cost import CostModel
 from ..cost.exchange import Gradient
-from ..cost.step_time import LINKS, Chain, LinkMatrix
+from ..cost.step_time import LINKS, Chain, LinkMatrix, Vector
 from ..schema.options import Option
 from ..schema.plan import ScheduleName as ScheduleName
 from . import slicing
@@ -66,43 +66,34 @@ class Step(NamedTuple):
     preempt: bool = False
 
 
-def _blocking(seconds: LinkMatrix, unit: int, phase: str) -> list[Work]:
-    return [
-        Work(link, unit, phase, float(seconds[i, unit]))
-        for i, link in enumerate(LINKS)
-        if seconds[i, unit] > 0
-    ]
-
-
-def _forward(chain: Chain, k: int, gate: bool) -> list[Work]:
-    awaits = (k,) if gate else ()
-    work = _blocking(chain.entry_forward_s, k, "redistribute")
-    if gate:
-        work.append(Work(COMPUTE, k, "update", float(chain.update_s[k]), awaits))
-    work.append(Work(COMPUTE, k, "forward", float(chain.forward_s[k])))
-    return work + _blocking(chain.inner_forward_s, k, "reduce")
-
-
-def _backward(chain: Chain, k: int, last: bool) -> list[Work]:
-    work = _blocking(chain.inner_backward_s, k, "gather gradient")
-    work.append(Work(COMPUTE, k, "backward", float(chain.backward_s[k]), frees=last))
-    return work + _blocking(chain.entry_backward_s, k, "redistribute gradient")
-
-
 def work_of(chain: Chain, micro_batches: int, schedule: ScheduleName) -> tuple[Work, ...]:
     """What a rank does in one step, in order."""
     units = range(len(chain.forward_s))
     work: list[Work] = []
+
+    def compute(k: int, phase: str, seconds: Vector, **how: Any) -> None:
+        work.append(Work(COMPUTE, k, phase, float(seconds[k]), **how))
+
+    def wait(k: int, phase: str, seconds: LinkMatrix) -> None:
+        for link, row in zip(LINKS, seconds, strict=True):
+            if row[k] > 0:
+                work.append(Work(link, k, phase, float(row[k])))
+
     for m in range(micro_batches):
         for k in units:
-            work += _forward(chain, k, gate=schedule == "priority" and m == 0)
+            wait(k, "redistribute", chain.entry_forward_s)
+            if schedule == "priority" and m == 0:
+                compute(k, "update", chain.update_s, awaits=(k,))
+            compute(k, "forward", chain.forward_s)
+            wait(k, "reduce", chain.inner_forward_s)
         for k in reversed(units):
-            work += _backward(chain, k, last=m == micro_batches - 1)
+            wait(k, "gather gradient", chain.inner_backward_s)
+            # Micro-batches add their gradients up: none may leave before the last one's.
+            compute(k, "backward", chain.backward_s, frees=m == micro_batches - 1)
+            wait(k, "redistribute gradient", chain.entry_backward_s)
     if schedule == "barrier":
-        everything = tuple(units)
-        for k in units:  # the first waits for all
-            awaits = everything if k == 0 else ()
-            work.append(Work(COMPUTE, k, "update", float(chain.update_s[k]), awaits))
+        for k in units:  # the first update waits for all, so the others need not ask
+            compute(k, "update", chain.update_s, awaits=() if k else tuple(units))
     return tuple(work)
 
 
@@ -116,16 +107,13 @@ def plain_messages(chain: Chain) -> tuple[Message, ...]:
     )
 
 
-class GradGroup(NamedTuple):
-    """Gradients of one kind in the order of backward, and the slices in which they are sent: a
-    bucket has one, which holds all of them.
-
-    It leaves when all of its gradients are there, and whoever needs one of its units waits for all
-    of it.
-    """
+class PackedGradients(NamedTuple):
+    """Gradients of one kind in the order of backward, which leave when all of them are there, and
+    the slices in which they are sent (a bucket is one slice). Whoever needs one of their units
+    waits for all of them. The executor's ``GradGroup`` is one of these on a rank."""
 
     gradients: tuple[Gradient, ...]
-    cuts: tuple[SliceSpec, ...]
+    slices: tuple[SliceSpec, ...]
 
     @property
     def kind(self) -> Option:
@@ -138,37 +126,40 @@ class GradGroup(NamedTuple):
         return tuple(sorted({g.unit for g in self.gradients}))
 
 
-def grad_groups(
+def pack_gradients(
     model: CostModel, decisions: Sequence[Option], schedule: ScheduleName
-) -> list[GradGroup]:
+) -> list[PackedGradients]:
     """The gradients of a step as the executor packs them, those that get ready first in front."""
-    gradients = _in_backward(model, decisions)
     if schedule == "barrier":
         return [
-            GradGroup(tuple(gradients[i] for i in bucket), (SliceSpec(tuple(range(len(bucket)))),))
-            for bucket in _buckets(model, gradients)
+            PackedGradients(bucket, (SliceSpec(tuple(range(len(bucket)))),))
+            for bucket in _buckets(model, decisions)
         ]
-    packed = slicing.pack_units(Travelling(g.kind, g.unit, g.shared_bytes) for g in gradients)
-    found = [tuple(gradients[i] for i in numbers) for numbers in packed]
-    made = [GradGroup(group, _cuts(group, model.bucket_bytes)) for group in found]
-    return sorted(made, key=lambda group: group.units[0], reverse=True)
+    gradients, made = _in_backward(model, decisions), []
+    for numbers in slicing.pack_units(
+        Travelling(g.kind, g.unit, g.shared_bytes) for g in gradients
+    ):
+        mine = tuple(gradients[i] for i in numbers)
+        kind, sizes = mine[0].kind, [g.shared_bytes for g in mine]
+        if kind.lossy:
+            whole = [g.whole for g in mine]
+            slices = slicing.cut_lossy(kind.exchange, sizes, whole, model.message_bytes)
+        else:
+            slices = slicing.cut(sizes, model.message_bytes)
+        made.append(PackedGradients(mine, slices))
+    return sorted(made, key=lambda packed: packed.units[0], reverse=True)
 
 
 def _in_backward(model: CostModel, decisions: Sequence[Option]) -> list[Gradient]:
     return [g for k in reversed(range(len(decisions))) for g in model.gradients(k, decisions[k])]
 
 
-def _buckets(model: CostModel, gradients: Sequence[Gradient]) -> list[list[int]]:
-    """By undivided sizes, so that all ranks agree."""
+def _buckets(model: CostModel, decisions: Sequence[Option]) -> list[tuple[Gradient, ...]]:
+    gradients = _in_backward(model, decisions)
+    # By undivided sizes: where shards are uneven, ranks would else pack different buckets.
     travelling = (Travelling(g.kind, g.unit, g.full_bytes) for g in gradients)
-    return slicing.pack_buckets(travelling, model.bucket_bytes)
-
-
-def _cuts(gradients: Sequence[Gradient], message_bytes: int) -> tuple[SliceSpec, ...]:
-    kind, sizes = gradients[0].kind, [g.shared_bytes for g in gradients]
-    if not kind.lossy:
-        return slicing.cut(sizes, message_bytes)
-    return slicing.cut_lossy(kind.exchange, sizes, [g.whole for g in gradients], message_bytes)
+    packed = slicing.pack_buckets(travelling, model.message_bytes)
+    return [tuple(gradients[i] for i in numbers) for numbers in packed]
 
 
 def messages_of(
@@ -177,29 +168,25 @@ def messages_of(
     """Every bucket or slice as a message, each one collective (two where the exchange is sharded);
     none of those that are waited for in backward."""
     messages = []
-    for group in grad_groups(model, decisions, schedule):
-        if group.kind.early_release:
+    for packed in pack_gradients(model, decisions, schedule):
+        if packed.kind.early_release:
             continue
-        for one in group.cuts:
-            mine, kind = [group.gradients[i] for i in one.parameters], group.kind
+        for one in packed.slices:
+            mine, kind = [packed.gradients[i] for i in one.parameters], packed.kind
             if mine[0].whole and kind.lossy:
-                kind = Option(kind.layout)
+                kind = Option(kind.layout)  # what is sent whole is averaged like a dense gradient
             size = sum(g.shared_bytes for g in mine) / one.parts
             on = model.exchange(kind, model.payload_bytes(kind, ceil(size)) if kind.lossy else size)
             messages.append(
-                Message(group.units, LINKS[on.link], on.seconds, group.units[0], on.sent_bytes)
+                Message(packed.units, LINKS[on.link], on.seconds, packed.units[0], on.sent_bytes)
             )
     return tuple(messages)
 
 
 def step_of(
-    model: CostModel,
-    decisions: Sequence[Option],
-    chain: Chain,
-    schedule: ScheduleName,
+    model: CostModel, decisions: Sequence[Option], chain: Chain, schedule: ScheduleName
 ) -> Step:
-    """The step that the executor runs under those decisions; the model's ``bucket_bytes`` is the
-    size of a slice under priority."""
+    """The step that the executor runs under those decisions."""
     work = work_of(chain, model.micro_batches, schedule)
     return Step(work, messages_of(model, decisions, schedule), schedule)
 
@@ -208,22 +195,21 @@ def bucketed_s(model: CostModel, decisions: Sequence[Option]) -> LinkMatrix:
     """Seconds of the buckets, each at the unit with which it gets ready: with these as exchange,
     ``barrier_step`` is the simulation of the buckets (without interference), in less time."""
     found = np.zeros((len(LINKS), len(decisions)))
-    gradients = _in_backward(model, decisions)
-    for bucket in _buckets(model, gradients):
-        last = gradients[bucket[-1]]
-        on = model.exchange(last.kind, sum(gradients[i].payload_bytes for i in bucket))
+    for bucket in _buckets(model, decisions):
+        last = bucket[-1]
+        on = model.exchange(last.kind, sum(g.payload_bytes for g in bucket))
         found[on.link, last.unit] += on.seconds
     return found
 
 
 def slice_messages(model: CostModel, decisions: Sequence[Option]) -> tuple[Message, ...]:
-    """Each unit's gradients in equal slices of at most ``bucket_bytes``, each one collective (two
+    """Each unit's gradients in equal slices of at most ``message_bytes``, each one collective (two
     where the exchange is sharded), as the step formulas have them (the executor packs small ones
-    together: ``grad_groups``); none of those that are waited for in backward."""
+    together: ``pack_gradients``); none of those that are waited for in backward."""
     found = []
     for k in reversed(range(len(decisions))):
         size = model.unit(k, decisions[k]).gradient_bytes
-        pieces = ceil(size / model.bucket_bytes)
+        pieces = ceil(size / model.message_bytes)
         if pieces and not decisions[k].early_release:
             on = model.exchange(decisions[k], size / pieces)
             found += [Message((k,), LINKS[on.link], on.seconds, k, on.sent_bytes)] * pieces

@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 from ..schema.plan import ExchangePolicy
 
+# Below this a gradient is copied into a pack: a copy of that size and back takes about 20 µs, a
+# message of its own some 200 µs (gloo, two cores, torch 2.13).
 PACKED_BYTES = 128 * 1024
-"""Below this a gradient is copied into a pack: a copy of that size and back takes about 20 µs,
-a message of its own some 200 µs (gloo, two cores, torch 2.13)."""
 
 
 class SliceSpec(NamedTuple):
@@ -163,6 +163,7 @@ def send_order(
     for link in sorted({group.link for group in groups}):
         mine = [i for i, group in enumerate(groups) if group.link == link and group.slices]
         begun += _on_link(groups, mine, sliced, urgent)
+    # What starts at one moment on both links: by its place on its own, the same on every rank.
     return [slot for _, _, slot in sorted(begun)]
 
 

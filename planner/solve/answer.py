@@ -1,6 +1,9 @@
-"""From a solver's decisions to an answer: evaluated again, simulated, checked, made into a Plan.
+"""What all solvers are judged by, and the way from their decisions to an answer: their figures are
+worked out again, simulated, checked and made into a Plan.
 
-What may differ, and why (anything else is a bug, and raises):
+The value of a plan is that of the formulas of ``cost.step_time``, which are what is proved about;
+the simulation of the schedule as it is run tells what the Plan predicts. What may differ between
+the two, and why (anything else is a bug, and raises):
 
 - The formula and the simulation of its own idealised schedule agree to rounding where gradients
   use one link; where they use several at once the formula is a lower bound.
@@ -12,21 +15,26 @@ What may differ, and why (anything else is a bug, and raises):
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Literal, NamedTuple
 
+from ..cost.budget import energy_budget, gpu_seconds, gpu_seconds_limit, lost_energy
 from ..cost.cost import CostModel
+from ..cost.ownership import position_classes
 from ..cost.step_time import barrier_step, priority_step
+from ..memory.timeline import peak_bytes
 from ..schema.options import Decisions
 from ..schema.plan import Plan, Status
 from ..simulate.events import simulate
 from ..simulate.schedule import ScheduleName, Step, plain_messages, slice_messages, work_of
-from .evaluate import make_plan, provenance_of
-from .objective import Value, value
+from .evaluate import limits_bytes, memory_of, plan_by, provenance_of
 from .problem import Problem, Result
 
 Proof = Literal["optimal", "feasible", "heuristic"]
 TOLERANCE = 1e-6
 """Relative difference between two ways to compute the same figure that is rounding."""
+ROUNDING = 1 + 1e-9
+"""Limits may be overdrawn by this much: sums of floats differ by their order."""
 
 
 class DisagreementError(AssertionError):
@@ -34,35 +42,61 @@ class DisagreementError(AssertionError):
 
 
 class Choice(NamedTuple):
-    """Decisions under one model (micro-batches and slice size), and their value."""
+    """Decisions under one model (micro-batches and slice size), and their figures: seconds of a
+    step by formula, device-seconds, bytes over the limit on the fullest rank (negative: free), the
+    share of gradient energy left for later steps."""
 
     model: CostModel
     decisions: Decisions
-    value: Value
+    step_s: float
+    gpu_seconds: float
+    over_bytes: int
+    lost: float
 
     @property
     def objective_s(self) -> float:
         """What the goal wants least."""
-        return self.value.objective_s(self.model)
+        return self.step_s if self.model.goal.objective == "time" else self.gpu_seconds
 
     @property
     def feasible(self) -> bool:
         """Whether all limits are kept."""
-        return self.value.feasible(self.model)
+        most_s = self.model.goal.undisturbed_limit_s
+        return (
+            self.over_bytes <= 0
+            and self.gpu_seconds <= gpu_seconds_limit(self.model) * ROUNDING
+            and self.lost <= energy_budget(self.model) + 1e-12
+            and (most_s is None or self.step_s <= most_s * ROUNDING)
+        )
 
 
 def choice(model: CostModel, decisions: Decisions, schedule: ScheduleName) -> Choice:
-    """The decisions with their value."""
-    return Choice(model, decisions, value(model, decisions, schedule))
+    """The decisions with their figures."""
+    formula = barrier_step if schedule == "barrier" else priority_step
+    step_s = formula(model.chain(decisions), model.micro_batches)
+    used = gpu_seconds(model, decisions, step_s)
+    lost = sum(lost_energy(model, k, option) for k, option in enumerate(decisions))
+    return Choice(model, decisions, step_s, used, over_bytes(model, decisions), lost)
+
+
+def over_bytes(model: CostModel, decisions: Decisions) -> int:
+    """By how much the fullest rank is over its limit, negative where all fit."""
+    memory, limits = memory_of(model), limits_bytes(model)
+    return max(
+        ceil(peak_bytes(memory.position(decisions, group.samples))[0])
+        - min(limits[p] for p in group.positions)
+        for group in position_classes(model.counts, [o.layout for o in decisions])
+    )
 
 
 def check(chosen: Choice, schedule: ScheduleName) -> None:
     """Simulates what the formula describes; raises ``DisagreementError`` where they differ."""
-    chain = chosen.model.chain(chosen.decisions)
-    times = chosen.model.micro_batches
+    chain, times = chosen.model.chain(chosen.decisions), chosen.model.micro_batches
     work = work_of(chain, times, schedule)
+    # Where gradients use several links at once the formula is a lower bound only.
     one_link = sum(bool(row.any()) for row in chain.exchange_s) < 2
     plain = Step(work, plain_messages(chain), schedule, preempt=schedule == "priority")
+    # Twice as many steps as an estimate takes to be steady by priority: here none may be missing.
     steps = None if schedule == "barrier" else 8
     ideal = simulate(plain, steps=steps).step_s
     if schedule == "barrier":
@@ -71,11 +105,13 @@ def check(chosen: Choice, schedule: ScheduleName) -> None:
         return
     low = priority_step(chain._replace(slice_s=None), times)
     _agree("the priority formula", low, ideal, exact=one_link)
+    # A slice on its way is not stopped. The formula without waits for slices leaves that out, the
+    # one with them counts the longest wait that there may be.
     sliced = Step(work, slice_messages(chosen.model, chosen.decisions), schedule)
     real = simulate(sliced, steps=steps).step_s
     _agree("the priority formula", low, real, exact=False)
     if one_link:
-        _agree("the simulated slices", real, chosen.value.step_s, exact=False)
+        _agree("the simulated slices", real, chosen.step_s, exact=False)
 
 
 def _agree(what: str, low: float, high: float, *, exact: bool) -> None:
@@ -91,17 +127,11 @@ def plan_of(
     problem: Problem, chosen: Choice, solver: str, status: Status, **proof: float | None
 ) -> Plan:
     """The Plan of a choice; ``proof`` as in ``provenance_of``."""
-    model = chosen.model
-    return make_plan(
-        problem.profile,
-        problem.cluster,
-        problem.goal,
+    return plan_by(
+        chosen.model,
         chosen.decisions,
-        model.micro_batches,
-        model.placement,
-        provenance=provenance_of(problem.profile, problem.cluster, solver, status, **proof),
+        provenance_of(problem.profile, problem.cluster, solver, status, **proof),
         schedule=problem.schedule,
-        bucket_bytes=model.bucket_bytes,
         executor=problem.executor or problem.capability,
     )
 
@@ -127,13 +157,4 @@ def answer(
         gap = 1.0 - bound_s / objective if objective else 0.0
     status: Proof = "optimal" if proved else ("heuristic" if bound_s is None else "feasible")
     plan = plan_of(problem, chosen, solver, status, bound_s=bound_s, gap=gap, solve_s=seconds)
-    return Result(
-        solver,
-        status,
-        objective,
-        bound_s,
-        gap,
-        plan,
-        chosen.decisions,
-        seconds,
-    )
+    return Result(solver, status, objective, bound_s, gap, plan, chosen.decisions, seconds)

@@ -15,7 +15,7 @@ from ..cost.cost import CostModel
 from ..schema.capability import Capability
 from ..schema.layout import Layout, Style, lattice
 from ..schema.options import Option, allowed, feedbacks
-from ..schema.plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy
+from ..schema.plan import MemoryPolicy
 from ..schema.profile import UnitProfile
 
 STYLES: tuple[Style, ...] = ("none", "column", "row", "pair")
@@ -42,6 +42,12 @@ def unit_options(model: CostModel, k: int, capability: Capability) -> tuple[Opti
         for option in with_policies(model, k, base, capability)
         if within_unit_limit(model, k, option)
     )
+
+
+def all_options(model: CostModel, capability: Capability) -> tuple[tuple[Option, ...], ...]:
+    """The options of each unit by itself."""
+    units = range(len(model.profile.units))
+    return tuple(unit_options(model, k, capability) for k in units)
 
 
 def may_have(model: CostModel, k: int, option: Option, capability: Capability) -> bool:
@@ -84,49 +90,38 @@ def exchange_options(
 ) -> Iterator[Option]:
     """``base`` under every policy of exchange that may help and can be run, early release with
     each."""
-    for option in _exchanges(model, k, base, capability):
-        for early in (False, True):
-            if early and (option.shards or not _releases(model, k, capability)):
-                continue
+    trained = any(p.trainable for p in model.owned[k])
+    # Gradients that add up over micro-batches cannot go before the last of these.
+    releases = capability.early_release and model.sliced and model.micro_batches == 1 and trained
+    exchanged = base.layout.groups > 1 and trained
+    for option in (base, *(_exchanges(model, k, base, capability) if exchanged else ())):
+        for early in (False, True) if releases and not option.shards else (False,):
             if capability.suits(base.layout, model.world_size, option.exchange, early):
                 yield option._replace(early_release=early)
 
 
 def _exchanges(model: CostModel, k: int, base: Option, capability: Capability) -> Iterator[Option]:
-    yield base
-    if base.layout.groups == 1 or not any(p.trainable for p in model.owned[k]):
-        return
+    """The exchanges that may be had in place of a dense one."""
     goal, unit = model.goal, model.profile.units[k]
     divides = goal.state_copies or model.profile.update_seconds_per_byte(goal.optimizer)
     if "sharded" in capability.exchange and model.sliced and divides:
         yield base._replace(exchange="sharded")
     if may_gather(model, capability):
         yield base._replace(exchange="fully_sharded")
+    host_bytes_per_s = model.cluster.host_bytes_per_s
     for curve in unit.fidelity if goal.allow_lossy else ():
         known = curve.exchange in capability.exchanges(sliced=model.sliced)
+        ways = feedbacks(curve.exchange, goal.optimizer, capability.feedback, host_bytes_per_s)
         for ratio in curve.ratios if known else ():
             lossy = base._replace(exchange=curve.exchange, ratio=ratio)
             if lost_energy(model, k, lossy) <= energy_budget(model):
-                for way in _feedbacks(model, curve.exchange, capability):
+                for way in ways:
                     yield lossy._replace(feedback=way)
 
 
-def _feedbacks(
-    model: CostModel, exchange: ExchangePolicy, capability: Capability
-) -> tuple[FeedbackPolicy, ...]:
-    """Where a lossy exchange may keep what it has not sent."""
-    host_bytes_per_s = model.cluster.host_bytes_per_s
-    return feedbacks(exchange, model.goal.optimizer, capability.feedback, host_bytes_per_s)
-
-
 def may_gather(model: CostModel, capability: Capability) -> bool:
-    """Whether parameters may be gathered for each use. Not where units may be offloaded: to the
-    hooks that offload, parameters are like any other tensor that is saved, and the two choices of a
-    unit do not see each other."""
+    """Whether parameters may be gathered for each use."""
+    # Not where units may be offloaded: to the hooks that offload, parameters are like any other
+    # tensor that is saved, and the two choices of a unit do not see each other.
     offloads = "offload" in capability.memory and model.cluster.host_bytes_per_s is not None
     return "fully_sharded" in capability.exchange and model.sliced and not offloads
-
-
-def _releases(model: CostModel, k: int, capability: Capability) -> bool:
-    trained = any(p.trainable for p in model.owned[k])
-    return capability.early_release and model.sliced and model.micro_batches == 1 and trained

@@ -24,7 +24,7 @@ from ..schema.cluster import Cluster
 from ..schema.errors import InputError
 from ..schema.goal import Goal
 from ..schema.options import Decisions, Option
-from ..schema.plan import Moment, Plan, Prediction, Provenance, UnitPlan
+from ..schema.plan import Moment, Plan, Prediction, Provenance, Status, UnitPlan
 from ..schema.profile import ModelProfile
 from ..schema.record import fingerprint
 from ..simulate.events import Simulation
@@ -97,7 +97,7 @@ def evaluate(
     """
     model = CostModel(
         profile, cluster, goal, micro_batches=micro_batches,
-        placement=tuple(placement) if placement else None, bucket_bytes=bucket_bytes,
+        placement=tuple(placement) if placement else None, message_bytes=bucket_bytes,
         sliced=schedule == "priority",
     )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
@@ -121,7 +121,8 @@ def evaluation(
 
 def memory_of(model: CostModel) -> MemoryModel:
     """The memory model of a cost model, made once: it remembers what each option holds."""
-    # Kept by the cost model itself: each refers to the other, so that neither outlives it.
+    # Kept by the cost model itself: the two refer to each other, so a table of them, weak or not,
+    # would keep both alive.
     memory: MemoryModel = vars(model).get("_memory") or MemoryModel(model)
     vars(model)["_memory"] = memory
     return memory
@@ -146,13 +147,11 @@ def _prediction(
     result: Simulation,
     memory: Sequence[RankMemory],
 ) -> Prediction:
-    peaks = [0] * model.world_size
-    for group in memory:
-        for position in group.positions:
-            peaks[position] = group.peak_bytes
+    peaks = {position: group.peak_bytes for group in memory for position in group.positions}
     per_link: dict[str, float] = {}
     for message in step.messages:
         per_link[message.link] = per_link.get(message.link, 0.0) + message.seconds
+    names = [unit.name for unit in model.profile.units]
     return Prediction(
         step_s=result.step_s,
         compute_s=result.compute_s,
@@ -161,20 +160,18 @@ def _prediction(
         update_s=result.update_s,
         exchange_s=max(per_link.values(), default=0.0),
         wire_bytes=round(_wire_bytes(model, decisions, step)),
-        peak_bytes=tuple(peaks),
+        peak_bytes=tuple(peaks[position] for position in range(model.world_size)),
         gpu_seconds=_gpu_seconds(model, decisions, result),
         samples_per_s=model.goal.batch / result.step_s if result.step_s else 0.0,
-        fullest=max(memory, key=lambda group: group.peak_bytes).fullest(
-            [unit.name for unit in model.profile.units]
-        ),
+        fullest=max(memory, key=lambda group: group.peak_bytes).fullest(names),
     )
 
 
 def _gpu_seconds(model: CostModel, decisions: Decisions, result: Simulation) -> float:
-    """Device-seconds; where branches run side by side, all devices for the time in which the class
-    that works longest does not compute, and each unit's own for as long as it computes."""
     if not any(option.layout.first for option in decisions):
         return gpu_seconds(model, decisions, result.step_s)
+    # Branches side by side: all devices for the time in which the class that works longest does not
+    # compute, and each unit's own for as long as it computes.
     whole = model.world_size * result.step_s
     own = sum(
         model.world_size * unit_s(model, k, o) - idle_s(model, k, o)
@@ -184,7 +181,8 @@ def _gpu_seconds(model: CostModel, decisions: Decisions, result: Simulation) -> 
 
 
 def _wire_bytes(model: CostModel, decisions: Decisions, step: Step) -> float:
-    """What the busiest rank sends in a step (busiest in each collective: an upper estimate)."""
+    """What the busiest rank sends in a step."""
+    # An upper estimate: the rank that is busiest in one collective may not be so in another.
     blocking = 0.0
     for k, option in enumerate(decisions):
         cost = model.unit(k, option)
@@ -195,17 +193,17 @@ def _wire_bytes(model: CostModel, decisions: Decisions, step: Step) -> float:
     return model.micro_batches * blocking + sum(m.sent_bytes for m in step.messages)
 
 
-def limits_bytes(cluster: Cluster, goal: Goal, placement: Sequence[int]) -> tuple[int, ...]:
+def limits_bytes(model: CostModel) -> tuple[int, ...]:
     """Memory available at each position: the goal's limit, else the device's own memory."""
-    if goal.memory_limit_bytes is not None:
-        return (goal.memory_limit_bytes,) * cluster.world_size
-    devices = cluster.devices  # once: it is put together anew whenever it is asked for
-    return tuple(devices[rank].memory_bytes for rank in placement)
+    if model.goal.memory_limit_bytes is not None:
+        return (model.goal.memory_limit_bytes,) * model.world_size
+    devices = model.cluster.devices  # once: it is put together anew whenever it is asked for
+    return tuple(devices[rank].memory_bytes for rank in model.placement)
 
 
 def excess(model: CostModel, memory: Sequence[RankMemory]) -> Excess:
     """Where memory is tightest."""
-    limits = limits_bytes(model.cluster, model.goal, model.placement)
+    limits = limits_bytes(model)
     found = [
         (Excess(position, group.unit, group.peak_bytes, limits[position]), group)
         for group in memory
@@ -235,65 +233,71 @@ def make_plan(
     """
     model = CostModel(
         profile, cluster, goal, micro_batches=micro_batches,
-        placement=tuple(placement) if placement else None, bucket_bytes=bucket_bytes,
+        placement=tuple(placement) if placement else None, message_bytes=bucket_bytes,
         sliced=schedule == "priority",
     )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
-    ours = evaluation(model, chosen, schedule=schedule)
-    plain = _baseline(profile, cluster, goal, micro_batches, schedule, bucket_bytes)
+    provenance = provenance or provenance_of(profile, cluster, "manual", "manual")
+    return plan_by(model, chosen, provenance, schedule=schedule, executor=executor)
+
+
+def plan_by(
+    model: CostModel,
+    decisions: Decisions,
+    provenance: Provenance,
+    *,
+    schedule: ScheduleName,
+    executor: Capability,
+) -> Plan:
+    """``make_plan`` by the costs of a model."""
+    profile, cluster, goal = model.profile, model.cluster, model.goal
+    ours = evaluation(model, decisions, schedule=schedule)
+    plain = _baseline(model, schedule)
     plan = Plan(
         target=profile.target,
         model=profile.model,
         world_size=cluster.world_size,
         goal=goal,
-        micro_batches=micro_batches,
-        bucket_bytes=bucket_bytes,
+        micro_batches=model.micro_batches,
+        bucket_bytes=model.message_bytes,
         schedule=schedule,
         placement=model.placement,
-        units=tuple(_unit_plan(ours, k) for k in range(len(chosen))),
+        units=tuple(_unit_plan(ours, k) for k in range(len(decisions))),
         prediction=ours.prediction,
         baseline=plain.prediction,
         baseline_fits=excess(plain.model, plain.memory).over_bytes <= 0,
-        provenance=provenance or provenance_of(profile, cluster, "manual", "manual"),
+        provenance=provenance,
     )
     return msgspec.structs.replace(plan, hypothetical=executor.refusals(plan))
 
 
-def _baseline(
-    profile: ModelProfile,
-    cluster: Cluster,
-    goal: Goal,
-    micro_batches: int,
-    schedule: ScheduleName,
-    bucket_bytes: int,
-) -> Evaluation:
-    """Plain data parallelism as it would be run: ranks in the order of the hosts; by priority or,
-    where the plan's slices would make that slower, as DDP does by default."""
-    ways: list[tuple[ScheduleName, int]] = [(schedule, bucket_bytes)]
+def _baseline(model: CostModel, schedule: ScheduleName) -> Evaluation:
+    """Plain data parallelism as it would be run: ranks in the order of the hosts."""
+    ways: list[tuple[ScheduleName, int]] = [(schedule, model.message_bytes)]
+    # A plan is not to gain by slices that are bad for the baseline: there DDP's default counts.
     if schedule == "priority":
         ways.append(("barrier", BUCKET_BYTES))
     found = []
     for name, size in ways:
-        model = CostModel(
-            profile, cluster, goal, micro_batches=micro_batches, bucket_bytes=size,
-            sliced=name == "priority",
+        plain = CostModel(
+            model.profile, model.cluster, model.goal, micro_batches=model.micro_batches,
+            message_bytes=size, sliced=name == "priority",
         )  # fmt: skip
-        found.append(evaluation(model, model.baseline, schedule=name))
+        found.append(evaluation(plain, plain.baseline, schedule=name))
     return min(found, key=lambda done: done.prediction.step_s)
 
 
 def provenance_of(
-    profile: ModelProfile, cluster: Cluster, solver: str, status: str, **proof: float | None
+    profile: ModelProfile, cluster: Cluster, solver: str, status: Status, **proof: float | None
 ) -> Provenance:
     """Where a plan came from; ``proof`` may name ``bound_s``, ``gap`` and ``solve_s``."""
-    found = {name: value for name, value in proof.items() if value is not None}
     return Provenance(
         solver=solver,
-        status=status,  # type: ignore[arg-type]
+        status=status,
         profile=fingerprint(profile),
         cluster=fingerprint(cluster),
         software=profile.software,
-        **found,
+        **{name: value for name, value in proof.items() if value is not None},
     )
 
 
@@ -328,17 +332,16 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
 
 def decisions_of(plan: Plan) -> Decisions:
     """The options that a plan chose, as ``evaluate`` takes them."""
-    return tuple(_option(unit) for unit in plan.units)
-
-
-def _option(unit: UnitPlan) -> Option:
-    return Option(
-        layout=unit.layout,
-        style=unit.style,
-        memory=unit.memory,
-        exchange=unit.exchange,
-        ratio=unit.exchange_ratio,
-        early_release=unit.early_release,
-        feedback=unit.feedback,
-        segment=unit.segment,
+    return tuple(
+        Option(
+            layout=unit.layout,
+            style=unit.style,
+            memory=unit.memory,
+            exchange=unit.exchange,
+            ratio=unit.exchange_ratio,
+            early_release=unit.early_release,
+            feedback=unit.feedback,
+            segment=unit.segment,
+        )
+        for unit in plan.units
     )

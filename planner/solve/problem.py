@@ -23,8 +23,6 @@ from ..simulate.schedule import ScheduleName
 ResultStatus = Literal["optimal", "feasible", "heuristic", "infeasible"]
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share of it that is over (0 to 1)."""
-
-
 INTEGER_PAIRS = 20_000
 """Pairs of states along all edges up to which an integer program is taken to be quick."""
 
@@ -34,9 +32,9 @@ class Problem:
     """What to plan. ``capability`` bounds the search; ``executor`` is what can be run, where the
     search is allowed more (then the plan is hypothetical). Without ``placement`` one is chosen.
     With ``any_schedule`` the better one is chosen, else ``schedule`` is given. ``shard_if_needed``
-    shards the exchange only where nothing fits without, or that is clearly quicker.
-    Among plans whose objective is within ``near`` of the best (a share) the simpler is taken. Where
-    nothing fits, the answer ``explains`` why, which takes seconds."""
+    shards the exchange only where nothing fits without, or that is clearly quicker. Among plans
+    whose objective is within ``near`` of the best (a share) the simpler is taken. Where nothing
+    fits, the answer ``explains`` why, which takes seconds."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -50,6 +48,7 @@ class Problem:
     bucket_bytes: int = BUCKET_BYTES
     near: float = 0.01
     explains: bool = True
+    # A problem is the same whoever is told how far it is.
     progress: Progress | None = field(default=None, compare=False)
 
     @property
@@ -78,13 +77,13 @@ class Problem:
             self.goal,
             micro_batches=micro_batches,
             placement=placement or self.placement,
-            bucket_bytes=self.bucket_bytes if bucket_bytes is None else bucket_bytes,
+            message_bytes=self.bucket_bytes if bucket_bytes is None else bucket_bytes,
             sliced=self.schedule == "priority",
         )
 
     def cost_models(self) -> Iterator[CostModel]:
-        """A cost model for each number of micro-batches and each size of slices or buckets, the
-        same ones whenever they are asked for: they remember what they have worked out."""
+        """A cost model for each number of micro-batches and each size of slices or buckets."""
+        # The same ones whenever they are asked for: they remember what they have worked out.
         counts = filter(self.divides_into, sorted(set(self.goal.micro_batches)))
         for key in product(counts, self.slice_bytes):
             if key not in self._models:
@@ -97,10 +96,8 @@ class Problem:
 
     def divides_into(self, micro_batches: int) -> bool:
         """Whether the batch can be cut into so many micro-batches."""
-        if micro_batches == 1:
-            return True
         enough = self.goal.batch >= micro_batches * self.cluster.world_size
-        return enough and self.capability.micro_batches
+        return micro_batches == 1 or (enough and self.capability.micro_batches)
 
     def report(self, what: str, share: float) -> None:
         """Tells the caller how far the search is."""
@@ -170,10 +167,13 @@ class Infeasibility(NamedTuple):
             what = LIMITS.get(self.limit, self.limit)
             return f"no plan keeps {what}: " + (help_ or "allow more, or lift another limit")
         most = f", most of it {self.kind}" if self.kind else ""
+        needed, available = (
+            f"{count:,} bytes ({count / 2**20:,.1f} MiB)"
+            for count in (self.needed_bytes, self.available_bytes)
+        )
         return (
-            f"no plan found fits in memory: the closest needs {_mib(self.needed_bytes)} on rank "
-            f"{self.rank} (at unit {self.unit!r}{most}) and {_mib(self.available_bytes)} are "
-            "available: "
+            f"no plan found fits in memory: the closest needs {needed} on rank {self.rank} "
+            f"(at unit {self.unit!r}{most}) and {available} are available: "
             + (help_ or "use devices with more memory, more of them, or a smaller model")
         )
 
@@ -214,16 +214,11 @@ def state_pairs(problem: Problem) -> int:
     """About how many pairs of layouts and styles the integer program would have."""
     bursts = problem.capability.idle_positions
     world, complete = problem.cluster.world_size, problem.goal.all_layouts
-    layouts = list(lattice(world, complete=complete, bursts=bursts))
+    divides = [y.degree > 1 for y in lattice(world, complete=complete, bursts=bursts)]
+    whole, divided = divides.count(False), divides.count(True)
+    # Memory and exchange policies are no states: they change nothing of what an edge moves.
     states = {
-        unit.name: 1
-        if unit.fixed
-        else sum(1 for y in layouts if y.degree == 1)
-        + len(unit.splits) * sum(1 for y in layouts if y.degree > 1)
+        unit.name: 1 if unit.fixed else whole + len(unit.splits) * divided
         for unit in problem.profile.units
     }
     return sum(states[e.source] * states[e.target] for e in problem.profile.edges)
-
-
-def _mib(count: int) -> str:
-    return f"{count:,} bytes ({count / 2**20:,.1f} MiB)"

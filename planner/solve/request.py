@@ -70,8 +70,9 @@ def check_schedule(schedule: str) -> None:
 
 
 def searched(executor: Capability) -> Capability:
-    """What plans are made within unless more is asked for. Units that leave ranks idle are run, but
-    what is predicted of them has not been held against measured steps widely."""
+    """What plans are made within unless more is asked for."""
+    # Units that leave ranks idle are run, but what is predicted of them has not been held against
+    # measured steps widely.
     return msgspec.structs.replace(executor, idle_positions=False, branches=False)
 
 
@@ -85,8 +86,8 @@ def shown(progress: Callable[[int, int, str], None] | None) -> Progress | None:
 def problem_of(
     plan: Plan, profile: ModelProfile, cluster: Cluster, executor: Capability
 ) -> Problem:
-    """The problem that a plan answers, as far as the plan tells (policies that were forbidden for
-    all units it does not)."""
+    """The problem that a plan answers, as far as the plan tells."""
+    # It does not tell policies that were forbidden for all units.
     return Problem(
         profile,
         cluster,

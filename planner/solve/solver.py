@@ -112,12 +112,15 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
     chosen = _solvers[name]()
 
     def search(one: Problem) -> Result:
-        nonlocal reason
-        found = _search(one, chosen, time_limit_s)
+        if nothing_fits(one):
+            return Result.without_plan(name, None, 0.0, reason)
+        found = chosen.solve(one, time_limit_s)
+        if one.capability.branches:
+            found = side_by_side(one, found)
+        found = quicker_in_segments(one, found, time_limit_s)
         return found._replace(reason="; ".join(r for r in (reason, found.reason) if r))
 
-    result = None
-    every = widest(problem)
+    result, every = None, widest(problem)
     if all(map(nothing_fits, every)):
         pass  # nothing to search
     elif problem.any_schedule:
@@ -130,16 +133,6 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
         return result
     why = chosen.explain(every) if problem.explains else None
     return Result.without_plan(name, why, time.perf_counter() - start, reason)
-
-
-def _search(problem: Problem, solver: Solver, time_limit_s: float | None) -> Result:
-    """One search, with what may make its plan better."""
-    if nothing_fits(problem):
-        return Result.without_plan(solver.name, None, 0.0)
-    result = solver.solve(problem, time_limit_s)
-    if problem.capability.branches:
-        result = side_by_side(problem, result)
-    return quicker_in_segments(problem, result, time_limit_s)
 
 
 def expand_pins(problem: Problem) -> Problem:
@@ -178,8 +171,8 @@ def _check(problem: Problem) -> None:
 
 
 def _load() -> None:
-    """Registers the solvers that come with the planner (late: they load the libraries that they
-    solve with)."""
+    """Registers the solvers that come with the planner."""
+    # Late: they load the libraries that they solve with.
     from .heuristic import heuristic
     from .ilp import solve as integer
     from .lagrangian.solver import LagrangianSolver

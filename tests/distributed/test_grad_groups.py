@@ -19,7 +19,7 @@ from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.options import Decisions, Option
 from meshwright.planner.schema.plan import Plan, Style
 from meshwright.planner.schema.profile import ModelProfile
-from meshwright.planner.simulate.schedule import grad_groups, messages_of
+from meshwright.planner.simulate.schedule import messages_of, pack_gradients
 from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.catalogue import describe_cluster
 from meshwright.profiler.estimate import estimate
@@ -55,7 +55,7 @@ def planned(name: str, world: int, degree: int, **how: Any) -> tuple[Plan, CostM
     profile, goal = profiled(name), Goal(batch=8 * world)
     cluster = describe_cluster(device=DEVICE, nodes=world, inter_gbit_s=10.0)
     decisions = decided(profile, world, degree, ("column", "row"), **how)
-    model = CostModel(profile, cluster, goal, bucket_bytes=SLICE_BYTES, sliced=True)
+    model = CostModel(profile, cluster, goal, message_bytes=SLICE_BYTES, sliced=True)
     plain = tuple(Option(o.layout, o.style) for o in decisions)
     plan = make_plan(profile, cluster, goal, plain, schedule="priority", bucket_bytes=SLICE_BYTES)
     units = [
@@ -91,9 +91,9 @@ def sent(rank: int, name: str, plan: Plan) -> tuple[Sent, list[int]]:
 def simulated(model: CostModel, decisions: Decisions) -> Sent:
     """The same of the planner's simulation."""
     found: Sent = []
-    for grad_group in grad_groups(model, decisions, "priority"):
-        names = [g.name for g in grad_group.gradients]
-        slices = [(tuple(names[i] for i in c.parameters), c.part, c.parts) for c in grad_group.cuts]
+    for packed in pack_gradients(model, decisions, "priority"):
+        names = [g.name for g in packed.gradients]
+        slices = [(tuple(names[i] for i in c.parameters), c.part, c.parts) for c in packed.slices]
         found.append((names, slices))
     return found
 
@@ -121,10 +121,10 @@ def test_the_planner_simulates_the_buckets_that_are_sent(ranks, name, world, deg
     profile, goal = profiled(name), Goal(batch=8 * world)
     cluster = describe_cluster(device=DEVICE, nodes=world, inter_gbit_s=10.0)
     decisions = decided(profile, world, degree, ("column",))
-    model = CostModel(profile, cluster, goal, bucket_bytes=SLICE_BYTES)
+    model = CostModel(profile, cluster, goal, message_bytes=SLICE_BYTES)
     plan = make_plan(profile, cluster, goal, decisions, bucket_bytes=SLICE_BYTES)
     theirs = ranks(world)(sent_in_buckets, name, plan)[0]
-    groups = grad_groups(model, decisions, "barrier")
+    groups = pack_gradients(model, decisions, "barrier")
     assert [[g.name for g in group.gradients] for group in groups] == [names for names, _ in theirs]
     assert any(len(names) > 1 for names, _ in theirs), "nothing shares a bucket"
     assert len(theirs) > 1, "everything is in one bucket"

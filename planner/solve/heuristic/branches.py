@@ -3,8 +3,8 @@
 The solvers let all layouts start at position 0, so that branches run one after another and every
 cost adds up. Between a unit where the graph forks and the one where all of its ways have met again,
 branches that share no edge can be dealt out to parts of the ranks instead (DeepPool does so for
-Inception). What a step then takes is the critical path: see ``rank_classes``. This search
-starts from a solver's plan and keeps what is better; it proves nothing.
+Inception). What a step then takes is the critical path: see ``rank_classes``. This search starts
+from a solver's plan and keeps what is better; it proves nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ...schema.options import Decisions, Option, allowed
 from ..answer import Choice, choice, plan_of
 from ..evaluate import evaluation
 from ..problem import Problem, Result
+from .space import BETTER
 
-SLOTS = (2, 4, 8)
+PARTS = (2, 4, 8)
 """Into how many equal parts the ranks are divided."""
-BETTER = 1 - 1e-6
 REASON = "branches run side by side, found by trying, so that nothing is proved of the plan"
 
 
@@ -39,6 +39,8 @@ def regions(model: CostModel) -> list[Region]:
     """Where branches are parallel, larger regions first."""
     graph = nx.DiGraph(model.ends)
     graph.add_nodes_from(range(len(model.profile.units)))
+    # The first unit that all ways from a fork to the last unit pass: its immediate dominator in the
+    # graph turned round.
     last = len(model.profile.units) - 1
     meets = nx.immediate_dominators(graph.reverse(), last)
     found = []
@@ -55,72 +57,66 @@ def regions(model: CostModel) -> list[Region]:
 
 
 def side_by_side(problem: Problem, result: Result) -> Result:
-    """The result, or that of a plan with branches side by side that is simulated to be quicker.
-
-    Only where time is the objective and device-seconds are not limited: what a branch leaves free
-    another uses, which their formula does not know.
-    """
+    """The result, or that of a plan with branches side by side that is simulated to be quicker."""
+    # Only where time is the objective and device-seconds are not limited: what a branch leaves free
+    # another uses, which their formula does not know.
     goal = problem.goal
     limited = goal.amplification_limit is not None or goal.unit_amplification_limit is not None
     if result.plan is None or result.decisions is None or goal.objective != "time" or limited:
         return result
     plan = result.plan
     model = problem.cost_model(plan.micro_batches, plan.bucket_bytes, plan.placement)
-    best = start = _judged(problem, model, result.decisions)
+    best = start = _simulated(problem, model, result.decisions)
     for region in regions(model):
-        for decisions in _dealt(problem, model, best.choice.decisions, region):
-            trial = _judged(problem, model, decisions)
-            if trial.choice.feasible and trial.step_s < best.step_s * BETTER:
+        for decisions in _dealt(problem, model, best.decisions, region):
+            trial = _simulated(problem, model, decisions)
+            if trial.feasible and trial.step_s < best.step_s * BETTER:
                 best = trial
-    return result if best is start else _answer(problem, best, result)
-
-
-class _Judged(NamedTuple):
-    choice: Choice
-    step_s: float
-
-
-def _judged(problem: Problem, model: CostModel, decisions: Decisions) -> _Judged:
-    step_s = evaluation(model, decisions, schedule=problem.schedule).prediction.step_s
-    made = choice(model, decisions, problem.schedule)
-    return _Judged(made._replace(value=made.value._replace(step_s=step_s)), step_s)
-
-
-def _answer(problem: Problem, best: _Judged, result: Result) -> Result:
-    plan = plan_of(problem, best.choice, result.solver, "heuristic", solve_s=result.seconds)
-    reason = "; ".join(r for r in (result.reason, REASON) if r)
+    if best is start:
+        return result
     return result._replace(
         status="heuristic",
         objective_s=best.step_s,
         bound_s=None,
         gap=None,
-        plan=plan,
-        decisions=best.choice.decisions,
-        reason=reason,
+        plan=plan_of(problem, best, result.solver, "heuristic", solve_s=result.seconds),
+        decisions=best.decisions,
+        reason="; ".join(r for r in (result.reason, REASON) if r),
     )
+
+
+def _simulated(problem: Problem, model: CostModel, decisions: Decisions) -> Choice:
+    """The choice with its step as simulated."""
+    # The formula adds up what branches do one after another.
+    step_s = evaluation(model, decisions, schedule=problem.schedule).prediction.step_s
+    made = choice(model, decisions, problem.schedule)
+    return made._replace(step_s=step_s)
 
 
 def _dealt(
     problem: Problem, model: CostModel, decisions: Decisions, region: Region
 ) -> Iterator[Decisions]:
-    """The branches dealt out to equal parts of the ranks, the longest first to the part that has
-    least to do."""
-    world = model.world_size
-    for slots in SLOTS:
-        if world % slots or slots > len(region.branches):
+    """The branches dealt out to equal parts of the ranks."""
+    for parts in PARTS:
+        if model.world_size % parts or parts > len(region.branches):
             continue
-        width = world // slots
-        moved = [_moved(problem, model, decisions, b, width) for b in region.branches]
-        if any(m is None for m in moved):
+        width = model.world_size // parts
+        moved = []
+        for branch in region.branches:
+            found = _moved(problem, model, decisions, branch, width)
+            if found is not None:
+                moved.append((_work(model, found), found))
+        if len(moved) < len(region.branches):
             continue
-        work = [_work(model, m or {}) for m in moved]
-        load, chosen = [0.0] * slots, list(decisions)
-        for i in sorted(range(len(moved)), key=lambda i: -work[i]):
-            slot = load.index(min(load))
-            load[slot] += work[i]
-            for k, option in (moved[i] or {}).items():
+        # The longest first, to the part that has least to do: list scheduling by longest processing
+        # time (Graham, SIAM J. Appl. Math. 17, 1969), never over 4/3 of the shortest there is.
+        load, chosen = [0.0] * parts, list(decisions)
+        for work, branch_options in sorted(moved, key=lambda each: -each[0]):
+            part = load.index(min(load))
+            load[part] += work
+            for k, option in branch_options.items():
                 layout = option.layout
-                there = Layout(groups=layout.groups, degree=layout.degree, first=slot * width)
+                there = Layout(groups=layout.groups, degree=layout.degree, first=part * width)
                 chosen[k] = option._replace(layout=there)
         if all(_may(problem, model, k, chosen[k]) for b in region.branches for k in b):
             yield tuple(chosen)
@@ -134,10 +130,10 @@ def _moved(
     found = {}
     for k in branch:
         unit, option = model.profile.units[k], decisions[k]
+        # Tied units have one layout: they move together or not at all.
         if unit.fixed or not set(model.ties[k]) <= set(branch):
             return None
-        degree = option.layout.degree
-        style = option.style
+        degree, style = option.layout.degree, option.style
         if degree > width or width % degree:
             degree, style = 1, "none"
         layout = Layout(groups=width // degree, degree=degree)

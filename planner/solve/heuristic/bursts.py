@@ -26,6 +26,7 @@ def greedy(model: CostModel, limit: float) -> Decisions:
     chosen: list[Option] = []
     for k, unit in enumerate(model.profile.units):
         first = model.ties[k][0]
+        # Local batch statistics are those of a rank's own samples: another count changes them.
         if unit.fixed or (unit.batch_statistics and model.goal.batch_statistics == "local"):
             chosen.append(model.baseline[k])
         elif first < k:

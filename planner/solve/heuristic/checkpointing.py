@@ -8,13 +8,15 @@ two paths to the same unit the one that saved no less in no less time is dropped
 gone on with (labels, as in shortest paths with resources: Desrochers and Soumis, INFOR 26, 1988).
 With labels left out (``MOST_STEPS``) what is found still keeps the limit.
 
-The bytes of moves are read from the timeline itself, so that there is no second formula.
+Division, and other ways to save memory, are the solvers' to try. Whether data parallelism with
+segments would do is answered here too (``fits_in_segments``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +24,17 @@ import numpy as np
 from ...cost.compute import busiest_samples
 from ...cost.cost import CostModel
 from ...cost.step_time import Vector
-from ...memory.checkpoint_segments import Window, windows
+from ...memory.checkpoint_segments import any_window, windows
 from ...memory.timeline import Persistent, PositionMemory, Table, fullest_bytes
 from ...schema.capability import Capability
 from ...schema.layout import data_parallel
 from ...schema.options import Decisions, Option
-from ...schema.plan import MemoryPolicy
+from ...schema.plan import MemoryPolicy, Plan
+from ..answer import choice
 from ..choices import may_have
-from ..evaluate import memory_of
+from ..evaluate import limits_bytes, memory_of
+from ..problem import Problem
+from .space import OptionSpace
 
 MOST_STEPS = 400_000
 """About how many times a path is gone on with by one move, in one search."""
@@ -37,36 +42,39 @@ MOST_WINDOWS = 3000
 """Segments that are looked at; of more, those of some numbers of modules."""
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
+Cost = tuple[float, ...]
+"""Less is better, in order."""
+
 
 class Move(NamedTuple):
     """Units from the one at which the move begins up to ``end``: their ``options``, the most
     ``bytes`` that are there while they work and nothing was saved before them, what they have
-    ``saved``, the ``seconds`` of what is computed again, and how many are in a segment."""
+    ``saved``, the ``seconds`` of what is computed again, and how many have ``joined`` a segment."""
 
     end: int
     options: Decisions
     bytes: float
     saved: float
     seconds: float
-    inside: int = 0
+    joined: int = 0
 
 
-class Path(NamedTuple):
-    """What has been saved, what it costs (less is better, in order), and how it came about."""
+class Label(NamedTuple):
+    """A path to a unit: what has been saved on it, what it costs, and how it came about."""
 
     saved: float
-    cost: tuple[float, ...]
-    before: Path | None = None
+    cost: Cost
+    before: Label | None = None
     move: Move | None = None
 
     @property
     def decisions(self) -> Decisions:
         """The options of all units on the path."""
         moves: list[Move] = []
-        path: Path | None = self
-        while path is not None and path.move is not None:
-            moves.append(path.move)
-            path = path.before
+        label: Label | None = self
+        while label is not None and label.move is not None:
+            moves.append(label.move)
+            label = label.before
         return tuple(option for move in reversed(moves) for option in move.options)
 
 
@@ -92,56 +100,49 @@ class Checkpointing:
     def quickest(self, limit_bytes: float) -> Decisions | None:
         """The decisions that compute least again within the limit, of these those with fewest units
         in segments; None where nothing keeps it."""
-        if not self._may_fit(limit_bytes):
-            return None
 
-        def cost(path: Path, move: Move) -> tuple[float, ...] | None:
-            if path.saved + move.bytes > limit_bytes:
-                return None
-            seconds, inside = path.cost
-            return seconds + move.seconds, inside + move.inside
+        def cost(label: Label, move: Move) -> Cost:
+            seconds, joined = label.cost
+            return seconds + move.seconds, joined + move.joined
 
-        found = self._search((0.0, 0.0), cost)
-        return min(found, key=lambda path: path.cost).decisions if found else None
+        found = self._search((0.0, 0.0), cost, limit_bytes)
+        return min(found, key=lambda label: label.cost).decisions if found else None
 
     def fitting(self, limit_bytes: float) -> Decisions | None:
         """Some decisions that keep the limit, or None where none do; much quicker than the best."""
-        if not self._may_fit(limit_bytes):
-            return None
-        within = (0.0,)
-        found = self._search(
-            within, lambda path, move: None if path.saved + move.bytes > limit_bytes else within
-        )
+        # Where all cost the same, one label for each unit is left: the one that has saved least.
+        found = self._search((0.0,), lambda label, move: label.cost, limit_bytes)
         return found[0].decisions if found else None
 
     def least(self) -> Decisions:
         """The decisions whose timeline has the lowest peak, of these those with fewest units in
         segments."""
 
-        def cost(path: Path, move: Move) -> tuple[float, ...]:
-            peak, inside = path.cost
-            return max(peak, path.saved + move.bytes), inside + move.inside
+        def cost(label: Label, move: Move) -> Cost:
+            peak, joined = label.cost
+            return max(peak, label.saved + move.bytes), joined + move.joined
 
-        return min(self._search((self.update_bytes, 0.0), cost), key=lambda p: p.cost).decisions
+        found = self._search((self.update_bytes, 0.0), cost, inf)
+        return min(found, key=lambda label: label.cost).decisions
 
     def _search(
-        self,
-        start: tuple[float, ...],
-        cost: Callable[[Path, Move], tuple[float, ...] | None],
-    ) -> list[Path]:
+        self, start: Cost, cost: Callable[[Label, Move], Cost], limit_bytes: float
+    ) -> list[Label]:
+        """The paths through all units that keep the limit and are not beaten."""
+        if not self._may_fit(limit_bytes):
+            return []
         count = len(self.decisions)
         most = max(MOST_STEPS // max(sum(map(len, self.moves)), 1), 16)
-        paths: list[list[Path]] = [[] for _ in range(count + 1)]
-        paths[0] = [Path(0.0, start)]
+        labels: list[list[Label]] = [[] for _ in range(count + 1)]
+        labels[0] = [Label(0.0, start)]
         for k in range(count):
-            for path in _worthwhile(paths[k], most):
+            for label in _worthwhile(labels[k], most):
                 for move in self.moves[k]:
-                    costs = cost(path, move)
-                    if costs is not None:
-                        saved = path.saved + move.saved
-                        paths[move.end].append(Path(saved, costs, path, move))
-            paths[k] = []
-        return paths[count]
+                    if label.saved + move.bytes <= limit_bytes:
+                        saved = label.saved + move.saved
+                        labels[move.end].append(Label(saved, cost(label, move), label, move))
+            labels[k] = []  # those that go on are kept by the labels after them
+        return labels[count]
 
     # -- moves -----------------------------------------------------------------------------------
 
@@ -150,16 +151,16 @@ class Checkpointing:
         """The moves from each unit on."""
         found: list[list[Move]] = [[] for _ in self.decisions]
         for policy in (None, "keep", "recompute"):
-            for k, move in self._alone(policy):
+            for k, move in enumerate(self._alone(policy)):
                 if move.options[0] not in [known.options[0] for known in found[k]]:
                     found[k].append(move)
-        for window in self._windows():
-            found[window.first].append(self._together(window))
+        for k, move in self._segments():
+            found[k].append(move)
         return found
 
     def _may_fit(self, limit_bytes: float) -> bool:
         """Whether what policies about memory do not change leaves room for anything."""
-        held = self._held(self._table(self.decisions), self.decisions)
+        held = self._held(self.decisions)
         always = sum(float(held.field(name).sum()) for name in Persistent._fields)
         return max(always, self.update_bytes) <= limit_bytes
 
@@ -167,96 +168,81 @@ class Checkpointing:
     def update_bytes(self) -> float:
         """The most that updates hold where feature maps have no part in it; policies about memory
         change nothing of it."""
-        held = self._held(self._table(self.decisions), self.decisions)
+        # By priority units are updated in the next forward, where feature maps are: see ``_most``.
+        held = self._held(self.decisions)
         return 0.0 if held.sliced else float(fullest_bytes(held)[1].max())
 
-    def _alone(self, policy: MemoryPolicy | None) -> Iterator[tuple[int, Move]]:
-        """Every unit by itself under a policy, where it may have that; else as it is decided. What
-        is offloaded stays so: it has a part in what others hold."""
-        chosen = tuple(self._under(k, policy) for k in range(len(self.decisions)))
-        held = self._held(self._table(chosen), chosen)
+    def _alone(self, policy: MemoryPolicy | None) -> Iterator[Move]:
+        """Every unit by itself under a policy, where it may have that; else as it is decided."""
+        # The bytes of moves are read from the timeline, so that there is no second formula.
+        chosen = self._under(policy)
+        held = self._held(chosen)
         most, saved = self._most(held), held.field("saved")
         before = saved.cumsum() - saved
         for k, option in enumerate(chosen):
             bytes_ = float(most[k] - before[k])
-            yield k, Move(k + 1, (option,), bytes_, float(saved[k]), self._again_s(k, option))
+            yield Move(k + 1, (option,), bytes_, float(saved[k]), self._again_s(k, option))
 
-    def _under(self, k: int, policy: MemoryPolicy | None) -> Option:
-        own = self.decisions[k]
-        if policy is None or own.memory in ("offload", policy):
-            return own
-        alone = Option(own.layout, own.style, policy)  # whatever else has been decided
-        may = may_have(self.model, k, alone, self.capability)
-        return own._replace(memory=policy) if may else own
+    def _under(self, policy: MemoryPolicy | None) -> Decisions:
+        """The decisions with the policy wherever a unit may have it."""
 
-    def _together(self, window: Window) -> Move:
-        """The units of a window as one segment, all others kept."""
-        here = slice(window.first, window.last + 1)
-        options = tuple(o._replace(segment=window.modules) for o in self._parts[here])
-        kept, table = self._kept
-        chosen = (*kept[: here.start], *options, *kept[here.stop :])
-        table = table.copy()
-        table[:, here] = self._parts_table[:, here]
-        held = self._held(table, chosen)
-        saved = held.field("saved")
-        return Move(
-            here.stop,
-            options,
-            float(self._most(held)[here].max() - saved[: here.start].sum()),
-            float(saved[here].sum()),
-            float(self._parts_s[here].sum()),
-            len(options),
+        def of(k: int, own: Option) -> Option:
+            # What is offloaded stays so: it has a part in what other units hold.
+            if policy is None or own.memory in ("offload", policy):
+                return own
+            alone = Option(own.layout, own.style, policy)  # whatever else has been decided
+            may = may_have(self.model, k, alone, self.capability)
+            return own._replace(memory=policy) if may else own
+
+        return tuple(of(k, own) for k, own in enumerate(self.decisions))
+
+    def _segments(self) -> Iterator[tuple[int, Move]]:
+        """Every segment that there may be: its first unit and the move, all other units kept."""
+        if "recompute" not in self.capability.memory:
+            return
+        able = [self._may_join(k) for k in range(len(self.decisions))]
+        known = [w for w in windows(self.model.profile) if all(able[w.first : w.last + 1])]
+        if len(known) > MOST_WINDOWS:
+            known = [window for window in known if len(window.modules) in LENGTHS]
+        if not known:
+            return
+        kept = self._under("keep")
+        # Costs and bytes ask only whether a unit is in a segment, so that one table does for all.
+        joined = tuple(
+            own._replace(memory="recompute", segment=("",)) if joins else own
+            for own, joins in zip(self.decisions, able, strict=True)
         )
+        kept_table, joined_table = self._table(kept), self._table(joined)
+        again_s = np.array([self._again_s(k, option) for k, option in enumerate(joined)])
+        for window in known:
+            here = slice(window.first, window.last + 1)
+            options = tuple(o._replace(segment=window.modules) for o in joined[here])
+            table = kept_table.copy()
+            table[:, here] = joined_table[:, here]
+            held = self._held((*kept[: here.start], *options, *kept[here.stop :]), table)
+            saved = held.field("saved")
+            most = float(self._most(held)[here].max() - saved[: here.start].sum())
+            kept_bytes, seconds = float(saved[here].sum()), float(again_s[here].sum())
+            yield window.first, Move(here.stop, options, most, kept_bytes, seconds, len(options))
 
-    @cached_property
-    def _kept(self) -> tuple[Decisions, Table]:
-        chosen = tuple(self._under(k, "keep") for k in range(len(self.decisions)))
-        return chosen, self._table(chosen)
-
-    @cached_property
-    def _parts(self) -> Decisions:
-        """The units that may be in a segment as parts of some, the others as they are."""
-        return tuple(
-            own._replace(memory="recompute", segment=("",)) if able else own
-            for own, able in zip(self.decisions, self._able, strict=True)
-        )
-
-    @cached_property
-    def _parts_table(self) -> Table:
-        return self._table(self._parts)
-
-    @cached_property
-    def _parts_s(self) -> Vector:
-        return np.array([self._again_s(k, option) for k, option in enumerate(self._parts)])
-
-    @cached_property
-    def _able(self) -> list[bool]:
-        return [self._may(k) for k in range(len(self.decisions))]
-
-    def _may(self, k: int) -> bool:
-        """Whether a unit may be in a segment. Not one that leaves ranks idle, which run nothing
-        again; nor one that is divided, whose redistributions would run again as well; nor one whose
-        parameters are whole only while they are used, as a segment uses them once more."""
+    def _may_join(self, k: int) -> bool:
+        """Whether a unit may be in a segment."""
+        # Not one that leaves ranks idle, which run nothing again; nor one that is divided, whose
+        # redistributions would run again as well; nor one whose parameters are whole only while
+        # they are used, as a segment uses them once more.
         option, kind = self.decisions[k], self.model.profile.units[k].kind
         plain = option.layout == self.home and option.style == "none" and not option.gathers
         return plain and option.memory != "offload" and kind not in ("input", "output")
 
-    def _windows(self) -> list[Window]:
-        if "recompute" not in self.capability.memory:
-            return []
-        known = [
-            window
-            for window in windows(self.model.profile)
-            if all(self._able[window.first : window.last + 1])
-        ]
-        if len(known) > MOST_WINDOWS:
-            known = [window for window in known if len(window.modules) in LENGTHS]
-        return known
-
     def _again_s(self, k: int, option: Option) -> float:
         """Seconds that a policy about memory adds to the unit's own."""
-        kept = option._replace(memory="keep", segment=())
-        return _seconds(self.model, k, option) - _seconds(self.model, k, kept)
+
+        def seconds(option: Option) -> float:
+            cost = self.model.unit(k, option)
+            inner = cost.inner_forward.seconds + cost.inner_backward.seconds
+            return cost.forward_s + cost.backward_s + inner
+
+        return seconds(option) - seconds(option._replace(memory="keep", segment=()))
 
     def _table(self, decisions: Sequence[Option]) -> Table:
         columns = [
@@ -264,7 +250,8 @@ class Checkpointing:
         ]
         return np.array(columns, dtype=np.float64).T
 
-    def _held(self, table: Table, decisions: Sequence[Option]) -> PositionMemory:
+    def _held(self, decisions: Sequence[Option], table: Table | None = None) -> PositionMemory:
+        table = self._table(decisions) if table is None else table
         return self.memory.joined(table, self._received, decisions)
 
     def _most(self, held: PositionMemory) -> Vector:
@@ -273,19 +260,55 @@ class Checkpointing:
         return np.maximum(working, updating) if held.sliced else working
 
 
-def _seconds(model: CostModel, k: int, option: Option) -> float:
-    cost = model.unit(k, option)
-    inner = cost.inner_forward.seconds + cost.inner_backward.seconds
-    return cost.forward_s + cost.backward_s + inner
-
-
-def _worthwhile(paths: list[Path], most: int) -> list[Path]:
-    """The paths that are not beaten in both, by what they saved; of very many an even choice, the
+def _worthwhile(labels: list[Label], most: int) -> list[Label]:
+    """The labels that are not beaten in both, by what they saved; of very many an even choice, the
     ends among them."""
-    kept: list[Path] = []
-    for path in sorted(paths, key=lambda path: path[:2]):
-        if not kept or path.cost < kept[-1].cost:
-            kept.append(path)
+    kept: list[Label] = []
+    for label in sorted(labels, key=lambda label: label[:2]):
+        if not kept or label.cost < kept[-1].cost:
+            kept.append(label)
     if len(kept) <= most:
         return kept
     return [kept[round(i * (len(kept) - 1) / (most - 1))] for i in range(most)]
+
+
+# -- segments under data parallelism -----------------------------------------------------------
+
+
+def has_segments(problem: Problem) -> bool:
+    """Whether units of the model can be recomputed together."""
+    return "recompute" in problem.capability.memory and any_window(problem.profile)
+
+
+def limited_by_memory(plan: Plan) -> bool:
+    """Whether a plan does something for the sake of memory, as far as it shows."""
+    saves = any(
+        unit.memory != "keep" or unit.early_release or unit.exchange == "fully_sharded"
+        for unit in plan.units
+    )
+    return saves or not plan.baseline_fits
+
+
+def fits_in_segments(problem: Problem, model: CostModel) -> bool:
+    """Whether data parallelism under some policies keeps all limits with segments."""
+    if not has_segments(problem):
+        return False
+    limit = min(limits_bytes(model))
+    for start in plain_starts(problem, model):
+        found = Checkpointing(model, start, problem.capability).fitting(limit)
+        if found is not None and choice(model, found, problem.schedule).feasible:
+            return True
+    return False
+
+
+def plain_starts(problem: Problem, model: CostModel) -> Iterator[Decisions]:
+    """Data parallelism as far as it may be had; the same with its exchange sharded, and with
+    gradients released early."""
+
+    def may(k: int, option: Option, asked: Option) -> Option:
+        return asked if may_have(model, k, asked, problem.capability) else option
+
+    plain = OptionSpace(model, problem.capability).start
+    sharded = tuple(may(k, o, o._replace(exchange="sharded")) for k, o in enumerate(plain))
+    released = tuple(may(k, o, o._replace(early_release=True)) for k, o in enumerate(plain))
+    yield from dict.fromkeys((plain, sharded, released))

@@ -9,16 +9,14 @@ from dataclasses import replace
 from ...cost.budget import permitted
 from ..answer import Choice, answer, choice
 from ..problem import Infeasibility, Problem, Result
-from .infeasible import Closest, explain, is_least
-from .relaxations import higher, lifted, needed, with_limit
+from .infeasible import Closest, explain, higher, is_least, lifted, needed, with_limit
 from .segmented import fitting_in_segments
 from .splits import Found, feasible, search
 
 CLOSE = 0.01
 """The least bytes that do are looked for to this share."""
 TRIES = 4
-"""Values of a limit that are tried, from what the closest plan needs upwards: the search may take
-another way under another limit."""
+"""Values of a limit that are tried, from what the closest plan needs upwards."""
 
 
 class Heuristic:
@@ -31,7 +29,7 @@ class Heuristic:
         """See ``solver.Solver``."""
         start = time.perf_counter()
         problem = problem.placed()
-        chosen = _choice(_best(problem, time_limit_s), problem)
+        chosen = _best(problem, time_limit_s)
         if not _kept(chosen):
             rescued = fitting_in_segments(problem, self.name, start)
             if rescued is not None:
@@ -50,12 +48,11 @@ class Heuristic:
         if what != "memory_limit_bytes":
             return self._closest_to(problems, what, deadline)
         left_s = max(deadline - time.perf_counter(), 1e-3)
-        found = [(_best(replace(p, progress=None), left_s), p) for p in problems]
-        best, problem = min(found, key=lambda pair: pair[0].score)
+        found = [_found(replace(p, progress=None), left_s) for p in problems]
+        i, best = min(enumerate(found), key=lambda pair: pair[1].score)
         if best.tightest.over_bytes <= 0:
             return None
-        chosen = _choice(best, problem)
-        peak = max(best.evaluation.prediction.peak_bytes)
+        chosen, peak = _choice(best, problems[i]), max(best.evaluation.prediction.peak_bytes)
         if is_least(problems, chosen):
             return Closest(chosen, peak)
         return Closest(chosen, self._least_limit(problems, best.tightest.available_bytes, peak))
@@ -71,13 +68,13 @@ class Heuristic:
         def good(limit: int) -> bool:
             return any(feasible(with_limit(p, "memory_limit_bytes", limit)) for p in problems)
 
+        # The search may take another way under another limit, and miss what it found without.
         for _ in range(TRIES):
             if good(high):
                 break
             high += high // 50
         else:
             return None
-        low = min(low, high)
         while high - low > max(CLOSE * high, 1):
             middle = (low + high) // 2
             low, high = (low, middle) if good(middle) else (middle, high)
@@ -90,23 +87,23 @@ class Heuristic:
         unit_limit = "unit_amplification_limit"
         if problems[-1].goal.unit_amplification_limit is not None:
             free = [with_limit(problem, unit_limit, None) for problem in problems]
-            if any(_kept(_choice(_best(one, None), one)) for one in free):
+            if any(_kept(_best(one)) for one in free):
                 return None  # the limit on each unit is to blame
         free = [replace(lifted(problem, what), progress=None) for problem in problems]
         left_s = max(deadline - time.perf_counter(), 1e-3)
-        every = [_choice(_best(p, left_s), p) for p in free]
-        chosen = min(every, key=lambda each: needed(what, each.value, each.model))
-        least = needed(what, chosen.value, chosen.model)
+        every = [_best(problem, left_s) for problem in free]
+        chosen = min(every, key=lambda each: needed(what, each))
+        least = needed(what, chosen)
+        # As in ``_least_limit``: under the limit the search may miss the plan that needs it.
         for _ in range(TRIES):
             limit = higher(what, least, proved=False).value
-            limited = [with_limit(problem, what, limit) for problem in problems]
-            if any(_kept(_choice(_best(one, None), one)) for one in limited):
+            if any(_kept(_best(with_limit(problem, what, limit))) for problem in problems):
                 return Closest(chosen, least)
             least *= 1.02
         return None
 
 
-def _best(problem: Problem, time_limit_s: float | None) -> Found:
+def _found(problem: Problem, time_limit_s: float | None) -> Found:
     """The best plan over all slice sizes, each with its time limit."""
     sizes = (replace(problem, bucket_bytes=size) for size in problem.slice_bytes)
     return min((search(each, time_limit_s) for each in sizes), key=lambda each: each.score)
@@ -115,6 +112,10 @@ def _best(problem: Problem, time_limit_s: float | None) -> Found:
 def _choice(found: Found, problem: Problem) -> Choice:
     done = found.evaluation
     return choice(done.model, done.decisions, problem.schedule)
+
+
+def _best(problem: Problem, time_limit_s: float | None = None) -> Choice:
+    return _choice(_found(problem, time_limit_s), problem)
 
 
 def _kept(chosen: Choice) -> bool:

@@ -3,29 +3,31 @@
 A solver tells two things (``Evidence``): the plan that comes closest to a limit, and whether
 another problem has a plan. The report asks in this order, until one deadline: which limit cannot be
 kept, and the least of it that would do; then, for memory, more micro-batches and a smaller batch;
-then more nodes. Every change that it names has been tried.
+then more nodes. Every change that it names has been tried; it is called "at least" where it is
+proved that nothing less would do, else "enough".
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from decimal import ROUND_CEILING, Context
+from math import ceil, inf
 from typing import NamedTuple, Protocol
 
 import msgspec
 
+from ...cost.budget import single_device_batch_s, unit_amplification
 from ...cost.cost import CostModel
-from ...schema.goal import Goal
+from ...schema.layout import Layout
+from ...schema.options import Option
 from ..answer import Choice, choice
-from ..choices import unit_options
+from ..choices import all_options, unit_options
 from ..evaluate import excess, rank_memory
-from ..objective import value
 from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
-from .checkpointing import Checkpointing
-from .fitting import has_segments, plain_starts
+from .checkpointing import Checkpointing, has_segments, plain_starts
 from .least_memory import least_memory, memory_models
-from .relaxations import higher, higher_unit_limit, more_memory
 from .resize import resized_problem
 from .splits import feasible
 
@@ -38,6 +40,12 @@ LIMITS = ("memory_limit_bytes", "amplification_limit", "time_limit_s")
 DEVICE_LIMITS = ("unit_amplification_limit", "amplification_limit", "time_limit_s")
 MOST_RANKS = 1024
 """Larger clusters are not tried."""
+DIGITS = 4
+"""Of a value that is named; it is rounded up."""
+LIFTED = {"amplification_limit": "gpu_seconds", "time_limit_s": "time"}
+"""The objective that shows the least that would do of a limit."""
+UNIT_LIMITS = 20
+"""Values of a limit on each unit that are tried."""
 
 
 class Closest(NamedTuple):
@@ -48,11 +56,6 @@ class Closest(NamedTuple):
     choice: Choice
     limit: float | None
     proved: bool = False
-
-    @property
-    def over_bytes(self) -> int:
-        """By how much it is over its memory limit."""
-        return self.choice.value.over_bytes
 
 
 class Evidence(Protocol):
@@ -89,9 +92,7 @@ def explain(
     why = _unnamed(problems[-1])
     if problems[-1].goal.unit_amplification_limit is None:
         return why
-    unit_limit = higher_unit_limit(
-        problems, lambda one: evidence.fits(one, deadline), deadline, proves=evidence.proves
-    )
+    unit_limit = higher_unit_limit(problems, evidence, deadline)
     if unit_limit is None:
         return why
     return why._replace(limit="unit_amplification_limit", relaxations=(unit_limit,))
@@ -114,17 +115,12 @@ def _memory_report(
 def _limit_report(
     problems: Sequence[Problem], closest: Closest, what: str, evidence: Evidence, deadline: float
 ) -> Infeasibility:
-    """Where memory is not what is missing. More ranks may shorten a step; they never save
-    device-seconds."""
+    """Where memory is not what is missing."""
     least = closest.limit
-    return _at(closest.choice)._replace(
-        kind="",
-        limit=what,
-        relaxations=() if least is None else (higher(what, least, proved=closest.proved),),
-        enlargement=more_nodes(problems[-1], evidence, deadline)
-        if what == "time_limit_s"
-        else None,
-    )
+    found = () if least is None else (higher(what, least, proved=closest.proved),)
+    # More ranks may shorten a step; they never save device-seconds.
+    larger = more_nodes(problems[-1], evidence, deadline) if what == "time_limit_s" else None
+    return _at(closest.choice)._replace(kind="", limit=what, relaxations=found, enlargement=larger)
 
 
 def _at(chosen: Choice) -> Infeasibility:
@@ -143,8 +139,8 @@ def _at(chosen: Choice) -> Infeasibility:
 def _unnamed(problem: Problem) -> Infeasibility:
     """No single limit is to blame: several exclude each other, or which it is was not found out."""
     model = next(problem.cost_models())
-    why = _at(choice(model, model.baseline, problem.schedule))._replace(kind="")
-    over = value(model, model.baseline, problem.schedule).over_bytes > 0
+    plain = choice(model, model.baseline, problem.schedule)
+    why, over = _at(plain)._replace(kind=""), plain.over_bytes > 0
     asked = [what for what in DEVICE_LIMITS if getattr(problem.goal, what) is not None]
     if over and not asked:
         return why
@@ -153,17 +149,12 @@ def _unnamed(problem: Problem) -> Infeasibility:
 
 def _pinned(problem: Problem) -> str | None:
     """A unit that could be something but for its pins, whatever else is limited."""
-    unlimited = msgspec.structs.replace(problem.goal, unit_amplification_limit=None)
-    pinned = _with_goal(problem, unlimited)
-    free = _with_goal(problem, msgspec.structs.replace(unlimited, pins=()))
+    unlimited = _with_goal(problem, unit_amplification_limit=None)
+    pinned, free = (next(p.cost_models()) for p in (unlimited, _with_goal(unlimited, pins=())))
     for k, unit in enumerate(problem.profile.units if problem.goal.pins else ()):
         if not unit_options(pinned, k, problem.capability):
             return unit.name if unit_options(free, k, problem.capability) else None
     return None
-
-
-def _with_goal(problem: Problem, goal: Goal) -> CostModel:
-    return next(replace(problem, goal=goal).cost_models())
 
 
 # -- memory --------------------------------------------------------------------------------------
@@ -173,7 +164,7 @@ def is_least(problems: Sequence[Problem], chosen: Choice) -> bool:
     """Whether the bound from below proves that no plan is less over its memory limits."""
     bounds = [least_memory(p, model) for p in problems for model in memory_models(p)]
     known = [least.over_bytes_in_segments for least in bounds if least is not None]
-    return bool(known) and chosen.value.over_bytes <= min(known)
+    return bool(known) and chosen.over_bytes <= min(known)
 
 
 def _in_segments(problems: Sequence[Problem], closest: Closest, deadline: float) -> Closest:
@@ -187,7 +178,7 @@ def _in_segments(problems: Sequence[Problem], closest: Closest, deadline: float)
                     return closest
                 decisions = Checkpointing(model, start, problem.capability).least()
                 new = choice(model, decisions, problem.schedule)
-                if new.value.over_bytes < closest.over_bytes:
+                if new.over_bytes < closest.choice.over_bytes:
                     peak = max(m.peak_bytes for m in rank_memory(model, decisions))
                     closest = Closest(new, float(peak))
     return closest
@@ -195,8 +186,7 @@ def _in_segments(problems: Sequence[Problem], closest: Closest, deadline: float)
 
 def _fits(problem: Problem, evidence: Evidence, deadline: float, **changes: object) -> bool:
     """Whether there is a plan when fields of the goal are changed."""
-    goal = msgspec.structs.replace(problem.goal, **changes)
-    return evidence.fits(replace(problem, goal=goal, progress=None), deadline)
+    return evidence.fits(replace(_with_goal(problem, **changes), progress=None), deadline)
 
 
 def _more_micro_batches(problem: Problem, evidence: Evidence, deadline: float) -> Relaxation | None:
@@ -212,30 +202,20 @@ def _more_micro_batches(problem: Problem, evidence: Evidence, deadline: float) -
 
 
 def _smaller_batch(problem: Problem, evidence: Evidence, deadline: float) -> Relaxation | None:
-    """The largest multiple of the ranks below the batch with which a plan fits (taking it that
-    smaller batches do, too)."""
+    """The largest multiple of the ranks below the batch with which a plan fits."""
+    # By halving: where a batch fits, smaller ones are taken to fit, too.
     world = problem.cluster.world_size
-    most = largest(
-        (problem.goal.batch - 1) // world,
-        lambda n: _fits(problem, evidence, deadline, batch=n * world),
-        deadline,
-    )
-    if not most:
-        return None
-    size = most * world
-    return Relaxation("batch", size, f"lower the global batch to {size} (--batch {size})")
-
-
-def largest(high: int, good: Callable[[int], bool], deadline: float) -> int | None:
-    """The largest value from 1 to ``high`` that is good, if all smaller ones are; 0 where none is,
-    None where the deadline came first."""
-    low = 0
+    low, high = 0, (problem.goal.batch - 1) // world
     while low < high:
         if time.perf_counter() > deadline:
             return None
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if good(middle) else (low, middle - 1)
-    return low
+        good = _fits(problem, evidence, deadline, batch=middle * world)
+        low, high = (middle, high) if good else (low, middle - 1)
+    if not low:
+        return None
+    size = low * world
+    return Relaxation("batch", size, f"lower the global batch to {size} (--batch {size})")
 
 
 # -- nodes ---------------------------------------------------------------------------------------
@@ -243,9 +223,9 @@ def largest(high: int, good: Callable[[int], bool], deadline: float) -> int | No
 
 def more_nodes(problem: Problem, evidence: Evidence, deadline: float) -> Enlargement | None:
     """The fewest whole nodes like the first with which a plan keeps all limits, while with one node
-    fewer there is none: a number that is enough for the heuristic by doubling, then by halving what
-    lies between. None where none was found before the deadline, or the cluster says nothing of
-    links between nodes."""
+    fewer there is none. None where none was found before the deadline, or the cluster says nothing
+    of links between nodes."""
+    # A number that is enough for the heuristic by doubling, then by halving what lies between.
     cluster, deadline = problem.cluster, min(deadline, time.perf_counter() + NODES_S)
     if cluster.level("inter") is None:
         return None
@@ -274,3 +254,106 @@ def more_nodes(problem: Problem, evidence: Evidence, deadline: float) -> Enlarge
         low, high = (low, middle) if enough(middle, asks_solver=True) else (middle, high)
     sentence = f"use {high * each} ranks ({high} nodes like {node.name!r})"
     return Enlargement(high * each, high, sentence)
+
+
+# -- sentences -----------------------------------------------------------------------------------
+
+
+def rounded_up(value: float) -> float:
+    """The value with ``DIGITS`` digits, never less than it was."""
+    # From the digits that name the float: its exact value may be a little more than these.
+    rounding = Context(prec=DIGITS, rounding=ROUND_CEILING)
+    return float(rounding.create_decimal(str(float(value))))
+
+
+def more_memory(needed_bytes: int, *, proved: bool) -> Relaxation:
+    """That many bytes on each rank."""
+    option = f"(--memory-limit {ceil(needed_bytes / 2**20 * 10) / 10:.1f}MiB)"
+    count = f"{needed_bytes:,} bytes per rank"
+    words = f"at least {count}" if proved else f"{count}, which is enough"
+    return Relaxation("memory_limit_bytes", needed_bytes, f"allow {words} {option}", proved)
+
+
+def higher(what: str, least: float, *, proved: bool) -> Relaxation:
+    """A limit of the goal that is not memory's, ``least`` or a little more."""
+    value = rounded_up(least)
+    told = f"{value:.{DIGITS}g}" if value < 10**DIGITS else f"{value:.0f}"
+    thing, option = {
+        "amplification_limit": ("an amplification limit of", f"--amplification-limit {told}"),
+        "unit_amplification_limit": (
+            "a unit's amplification of", f"--unit-amplification-limit {told}",
+        ),
+        "time_limit_s": ("a step of", f"--step-limit {told}s"),
+    }[what]  # fmt: skip
+    unit = " s" if what == "time_limit_s" else ""
+    words = f"at least {told}{unit}" if proved else f"{told}{unit}, which is enough"
+    sentence = f"allow {thing} {words} ({option})"
+    return Relaxation(what, value, sentence, proved)  # type: ignore[arg-type]
+
+
+def lifted(problem: Problem, what: str) -> Problem:
+    """The problem without a limit, what it bounds being made small."""
+    return _with_goal(problem, **{what: None, "objective": LIFTED[what]})
+
+
+def needed(what: str, chosen: Choice) -> float:
+    """How much of a limit that is not memory's a plan takes."""
+    if what == "time_limit_s":
+        return chosen.step_s * chosen.model.goal.slowdown
+    return chosen.gpu_seconds / max(single_device_batch_s(chosen.model), 1e-300)
+
+
+def with_limit(problem: Problem, what: str, value: float | None) -> Problem:
+    """The problem under another limit, searched in silence."""
+    return replace(_with_goal(problem, **{what: value}), progress=None)
+
+
+def _with_goal(problem: Problem, **changes: object) -> Problem:
+    """The problem with fields of its goal changed."""
+    return replace(problem, goal=msgspec.structs.replace(problem.goal, **changes))
+
+
+def higher_unit_limit(
+    problems: Sequence[Problem], evidence: Evidence, deadline: float
+) -> Relaxation | None:
+    """The least limit on every unit's device-seconds under which there is a plan for one of the
+    problems; None if there never is, or not before ``deadline`` (of ``time.perf_counter``)."""
+    what = "unit_amplification_limit"
+    least, every = _unit_values([with_limit(problem, what, None) for problem in problems])
+    values = list(dict.fromkeys(rounded_up(v * (1 + 1e-9)) for v in every if v >= least))
+    low, high, best = 0, len(values) - 1, None
+    # Less than the first value leaves some unit no option, and often that is all that is missing:
+    # so the first is tried first, and halving begins after it.
+    middle = 0
+    for _ in range(UNIT_LIMITS):
+        if low > high or time.perf_counter() > deadline:
+            break
+        limited = (with_limit(problem, what, values[middle]) for problem in problems)
+        if any(evidence.fits(problem, deadline) for problem in limited):
+            best, high = middle, middle - 1
+        else:
+            low = middle + 1
+        middle = (low + high) // 2
+    if best is None:
+        return None
+    # Less than the first value leaves a unit nothing that it can be. Else it takes a solver that
+    # knows, and that has looked at everything below.
+    bare = best == 0 and least > 0
+    return higher(what, values[best], proved=bare or (evidence.proves and low > high))
+
+
+def _unit_values(problems: Sequence[Problem]) -> tuple[float, list[float]]:
+    """The least limit that leaves every unit an option, and all that make a difference, rising."""
+
+    def limit_for(model: CostModel, k: int, option: Option) -> float:
+        # On one device a unit keeps any limit: see ``budget.within_unit_limit``.
+        return 0.0 if option.layout == Layout(groups=1) else unit_amplification(model, k, option)
+
+    least, every = inf, set()
+    for problem, model in ((p, m) for p in problems for m in p.cost_models()):
+        every_option = all_options(model, problem.capability)
+        each = [{limit_for(model, k, o) for o in row} for k, row in enumerate(every_option)]
+        if all(each):
+            least = min(least, max(min(values) for values in each))
+            every |= {v for values in each for v in values if 0 < v < inf}
+    return least, sorted(every)

@@ -2,8 +2,7 @@
 
 Each point of the memory timeline is a sum over units (``memory.rows``). The sum of the units' own
 least at a point is therefore no more than any plan holds there, and the fullest of these points is
-no more than any plan's peak. What units do to each other only adds to that and is left out: tied
-options, redistributions, open buckets, parameters that are gathered ahead.
+no more than any plan's peak.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ from ...cost.cost import CostModel
 from ...cost.ownership import group_samples
 from ...memory.rows import AT, OWN_BYTES, UPDATE, Matrix, rows
 from ...schema.capability import Capability
+from ...schema.layout import Layout
 from ...schema.options import Decisions, Option
-from ...simulate.schedule import ScheduleName
-from ..choices import unit_options
+from ..answer import over_bytes
+from ..choices import all_options
 from ..evaluate import limits_bytes, memory_of
-from ..objective import over_bytes
 from ..problem import Problem
-from .fitting import has_segments
+from .checkpointing import has_segments
 
 ROUNDING = 1e-9
+"""A bound is lowered by this share: sums of floats differ by their order."""
 
 
 class LeastMemory(NamedTuple):
@@ -46,28 +46,50 @@ def nothing_fits(problem: Problem) -> bool:
 
 
 def memory_models(problem: Problem) -> Iterator[CostModel]:
-    """The cost models of a problem of which one has a plan that keeps all limits if any has. Larger
-    slices only hold more, as smaller parameters are packed into them; which of them is quicker does
-    not matter where nothing but memory is limited."""
+    """The cost models of a problem of which one has a plan that keeps all limits if any has."""
+    # Larger slices only hold more, as smaller parameters are packed into them; which of them is
+    # quicker does not matter where nothing but memory is limited.
     goal = problem.goal
     seconds = (goal.amplification_limit, goal.unit_amplification_limit, goal.time_limit_s)
     alike = not goal.allow_lossy and not any(seconds)
     smallest = min(problem.slice_bytes)
     for model in problem.cost_models():
-        if not alike or model.bucket_bytes == smallest:
+        if not alike or model.message_bytes == smallest:
             yield model
 
 
 def never_fits(problem: Problem, model: CostModel) -> bool:
     """Whether memory rules out every plan of a cost model. False where a unit has no option at all:
     then it is not memory that is missing."""
+    # By far the most frequent case, and quick to see for a thousand units.
     if over_bytes(model, model.baseline) <= 0:
-        return False  # by far the most frequent, and quick to see for a thousand units
+        return False
+    # The bound asks for every option of every unit. Where memory is very short, one unit tells, and
+    # of each of the others the first option that is small enough is the last that is looked at.
+    if _one_unit_is_too_large(problem, model):
+        return True
     least = least_memory(problem, model)
     if least is None:
         return False
     over = least.over_bytes_in_segments if has_segments(problem) else least.over_bytes
     return over > 0
+
+
+def _one_unit_is_too_large(problem: Problem, model: CostModel) -> bool:
+    """Whether some unit at work, with nothing else there, is over the limit of the first position
+    whatever it does; False where a unit has no option at all."""
+    options = all_options(model, problem.capability)
+    if not all(options):
+        return False
+    memory, (_, at, _, _) = memory_of(model), _own_bytes(problem, model)
+    samples = _samples(model, options, 0)
+    limit = limits_bytes(model)[0]
+
+    def too_large(k: int, option: Option) -> bool:
+        own = memory.unit(k, option, samples[option.layout]).figures @ at
+        return bool(own.max() * (1 - ROUNDING) > limit)
+
+    return any(all(too_large(k, o) for o in row) for k, row in enumerate(options))
 
 
 _known: WeakKeyDictionary[CostModel, tuple[Capability, LeastMemory | None]] = WeakKeyDictionary()
@@ -76,6 +98,7 @@ _known: WeakKeyDictionary[CostModel, tuple[Capability, LeastMemory | None]] = We
 
 def least_memory(problem: Problem, model: CostModel) -> LeastMemory | None:
     """The bound for all plans of a cost model; None where a unit has no option at all."""
+    # The search asks for it, then the report of why nothing fits, for the same cost models.
     capability, least = _known.get(model, (None, None))
     if capability != problem.capability:
         least = _least_memory(problem, model)
@@ -84,57 +107,70 @@ def least_memory(problem: Problem, model: CostModel) -> LeastMemory | None:
 
 
 def _least_memory(problem: Problem, model: CostModel) -> LeastMemory | None:
-    units = range(len(model.profile.units))
-    options = [unit_options(model, k, problem.capability) for k in units]
+    options = all_options(model, problem.capability)
     if not all(options):
         return None
-    limits = limits_bytes(model.cluster, model.goal, model.placement)
-    # Every layout that is searched takes position 0 in; another may have less memory.
+    limits = limits_bytes(model)
     found = []
+    # Every layout that is searched takes position 0 in; another may have less memory.
     for position in sorted({0, limits.index(min(limits))}):
-        peaks = _at_position(model, options, position, problem.schedule)
-        # Sums of floats differ by their order.
-        alone, inside = (ceil(p * (1 - ROUNDING)) - limits[position] for p in peaks[:2])
-        found.append(LeastMemory(alone, inside, peaks[2]))
+        *peaks, easiest = _at_position(problem, model, options, position)
+        alone, inside = (ceil(p * (1 - ROUNDING)) - limits[position] for p in peaks)
+        found.append(LeastMemory(alone, inside, easiest))
     best = max(found, key=lambda each: each.over_bytes)
     inside = max(each.over_bytes_in_segments for each in found)
     return best._replace(over_bytes_in_segments=inside)
 
 
+def _samples(
+    model: CostModel, options: Sequence[Sequence[Option]], position: int
+) -> dict[Layout, int | None]:
+    layouts = {option.layout for row in options for option in row}
+    return {layout: group_samples(model.counts, layout)[position] for layout in layouts}
+
+
+def _own_bytes(problem: Problem, model: CostModel) -> tuple[Matrix, Matrix, Matrix, Matrix]:
+    """Coefficients [figure of a unit's own bytes, point] of what is there of a unit before another
+    one that works, of one at work, and of one after it; and at the update [figure, 1]."""
+    # What units do to each other only adds to their own bytes, so the bound may leave it out: tied
+    # options, redistributions, open buckets, parameters that are gathered ahead.
+    together = memory_of(model).updates_together
+    family = rows(model.micro_batches, problem.schedule, 0.0, together=together)
+    tracks = slice(family.timed, None)  # those of bytes
+    before, at, after = (
+        part[tracks, OWN_BYTES].T for part in (family.before, family.at, family.after)
+    )
+    return before, at, after, family.totals[UPDATE, OWN_BYTES][:, None]
+
+
 def _at_position(
-    model: CostModel,
-    options: Sequence[Sequence[Option]],
-    position: int,
-    schedule: ScheduleName,
+    problem: Problem, model: CostModel, options: Sequence[Sequence[Option]], position: int
 ) -> tuple[float, float, Decisions]:
     """The bounds on the peak of one position without segments and with them, and the options that
     are least at the point of the first."""
-    memory = memory_of(model)
-    layouts = {option.layout for row in options for option in row}
-    samples = {y: group_samples(model.counts, y)[position] for y in layouts}
-    family = rows(model.micro_batches, schedule, 0.0, together=memory.updates_together)
-    tracks = slice(family.timed, None)  # those of bytes
-    weights = [part[tracks, OWN_BYTES].T for part in (family.before, family.at, family.after)]
+    memory, samples = memory_of(model), _samples(model, options, position)
+    before, at, after, update = _own_bytes(problem, model)
     # Inside a segment feature maps are gone until it runs again. What a unit does not save there is
     # its workspace while it works, so that only the points of units after it have less.
-    gone = weights[0].copy()
+    gone = before.copy()
     gone[AT["saved"] - OWN_BYTES.start] = 0.0
-    weights += [gone, family.totals[UPDATE, OWN_BYTES][:, None]]
+    weights = (before, at, after, gone, update)
     units: list[list[Matrix]] = []
     for k, row in enumerate(options):
         own = np.array([memory.unit(k, o, samples[o.layout]).figures for o in row])
         units.append([own @ weight for weight in weights])
-    earlier, at, later, inside, update = (
+    earlier, working, later, inside, updating = (
         np.array([unit[part].min(axis=0) for unit in units]) for part in range(len(weights))
     )
     behind = later[::-1].cumsum(axis=0)[::-1] - later
-    points = earlier.cumsum(axis=0) - earlier + at + behind
-    segmented = inside.cumsum(axis=0) - inside + at + behind
+    points = earlier.cumsum(axis=0) - earlier + working + behind
+    segmented = inside.cumsum(axis=0) - inside + working + behind
     j, track = np.unravel_index(int(points.argmax()), points.shape)
-    together = float(update.sum())
+    together = float(updating.sum())
     if together > points[j, track]:
         columns = [unit[-1][:, 0] for unit in units]
     else:
+        # A unit before j counts by ``before``, j itself by ``at``, one behind it by ``after``.
         columns = [unit[(k > j) * 2 + (k == j)][:, track] for k, unit in enumerate(units)]
     easiest = tuple(row[int(c.argmin())] for row, c in zip(options, columns, strict=True))
     most = max(float(points.max()), together), max(float(segmented.max()), together)

@@ -22,10 +22,7 @@ def resized_problem(problem: Problem, ranks: int) -> Problem:
 
 def resized(cluster: Cluster, ranks: int) -> Cluster:
     """A cluster of so many ranks made of the first node's like: part of one, or whole ones; the
-    cluster itself where it has as many.
-
-    Bandwidths measured pair by pair say nothing of ranks that are not there, and are left out.
-    """
+    cluster itself where it has as many."""
     if ranks == cluster.world_size:
         return cluster
     node = cluster.nodes[0]
@@ -45,6 +42,7 @@ def resized(cluster: Cluster, ranks: int) -> Cluster:
         Node(name=f"{node.name}-{i}", devices=node.devices[: min(ranks, each)])
         for i in range(count)
     )
+    # Bandwidths measured pair by pair say nothing of ranks that are not there.
     return msgspec.structs.replace(
         cluster, name=f"{cluster.name} as {ranks} ranks", nodes=nodes, pair_bytes_per_s=()
     )

@@ -22,12 +22,9 @@ from ..problem import Problem, Result
 SLICE_BYTES = (2**20, 2**22, 2**24)
 """Slices that a plan chooses from where the goal names none. Below 1 MiB the latency of gloo over
 TCP (0.2 ms) is a twentieth of a slice's time on 1 Gbit/s."""
-
-
 WORTHWHILE = 0.05
 """By so much priority, or sharded exchange, must be quicker to be taken: predictions are not much
 nearer than that."""
-
 
 Search = Callable[[Problem], Result]
 """How one problem is searched, of which schedule and allowances are given."""
@@ -39,22 +36,30 @@ def any_schedule(problem: Problem, search: Search) -> Result | None:
     by_barrier, by_priority = _with_schedules(problem)
     plain = search(by_barrier)
     if plain.plan is None:
-        # Slices allow policies that hold less; by themselves they hold as much or more.
         return _first_plan(_releasing_last(by_priority), search) if _saves_memory(problem) else None
-    if not (problem.goal.allow_lossy or _promising(by_priority, plain, plain.plan)):
+    # Simulating what was decided for the barrier, and data parallelism, is quicker than a search.
+    # Neither of them sends gradients in part, which may gain more than they show.
+    promising = problem.goal.allow_lossy or any(
+        _clearly_better(problem, prediction, plain.plan)
+        for decisions in (plain.decisions, None)
+        for size in by_priority.slice_bytes
+        for prediction in _by_priority(by_priority, plain.plan, decisions, size)
+    )
+    if not promising:
         return plain
-    other = shard_if_needed(_without_release(by_priority), search)
+    other = shard_if_needed(_within(by_priority, early_release=False), search)
     if other is None or other.plan is None:
         return plain
-    better = _worth(problem, other.plan.prediction) < _enough(problem, plain.plan)
-    return _said(other, "priority", plain) if better else _said(plain, "barrier", other)
+    if _clearly_better(problem, other.plan.prediction, plain.plan):
+        return _said(other, "priority", plain)
+    return _said(plain, "barrier", other)
 
 
 def shard_if_needed(problem: Problem, search: Search) -> Result | None:
     """A plan without sharded exchange; with it where nothing else fits, or where it is clearly
-    quicker (each rank updates its part only). Parameters are sharded too only where nothing fits
-    without that: it sends more and is never quicker. Nothing is released early that fits without.
-    None where there is no plan."""
+    quicker (each rank updates its part only). None where there is no plan."""
+    # Parameters are sharded too only where nothing fits without that: it sends more and is never
+    # quicker. Nothing is released early that fits without.
     for allowed in _releasing_last(problem):
         plain, sharded = without_shards(allowed), without_shards(allowed, SHARDING[1:])
         found = search(plain)
@@ -62,9 +67,9 @@ def shard_if_needed(problem: Problem, search: Search) -> Result | None:
             if plain is allowed or not _quicker_in_shards(problem, found, found.plan):
                 return found
             other = search(sharded)
-            if other.plan is None:
-                return found
-            if _worth(problem, other.plan.prediction) >= _enough(problem, found.plan):
+            if other.plan is None or not _clearly_better(
+                problem, other.plan.prediction, found.plan
+            ):
                 return found
             return _said(other, "sharded exchange", found, "without and with sharded exchange")
         more = [] if plain is allowed else [sharded]
@@ -98,24 +103,20 @@ def _with_schedules(problem: Problem) -> tuple[Problem, Problem]:
 
 
 def _releasing_last(problem: Problem) -> list[Problem]:
-    """The problem without early release, then with it. It may be a little quicker too, but takes
-    from the user what can be done between backward and step."""
-    late = _without_release(problem)
+    """The problem without early release, then with it."""
+    # It may be a little quicker too, but takes from the user what can be done between backward and
+    # step.
+    late = _within(problem, early_release=False)
     return [problem] if late is problem else [late, problem]
 
 
 def _first_plan(problems: Iterable[Problem], search: Search) -> Result | None:
-    """The first plan that a search finds."""
     results = (search(problem) for problem in problems)
     return next((result for result in results if result.plan is not None), None)
 
 
-def _without_release(problem: Problem) -> Problem:
-    return _within(problem, early_release=False)
-
-
 def _without_offload(problem: Problem) -> Problem:
-    """A unit cannot be offloaded and have its parameters sharded: ``choices.may_gather``."""
+    # A unit cannot be offloaded and have its parameters sharded: ``choices.may_gather``.
     kept = tuple(policy for policy in problem.capability.memory if policy != "offload")
     return _within(problem, memory=kept)
 
@@ -123,8 +124,7 @@ def _without_offload(problem: Problem) -> Problem:
 def _within(problem: Problem, **allowed: object) -> Problem:
     """The problem where no more than that is allowed, the same one where no more was."""
     capability = msgspec.structs.replace(problem.capability, **allowed)
-    same = capability == problem.capability
-    return problem if same else replace(problem, capability=capability)
+    return problem if capability == problem.capability else replace(problem, capability=capability)
 
 
 def in_shards(model: CostModel, decisions: Decisions, capability: Capability) -> Decisions:
@@ -146,30 +146,20 @@ def without_shards(problem: Problem, policies: Collection[ExchangePolicy] = SHAR
 
 
 def _saves_memory(problem: Problem) -> bool:
-    """Whether slices allow policies that hold less; by themselves they hold as much or more."""
+    """Whether slices allow policies that hold less than what buckets do."""
+    # By themselves slices hold as much as buckets or more.
     sharded = any(policy in problem.capability.exchange for policy in SHARDING)
     return sharded or problem.capability.early_release
 
 
-def _promising(problem: Problem, plain: Result, plan: Plan) -> bool:
-    """Whether what was decided for the barrier, or data parallelism, is quicker by priority, as it
-    is or with its exchange sharded."""
-    tried = (plain.decisions, None)
-    return any(
-        _worth(problem, prediction) < _enough(problem, plan)
-        for decisions in tried
-        for size in problem.slice_bytes
-        for prediction in _by_priority(problem, plan, decisions, size)
-    )
-
-
 def _quicker_in_shards(problem: Problem, found: Result, plan: Plan) -> bool:
-    """Whether what was found is clearly quicker if its exchange is sharded. Not on devices whose
-    streams the executor makes wait for the last gradient first: the cost model overlaps that."""
+    """Whether what was found is clearly quicker if its exchange is sharded."""
+    # Not on devices whose streams the executor makes wait for the last gradient first: the cost
+    # model overlaps that.
     if problem.profile.device_type != "cpu":
         return False
     tried = _by_priority(problem, plan, found.decisions, plan.bucket_bytes)
-    return any(_worth(problem, one) < _enough(problem, plan) for one in tried)
+    return any(_clearly_better(problem, one, plan) for one in tried)
 
 
 def _by_priority(
@@ -188,14 +178,11 @@ def _by_priority(
             yield evaluation(model, sharded, schedule="priority").prediction
 
 
-def _worth(problem: Problem, prediction: Prediction) -> float:
-    by_time = problem.goal.objective == "time"
-    return prediction.step_s if by_time else prediction.gpu_seconds
-
-
-def _enough(problem: Problem, plan: Plan) -> float:
-    """Below this a plan is better than the barrier's."""
-    return _worth(problem, plan.prediction) * (1 - WORTHWHILE)
+def _clearly_better(problem: Problem, prediction: Prediction, plan: Plan) -> bool:
+    """Whether the goal's objective is less than the plan's by more than predictions may be off."""
+    if problem.goal.objective == "time":
+        return prediction.step_s < plan.prediction.step_s * (1 - WORTHWHILE)
+    return prediction.gpu_seconds < plan.prediction.gpu_seconds * (1 - WORTHWHILE)
 
 
 def _said(

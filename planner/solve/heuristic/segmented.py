@@ -1,9 +1,9 @@
 """Plans whose recomputed units form segments, where memory asks for that.
 
 The solvers decide units one by one. Where one of their plans saves memory, or none of them fits,
-what is kept, recomputed and in which segments is decided anew for a few choices of layouts and
-exchanges (``recomputing``): the solver's own, data parallelism under each number of micro-batches,
-and what the heuristic takes where memory does not matter. The plan that comes of it is taken where
+what is kept, recomputed and in which segments is decided anew (``checkpointing``) for a few choices
+of layouts and exchanges: the solver's own, data parallelism under each number of micro-batches, and
+what the heuristic takes where memory does not matter. The plan that comes of it is taken where
 it fits and the solver's does not, or where its step is quicker, by formula and as simulated.
 """
 
@@ -23,15 +23,15 @@ from ..answer import Choice, answer, choice
 from ..choices import may_have
 from ..evaluate import evaluation, limits_bytes
 from ..problem import Problem, Result
-from .checkpointing import Checkpointing
-from .fitting import has_segments, limited_by_memory, plain_starts
+from .checkpointing import Checkpointing, has_segments, limited_by_memory, plain_starts
+from .space import BETTER
 from .splits import search
 
-BETTER = 1 - 1e-6
 EFFORT_S = 5.0
 """Seconds after which no further choice is begun with."""
 UNLIMITED_S = 2.0
 """Seconds for the heuristic's plan that memory does not limit."""
+# Without a limit a goal means the devices' own memory, so that no limit must be a large one.
 UNLIMITED_BYTES = 2**62
 
 
@@ -40,12 +40,12 @@ def quicker_in_segments(
 ) -> Result:
     """The result, or that of a plan with segments that is quicker. ``time_limit_s`` is what the
     search for the result was given; this takes up to a fifth of it besides."""
-    if result.plan is None or result.decisions is None or not has_segments(problem):
+    plan = result.plan
+    if plan is None or result.decisions is None or not has_segments(problem):
         return result
-    if not limited_by_memory(result.plan):
+    if not limited_by_memory(plan):
         return result
     start, problem = time.perf_counter(), problem.placed()
-    plan = result.plan
     own = problem.cost_model(plan.micro_batches, plan.bucket_bytes, plan.placement)
     known = choice(own, result.decisions, problem.schedule)
     effort_s = EFFORT_S if time_limit_s is None else min(EFFORT_S, time_limit_s / 5)
@@ -78,10 +78,11 @@ def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float
     choice of layouts and exchanges."""
     best: Choice | None = None
     for i, (model, start) in enumerate(chain(first, _starts(problem, end))):
+        # The first is looked at however late it is: it is the solver's own plan, if there is one.
         if i and time.perf_counter() > end:
             break
         problem.report("recomputing in segments", min(i / 10, 0.9))
-        limit = min(limits_bytes(model.cluster, model.goal, model.placement))
+        limit = min(limits_bytes(model))
         chosen = Checkpointing(model, start, problem.capability).quickest(limit)
         if chosen is None:
             continue
@@ -94,20 +95,20 @@ def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float
 
 
 def _is_quicker(problem: Problem, new: Choice, known: Choice) -> bool:
-    """By formula, by more than what plans that are near each other may differ, and as it is run
-    where that is not the same."""
+    """By formula and, where time is the objective, as simulated."""
+    # Plans within ``near`` of each other count as equal, and one without segments is simpler.
     if new.objective_s >= known.objective_s * min(1 - problem.near, BETTER):
         return False
-    steps = (
+    new_s, known_s = (
         evaluation(each.model, each.decisions, schedule=problem.schedule).prediction.step_s
         for each in (new, known)
     )
-    return problem.goal.objective != "time" or next(steps) < next(steps) * BETTER
+    return problem.goal.objective != "time" or new_s < known_s * BETTER
 
 
 def _starts(problem: Problem, end: float) -> Iterator[tuple[CostModel, Decisions]]:
     """Layouts and exchanges to begin with, each under every number of micro-batches and slice
-    size; no search for some where none is left of the time."""
+    size."""
     every = list(problem.cost_models())
     for model in every:
         for start in plain_starts(problem, model):

@@ -1,14 +1,14 @@
-"""A point in the space of decisions, with its score kept up to date as units change.
+"""What may be decided, decisions with their score, and the way from one plan to a better one.
 
 The score is (bytes over the limit, seconds of a step by formula): feasibility first, then time.
-Changing one unit touches its own figures and the entries of the units after it; the formulas then
-run over arrays, so that thousands of changes are tried in a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import combinations, islice, product
 from typing import NamedTuple
 
 import numpy as np
@@ -18,17 +18,18 @@ from ...cost.compute import busiest_samples
 from ...cost.cost import CostModel
 from ...cost.step_time import barrier_step, priority_step
 from ...memory.timeline import peak_bytes
-from ...memory.unit_memory import MemoryModel
 from ...schema.capability import Capability
 from ...schema.layout import Layout
 from ...schema.options import Decisions, Option, ties_agree
 from ...simulate.schedule import ScheduleName, bucketed_s
-from ..choices import layouts_of, unit_options
-from ..evaluate import limits_bytes
+from ..choices import all_options, layouts_of
+from ..evaluate import limits_bytes, memory_of
 
 ROUNDING = 1e-9
 BETTER = 1 - 1e-6
 """A change must save a millionth of the step: rounding is no reason to change a layout."""
+HEAVY, PAIRS = 4, 1000
+"""Units with most parameters, whose options are tried two at a time; moves of two units tried."""
 
 
 class Score(NamedTuple):
@@ -54,17 +55,18 @@ class Candidate(NamedTuple):
 def score_of(
     model: CostModel, decisions: Sequence[Option], over_bytes: float, step_s: float
 ) -> Score:
-    """The score of a plan; other limits that it goes over count as if they were memory's, and the
-    objective may be device-seconds."""
+    """The score of a plan."""
+    # Whatever limit is broken, a plan that keeps all of them comes first. So the share by which
+    # another limit is overdrawn counts as that share of the memory.
     over = overdrawn(model, decisions, step_s)
     if over > ROUNDING:
-        over_bytes += over * min(limits_bytes(model.cluster, model.goal, model.placement))
+        over_bytes += over * min(limits_bytes(model))
     if model.goal.objective == "gpu_seconds":
         step_s = gpu_seconds(model, decisions, step_s)
     return Score(over_bytes, step_s)
 
 
-class Space:
+class OptionSpace:
     """What may be chosen for each unit of a cost model."""
 
     def __init__(self, model: CostModel, capability: Capability) -> None:
@@ -75,8 +77,7 @@ class Space:
     @cached_property
     def options(self) -> tuple[tuple[Option, ...], ...]:
         """The options of each unit by itself."""
-        units = range(len(self.model.profile.units))
-        return tuple(unit_options(self.model, k, self.capability) for k in units)
+        return all_options(self.model, self.capability)
 
     @cached_property
     def _have(self) -> tuple[frozenset[Option], ...]:
@@ -100,11 +101,8 @@ class Space:
         """The options of all units tied to ``k`` if it takes ``option``; None if they cannot."""
         if option not in self._have[k]:
             return None
-        units, profiles = self.model.ties[k], self.model.profile.units
-        chosen = {k: option}
-        if len(units) == 1:
-            return chosen
-        for other in units:
+        profiles, chosen = self.model.profile.units, {k: option}
+        for other in self.model.ties[k]:
             if other == k:
                 continue
             fitting = (
@@ -117,20 +115,21 @@ class Space:
             if found is None:
                 return None
             chosen[other] = found
-        return chosen if ties_agree([profiles[u] for u in chosen], list(chosen.values())) else None
+        # Each of them agrees with ``k``; two others may still cut a parameter of theirs unlike.
+        agree = len(chosen) == 1 or ties_agree([profiles[u] for u in chosen], [*chosen.values()])
+        return chosen if agree else None
 
 
-class Point:
-    """Decisions and their score. The rank judged for memory is one that is in the fullest group of
-    every layout: where all ranks take part, such as the one at position 0; else no rank is fuller.
-    """
+class ScoredDecisions:
+    """Decisions that can be changed unit by unit, and their score."""
 
-    def __init__(self, space: Space, memory: MemoryModel, schedule: ScheduleName) -> None:
-        self.space, self.model, self.memory = space, space.model, memory
-        self.schedule = schedule
-        self.limit_bytes = min(
-            limits_bytes(self.model.cluster, self.model.goal, self.model.placement)
-        )
+    # A change touches the unit's own figures and the entries of the units after it; the formulas
+    # then run over arrays, so that thousands of changes are tried in a second.
+
+    def __init__(self, space: OptionSpace, schedule: ScheduleName) -> None:
+        self.space, self.model, self.schedule = space, space.model, schedule
+        self.memory = memory_of(self.model)
+        self.limit_bytes = min(limits_bytes(self.model))
         self.decisions: list[Option] = list(space.start)
         self.chain = self.model.chain(self.decisions)
         self._samples: dict[Layout, int] = {}
@@ -141,6 +140,8 @@ class Point:
 
     def samples(self, layout: Layout) -> int:
         """Samples of the fullest group."""
+        # One rank stands for all: one that is in the fullest group of every layout. Where all ranks
+        # take part that is such as the one at position 0; elsewhere no rank is fuller.
         if layout not in self._samples:
             self._samples[layout] = busiest_samples(self.model.counts, layout)
         return self._samples[layout]
@@ -173,12 +174,21 @@ class Point:
         """Takes all of the decisions."""
         self.set(enumerate(decisions))
 
+    def tried(self, changes: dict[int, Option]) -> Candidate | None:
+        """The decisions with changes made, and undone again; None where they change nothing."""
+        # Moved and moved back: a copy would work out all other units once more.
+        before = self.set(changes.items())
+        if not before:
+            return None
+        found = Candidate(self.score(), self.taken())
+        self.set(before.items())
+        return found
+
     def score(self) -> Score:
-        """The score where the point stands."""
+        """The score of the decisions as they stand."""
         self.evaluations += 1
-        step = self.step_s()
         over = max(self.peak() - self.limit_bytes, 0.0)
-        return score_of(self.model, self.decisions, over, step)
+        return score_of(self.model, self.decisions, over, self.step_s())
 
     def step_s(self) -> float:
         """The step by formula: of the buckets as they leave, or of priority."""
@@ -194,3 +204,66 @@ class Point:
     def taken(self) -> Decisions:
         """The decisions as they stand."""
         return tuple(self.decisions)
+
+
+def improve(scored: ScoredDecisions, start: Candidate, most: int, deadline: float) -> Candidate:
+    """Moves to better neighbours until nothing helps or the evaluations are at ``most``."""
+    scored.move_to(start.decisions)
+    best = start.score
+    helped = True
+    while helped:
+        helped = False
+        for near in (moves(scored.space), islice(pairs(scored), PAIRS)):
+            # Pairs are many and seldom help (2 of 105 random problems): only where no move does.
+            if helped:
+                break
+            for changes in near:
+                if scored.evaluations >= most or time.perf_counter() > deadline:
+                    return Candidate(best, scored.taken())
+                if all(scored.decisions[k] == option for k, option in changes.items()):
+                    continue
+                before = scored.set(changes.items())
+                score = scored.score()
+                if score.beats(best):
+                    best, helped = score, True
+                else:
+                    scored.set(before.items())
+    return Candidate(best, scored.taken())
+
+
+def pairs(scored: ScoredDecisions) -> Iterator[dict[int, Option]]:
+    """Changes of two units: a divided unit back to data parallelism while another changes; then the
+    units with most parameters, two at a time."""
+    space, decisions = scored.space, scored.taken()
+    for k, option in enumerate(decisions):
+        back = space.tied(k, space.home) if option != space.home else None
+        # By itself that may not help: what the unit leaves open in a bucket another may fill.
+        for changes in moves(space) if back else ():
+            if back and not back.keys() & changes.keys():
+                yield {**back, **changes}
+    free = [k for k, o in enumerate(space.options) if len(o) > 1 and k == space.model.ties[k][0]]
+    weight = [sum(p.bytes for p in owned) for owned in space.model.owned]
+    heavy = sorted(free, key=lambda k: weight[k], reverse=True)[:HEAVY]
+    for a, b in combinations(heavy, 2):
+        for first, second in product(space.options[a], space.options[b]):
+            one, other = space.tied(a, first), space.tied(b, second)
+            if one and other:
+                yield {**one, **other}
+
+
+def moves(space: OptionSpace) -> Iterator[dict[int, Option]]:
+    """Every option of every unit, tied ones with it; then neighbours divided by column and row, one
+    way and the other."""
+    model = space.model
+    for k, options in enumerate(space.options):
+        if k == model.ties[k][0] and len(options) > 1:
+            yield from (changes for option in options if (changes := space.tied(k, option)))
+    # Column and row change together: one by one, the first alone would only cost.
+    for a, b in model.ends:
+        if len(model.ties[a]) > 1 or len(model.ties[b]) > 1:
+            continue
+        for layout in space.layouts:
+            column, row = Option(layout, "column"), Option(layout, "row")
+            for first, second in ((column, row), (row, column)):
+                if first in space.options[a] and second in space.options[b]:
+                    yield {a: first, b: second}

@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 def case(problem: Problem, model: CostModel) -> Case:
     """A model with the options that its units may have."""
-    step_s = choice(model, model.baseline, problem.schedule).value.step_s
+    step_s = choice(model, model.baseline, problem.schedule).step_s
     return Case(model, OptionTable(model, problem.capability), max(step_s, 1e-9) / SCALE)
 
 
@@ -51,7 +51,7 @@ def memory_classes(table: OptionTable, model: CostModel) -> list[MemoryClass]:
     # divide, another position's group may have a sample more, and devices may differ in memory. A
     # position is left out where another has figures at least as large for every option, and no
     # more memory.
-    limits = limits_bytes(model.cluster, model.goal, model.placement)
+    limits = limits_bytes(model)
     layouts = sorted({layout for states in table.states for layout, _ in states})
     samples = {layout: group_samples(table.model.counts, layout) for layout in layouts}
     found: list[MemoryClass] = []

@@ -16,13 +16,12 @@ import msgspec
 
 from ...cost.cost import CostModel
 from ...schema.goal import Goal
-from ...schema.options import ties_agree
+from ...schema.options import Decisions, ties_agree
 from ..answer import Choice, choice
 from ..evaluate import rank_memory
-from ..heuristic.fitting import fits_in_segments
-from ..heuristic.infeasible import Closest
-from ..heuristic.least_memory import LeastMemory, least_memory, memory_models
-from ..heuristic.relaxations import needed
+from ..heuristic.checkpointing import fits_in_segments
+from ..heuristic.infeasible import Closest, needed
+from ..heuristic.least_memory import LeastMemory, least_memory, memory_models, never_fits
 from ..problem import Problem
 from .backend import Interruption, Solved, run
 from .cases import case
@@ -51,18 +50,20 @@ class IntegerEvidence:
             chosen, known = _least(problem, model, what, deadline)
             proved &= known
             if chosen is not None:
-                limit = needed(what, chosen.value, model) * (1 + MARGIN)
+                limit = needed(what, chosen) * (1 + MARGIN)
                 if best is None or limit < (best.limit or inf):
                     best = Closest(chosen, limit)
         return None if best is None else best._replace(proved=proved)
 
     def fits(self, problem: Problem, deadline: float) -> bool:
         """Whether a plan keeps all limits."""
-        models = list(memory_models(problem))
+        models = [m for m in memory_models(problem) if not never_fits(problem, m)]
         bounds = [least_memory(problem, model) for model in models]
         known = [(m, bound) for m, bound in zip(models, bounds, strict=True) if bound is not None]
         return any(
-            _has_plan(problem, model, deadline) for model, bound in known if bound.over_bytes <= 0
+            _has_plan(problem, model, deadline, bound.decisions)
+            for model, bound in known
+            if bound.over_bytes <= 0
         ) or any(
             fits_in_segments(problem, model)
             for model, bound in known
@@ -79,14 +80,14 @@ def _least_memory(every: Sequence[tuple[Problem, CostModel]], deadline: float) -
     proved = True
     known = [(bound, problem, model) for bound, problem, model in bounds if bound is not None]
     for bound, problem, model in sorted(known, key=lambda each: each[0].over_bytes):
-        if best is not None and bound.over_bytes >= best.value.over_bytes:
+        if best is not None and bound.over_bytes >= best.over_bytes:
             break
         easiest = choice(model, bound.decisions, problem.schedule)
         chosen: Choice | None = easiest
-        if not _is_plan(easiest) or easiest.value.over_bytes > bound.over_bytes:
+        if not _is_plan(easiest) or easiest.over_bytes > bound.over_bytes:
             chosen, solved = _least(problem, model, "memory_limit_bytes", deadline, bound)
             proved &= solved
-        if chosen is not None and (best is None or chosen.value.over_bytes < best.value.over_bytes):
+        if chosen is not None and (best is None or chosen.over_bytes < best.over_bytes):
             best = chosen
     if best is None:
         return None
@@ -102,7 +103,7 @@ def _is_plan(chosen: Choice) -> bool:
         for ties in model.ties
         if len(ties) > 1
     )
-    return agree and chosen.value._replace(over_bytes=0).feasible(model)
+    return agree and chosen._replace(over_bytes=0).feasible
 
 
 def _least(
@@ -143,11 +144,15 @@ def _run(program: Program, deadline: float) -> Solved:
 
 
 def _with_goal(problem: Problem, model: CostModel, goal: Goal) -> CostModel:
-    return replace(problem, goal=goal).cost_model(model.micro_batches, model.bucket_bytes)
+    return replace(problem, goal=goal).cost_model(model.micro_batches, model.message_bytes)
 
 
-def _has_plan(problem: Problem, model: CostModel, deadline: float) -> bool:
+def _has_plan(problem: Problem, model: CostModel, deadline: float, easiest: Decisions) -> bool:
     """Whether the program has any solution; much quicker than the one that needs least."""
+    # The options that hold least where memory is fullest are often a plan, and seen without it.
+    tried = choice(model, easiest, problem.schedule)
+    if _is_plan(tried) and tried.feasible:
+        return True
     this = case(problem, model)
     if not all(this.table.options):
         return False

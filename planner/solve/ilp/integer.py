@@ -29,7 +29,7 @@ family of constraints, with the function that adds it:
 (12) moved once          c_eστ ≥ y_eστ - Σ x of earlier units that     ``Variables._moves``
                          get the same tensors in that form, c ≥ 0
 
-(4) and (5) with b, a, c of ``step_time.priority_terms`` are the step under P3's order (Jayarajan et
+(4) and (5) with b, a, c of ``step_time.step_terms`` are the step under P3's order (Jayarajan et
 al., arXiv 1905.03960; the closed form is ours, derived in docs/planner.md). (9) is DeepPool's limit
 on amplification (Park et al., arXiv 2112.10065); its limit on each unit takes options out of (1)
 (``budget.within_unit_limit``). What (6) and (10) let a plan choose, feature maps and sparse or

@@ -135,7 +135,7 @@ class Search:
 
     def _case(self, model: CostModel, done: float, part: float) -> None:
         """Solves one program against the best so far, and takes its bound."""
-        label = f"{model.micro_batches} micro-batches, slices of {model.bucket_bytes:,} bytes"
+        label = f"{model.micro_batches} micro-batches, slices of {model.message_bytes:,} bytes"
         self.problem.report(label, done)
         this = case(self.problem, model)
         if not all(this.table.options):
@@ -174,13 +174,13 @@ class Search:
         """Holds the program's step against the formula's; ``T`` may be above it where nothing
         presses it down."""
         said = (program.step.value() or 0.0) * this.time_unit_s
-        near = AGREES * new.value.step_s + 1e-9 * this.time_unit_s
-        if said < new.value.step_s - near or (
-            solved.outcome == "optimal" and said > new.value.step_s + near and program.presses
+        near = AGREES * new.step_s + 1e-9 * this.time_unit_s
+        if said < new.step_s - near or (
+            solved.outcome == "optimal" and said > new.step_s + near and program.presses
         ):
             raise DisagreementError(
                 f"the integer program has {said!r} s for a step that the cost model gives "
-                f"{new.value.step_s!r} s: this is a bug of the planner, please report it"
+                f"{new.step_s!r} s: this is a bug of the planner, please report it"
             )
 
     def _simpler(self, best: Choice) -> Choice:

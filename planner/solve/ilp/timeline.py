@@ -103,7 +103,7 @@ class Timeline:
         for k in units[1:]:
             added = summed(zip(self.program.x[k - 1], sent[k - 1], strict=True))
             self.program.running(to_come[k], to_come[k - 1], added)
-        bucket = self.program.model.bucket_bytes / each.limit_bytes
+        bucket = self.program.model.message_bytes / each.limit_bytes
         most = sum(float(s.max()) for s in sent)
         closed = [self._closed(k, bucket) for k in units]
         if most <= bucket and not any(closed):

@@ -15,18 +15,19 @@ from typing import NamedTuple
 
 import msgspec
 
+from ...cost.budget import single_device_batch_s
 from ...cost.cost import CostModel
 from ...schema.options import Decisions
 from ..answer import Choice
 from ..choices import all_may_have
 from ..heuristic.heuristic import Heuristic
-from ..heuristic.infeasible import DEVICE_LIMITS, Closest
-from ..heuristic.relaxations import (
+from ..heuristic.infeasible import (
+    DEVICE_LIMITS,
     LIFTED,
+    Closest,
     lifted,
     needed,
     rounded_up,
-    single_device_batch_s,
     with_limit,
 )
 from ..heuristic.splits import feasible
@@ -73,7 +74,7 @@ plan on if there is one: the best choice and the bound."""
 
 def key_of(model: CostModel) -> tuple[int, int]:
     """Which of a problem's models it is."""
-    return model.micro_batches, model.bucket_bytes
+    return model.micro_batches, model.message_bytes
 
 
 def least_use(problem: Problem, what: str, deadline: float, part: Part) -> LeastUse:
@@ -118,8 +119,8 @@ def _pass(
             best = found
     least = 0.0
     if best is not None and best.objective_s:  # they are in proportion
-        least = needed(what, best.value, best.model) * bound / best.objective_s
-    enough = float("inf") if best is None else needed(what, best.value, best.model)
+        least = needed(what, best) * bound / best.objective_s
+    enough = float("inf") if best is None else needed(what, best)
     return LeastUse(what, best, bound, least, enough, starts, hopeless)
 
 

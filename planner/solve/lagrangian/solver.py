@@ -168,7 +168,7 @@ def _better(one: Choice | None, other: Choice | None) -> Choice | None:
 def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
     """The tables and limits of a problem for one cost model, as the position with the tightest
     memory sees them; None where a unit has no option."""
-    limits = limits_bytes(model.cluster, model.goal, model.placement)
+    limits = limits_bytes(model)
     position = min(range(len(limits)), key=lambda p: (limits[p], p))
     table = OptionTable(model, problem.capability, position)
     if not all(table.states):
@@ -179,7 +179,7 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
         for u in table.units
     )
     closes = any(model.closes_bucket(k, option) for k, option in enumerate(model.baseline))
-    share = 0.0 if model.sliced or closes else bucket_share(most, model.bucket_bytes)
+    share = 0.0 if model.sliced or closes else bucket_share(most, model.message_bytes)
     goal = model.goal
     economical = goal.objective == "gpu_seconds"
     bounds = Limits(
@@ -223,7 +223,7 @@ def search_part(
         decisions = lagrangian.table.choose(outcome.best.numbers)
         made = choice(model, decisions, problem.schedule)
         best = made if best is None or made.feasible else best
-        over = made.value.over_bytes
+        over = made.over_bytes
         if over <= 0 or outcome.best.score.over:
             break
         tighter = lagrangian.limits.memory_bytes - over

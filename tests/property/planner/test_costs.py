@@ -20,7 +20,7 @@ from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.cluster import Interference
 from meshwright.planner.schema.layout import lattice
 from meshwright.planner.solve.evaluate import evaluation
-from meshwright.planner.solve.heuristic.space import Point, Space
+from meshwright.planner.solve.heuristic.space import OptionSpace, ScoredDecisions
 
 from tests.strategies import clusters, decided
 from tests.transfers import traffic, transfers
@@ -123,13 +123,15 @@ def test_the_search_scores_what_is_simulated(case, bucket_bytes):
         quiet,
         model.goal,
         micro_batches=model.micro_batches,
-        bucket_bytes=bucket_bytes,
+        message_bytes=bucket_bytes,
     )
-    point = Point(Space(model, EVERYTHING), MemoryModel(model), "barrier")
-    point.move_to(chosen)
+    scored = ScoredDecisions(OptionSpace(model, EVERYTHING), "barrier")
+    scored.move_to(chosen)
     found = evaluation(model, chosen)
-    assert abs(point.step_s() - found.prediction.step_s) <= 1e-9 * max(found.prediction.step_s, 1.0)
+    assert abs(scored.step_s() - found.prediction.step_s) <= 1e-9 * max(
+        found.prediction.step_s, 1.0
+    )
     fullest = max(found.prediction.peak_bytes)
-    assert point.peak() > fullest - 1.0
+    assert scored.peak() > fullest - 1.0
     if all(o.layout.size == model.world_size for o in chosen):
-        assert point.peak() <= fullest + 1.0
+        assert scored.peak() <= fullest + 1.0

@@ -86,9 +86,9 @@ def test_rows_of_a_plan_are_the_step_formula_and_the_memory_timeline(seed):
         figures = table.plan_figures(numbers)
         found = values(lagrangian.rows, figures)
         chosen = choice(model, table.choose(numbers), made.schedule)
-        assert found.step_s(slice_waits(figures)) == pytest.approx(chosen.value.step_s, rel=1e-9)
+        assert found.step_s(slice_waits(figures)) == pytest.approx(chosen.step_s, rel=1e-9)
         limit = lagrangian.limits.memory_bytes
-        assert found.peak_bytes(lagrangian.rows.timed) <= chosen.value.over_bytes + limit + 2
+        assert found.peak_bytes(lagrangian.rows.timed) <= chosen.over_bytes + limit + 2
 
 
 @pytest.mark.parametrize("seed", range(4200, 4220))

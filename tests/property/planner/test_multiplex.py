@@ -27,7 +27,7 @@ def steps(draw):
     schedule = draw(st.sampled_from(["barrier", "priority"]))
     model = CostModel(
         model.profile, model.cluster, model.goal, micro_batches=model.micro_batches,
-        bucket_bytes=20_000, sliced=schedule == "priority",
+        message_bytes=20_000, sliced=schedule == "priority",
     )  # fmt: skip
     return model, chosen, schedule, timelines(model, chosen, schedule)
 

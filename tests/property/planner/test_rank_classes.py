@@ -24,7 +24,7 @@ def test_one_rank_class_is_the_plain_simulation(case, schedule):
     model, chosen = case
     model = CostModel(
         model.profile, model.cluster, model.goal, micro_batches=model.micro_batches,
-        bucket_bytes=20_000, sliced=schedule == "priority",
+        message_bytes=20_000, sliced=schedule == "priority",
     )  # fmt: skip
     step = step_of(model, chosen, model.chain(chosen), schedule)
     noise = model.cluster.interference
@@ -108,7 +108,7 @@ def test_no_message_starts_between_two_things_of_one_moment():
     layers = [linear("a", 64, 64, 0.0), linear("b", 8, 8, 0.0)]
     model = CostModel(
         chain_profile(layers, updates=(("sgd", 1e-9),)), cluster(2), Goal(batch=2),
-        bucket_bytes=1_000_000, sliced=True,
+        message_bytes=1_000_000, sliced=True,
     )  # fmt: skip
     chosen = (Option(data_parallel(2)),) * 4
     step = step_of(model, chosen, model.chain(chosen), "priority")

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.planner.cost.budget import single_device_batch_s
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.solve.heuristic.relaxations import DIGITS, rounded_up, single_device_batch_s
+from meshwright.planner.solve.heuristic.infeasible import DIGITS, rounded_up
 from meshwright.planner.solve.lagrangian import solver as lagrangian_solver
 from meshwright.planner.solve.lagrangian.solver import LagrangianSolver
 from meshwright.planner.solve.solver import solve

@@ -9,7 +9,7 @@ from meshwright.planner.memory.checkpoint_segments import windows
 from meshwright.planner.memory.timeline import peak_bytes
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.schema.capability import EVERYTHING
-from meshwright.planner.schema.curve import constant, proportional
+from meshwright.planner.schema.curve import proportional
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option
@@ -19,7 +19,7 @@ from meshwright.planner.solve.heuristic.checkpointing import Checkpointing
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
 
-from tests.strategies import chain_profile, cluster, linear, share
+from tests.strategies import chain_profile, cluster, constant, linear, share
 
 KINDS = msgspec.structs.replace(
     EVERYTHING, styles=("none",), memory=("keep", "recompute"), exchange=("dense",),

@@ -6,9 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 from meshwright.planner.memory.rows import slice_waits, values
-from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.solve.answer import choice
-from meshwright.planner.solve.heuristic.space import Point, Space
+from meshwright.planner.solve.heuristic.space import OptionSpace, ScoredDecisions
 from meshwright.planner.solve.ilp.solve import Integer
 from meshwright.planner.solve.lagrangian.solver import LagrangianSolver, lagrangian_of
 
@@ -40,7 +39,7 @@ def forked(seed, most=3_000):
 
 def shares(model, problem):
     """Whether some plan of the model moves a tensor once for two units."""
-    rng, space = np.random.default_rng(0), Space(model, problem.capability)
+    rng, space = np.random.default_rng(0), OptionSpace(model, problem.capability)
     if not all(space.options):
         return False
     for _ in range(200):
@@ -69,21 +68,21 @@ def test_solvers_agree_with_every_combination(seed):
 
 @pytest.mark.parametrize("seed", QUICK)
 def test_every_way_to_add_up_a_plan_is_the_cost_model(seed):
-    """Tables of the search over many units, and a point that is moved unit by unit."""
+    """Tables of the search over many units, and decisions that are changed unit by unit."""
     made, rng = forked(seed).placed(), np.random.default_rng(seed)
     for model in made.cost_models():
         lagrangian = lagrangian_of(made, model)
         if lagrangian is None:
             continue
-        table, space = lagrangian.table, Space(model, made.capability)
-        point = Point(space, MemoryModel(model), made.schedule)
+        table, space = lagrangian.table, OptionSpace(model, made.capability)
+        scored = ScoredDecisions(space, made.schedule)
         for _ in range(10):
             numbers = np.array([rng.choice(u.numbers()) for u in table.units])
             figures = table.plan_figures(numbers)
             chosen = choice(model, table.choose(numbers), made.schedule)
             step_s = values(lagrangian.rows, figures).step_s(slice_waits(figures))
-            assert step_s == pytest.approx(chosen.value.step_s, rel=1e-9)
-            point.move_to(chosen.decisions)
+            assert step_s == pytest.approx(chosen.step_s, rel=1e-9)
+            scored.move_to(chosen.decisions)
             fresh = model.chain(chosen.decisions)
-            for mine, theirs in zip(point.chain, fresh, strict=True):
+            for mine, theirs in zip(scored.chain, fresh, strict=True):
                 np.testing.assert_allclose(mine, theirs)

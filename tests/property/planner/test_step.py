@@ -7,7 +7,7 @@ from meshwright.planner.cost.step_time import (
     barrier_step,
     priority_bound,
     priority_step,
-    priority_terms,
+    step_terms,
 )
 from meshwright.planner.simulate.events import simulate
 from meshwright.planner.simulate.schedule import Message, Step, plain_messages, work_of
@@ -74,7 +74,7 @@ def test_finite_slices_cost_at_most_about_one_slice(chain, pieces):
 @MANY
 @given(step_chains("both"))
 def test_linear_terms_give_the_formula(chain):
-    terms, units = priority_terms(chain), len(chain.forward_s)
+    terms, units = step_terms(chain, 1, priority=True), len(chain.forward_s)
     found = [terms.always.sum()]
     for link in range(len(LINKS)):
         for j in range(units):

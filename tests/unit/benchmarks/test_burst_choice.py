@@ -10,14 +10,13 @@ from types import ModuleType
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.multiplex.jobs import Assumptions, Background
 from meshwright.planner.schema.capability import Capability
 from meshwright.planner.schema.curve import Curve
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.options import Option
-from meshwright.planner.solve.heuristic.space import Point, Space
+from meshwright.planner.solve.heuristic.space import OptionSpace, ScoredDecisions
 from meshwright.planner.solve.problem import Problem
 
 from tests.strategies import chain_profile, cluster, linear
@@ -62,16 +61,16 @@ def stiff_problem(*names):
 def test_narrowing_finds_the_best_of_all_bursts(choice, slack):
     problem = stiff_problem("even", "stiff", "stiff too")
     model = CostModel(
-        problem.profile, problem.cluster, problem.goal, bucket_bytes=2**20, sliced=True
+        problem.profile, problem.cluster, problem.goal, message_bytes=2**20, sliced=True
     )
-    point = Point(Space(model, BURSTS), MemoryModel(model), "priority")
-    limit_s, rate = slack * point.step_s(), 400.0
+    scored = ScoredDecisions(OptionSpace(model, BURSTS), "priority")
+    limit_s, rate = slack * scored.step_s(), 400.0
     made = choice.narrowed(model, BURSTS, model.baseline, "priority", rate, limit_s, 20.0)
     every = product([Option(Layout(groups=g)) for g in (1, 2, 4, 8)], repeat=3)
     found = []
     for chosen in (made, *((model.baseline[0], *c, model.baseline[0]) for c in every)):
-        point.move_to(chosen)
-        found.append(choice.worth(point, rate, limit_s).samples_per_s)
+        scored.move_to(chosen)
+        found.append(choice.worth(scored, rate, limit_s).samples_per_s)
     assert found[0] > 0
     assert found[0] == pytest.approx(max(found), rel=1e-5)
 

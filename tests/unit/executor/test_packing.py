@@ -13,7 +13,7 @@ from meshwright.executor.gradients.slices import make_grad_groups
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.simulate import slicing
-from meshwright.planner.simulate.schedule import bucketed_s, grad_groups
+from meshwright.planner.simulate.schedule import bucketed_s, pack_gradients
 from meshwright.planner.simulate.slicing import SliceSpec
 from torch import nn
 
@@ -27,10 +27,10 @@ def simulated(schedule: str, **how: object) -> list[tuple[list[int], tuple[Slice
     """The units of each group's gradients and the group's slices, in the simulation."""
     units = [linear(f"fc{i}", n, n, 1e-4) for i, n in enumerate(SIZES)]
     profile, sliced = chain_profile(units), schedule == "priority"
-    model = CostModel(profile, cluster(4), Goal(batch=16), bucket_bytes=2_000, sliced=sliced)
+    model = CostModel(profile, cluster(4), Goal(batch=16), message_bytes=2_000, sliced=sliced)
     decisions = tuple(o._replace(**how) for o in model.baseline)
-    groups = grad_groups(model, decisions, schedule)
-    return [([g.unit for g in group.gradients], group.cuts) for group in groups]
+    groups = pack_gradients(model, decisions, schedule)
+    return [([g.unit for g in group.gradients], group.slices) for group in groups]
 
 
 def sent(schedule: str, **how: object) -> list[tuple[list[int], tuple[SliceSpec, ...]]]:
@@ -83,7 +83,7 @@ def test_both_sides_ask_one_function(monkeypatch, schedule, function, instead, h
 
 def test_the_step_formula_asks_it_too(monkeypatch) -> None:
     profile = chain_profile([linear(f"fc{i}", n, n, 1e-4) for i, n in enumerate(SIZES)])
-    model = CostModel(profile, cluster(4), Goal(batch=16), bucket_bytes=2_000)
+    model = CostModel(profile, cluster(4), Goal(batch=16), message_bytes=2_000)
     before = bucketed_s(model, model.baseline)
     monkeypatch.setattr(slicing, "pack_buckets", _one_each)
     assert (bucketed_s(model, model.baseline) != before).any()

@@ -50,7 +50,7 @@ def test_a_small_model_on_two_devices_by_hand():
 def test_what_communication_slows_is_told_apart():
     links = cluster(2, inter=1e6, interference=Interference(compute_slowdown=1.5))
     profile = chain_profile([linear(n, 64, 64, 1e-3) for n in ("a", "b")])
-    model = CostModel(profile, links, Goal(batch=8), bucket_bytes=64)
+    model = CostModel(profile, links, Goal(batch=8), message_bytes=64)
     assert device_time(evaluation(model, model.baseline)).slowing_s > 0
 
 

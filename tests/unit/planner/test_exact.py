@@ -12,11 +12,10 @@ from meshwright.planner.schema.capability import EVERYTHING, PLAIN
 from meshwright.planner.schema.errors import InfeasibleError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
-from meshwright.planner.solve.answer import Choice, DisagreementError, check, choice
+from meshwright.planner.solve.answer import DisagreementError, check, choice
 from meshwright.planner.solve.ilp.backend import Interruption, run
 from meshwright.planner.solve.ilp.cases import case
 from meshwright.planner.solve.ilp.solve import Integer
-from meshwright.planner.solve.objective import value
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve, solvers
 
@@ -120,9 +119,9 @@ def test_brute_force_is_the_cost_model_for_every_decision(seed):
     made = problem(seed, most=600)
     low = np.inf
     for model, decisions in every_decision(made):
-        figures = value(model, decisions, made.schedule)
-        if figures.feasible(model):
-            low = min(low, figures.objective_s(model))
+        chosen = choice(model, decisions, made.schedule)
+        if chosen.feasible:
+            low = min(low, chosen.objective_s)
     assert best(made).objective_s == pytest.approx(low, rel=1e-12)
 
 
@@ -252,9 +251,9 @@ def test_a_wrong_formula_is_a_bug_that_raises(large):
     model = next(made.cost_models())
     honest = choice(model, model.baseline, "priority")
     check(honest, "priority")
-    wrong = honest.value._replace(step_s=honest.value.step_s / 2)
+    wrong = honest._replace(step_s=honest.step_s / 2)
     with pytest.raises(DisagreementError, match="bug"):
-        check(Choice(model, model.baseline, wrong), "priority")
+        check(wrong, "priority")
 
 
 def test_pins_are_kept():

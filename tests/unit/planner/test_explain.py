@@ -101,7 +101,7 @@ def test_the_binding_term_is_one_that_helps(case, schedule):
     from those behind it does not."""
     plan, profile, links = case
     sliced = schedule == "priority"
-    model = CostModel(profile, links, plan.goal, bucket_bytes=2**20, sliced=sliced)
+    model = CostModel(profile, links, plan.goal, message_bytes=2**20, sliced=sliced)
     decisions = decisions_of(plan)
     chain = model.chain(decisions)._replace(slice_s=None)
     link, unit = binding_term(chain, priority=sliced)

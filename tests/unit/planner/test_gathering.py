@@ -26,7 +26,7 @@ def model_of(widths=(512, 512, 1024, 512), micro_batches=1):
     units = [linear(f"fc{i}", 512, width, 1e-4) for i, width in enumerate(widths)]
     goal = Goal(batch=64, optimizer="adam")
     return CostModel(
-        chain_profile(units), cluster(4), goal, micro_batches=micro_batches, bucket_bytes=MIB,
+        chain_profile(units), cluster(4), goal, micro_batches=micro_batches, message_bytes=MIB,
         sliced=True,
     )  # fmt: skip
 
@@ -75,7 +75,7 @@ def test_units_without_parameters_work_beside_their_neighbours_whole_ones():
     """Two of them between units of 2 and 3 MiB, of which any may be fully sharded or not."""
     units = [linear("fc0", 512, 1024), relu("a"), relu("b"), linear("fc1", 1024, 768)]
     goal = Goal(batch=64, optimizer="adam")
-    model = CostModel(chain_profile(units), cluster(4), goal, bucket_bytes=MIB, sliced=True)
+    model = CostModel(chain_profile(units), cluster(4), goal, message_bytes=MIB, sliced=True)
     home = Option(data_parallel(4))
     for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
         chosen = [home] * 6

@@ -24,7 +24,7 @@ def model(batch=8, micro_batches=1, bucket_bytes=BUCKET_BYTES, **goal):
     goal = Goal(batch=batch, **goal)
     profile = chain_profile(units())
     return CostModel(
-        profile, cluster(4), goal, micro_batches=micro_batches, bucket_bytes=bucket_bytes
+        profile, cluster(4), goal, micro_batches=micro_batches, message_bytes=bucket_bytes
     )
 
 
@@ -58,7 +58,7 @@ def test_a_gradient_larger_than_a_bucket_closes_the_one_that_is_open():
     """While its backward is at work nothing is open that is not its own."""
     sizes = [linear("small", 512, 512, 1e-4, 1e3), linear("large", 1024, 1024, 1e-4, 1e3)]
     profile = chain_profile([*sizes, linear("last", 512, 512, 1e-4, 1e3)])
-    m = CostModel(profile, cluster(4), Goal(batch=8), bucket_bytes=2 * MIB)
+    m = CostModel(profile, cluster(4), Goal(batch=8), message_bytes=2 * MIB)
     (found,) = rank_memory(m, m.baseline)
     buffers = {p.unit: p.buffers / MIB for p in found.points if p.phase == "backward"}
     assert buffers[3] == 1 + 2  # its new gradient, and the open bucket
@@ -71,7 +71,7 @@ def test_copies_are_made_when_the_unit_s_own_feature_maps_are_gone(saved):
     """The fuller of two moments: with feature maps, or with what a sharded exchange copies."""
     goal = Goal(batch=8, optimizer="sgd")
     profile = chain_profile(units(saved=saved))
-    m = CostModel(profile, cluster(4), goal, bucket_bytes=MIB // 4, sliced=True)
+    m = CostModel(profile, cluster(4), goal, message_bytes=MIB // 4, sliced=True)
     home = Option(data_parallel(4))
     chosen = (home, *(home._replace(exchange="sharded"),) * 3, home)
     (found,) = rank_memory(m, chosen)

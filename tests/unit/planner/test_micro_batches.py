@@ -7,7 +7,7 @@ import pytest
 from meshwright.executor.capability import CAPABILITY
 from meshwright.planner.explain.what_if import quicker_in_parts
 from meshwright.planner.schema.goal import Goal
-from meshwright.planner.solve.heuristic.fitting import limited_by_memory
+from meshwright.planner.solve.heuristic.checkpointing import limited_by_memory
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
 

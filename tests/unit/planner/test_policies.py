@@ -43,7 +43,7 @@ def model():
     device = msgspec.structs.replace(links.devices[0], host_bytes_per_s=RATE)
     nodes = tuple(msgspec.structs.replace(n, devices=(device,)) for n in links.nodes)
     links = msgspec.structs.replace(links, nodes=nodes)
-    return CostModel(profile, links, goal, bucket_bytes=4096, sliced=True)
+    return CostModel(profile, links, goal, message_bytes=4096, sliced=True)
 
 
 def holds(model, option):
@@ -114,7 +114,7 @@ def test_a_sharded_exchange_divides_state_and_update(model):
     assert holds(model, sharded)["optimizer"] == ceil(holds(model, HOME)["optimizer"] / 4)
     size = 4 * 64 * 64
     assert holds(model, sharded)["comm_buffers"] == size * (1 - 1 / 4)  # received from three
-    wide = CostModel(model.profile, model.cluster, model.goal, bucket_bytes=2**20, sliced=True)
+    wide = CostModel(model.profile, model.cluster, model.goal, message_bytes=2**20, sliced=True)
     assert holds(model, HOME)["comm_buffers"] == 0
     assert holds(wide, HOME)["comm_buffers"] == size  # packed: copied
 
@@ -145,7 +145,7 @@ def lossy(model):
     units = (model.profile.units[0], *inner, model.profile.units[-1])
     profile = msgspec.structs.replace(model.profile, units=units)
     goal = Goal(batch=32, optimizer="momentum", allow_lossy=True, min_fidelity=0.89)
-    return CostModel(profile, model.cluster, goal, bucket_bytes=4096, sliced=True)
+    return CostModel(profile, model.cluster, goal, message_bytes=4096, sliced=True)
 
 
 TOPK, SIZE = HOME._replace(exchange="topk", ratio=0.1), 4 * 64 * 64

@@ -9,8 +9,8 @@ from meshwright.planner.simulate.events import simulate
 from meshwright.planner.simulate.schedule import (
     Message,
     Step,
-    grad_groups,
     messages_of,
+    pack_gradients,
     slice_messages,
     work_of,
 )
@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 def buckets(model, decisions):
-    return grad_groups(model, decisions, "barrier")
+    return pack_gradients(model, decisions, "barrier")
 
 
 def member_bytes(bucket):
@@ -30,7 +30,7 @@ def member_bytes(bucket):
 
 def model(count, bucket_bytes):
     units = [linear(f"fc{i}", 512, 512, 1e-4) for i in range(count)]
-    return CostModel(chain_profile(units), cluster(4), Goal(batch=16), bucket_bytes=bucket_bytes)
+    return CostModel(chain_profile(units), cluster(4), Goal(batch=16), message_bytes=bucket_bytes)
 
 
 def test_buckets_close_before_they_overflow():

@@ -94,7 +94,7 @@ def test_gradients_are_released_early_where_nothing_else_fits(either):
 def test_only_what_exchanges_something_is_sharded():
     problem = problem_of(5e-9)
     model = CostModel(
-        problem.profile, problem.cluster, problem.goal, bucket_bytes=2**19, sliced=True
+        problem.profile, problem.cluster, problem.goal, message_bytes=2**19, sliced=True
     )
     found = [o.exchange for o in in_shards(model, model.baseline, SHARDS)]
     assert found == ["dense", *["sharded"] * 4, "dense"]

@@ -6,7 +6,6 @@ from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.explain.compare import decision_text
 from meshwright.planner.memory.checkpoint_segments import windows
 from meshwright.planner.schema.capability import EVERYTHING
-from meshwright.planner.schema.curve import constant
 from meshwright.planner.schema.errors import InfeasibleError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
@@ -17,7 +16,7 @@ from meshwright.planner.solve.heuristic.checkpointing import Checkpointing
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
 
-from tests.strategies import chain_profile, cluster, linear
+from tests.strategies import chain_profile, cluster, constant, linear
 
 HOME = Option(data_parallel(2))
 AGAIN = HOME._replace(memory="recompute")
@@ -173,9 +172,9 @@ def test_units_that_a_segment_cannot_have():
     ):
         chosen = (HOME, HOME, HOME._replace(**change), HOME, HOME)
         found = Checkpointing(model, chosen, KINDS).moves
-        assert all(not move.inside for row in found for move in row), change
+        assert all(not move.joined for row in found for move in row), change
     found = Checkpointing(model, (HOME,) * 5, KINDS).moves
-    assert {move.inside for row in found for move in row} == {0, 2, 3}
+    assert {move.joined for row in found for move in row} == {0, 2, 3}
     forbidden = msgspec.structs.replace(KINDS, memory=("keep",))
     found = Checkpointing(model, (HOME,) * 5, forbidden).moves
     assert all(len(row) == 1 for row in found)

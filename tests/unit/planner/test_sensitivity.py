@@ -14,6 +14,7 @@ from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
+from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.heuristic.bursts import greedy, own_s
 from meshwright.planner.solve.heuristic.resize import how_resized, resized
 from meshwright.planner.solve.problem import Problem
@@ -126,12 +127,10 @@ def test_front_falls_in_device_seconds_as_it_rises_in_time(problem):
 
 def test_plans_are_never_worse_than_the_greedy_bursts(problem):
     model = CostModel(
-        problem.profile, problem.cluster, problem.goal, bucket_bytes=2**16, sliced=True
+        problem.profile, problem.cluster, problem.goal, message_bytes=2**16, sliced=True
     )
-    from meshwright.planner.solve.objective import value
-
     for limit in (1.1, 2.0, 8.0):
-        theirs = value(model, greedy(model, limit), "priority")
+        theirs = choice(model, greedy(model, limit), "priority")
         fast = within(problem, theirs.gpu_seconds, "lagrangian")
         cheap = cheapest_within(problem, theirs.step_s, "lagrangian")
         assert fast.step_s <= theirs.step_s * (1 + 1e-8)
@@ -142,7 +141,7 @@ def test_plans_are_never_worse_than_the_greedy_bursts(problem):
 
 def test_greedy_keeps_every_unit_within_its_limit(problem):
     model = CostModel(
-        problem.profile, problem.cluster, problem.goal, bucket_bytes=2**16, sliced=True
+        problem.profile, problem.cluster, problem.goal, message_bytes=2**16, sliced=True
     )
     for limit in (1.1, 2.0):
         for k, option in enumerate(greedy(model, limit)):

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from math import ceil
 
 import meshwright as mw
 import msgspec
@@ -13,7 +14,7 @@ from meshwright.planner.schema.layout import Layout
 from meshwright.planner.solve.heuristic import infeasible
 from meshwright.planner.solve.heuristic.heuristic import Heuristic
 from meshwright.planner.solve.heuristic.infeasible import more_nodes
-from meshwright.planner.solve.heuristic.least_memory import least_memory
+from meshwright.planner.solve.heuristic.least_memory import least_memory, nothing_fits
 from meshwright.planner.solve.heuristic.resize import resized_problem
 from meshwright.planner.solve.ilp import infeasible as ilp_infeasible
 from meshwright.planner.solve.ilp.solve import Integer
@@ -216,6 +217,8 @@ def test_the_lagrangian_may_be_asked_for_by_its_older_name(problem):
 
 def test_a_refusal_of_vgg16_needs_no_search_and_few_programs(monkeypatch):
     """Memory rules out every plan at a glance; what is left is to say what would help."""
+    # The report stops asking after some seconds of the clock; what it costs is counted below.
+    monkeypatch.setattr(infeasible, "EXPLAIN_S", 60.0)
     solves, programs = [], []
     whole, solved = Integer.solve, ilp_infeasible.run
     monkeypatch.setattr(Integer, "solve", lambda *args: solves.append(args) or whole(*args))
@@ -227,8 +230,8 @@ def test_a_refusal_of_vgg16_needs_no_search_and_few_programs(monkeypatch):
         mw.plan(load_table("vgg16"), links, goal)
     assert "lower the global batch" in str(caught.value)
     assert not solves
-    assert len(programs) <= 10
-    assert time.process_time() - start < 60
+    assert len(programs) <= 5
+    assert time.process_time() - start < 30
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -240,4 +243,8 @@ def test_the_least_memory_is_no_more_than_that_of_any_plan(seed):
     made = replace(made, goal=free).placed()
     bounds = [least_memory(made, model) for model in made.cost_models()]
     least = min(bound.over_bytes for bound in bounds if bound is not None)
-    assert 0 < least < best(made).least_bytes
+    most = best(made).least_bytes
+    assert 0 < least < most
+    assert nothing_fits(made)
+    enough = msgspec.structs.replace(made.goal, memory_limit_bytes=ceil(most))
+    assert not nothing_fits(replace(made, goal=enough))
