@@ -82,7 +82,7 @@ def _with_channels(param: GradParam, world: World, watch: Watchdog) -> GradParam
     return replace(param, channels=Channels(world.gathers[place], reads, members, watch, unshards))
 
 
-class ShardSlice:
+class ParamSlice:
     """What a slice takes of one parameter: elements ``start`` to ``stop`` of each peer's chunk.
 
     ``columns`` is where they are in the rows that are sent, a row for each peer; ``own`` where this
@@ -127,12 +127,12 @@ class ShardedSlice(Slice):
     ) -> None:
         super().__init__(params, cut)
         self.group = params[0].group
-        self.shard_slices: list[ShardSlice] = []
+        self.param_slices: list[ParamSlice] = []
         self.width = 0
         """The elements of a peer."""
         for param in params:
-            self.shard_slices.append(ShardSlice(param, cut, self.width))
-            self.width = self.shard_slices[-1].columns.stop
+            self.param_slices.append(ParamSlice(param, cut, self.width))
+            self.width = self.param_slices[-1].columns.stop
         channels = params[0].channels
         assert channels is not None
         self.gather_group = gather_group or channels.gathers
@@ -140,7 +140,7 @@ class ShardedSlice(Slice):
         """What the other peers get, a row for each."""
         self._gathered: list[Tensor] = []
         """The parameters' memory, flat, which is filled after a step."""
-        spec = self.shard_slices[0].spec
+        spec = self.param_slices[0].spec
         self.slot = spec.slot
         self.in_place = len(params) == 1 and spec.numel == spec.chunk_numel * spec.peers
         """Whether peers' elements are rows of equal length in the parameter's own memory."""
@@ -155,9 +155,9 @@ class ShardedSlice(Slice):
     ) -> None:
         """Copies what it will send out of the gradients, which it does not need after that, and
         this rank's own elements into its ``averages``."""
-        wholes = [flat(gradients[s.param]) for s in self.shard_slices]
+        wholes = [flat(gradients[s.param]) for s in self.param_slices]
         self._packed = wholes[0].new_zeros(self.group.size - 1, self.width)
-        for one, whole in zip(self.shard_slices, wholes, strict=True):
+        for one, whole in zip(self.param_slices, wholes, strict=True):
             averages[one.param][one.own] = one.pack(whole, self._packed[:, one.columns])
 
     def send(self, gradients: dict[GradParam, Tensor]) -> None:
@@ -185,7 +185,7 @@ class ShardedSlice(Slice):
             return 0.0
         assert self._wire is not None
         waited = watch.wait(self.work, self.group, doing)
-        for one in self.shard_slices:
+        for one in self.param_slices:
             own = averages[one.param][one.own]
             others = self._wire[:, one.columns][:, : own.numel()]
             own.add_(others[0] if len(others) == 1 else others.sum(dim=0)).div_(self.group.size)
@@ -198,12 +198,12 @@ class ShardedSlice(Slice):
     ) -> None:
         """Sends this rank's elements of the parameters to all peers, into ``wholes``, their flat
         memory: those in ``chunks``, or those that lie there. Collective, in the order of use."""
-        self._gathered = [wholes[s.param] for s in self.shard_slices]
+        self._gathered = [wholes[s.param] for s in self.param_slices]
         own: Tensor | None = None
         if chunks is not None and self.in_place:
-            own = chunks[self.params[0]][self.shard_slices[0].own]
+            own = chunks[self.params[0]][self.param_slices[0].own]
         elif chunks is not None:
-            for one, whole in zip(self.shard_slices, self._gathered, strict=True):
+            for one, whole in zip(self.param_slices, self._gathered, strict=True):
                 whole[slice(*one.spec.bounds)][one.own] = chunks[one.param][one.own]
         self._wire = self._as_rows(self._gathered)
         self._arrived = False
@@ -218,9 +218,9 @@ class ShardedSlice(Slice):
     def _as_rows(self, wholes: Sequence[Tensor]) -> Tensor:
         """A row of elements for each peer: in the parameter's memory, or a copy."""
         if self.in_place:
-            return self.shard_slices[0].rows(wholes[0])[0]
+            return self.param_slices[0].rows(wholes[0])[0]
         rows = wholes[0].new_zeros(self.group.size, self.width)
-        for one, whole in zip(self.shard_slices, wholes, strict=True):
+        for one, whole in zip(self.param_slices, wholes, strict=True):
             full, rest = one.rows(whole)
             rows[: len(full), one.columns] = full
             if rest.numel():
@@ -233,7 +233,7 @@ class ShardedSlice(Slice):
             return 0.0
         assert self._wire is not None
         waited = watch.wait(self.work, self.gather_group, doing)
-        gathered = [] if self.in_place else zip(self.shard_slices, self._gathered, strict=True)
+        gathered = [] if self.in_place else zip(self.param_slices, self._gathered, strict=True)
         for one, whole in gathered:
             full, rest = one.rows(whole)
             full.copy_(self._wire[: len(full), one.columns])
