@@ -37,8 +37,8 @@ def flat_shard_spec(param: GradParam) -> FlatShardSpec:
     assert param.channels is not None
     parameter, group = param.parameter, param.group
     return FlatShardSpec(
-        param.name, parameter.shape, parameter.stride(), group.size, group.slots[group.member],
-        param.channels, param.members,
+        param.name, parameter.shape, parameter.stride(), group.size,
+        group.group_ranks[group.member], param.channels, param.members,
     )  # fmt: skip
 
 
@@ -109,14 +109,14 @@ class ParamSlice:
         """Copies what the other peers get of the flat ``whole``, a row for each, and returns a view
         of this rank's elements."""
         full, rest = self.rows(whole)
-        slot, many = self.spec.slot, len(full)
-        into[: min(slot, many)] = full[:slot]
-        into[slot : max(slot, many - 1)] = full[slot + 1 :]
-        if slot == many:
+        mine, many = self.spec.group_rank, len(full)
+        into[: min(mine, many)] = full[:mine]
+        into[mine : max(mine, many - 1)] = full[mine + 1 :]
+        if mine == many:
             return rest
         if rest.numel():
-            into[many - (slot < many), : rest.numel()] = rest
-        return full[slot] if slot < many else rest[:0]
+            into[many - (mine < many), : rest.numel()] = rest
+        return full[mine] if mine < many else rest[:0]
 
 
 class ShardedSlice(Slice):
@@ -141,7 +141,7 @@ class ShardedSlice(Slice):
         self._gathered: list[Tensor] = []
         """The parameters' memory, flat, which is filled after a step."""
         spec = self.param_slices[0].spec
-        self.slot = spec.slot
+        self.group_rank = spec.group_rank
         self.in_place = len(params) == 1 and spec.numel == spec.chunk_numel * spec.peers
         """Whether peers' elements are rows of equal length in the parameter's own memory."""
 
@@ -168,7 +168,7 @@ class ShardedSlice(Slice):
             # gloo's own reduce-scatter is an all-reduce inside (torch 2.13: it sends 16.8 MB of
             # 16.8 MB among two ranks). An all-to-all sends half of that, and the parts are added up
             # where they arrive. This rank's own elements stay: no buffer has a row for them.
-            rows = [int(peer != self.slot) for peer in range(self.group.size)]
+            rows = [int(peer != self.group_rank) for peer in range(self.group.size)]
             into, out = self._comm_tensors = [
                 alias_for_comm(as_bytes(t)) for t in (self._wire, self._packed)
             ]
@@ -209,7 +209,7 @@ class ShardedSlice(Slice):
         self._arrived = False
         if self._wire.numel():
             # A copy of its own row, which is sent while the library may write the row.
-            own = self._wire[self.slot].clone() if own is None else own
+            own = self._wire[self.group_rank].clone() if own is None else own
             *rows, mine = self._comm_tensors = [
                 alias_for_comm(as_bytes(t)) for t in (*self._wire, own)
             ]

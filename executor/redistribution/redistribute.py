@@ -195,10 +195,10 @@ class Mover:
         """Sends the boxes of other members; what these send, flat, by member. ``size`` is the
         result's."""
         (_, _, send, receive, _), dim, doing, _ = step
-        me, slots = self.group.member, self.group.slots
+        me, ranks = self.group.member, self.group.group_ranks
         sends = {t.peer: _part(tensor, t.box, dim) for t in send if t.peer != me}
         expects = {t.peer: _numel(size, t.box, dim) for t in receive if t.peer != me}
-        order = sorted(range(self.group.size), key=slots.__getitem__)
+        order = sorted(range(self.group.size), key=ranks.__getitem__)
         width = tensor.element_size()
         flat = [sends[m].reshape(-1) for m in order if m in sends]
         waits = bool(expects) or self.group.on_stream
