@@ -161,8 +161,9 @@ def _copied_to_chunk(target: Any, source: Any) -> bool:
 
 class LocalChunk(LocalPart):
     """A parameter in a ``state_dict`` of which this rank has a chunk: that of number ``slot`` of as
-    many as there are ``peers``, as checkpoints name it. ``held_shape`` is the shape of what they make up together."""
+    many as there are ``peers``. ``held_shape`` is the shape of what they make up together."""
 
+    # These names stand in checkpoints.
     peers: int
     slot: int
     held_shape: tuple[int, ...]
