@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -104,6 +104,13 @@ class ParamSlice:
         full = whole.numel() // chunk if chunk else 0
         rest = whole[full * chunk :][self.start : self.stop]
         return whole[: full * chunk].view(full, chunk)[:, self.start : self.stop], rest
+
+    def pairs(self, whole: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of the flat ``whole``, each with that of the same elements in ``rows``."""
+        full, rest = self.rows(whole)
+        yield full, rows[: len(full), self.columns]
+        if rest.numel():
+            yield rest, rows[len(full), self.columns][: rest.numel()]
 
     def pack(self, whole: Tensor, into: Tensor) -> Tensor:
         """Copies what the other peers get of the flat ``whole``, a row for each, and returns a view
@@ -221,10 +228,8 @@ class ShardedSlice(Slice):
             return self.param_slices[0].rows(wholes[0])[0]
         rows = wholes[0].new_zeros(self.group.size, self.width)
         for one, whole in zip(self.param_slices, wholes, strict=True):
-            full, rest = one.rows(whole)
-            rows[: len(full), one.columns] = full
-            if rest.numel():
-                rows[len(full), one.columns][: rest.numel()] = rest
+            for part, row in one.pairs(whole, rows):
+                row.copy_(part)
         return rows
 
     def wait_for_params(self, watch: Watchdog, doing: str) -> float:
@@ -233,12 +238,10 @@ class ShardedSlice(Slice):
             return 0.0
         assert self._wire is not None
         waited = watch.wait(self.work, self.gather_group, doing)
-        gathered = [] if self.in_place else zip(self.param_slices, self._gathered, strict=True)
-        for one, whole in gathered:
-            full, rest = one.rows(whole)
-            full.copy_(self._wire[: len(full), one.columns])
-            if rest.numel():
-                rest.copy_(self._wire[len(full), one.columns][: rest.numel()])
+        if not self.in_place:
+            for one, whole in zip(self.param_slices, self._gathered, strict=True):
+                for part, row in one.pairs(whole, self._wire):
+                    part.copy_(row)
         self._gathered = []
         self._finish()
         return waited
