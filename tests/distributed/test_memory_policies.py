@@ -17,10 +17,10 @@ import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.release import ReleasedGradient
 from meshwright.executor.memory import offload as hosts
-from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
+from meshwright.models.units.storages import peak_bytes
 from meshwright.models.workload import Batch
 from meshwright.models.zoo.gpt import GPT, Shape
 from meshwright.planner.schema.errors import InputError
