@@ -39,7 +39,7 @@ class Group:
     """Ranks that communicate. ``ranks`` is in the order of members; ``member`` is this rank's.
 
     ``handle`` is None where the rank is alone: nothing is sent then. torch numbers the ranks of a
-    process group in ascending order, so ``slots[i]`` is the number there of member ``i``.
+    process group in ascending order, so ``group_ranks[i]`` is the number there of member ``i``.
     """
 
     ranks: tuple[int, ...]
@@ -54,7 +54,7 @@ class Group:
         return len(self.ranks)
 
     @property
-    def slots(self) -> tuple[int, ...]:
+    def group_ranks(self) -> tuple[int, ...]:
         ascending = sorted(self.ranks)
         return tuple(ascending.index(rank) for rank in self.ranks)
 

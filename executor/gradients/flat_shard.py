@@ -54,14 +54,14 @@ class AllMembers(Members):
 
 @dataclass(frozen=True, eq=False)
 class FlatShardSpec:
-    """How the ``peers`` share one parameter; this rank's chunk is that of number ``slot``."""
+    """How the ``peers`` share one parameter; this rank's chunk is that of number ``group_rank``."""
 
     # No tensor: a gradient holds its spec, and would keep the parameter alive that holds it.
     name: str
     shape: torch.Size
     stride: tuple[int, ...]
     peers: int
-    slot: int
+    group_rank: int
     channels: Channels
     divided: Members | None = None
 
@@ -77,7 +77,7 @@ class FlatShardSpec:
     @property
     def bounds(self) -> tuple[int, int]:
         """This rank's elements, in the order in which they lie in memory."""
-        start = min(self.slot * self.chunk_numel, self.numel)
+        start = min(self.group_rank * self.chunk_numel, self.numel)
         return start, min(start + self.chunk_numel, self.numel)
 
     @property
@@ -119,7 +119,7 @@ class FlatShardSpec:
             )
 
     def _gather(self, rows: list[Tensor], own: Tensor) -> None:
-        """Fills ``rows`` with every peer's ``own``, by their slots, and waits for them."""
+        """Fills ``rows`` with the ``own`` of every peer, by group rank, and waits for them."""
         if not own.numel():
             return
         doing = (

@@ -163,6 +163,7 @@ class LocalChunk(LocalPart):
     """A parameter in a ``state_dict`` of which this rank has a chunk: that of number ``slot`` of as
     many as there are ``peers``. ``held_shape`` is the shape of what they make up together."""
 
+    # These names stand in checkpoints.
     peers: int
     slot: int
     held_shape: tuple[int, ...]
@@ -170,7 +171,11 @@ class LocalChunk(LocalPart):
     @staticmethod
     def of(chunk: Tensor, spec: FlatShardSpec) -> LocalChunk:
         marked = chunk.as_subclass(LocalChunk)
-        marked.peers, marked.slot, marked.held_shape = spec.peers, spec.slot, tuple(spec.shape)
+        marked.peers, marked.slot, marked.held_shape = (
+            spec.peers,
+            spec.group_rank,
+            tuple(spec.shape),
+        )
         return marked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalChunk:
@@ -180,7 +185,7 @@ class LocalChunk(LocalPart):
 
     def fits(self, spec: FlatShardSpec) -> bool:
         """Whether it is the same chunk of the same whole."""
-        own = spec.peers, spec.slot, tuple(spec.shape)
+        own = spec.peers, spec.group_rank, tuple(spec.shape)
         return (self.peers, self.slot, self.held_shape) == own
 
 
@@ -225,7 +230,7 @@ def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
         if not value.fits(spec):
             raise InputError(
                 f"{prefix + leaf!r} is chunk {value.slot} of {value.peers} of shape "
-                f"{list(value.held_shape)}, this rank has chunk {spec.slot} of {spec.peers} "
+                f"{list(value.held_shape)}, this rank has chunk {spec.group_rank} of {spec.peers} "
                 f"of shape {list(spec.shape)}: load a full_state_dict"
             )
         param.chunk().copy_(value.as_subclass(Tensor))

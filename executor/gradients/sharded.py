@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -37,8 +37,8 @@ def flat_shard_spec(param: GradParam) -> FlatShardSpec:
     assert param.channels is not None
     parameter, group = param.parameter, param.group
     return FlatShardSpec(
-        param.name, parameter.shape, parameter.stride(), group.size, group.slots[group.member],
-        param.channels, param.members,
+        param.name, parameter.shape, parameter.stride(), group.size,
+        group.group_ranks[group.member], param.channels, param.members,
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def _with_channels(param: GradParam, world: World, watch: Watchdog) -> GradParam
     return replace(param, channels=Channels(world.gathers[place], reads, members, watch, unshards))
 
 
-class ShardSlice:
+class ParamSlice:
     """What a slice takes of one parameter: elements ``start`` to ``stop`` of each peer's chunk.
 
     ``columns`` is where they are in the rows that are sent, a row for each peer; ``own`` where this
@@ -105,18 +105,25 @@ class ShardSlice:
         rest = whole[full * chunk :][self.start : self.stop]
         return whole[: full * chunk].view(full, chunk)[:, self.start : self.stop], rest
 
+    def pairs(self, whole: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of the flat ``whole``, each with that of the same elements in ``rows``."""
+        full, rest = self.rows(whole)
+        yield full, rows[: len(full), self.columns]
+        if rest.numel():
+            yield rest, rows[len(full), self.columns][: rest.numel()]
+
     def pack(self, whole: Tensor, into: Tensor) -> Tensor:
         """Copies what the other peers get of the flat ``whole``, a row for each, and returns a view
         of this rank's elements."""
         full, rest = self.rows(whole)
-        slot, many = self.spec.slot, len(full)
-        into[: min(slot, many)] = full[:slot]
-        into[slot : max(slot, many - 1)] = full[slot + 1 :]
-        if slot == many:
+        mine, many = self.spec.group_rank, len(full)
+        into[: min(mine, many)] = full[:mine]
+        into[mine : max(mine, many - 1)] = full[mine + 1 :]
+        if mine == many:
             return rest
         if rest.numel():
-            into[many - (slot < many), : rest.numel()] = rest
-        return full[slot] if slot < many else rest[:0]
+            into[many - (mine < many), : rest.numel()] = rest
+        return full[mine] if mine < many else rest[:0]
 
 
 class ShardedSlice(Slice):
@@ -127,12 +134,12 @@ class ShardedSlice(Slice):
     ) -> None:
         super().__init__(params, cut)
         self.group = params[0].group
-        self.shard_slices: list[ShardSlice] = []
+        self.param_slices: list[ParamSlice] = []
         self.width = 0
         """The elements of a peer."""
         for param in params:
-            self.shard_slices.append(ShardSlice(param, cut, self.width))
-            self.width = self.shard_slices[-1].columns.stop
+            self.param_slices.append(ParamSlice(param, cut, self.width))
+            self.width = self.param_slices[-1].columns.stop
         channels = params[0].channels
         assert channels is not None
         self.gather_group = gather_group or channels.gathers
@@ -140,8 +147,8 @@ class ShardedSlice(Slice):
         """What the other peers get, a row for each."""
         self._gathered: list[Tensor] = []
         """The parameters' memory, flat, which is filled after a step."""
-        spec = self.shard_slices[0].spec
-        self.slot = spec.slot
+        spec = self.param_slices[0].spec
+        self.group_rank = spec.group_rank
         self.in_place = len(params) == 1 and spec.numel == spec.chunk_numel * spec.peers
         """Whether peers' elements are rows of equal length in the parameter's own memory."""
 
@@ -155,9 +162,9 @@ class ShardedSlice(Slice):
     ) -> None:
         """Copies what it will send out of the gradients, which it does not need after that, and
         this rank's own elements into its ``averages``."""
-        wholes = [flat(gradients[s.param]) for s in self.shard_slices]
+        wholes = [flat(gradients[s.param]) for s in self.param_slices]
         self._packed = wholes[0].new_zeros(self.group.size - 1, self.width)
-        for one, whole in zip(self.shard_slices, wholes, strict=True):
+        for one, whole in zip(self.param_slices, wholes, strict=True):
             averages[one.param][one.own] = one.pack(whole, self._packed[:, one.columns])
 
     def send(self, gradients: dict[GradParam, Tensor]) -> None:
@@ -168,7 +175,7 @@ class ShardedSlice(Slice):
             # gloo's own reduce-scatter is an all-reduce inside (torch 2.13: it sends 16.8 MB of
             # 16.8 MB among two ranks). An all-to-all sends half of that, and the parts are added up
             # where they arrive. This rank's own elements stay: no buffer has a row for them.
-            rows = [int(peer != self.slot) for peer in range(self.group.size)]
+            rows = [int(peer != self.group_rank) for peer in range(self.group.size)]
             into, out = self._comm_tensors = [
                 alias_for_comm(as_bytes(t)) for t in (self._wire, self._packed)
             ]
@@ -185,7 +192,7 @@ class ShardedSlice(Slice):
             return 0.0
         assert self._wire is not None
         waited = watch.wait(self.work, self.group, doing)
-        for one in self.shard_slices:
+        for one in self.param_slices:
             own = averages[one.param][one.own]
             others = self._wire[:, one.columns][:, : own.numel()]
             own.add_(others[0] if len(others) == 1 else others.sum(dim=0)).div_(self.group.size)
@@ -198,18 +205,18 @@ class ShardedSlice(Slice):
     ) -> None:
         """Sends this rank's elements of the parameters to all peers, into ``wholes``, their flat
         memory: those in ``chunks``, or those that lie there. Collective, in the order of use."""
-        self._gathered = [wholes[s.param] for s in self.shard_slices]
+        self._gathered = [wholes[s.param] for s in self.param_slices]
         own: Tensor | None = None
         if chunks is not None and self.in_place:
-            own = chunks[self.params[0]][self.shard_slices[0].own]
+            own = chunks[self.params[0]][self.param_slices[0].own]
         elif chunks is not None:
-            for one, whole in zip(self.shard_slices, self._gathered, strict=True):
+            for one, whole in zip(self.param_slices, self._gathered, strict=True):
                 whole[slice(*one.spec.bounds)][one.own] = chunks[one.param][one.own]
         self._wire = self._as_rows(self._gathered)
         self._arrived = False
         if self._wire.numel():
             # A copy of its own row, which is sent while the library may write the row.
-            own = self._wire[self.slot].clone() if own is None else own
+            own = self._wire[self.group_rank].clone() if own is None else own
             *rows, mine = self._comm_tensors = [
                 alias_for_comm(as_bytes(t)) for t in (*self._wire, own)
             ]
@@ -218,13 +225,11 @@ class ShardedSlice(Slice):
     def _as_rows(self, wholes: Sequence[Tensor]) -> Tensor:
         """A row of elements for each peer: in the parameter's memory, or a copy."""
         if self.in_place:
-            return self.shard_slices[0].rows(wholes[0])[0]
+            return self.param_slices[0].rows(wholes[0])[0]
         rows = wholes[0].new_zeros(self.group.size, self.width)
-        for one, whole in zip(self.shard_slices, wholes, strict=True):
-            full, rest = one.rows(whole)
-            rows[: len(full), one.columns] = full
-            if rest.numel():
-                rows[len(full), one.columns][: rest.numel()] = rest
+        for one, whole in zip(self.param_slices, wholes, strict=True):
+            for part, row in one.pairs(whole, rows):
+                row.copy_(part)
         return rows
 
     def wait_for_params(self, watch: Watchdog, doing: str) -> float:
@@ -233,12 +238,10 @@ class ShardedSlice(Slice):
             return 0.0
         assert self._wire is not None
         waited = watch.wait(self.work, self.gather_group, doing)
-        gathered = [] if self.in_place else zip(self.shard_slices, self._gathered, strict=True)
-        for one, whole in gathered:
-            full, rest = one.rows(whole)
-            full.copy_(self._wire[: len(full), one.columns])
-            if rest.numel():
-                rest.copy_(self._wire[len(full), one.columns][: rest.numel()])
+        if not self.in_place:
+            for one, whole in zip(self.param_slices, self._gathered, strict=True):
+                for part, row in one.pairs(whole, self._wire):
+                    part.copy_(row)
         self._gathered = []
         self._finish()
         return waited

@@ -181,11 +181,11 @@ class Mover:
     def _all_to_all(self, tensor: Tensor, step: _Step, result: Tensor) -> dict[int, Tensor]:
         """Sends the boxes of other members; what these send for ``result``, flat, by member."""
         (_, _, send, receive, _), dim, doing, _ = step
-        me, slots = self.group.member, self.group.slots
+        me, ranks = self.group.member, self.group.group_ranks
         sends = {t.peer: _part(tensor, t.box, dim) for t in send if t.peer != me}
         expects = {t.peer: _part(result, t.box, dim).numel() for t in receive if t.peer != me}
         # Torch splits the buffers in the order of ranks, which is not always that of members.
-        order = sorted(range(self.group.size), key=slots.__getitem__)
+        order = sorted(range(self.group.size), key=ranks.__getitem__)
         width = tensor.element_size()
         flat = [sends[m].reshape(-1) for m in order if m in sends]
         waits = bool(expects) or self.group.on_stream

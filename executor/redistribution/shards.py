@@ -151,8 +151,8 @@ class Shard:
             wire, padded.view(torch.uint8), group=self.group.handle, async_op=True
         )
         watch.wait(work, self.group, doing)
-        slots = self.group.slots
-        shards = [parts[slots[m]][: s.numel()].view(s) for m, s in enumerate(shapes)]
+        ranks = self.group.group_ranks
+        shards = [parts[ranks[m]][: s.numel()].view(s) for m, s in enumerate(shapes)]
         return join_parameter(shards, self.cut, self.full_shape)
 
 
