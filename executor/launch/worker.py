@@ -57,9 +57,9 @@ def main(arguments: list[str]) -> None:
 
 
 def _exit(code: int) -> None:
-    """Ends at once: threads of a process group that lost a peer may never finish."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # At once: threads of a process group that lost a peer may never finish.
     os._exit(code)
 
 
