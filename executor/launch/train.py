@@ -139,7 +139,7 @@ def timed_step(
     mine = share_of(batch, run).to(device)
     blocking, exposed, sent = run.meter.seconds, run.gradients.exposed_s, run.meter.sent_bytes
     start = _now(device)
-    # On the device: to read each loss would wait for it, and its backward could not begin.
+    # On the device: to read each loss would make the host wait for it.
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for part in micro_batches(workload.model, mine, plan.micro_batches):
         value = workload.loss(workload.model(*part.args, **part.kwargs), part.target)
