@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import msgspec
 
@@ -23,8 +23,8 @@ from .planner.explain.what_if import Sizes
 from .planner.explain.why import Bottleneck, Explanation
 from .planner.multiplex.jobs import Assumptions
 from .planner.multiplex.report import ClusterReport, report
+from .planner.multiplex.report import trace as trace_of
 from .planner.multiplex.simulation import simulate_plans
-from .planner.multiplex.trace import trace as trace_of
 from .planner.schema import cache
 from .planner.schema.cluster import Cluster
 from .planner.schema.errors import InputError
@@ -80,15 +80,11 @@ def profile(
     """
     from .profiler import sessions
 
-    _check_counts(batches or (), ranks)
-    return sessions.profile(target, batches, device, ranks, progress)
-
-
-def _check_counts(batches: Sequence[int], ranks: int) -> None:
-    if any(b < 1 for b in batches):
+    if batches and min(batches) < 1:
         raise InputError(f"batch size {min(batches)} cannot be measured: give at least 1")
     if ranks < 1:
         raise InputError(f"{ranks} ranks cannot measure: give at least 1")
+    return sessions.profile(target, batches, device, ranks, progress)
 
 
 def probe(*, ranks: int | None = None, progress: Step | None = None) -> Cluster:
@@ -138,6 +134,7 @@ def plan(
         what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
         schedule=schedule, progress=progress,
     )  # fmt: skip
+    # Patterns in pins are of this profile's units: they are expanded once it is known.
     found = solve(expand_pins(problem), solver, time_limit_s).checked()
     # Explaining the plan finds both again by the fingerprints that the plan keeps.
     cache.put(problem.profile)
@@ -145,27 +142,28 @@ def plan(
     return found
 
 
+class PlanOptions(TypedDict, total=False):
+    """What ``plan``, ``sizes`` and ``front`` may be told besides, as in ``plan``."""
+
+    bursts: bool
+    hypothetical: bool
+    forbidden: Sequence[str]
+    schedule: Schedules
+    progress: Step | None
+
+
 def _problem(
-    what: str | Workload | ModelProfile,
-    cluster: Cluster,
-    goal: Goal,
-    *,
-    schedule: Schedules,
-    progress: Step | None,
-    **how: Any,
+    what: str | Workload | ModelProfile, cluster: Cluster, goal: Goal, **how: Unpack[PlanOptions]
 ) -> Problem:
     """The problem of ``problem_for``, with a profile where ``what`` is none: measured here, or
     estimated for the cluster's devices."""
-    check_schedule(schedule)
-    if isinstance(what, ModelProfile):
-        profile = what
-    else:
+    # Before measuring, which may take a minute.
+    check_schedule(how.get("schedule", "auto"))
+    if not isinstance(what, ModelProfile):
         from .profiler import sessions
 
-        profile = sessions.profile_for(what, cluster, goal, progress)
-    return problem_for(
-        profile, cluster, goal, CAPABILITY, schedule=schedule, progress=progress, **how
-    )
+        what = sessions.profile_for(what, cluster, goal, how.get("progress"))
+    return problem_for(what, cluster, goal, CAPABILITY, **how)
 
 
 def quicker_in_parts(
@@ -183,6 +181,7 @@ def quicker_in_parts(
     more micro-batches the training loop goes through ``micro_batches(model, batch, count)``.
     """
     made, there = made_from(plan, profile, cluster)
+    # A plan does not say what it was allowed to decide: what it has decided must be allowed.
     problem = problem_for(
         made, there, plan.goal, CAPABILITY, bursts=leaves_idle(plan),
         hypothetical=bool(plan.hypothetical), forbidden=forbidden, schedule=schedule,
@@ -214,21 +213,15 @@ def sizes(
     *,
     solver: str = "auto",
     time_limit_s: float | None = None,
-    bursts: bool = False,
-    hypothetical: bool = False,
-    forbidden: Sequence[str] = (),
-    schedule: Schedules = "auto",
-    progress: Step | None = None,
+    **how: Unpack[PlanOptions],
 ) -> Sizes:
     """Plans for clusters of so many ``ranks``, made of nodes like the given cluster's first; the
     global batch stays. ``time_limit_s`` is for each size, the rest as in ``plan``."""
+    # What cannot be is refused before anything is measured.
     check_time_limit(time_limit_s)
     if not ranks:
         raise InputError("no cluster sizes to plan for: name at least one, such as 8")
-    problem = _problem(
-        what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
-        schedule=schedule, progress=progress,
-    )  # fmt: skip
+    problem = _problem(what, cluster, goal, **how)
     return changes.sizes(problem, ranks, solver, time_limit_s)
 
 
@@ -240,21 +233,14 @@ def front(
     points: int = 8,
     solver: str = "auto",
     time_limit_s: float | None = None,
-    bursts: bool = False,
-    hypothetical: bool = False,
-    forbidden: Sequence[str] = (),
-    schedule: Schedules = "auto",
-    progress: Step | None = None,
+    **how: Unpack[PlanOptions],
 ) -> Front:
     """The plans that no other beats in both step time and device-seconds, at most ``points`` of
     them. ``time_limit_s`` is for each search, the rest as in ``plan``."""
     check_time_limit(time_limit_s)
     if points < 2:
         raise InputError(f"a front of {points} points has no two ends: ask for at least 2")
-    problem = _problem(
-        what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
-        schedule=schedule, progress=progress,
-    )  # fmt: skip
+    problem = _problem(what, cluster, goal, **how)
     return described_front(expand_pins(problem), points, solver, time_limit_s)
 
 
@@ -316,6 +302,7 @@ def multiplex(
                 f"{len(found)} {what} for {len(plans)} plans: name one for each plan, in their "
                 "order, or none"
             )
+    # repeat() has no end, so zip cannot be strict: the counts are checked above.
     jobs = [
         (plan, *made_from(plan, profile, cluster))
         for plan, profile, cluster in zip(
@@ -360,6 +347,7 @@ def verify(
     from .executor.launch.verify import Verification
 
     check_plan(plan, plan.world_size)
+    # Steps under a lossy exchange are other steps, not wrong ones: no comparison could tell.
     lossy = [unit for unit in plan.units if unit.exchange in ("dropped", "topk")]
     if lossy:
         raise InputError(
@@ -371,7 +359,7 @@ def verify(
     task = Task(name="verify", dtype=dtype, batch=batch, timeout_s=timeout_s)
     ranks = Ranks(nproc=plan.world_size, timeout_s=timeout_s)
     found = run_task(task, ranks, Verification, plan)
-    assert found is not None
+    assert found is not None, "rank 0 is here"
     return found
 
 
@@ -407,6 +395,7 @@ def launch(
     from .executor.launch.background import Background
     from .executor.launch.launch import launch, ranks_for
 
+    # Wrong counts and hosts are refused before a process is started.
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
     beside = (
         Background(background, limit=plan.goal.background_limit)
@@ -497,10 +486,12 @@ def auto_parallelize(
                 min_fidelity=min_fidelity,
             )
         )
+        # Early release steps parameter by parameter, which not every optimizer bears.
         forbidden = (EARLY_RELEASE,) if releases_not(optimizer) else ()
         chosen = _plan_on_ranks(
             workload, goal, device, solver, time_limit_s, schedule=schedule, forbidden=forbidden
         )
+    # True allows lossy exchange in planning; how it is done is left to the defaults.
     settings = lossy if isinstance(lossy, Lossy) else None
     model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
     record_run(model_, optimizer_)

@@ -33,11 +33,12 @@ from burst_choice import (
     ROUNDING,
     DataParallel,
     Shared,
-    beside_of,
     best_data_parallel,
     burst_beside,
     candidates,
+    shared,
 )
+from meshwright.models.zoo import build
 from meshwright.planner.multiplex.jobs import (
     Assumptions,
     Background,
@@ -55,18 +56,19 @@ from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.options import Decisions
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.problem import Problem
-from meshwright.profiler.estimate import load_table
-from rows import markdown, markdown_of, print_json, put_into
+from meshwright.profiler.estimate import estimate, load_table
+from rows import command_line, markdown, markdown_of, print_json, put_into
 
 RANKS = (8, 64, 256, 1024)
-LINKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9, "300 GB/s": 300e9}
 BATCH = 1024
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 TRANSFORMER, DEVICE = "gpt-small", "a100-sxm-80gb"
 OPTIMIZERS = {"vgg16": "sgd", "wide_resnet101_2": "sgd", TRANSFORMER: "adamw"}
 MEMORY_BYTES = 80 * 2**30
+# Seconds of each search, and of narrowing under changed assumptions, of which there are many.
 LIMIT_S, BRIEF_S = 1.0, 0.3
 SIMULATED_STEPS = 20
+# Of DeepPool's abstract: cluster throughput over data parallelism's.
 TARGET = 2.2
 STYLES = ("none", "column", "row", "pair")
 # What is assumed of sharing, one thing changed at a time.
@@ -95,8 +97,9 @@ class Partition(NamedTuple):
 
 
 def tree_curve(ranks: int, latency_s: float, bytes_per_s: float) -> CollectiveCurve:
-    """All-reduce as the quicker of a ring and two binary trees, as NCCL has both: a ring's latency
-    alone (2 (n - 1) hops) would make data parallelism look bad on a thousand devices."""
+    """All-reduce as the quicker of a ring and two binary trees."""
+    # NCCL has both. A ring's latency alone, 2 (n - 1) hops, would make data parallelism look bad on
+    # a thousand devices.
     hops = 2 * (ranks - 1).bit_length()
     tree = hops * latency_s, 2 / bytes_per_s
     ring = 2 * (ranks - 1) * latency_s, 2 * (ranks - 1) / ranks / bytes_per_s
@@ -120,28 +123,23 @@ def cluster_of(ranks: int, bytes_per_s: float) -> Cluster:
 
 def profile_of(name: str, global_statistics: bool = False) -> ModelProfile:
     """A published table, or the estimate for the transformer, of which there is none."""
-    if name != TRANSFORMER:
-        return load_table(name) if global_statistics else own_statistics(load_table(name))
-    from meshwright.models.zoo import build
-    from meshwright.profiler.estimate import estimate
-
-    return estimate(build(name), DEVICE)
-
-
-def own_statistics(profile: ModelProfile) -> ModelProfile:
-    """The network normalising over the samples that a device has, whatever they are, as DeepPool
-    has it. The executor asks for statistics over the whole batch instead, so that a burst trains
-    what data parallelism would (--global-statistics)."""
-    units = (msgspec.structs.replace(u, batch_statistics=False) for u in profile.units)
-    return msgspec.structs.replace(profile, units=tuple(units))
+    if name == TRANSFORMER:
+        return estimate(build(name), DEVICE)
+    table = load_table(name)
+    if global_statistics:
+        return table
+    # As DeepPool has it, the network normalises over the samples that a device has, whatever they
+    # are. The executor asks for the whole batch's, so that a burst trains what data parallelism
+    # would.
+    units = (msgspec.structs.replace(u, batch_statistics=False) for u in table.units)
+    return msgspec.structs.replace(table, units=tuple(units))
 
 
 def capability(styles: tuple[str, ...]) -> Capability:
     """Bursts of whole layers, as DeepPool's, or layers divided in these styles too."""
     return Capability(
-        styles=styles,  # type: ignore[arg-type]
-        memory=("keep",), exchange=("dense",), idle_positions=True, early_release=False,
-        micro_batches=True, priority=True,
+        styles=styles, memory=("keep",), exchange=("dense",), idle_positions=True,
+        early_release=False, micro_batches=True, priority=True,
     )  # fmt: skip
 
 
@@ -161,8 +159,7 @@ class Asked(NamedTuple):
 def ask(
     name: str, profile: ModelProfile, ranks: int, bytes_per_s: float, styles: tuple[str, ...]
 ) -> Asked:
-    """The peers and the candidates of a case. The foreground beside a background has the memory
-    that this leaves; data parallelism alone has all of it."""
+    """The peers and the candidates of a case."""
     device = Device(name="A100", memory_bytes=MEMORY_BYTES)
     background = best_background(profile, device, OPTIMIZERS[name])
     times = tuple(m for m in MICRO_BATCHES if m == 1 or m * ranks <= BATCH)
@@ -178,20 +175,24 @@ def ask(
         near=0.0,
     )  # fmt: skip
     plain = best_data_parallel(alone)
+    # Beside a background the foreground has the memory that this leaves; alone it has all of it.
     left = MEMORY_BYTES - background.peak_bytes
     narrow = msgspec.structs.replace(goal, memory_limit_bytes=left)
     within = best_data_parallel(replace(alone, goal=narrow))
+    # ``candidates`` asks for one number of micro-batches: the one that suits data parallelism.
     shared = replace(
         alone,
         goal=msgspec.structs.replace(narrow, micro_batches=(within.model.micro_batches,)),
         bucket_bytes=within.model.message_bytes,
     )
     tried = candidates(shared, Assumptions(), plain.step_s, LIMIT_S)
+    # The foreground on a power of two of the devices, and backgrounds on all others.
     parts = [plain_on(name, profile, 2**i, bytes_per_s) for i in range(ranks.bit_length() - 1)]
     divided = best_partition([*filter(None, parts), plain], background, ranks)
     return Asked(shared, background, plain, within, divided, tried)
 
 
+# Every larger cluster asks for the smaller ones again.
 @cache
 def plain_on(
     name: str, profile: ModelProfile, ranks: int, bytes_per_s: float
@@ -219,16 +220,6 @@ def best_partition(parts: list[DataParallel], background: Background, ranks: int
     return max(found, key=lambda each: each.samples_per_s)
 
 
-def peer(asked: Asked, given: Assumptions) -> Shared:
-    """Data parallelism with the background in its gaps, with what suits it best in the memory that
-    is left: its step may get longer."""
-    within = asked.within
-    beside = shared_device_model(within.model, given.slowdown)
-    return beside_of(
-        "data parallel", beside, within.model.baseline, within.schedule, asked.background, given
-    )
-
-
 def solved(
     name: str, asked: Asked, link: str, given: Assumptions, narrowing_s: float = LIMIT_S
 ) -> dict[str, Any]:
@@ -241,10 +232,16 @@ def solved(
         asked.shared, asked.tried, asked.background, given, asked.plain.step_s, narrowing_s
     )
     schedule, limit_s = asked.shared.schedule, asked.plain.step_s * ROUNDING
-    plain = peer(asked, given)
+    # The peer: data parallelism with the background in its gaps, with what suits it best in the
+    # memory that is left. Its step may get longer.
+    within = asked.within
+    slower = shared_device_model(within.model, given.slowdown)
+    how = within.schedule, asked.background, given
+    plain = shared("data parallel", slower, within.model.baseline, *how)
     if plain.step_s <= limit_s and plain.samples_per_s > burst.samples_per_s:
-        burst, model, schedule = plain, asked.within.model, asked.within.schedule
-    elif burst.step_s > limit_s:  # nothing is as fast as data parallelism on its own
+        burst, model, schedule = plain, within.model, within.schedule
+    elif burst.step_s > limit_s:
+        # Nothing is as fast as data parallelism on its own.
         model, schedule = asked.plain.model, asked.plain.schedule
         alone = ("data parallel", model.baseline, asked.plain.step_s, 0.0)
         burst = Shared(*alone, asked.plain.samples_per_s, 0.0, copies=0)
@@ -296,28 +293,19 @@ COLUMNS = {
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row of the table."""
     return [format(row[name], how) for name, how in COLUMNS.values()]
-
-
-def sensitivity(found: list[dict[str, dict[str, Any]]]) -> str:
-    """Ratio and bounded form on the most devices, by what is assumed."""
-    names = [f"{c['as above']['model']}, {c['as above']['link']}" for c in found]
-    rows = [
-        (what, *(f"{c[what]['ratio']:.2f} ({c[what]['bounded_ratio']:.2f})" for c in found))
-        for what in SENSITIVITY
-    ]
-    return markdown(("assumed", *names), rows)
 
 
 def main() -> int:
     """Both parts as asked; fails where a simulated foreground is slower than it may be."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--part", choices=("simulated", "measured", "both"), default="both")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--models", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--links", nargs="+", default=list(LINKS), choices=list(LINKS))
+    parser.add_argument(
+        "--links", nargs="+", default=list(deeppool.LINKS), choices=list(deeppool.LINKS)
+    )
     parser.add_argument(
         "--batch-only", action="store_true", help="divide nothing but the batch, as DeepPool"
     )
@@ -348,14 +336,21 @@ def run_simulated(asked: argparse.Namespace) -> tuple[list[dict[str, Any]], int]
     for name, count, link in product(asked.models, asked.ranks, asked.links):
         start = time.perf_counter()
         profile = profile_of(name, asked.global_statistics)
-        case = ask(name, profile, count, LINKS[link], styles)
+        case = ask(name, profile, count, deeppool.LINKS[link], styles)
         rows.append(row := solved(name, case, link, Assumptions()))
         row["seconds"] = time.perf_counter() - start
         print(f"{' | '.join(cells(row))} | {row['seconds']:.1f} s", flush=True)
         if count == max(asked.ranks):
             others.append({what: solved(name, case, link, given, BRIEF_S)
                            for what, given in SENSITIVITY.items()})  # fmt: skip
-    text, assumed = markdown(list(COLUMNS), map(cells, rows), (0, 2, 16)), sensitivity(others)
+    # Ratio and bounded form on the most devices, by what is assumed.
+    names = [f"{c['as above']['model']}, {c['as above']['link']}" for c in others]
+    lines = [
+        (what, *(f"{c[what]['ratio']:.2f} ({c[what]['bounded_ratio']:.2f})" for c in others))
+        for what in SENSITIVITY
+    ]
+    assumed = markdown(("assumed", *names), lines)
+    text = markdown(list(COLUMNS), map(cells, rows), (0, 2, 16))
     print(f"{text}\n\n{assumed}\n\n{time.perf_counter() - begun:.0f} s")
     put_into(asked.markdown, "simulated", text)
     put_into(asked.markdown, "sensitivity", assumed)

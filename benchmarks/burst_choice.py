@@ -29,9 +29,14 @@ import msgspec
 from meshwright.planner.cost.budget import unit_s
 from meshwright.planner.cost.cost import BUCKET_BYTES, CostModel
 from meshwright.planner.cost.step_time import barrier_step, priority_step
-from meshwright.planner.multiplex.gaps import background_share
-from meshwright.planner.multiplex.jobs import Assumptions, Background, shared_device_model, slowed
-from meshwright.planner.multiplex.timeline import timelines
+from meshwright.planner.multiplex.jobs import (
+    Assumptions,
+    Background,
+    shared_device_model,
+    slowed,
+    timelines,
+)
+from meshwright.planner.multiplex.simulation import background_share
 from meshwright.planner.schema.capability import Capability
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.layout import Layout
@@ -46,10 +51,16 @@ from meshwright.planner.solve.problem import Problem, Result
 from meshwright.planner.solve.solver import solve
 
 ROUNDING = 1 + 1e-6
+# Limits on units' amplification under which the fastest plan is searched.
 AMPLIFICATIONS = (2.0, 4.0)
-"""Limits on units' amplification under which the fastest plan is searched."""
+# Sizes of slices and buckets that data parallelism chooses from; the last takes everything.
 BUCKETS = (2**20, 2**22, BUCKET_BYTES, 2**27, 2**40)
-"""Sizes of slices and buckets that data parallelism chooses from; the last takes everything."""
+# Lengths of runs of units that change together.
+RUNS = (1, 2, 4, 8, 16)
+# A share of the samples per second below which a gain is rounding.
+BETTER = 1e-6
+# A change that adds less than this share of the step counts as if it added that.
+CHEAP = 1e-3
 
 
 class DataParallel(NamedTuple):
@@ -67,7 +78,8 @@ class DataParallel(NamedTuple):
 
 class Shared(NamedTuple):
     """Decisions on shared devices: the step beside the background, the background's mean share of
-    its speed alone, and samples of both per second. ``alone`` says that there is none."""
+    its speed alone, and samples of both per second. ``copies`` is on how many devices it is, None
+    for all of them."""
 
     how: str
     decisions: Decisions
@@ -85,13 +97,15 @@ class Shared(NamedTuple):
 
 def best_data_parallel(problem: Problem, sizes: Sequence[int] = BUCKETS) -> DataParallel:
     """Plain data parallelism with its best schedule, size of slices or buckets, and number of
-    micro-batches of the goal's, of what fits in memory; it normalises over each rank's own share as
-    DistributedDataParallel does, which costs it nothing. The best of each schedule by formula is
+    micro-batches of the goal's, of what fits in memory. The best of each schedule by formula is
     simulated. Raises ``InputError`` where none fits."""
-    schedules: tuple[ScheduleName, ...] = ("priority", "barrier")
+    # It normalises over each rank's own share as DistributedDataParallel does: that costs nothing.
+    goal = msgspec.structs.replace(problem.goal, batch_statistics="local")
     found = []
-    for schedule in schedules:
-        every = _plain_models(problem, sizes, schedule)
+    for schedule in ("priority", "barrier"):
+        own = replace(problem, goal=goal, schedule=schedule)
+        times = filter(own.divides_into, goal.micro_batches)
+        every = [own.cost_model(count, size) for count, size in product(times, sizes)]
         models = [m for m in every if over_bytes(m, m.baseline) <= 0]
         if models:
             best = min(models, key=lambda m: _formula_s(m, schedule))
@@ -99,23 +113,10 @@ def best_data_parallel(problem: Problem, sizes: Sequence[int] = BUCKETS) -> Data
             found.append(DataParallel(best, schedule, done.prediction.step_s))
     if not found:
         raise InputError(
-            f"data parallelism with {problem.goal.batch} samples on {problem.cluster.world_size} "
-            f"devices does not fit with {list(problem.goal.micro_batches)} micro-batches: allow "
-            "more of them"
+            f"data parallelism with {goal.batch} samples on {problem.cluster.world_size} devices "
+            f"does not fit with {list(goal.micro_batches)} micro-batches: allow more of them"
         )
     return min(found, key=lambda each: each.step_s)
-
-
-def _plain_models(
-    problem: Problem, sizes: Sequence[int], schedule: ScheduleName
-) -> Iterator[CostModel]:
-    goal = msgspec.structs.replace(problem.goal, batch_statistics="local")
-    for times, size in product(goal.micro_batches, sizes):
-        if times == 1 or goal.batch >= times * problem.cluster.world_size:
-            yield CostModel(
-                problem.profile, problem.cluster, goal, micro_batches=times,
-                placement=problem.placement, message_bytes=size, sliced=schedule == "priority",
-            )  # fmt: skip
 
 
 def _formula_s(model: CostModel, schedule: ScheduleName) -> float:
@@ -127,49 +128,30 @@ def _formula_s(model: CostModel, schedule: ScheduleName) -> float:
     return barrier_step(buckets, model.micro_batches)
 
 
-def beside_of(
-    how: str,
-    beside: CostModel,
-    decisions: Decisions,
-    schedule: ScheduleName,
-    background: Background,
-    given: Assumptions,
-) -> Shared:
-    """What decisions reach with the background in their gaps on every device; ``beside`` is the
-    cost model of shared devices (``jobs.shared_device_model``)."""
-    step = timelines(beside, decisions, schedule)
-    own = sum(len(k.positions) * background_share(k, step.step_s, given) for k in step.kinds)
-    return Shared(
-        how,
-        decisions,
-        step.step_s,
-        own / step.devices,
-        beside.goal.batch / step.step_s,
-        own * background.samples_per_s,
-    )
-
-
-def apart_of(
+def shared(
     how: str,
     model: CostModel,
     decisions: Decisions,
     schedule: ScheduleName,
     background: Background,
     given: Assumptions,
+    *,
+    apart: bool = False,
 ) -> Shared:
-    """What decisions reach with the background on those devices only that never compute for them,
-    so that nothing is slowed."""
+    """What decisions reach with the background in their gaps on every device, of which ``model`` is
+    the cost model (``jobs.shared_device_model``); or ``apart``, on those devices only that never
+    compute for them, so that nothing is slowed."""
     step = timelines(model, decisions, schedule)
-    idle = [kind for kind in step.kinds if not kind.computing]
-    own = sum(len(k.positions) * background_share(k, step.step_s, given) for k in idle)
+    kinds = [kind for kind in step.kinds if not (apart and kind.computing)]
+    own = sum(len(k.positions) * background_share(k, step.step_s, given) for k in kinds)
     return Shared(
-        f"{how}, apart" if idle else how,
+        f"{how}, apart" if apart and kinds else how,
         decisions,
         step.step_s,
         own / step.devices,
         model.goal.batch / step.step_s,
         own * background.samples_per_s,
-        sum(len(kind.positions) for kind in idle),
+        sum(len(kind.positions) for kind in kinds) if apart else None,
     )
 
 
@@ -180,52 +162,32 @@ def candidates(
     shared devices; each takes ``time_limit_s`` at most. The goal has one number of micro-batches.
     """
     searched = replace(problem, profile=slowed(problem.profile, given.slowdown)).placed()
-    model = _model(searched)
+    model = searched.cost_model(problem.goal.micro_batches[0])
+    # Units that normalise over a rank's own samples would train another function on fewer ranks.
+    local = model.goal.batch_statistics == "local"
+    fixed = [unit.fixed or (unit.batch_statistics and local) for unit in model.profile.units]
     found = {model.baseline: "data parallel"}
     for i in range(model.world_size.bit_length()):
-        found.setdefault(_narrow(model, 2**i), f"all units on {2**i} devices")
+        few = Option(Layout(groups=2**i))
+        narrow = (home if stays else few for home, stays in zip(model.baseline, fixed, strict=True))
+        found.setdefault(tuple(narrow), f"all units on {2**i} devices")
     for limit in LIMITS:
         found.setdefault(greedy(model, limit), f"greedy, amplification {limit:g}")
-    for how, result in _answers(searched, limit_s, time_limit_s):
+
+    def answer(how: str, **changes: object) -> Result:
+        goal = msgspec.structs.replace(searched.goal, **changes)
+        result = solve(replace(searched, goal=goal), "lagrangian", time_limit_s)
         if result.decisions is not None:
             found.setdefault(result.decisions, how)
-    return found
+        return result
 
-
-def _answers(problem: Problem, limit_s: float, time_limit_s: float) -> Iterator[tuple[str, Result]]:
-    """What the planner finds for one goal after another."""
-    fastest = _answer(problem, {}, time_limit_s)
-    yield "fastest", fastest
+    fastest = answer("fastest")
     for limit in AMPLIFICATIONS:
-        changes = {"unit_amplification_limit": limit}
-        yield f"units' amplification {limit:g}", _answer(problem, changes, time_limit_s)
+        answer(f"units' amplification {limit:g}", unit_amplification_limit=limit)
+    # A limit below the fastest step leaves nothing to find.
     if fastest.objective_s is not None and fastest.objective_s <= limit_s:
-        economical = {"objective": "gpu_seconds", "time_limit_s": limit_s}
-        yield "fewest device-seconds", _answer(problem, economical, time_limit_s)
-
-
-def _answer(problem: Problem, changes: Mapping[str, object], time_limit_s: float) -> Result:
-    """What the planner finds for the goal with those changes."""
-    goal = msgspec.structs.replace(problem.goal, **changes)
-    return solve(replace(problem, goal=goal), "lagrangian", time_limit_s)
-
-
-def _narrow(model: CostModel, groups: int) -> Decisions:
-    """Data parallelism on the first so many devices, as far as units may have it."""
-    narrow = Option(Layout(groups=groups))
-    local = model.goal.batch_statistics == "local"
-    fixed = (unit.fixed or (unit.batch_statistics and local) for unit in model.profile.units)
-    return tuple(
-        home if stays else narrow for home, stays in zip(model.baseline, fixed, strict=True)
-    )
-
-
-def _model(problem: Problem) -> CostModel:
-    return CostModel(
-        problem.profile, problem.cluster, problem.goal,
-        micro_batches=problem.goal.micro_batches[0], placement=problem.placement,
-        message_bytes=problem.bucket_bytes, sliced=problem.schedule == "priority",
-    )  # fmt: skip
+        answer("fewest device-seconds", objective="gpu_seconds", time_limit_s=limit_s)
+    return found
 
 
 def burst_beside(
@@ -242,7 +204,8 @@ def burst_beside(
     devices of its own. The background is on all devices, or on those only that never compute. Where
     none keeps the limit, the fastest, without a background."""
     problem = problem.placed()
-    model = _model(problem)
+    # On devices of its own the foreground is not slowed: by this model its memory is judged.
+    model = problem.cost_model(problem.goal.micro_batches[0])
     beside = shared_device_model(model, given.slowdown)
     fitting = {d: how for d, how in tried.items() if over_bytes(model, d) <= 0}
     rate = given.idle_speed * background.samples_per_s
@@ -253,21 +216,18 @@ def burst_beside(
         if over_bytes(model, better) <= 0:
             fitting.setdefault(better, f"{fitting[start]}, narrowed")
     asked = (problem.schedule, background, given)
-    found = [beside_of(how, beside, d, *asked) for d, how in fitting.items()]
-    narrow = {d: how for d, how in fitting.items() if _leaves_devices(model, d)}
-    found += [apart_of(how, model, d, *asked) for d, how in narrow.items()]
+    found = [shared(how, beside, d, *asked) for d, how in fitting.items()]
+    # The background by itself on a device, where decisions leave some on which nothing is computed.
+    for d, how in fitting.items():
+        working = (o.layout.size for k, o in enumerate(d) if unit_s(model, k, o) > 0)
+        if max(working, default=0) < model.world_size:
+            found.append(shared(how, model, d, *asked, apart=True))
     kept = [each for each in found if each.step_s <= limit_s * ROUNDING]
     if kept:
         return model, max(kept, key=lambda each: each.samples_per_s)
-    alone = [apart_of(how, model, d, *asked) for d, how in fitting.items()]
+    alone = [shared(how, model, d, *asked, apart=True) for d, how in fitting.items()]
     fastest = min(alone, key=lambda each: each.step_s)
     return model, fastest._replace(share=0.0, background_samples_s=0.0, copies=0)
-
-
-def _leaves_devices(model: CostModel, decisions: Decisions) -> bool:
-    """Whether there are devices on which nothing is computed."""
-    working = (o.layout.size for k, o in enumerate(decisions) if unit_s(model, k, o) > 0)
-    return max(working, default=0) < model.world_size
 
 
 def _starts(
@@ -279,21 +239,10 @@ def _starts(
     for decisions in found:
         scored.move_to(decisions)
         judged.append((worth(scored, rate, limit_s).samples_per_s, -scored.step_s(), decisions))
+    # Decisions have no order: they are left out of the comparison.
     most = max(judged, key=lambda each: each[:2])
     quickest = max(judged, key=lambda each: each[1])
     return list(dict.fromkeys((most[2], quickest[2])))
-
-
-# -- narrowing --------------------------------------------------------------------------------
-
-RUNS = (1, 2, 4, 8, 16)
-"""Lengths of runs of units that change together."""
-BETTER = 1e-6
-"""A share of the samples per second below which a gain is rounding."""
-
-
-CHEAP = 1e-3
-"""A change that adds less than this share of the step counts as if it added that."""
 
 
 class Worth(NamedTuple):
@@ -310,6 +259,7 @@ def worth(scored: ScoredDecisions, background_samples_s: float, limit_s: float) 
     if step_s > limit_s or scored.peak() > scored.limit_bytes or step_s <= 0:
         return Worth(-1.0, step_s)
     used_s = sum(o.layout.size * unit_s(model, k, o) for k, o in enumerate(scored.decisions))
+    # What the background makes of the idle time is an upper bound: gaps lose their beginnings.
     idle_s = model.world_size * step_s - used_s
     return Worth((model.goal.batch + background_samples_s * idle_s) / step_s, step_s)
 
@@ -333,14 +283,24 @@ def narrowed(
     while True:
         most, chosen = 0.0, None
         for run, width in _changes(model):
-            change = _on(model, capability, run, width)
+            option = Option(Layout(groups=width))
+            rules = option, model.goal, capability, model.world_size
+            # Each with the units tied to it; those that may not be so stay as they are.
+            change = [
+                (u, option)
+                for k in run
+                if all(allowed(model.profile.units[u], *rules) for u in model.ties[k])
+                for u in model.ties[k]
+            ]
             before = scored.set(change)
             if not before:
                 continue
             found = worth(scored, background_samples_s, limit_s)
             scored.set(before.items())
-            gain = _gain(best, found)
-            if gain > most:
+            # Samples per second gained for each second added to the step.
+            gained = found.samples_per_s - best.samples_per_s
+            gain = gained / max(found.step_s - best.step_s, CHEAP * best.step_s)
+            if gained > BETTER * abs(best.samples_per_s) and gain > most:
                 most, chosen = gain, change
             if time.perf_counter() > deadline:
                 break
@@ -350,14 +310,6 @@ def narrowed(
         best = worth(scored, background_samples_s, limit_s)
 
 
-def _gain(old: Worth, new: Worth) -> float:
-    """Samples per second gained for each second added to the step; 0 where none are."""
-    gained = new.samples_per_s - old.samples_per_s
-    if gained <= BETTER * abs(old.samples_per_s):
-        return 0.0
-    return gained / max(new.step_s - old.step_s, CHEAP * old.step_s)
-
-
 def _changes(model: CostModel) -> Iterator[tuple[range, int]]:
     """(units, devices): long runs first, and few devices first."""
     units = len(model.profile.units)
@@ -365,18 +317,3 @@ def _changes(model: CostModel) -> Iterator[tuple[range, int]]:
         for first in range(max(units - length, 0) + 1):
             for power in range(model.world_size.bit_length()):
                 yield range(first, min(first + length, units)), 2**power
-
-
-def _on(
-    model: CostModel, capability: Capability, run: range, width: int
-) -> list[tuple[int, Option]]:
-    """Units of a run, each with those tied to it, on so many devices; those that may not be so stay
-    as they are."""
-    option = Option(Layout(groups=width))
-    rules = model.goal, capability, model.world_size
-    return [
-        (u, option)
-        for k in run
-        if all(allowed(model.profile.units[u], option, *rules) for u in model.ties[k])
-        for u in model.ties[k]
-    ]

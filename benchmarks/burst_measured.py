@@ -14,7 +14,6 @@ parallel's with the same background. The last line is one JSON object: rows.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import mmap
 import os
@@ -28,15 +27,15 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
-from meshwright.executor.background.job import Job, background_job
+from meshwright.executor.background.job import background_job
 from meshwright.executor.background.law import FIRST_HELD, LIMIT
 from meshwright.executor.background.protocol import Settings
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.planner.cost.budget import idle_s, unit_s
-from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.schema.cluster import Cluster
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.plan import Plan
@@ -46,8 +45,8 @@ from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
 from meshwright.profiler.links import probe
 from meshwright.profiler.model import profile
-from ranks import as_rank, is_rank, on_a_bed, set_rate, slowest
-from rows import markdown_of, print_json, print_row, put_into
+from ranks import on_a_bed, run, set_rate, slowest
+from rows import command_line, markdown_of, print_json, print_row, put_into
 from systems import CONVOLUTIONS, SLICE_BYTES, System, fresh, own_batch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -73,14 +72,11 @@ def plans(model: ModelProfile, cluster: Cluster, batch: int) -> tuple[Plan, Plan
     plain = make_plan(
         model, cluster, goal, schedule="priority", bucket_bytes=SLICE_BYTES, executor=CAPABILITY
     )
-    sparing = Goal(
-        batch=batch, optimizer="momentum", objective="gpu_seconds",
-        time_limit_s=plain.baseline.step_s,
-    )  # fmt: skip
-    burst = solve(Problem(model, cluster, sparing, CAPABILITY, any_schedule=True), "auto", PLAN_S)
-    plan = burst.checked()
-    costs = CostModel(model, cluster, sparing, placement=plan.placement)
-    decisions = decisions_of(plan)
+    limit_s = plain.baseline.step_s
+    sparing = msgspec.structs.replace(goal, objective="gpu_seconds", time_limit_s=limit_s)
+    problem = Problem(model, cluster, sparing, CAPABILITY, any_schedule=True)
+    plan = solve(problem, "auto", PLAN_S).checked()
+    costs, decisions = problem.cost_model(placement=plan.placement), decisions_of(plan)
     idle = sum(idle_s(costs, k, o) for k, o in enumerate(decisions))
     work = sum(unit_s(costs, k, o) for k, o in enumerate(decisions)) * cluster.world_size
     return plain, plan, idle / work
@@ -127,22 +123,20 @@ class Background:
         return int(struct.unpack("q", data)[0]) if len(data) == 8 else 0
 
     def wait_for_some(self) -> None:
-        """Returns when it trains."""
         while self.samples() == 0:
             time.sleep(0.05)
 
-
-@contextlib.contextmanager
-def by_itself(background: Background) -> Iterator[subprocess.Popen[bytes]]:
-    """The program at ordinary priority, stopped, for turns of its own."""
-    process = subprocess.Popen(background.command, start_new_session=True)
-    try:
-        background.wait_for_some()
-        process.send_signal(signal.SIGSTOP)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    @contextlib.contextmanager
+    def by_itself(self) -> Iterator[subprocess.Popen[bytes]]:
+        """The program at ordinary priority, stopped, for turns of its own."""
+        process = subprocess.Popen(self.command, start_new_session=True)
+        try:
+            self.wait_for_some()
+            process.send_signal(signal.SIGSTOP)
+            yield process
+        finally:
+            process.kill()
+            process.wait()
 
 
 class Rank:
@@ -159,29 +153,49 @@ class Rank:
 
     def row(self) -> dict[str, Any]:
         """Everything in turns. Collective."""
-        model = rank_zero_decides(self._profile)
+        share = max(self.size // self.world, 1)
+        sizes = max(share // 2, 1), share, self.size
+        model = rank_zero_decides(
+            lambda: profile(
+                fresh(self.name), batches=sizes, degrees=(2,), optimizers=("momentum",),
+                budget_s=PROFILE_S,
+            )
+        )  # fmt: skip
         cluster = probe(budget_s=PROBE_S)
         plain, burst, idle = rank_zero_decides(lambda: plans(model, cluster, self.size))
         best = rank_zero_decides(lambda: best_batch(self.name))
-        folder = Path(self.asked["folder"])
-        rank = dist.get_rank()
+        folder, rank = Path(self.asked["folder"]), dist.get_rank()
         paced = Background(self.name, best, folder / f"paced-{rank}")
         other = Background(self.name, best, folder / f"alone-{rank}")
         settings = Settings(paced.command, str(folder / f"log-{rank}"), LIMIT, grace_s=1.0)
-        with background_job(settings) as job, by_itself(other) as process:
+        with background_job(settings) as job, other.by_itself() as process:
             paced.wait_for_some()
+            # Nothing of it may run while the systems are made and warm up.
             job.hold()
+            # The systems made from here on find the job by the environment.
             os.environ.update(job.environment)
             systems = {"ddp": System(fresh(self.name)), "dp": System(fresh(self.name), plan=plain)}
             systems["burst"] = System(fresh(self.name), plan=burst)
             systems["ddp"].model = DistributedDataParallel(systems["ddp"].model)
-            self._run_in(systems, job)
+            for key, system in systems.items():
+                system.seconds(self.batch, 3)
+                dist.barrier()
+                job.release()
+                # Plain DDP tells the law nothing: there is nothing to run in.
+                made = 5 if key == "ddp" else RUN_IN
+                took = slowest(system.seconds(self.batch, made))
+                job.hold()
+                self._counts[key] = max(5, round(self.asked["turn_s"] * made / took))
             for _ in range(self.asked["rounds"]):
                 self._alone(other, process)
                 for key, system in systems.items():
-                    self._turn(key, system)
+                    dist.barrier()
+                    self._turn(key, key, system)
                 for key in ("burst", "dp"):
-                    self._beside(key, systems[key], job, paced)
+                    dist.barrier()
+                    job.release()
+                    self._turn(f"{key}+", key, systems[key], paced)
+                    job.hold()
             law = job.state()
             for system in systems.values():
                 system.finish()
@@ -192,41 +206,17 @@ class Rank:
             "disturbed_share": law.disturbed / max(law.steps, 1),
         }  # fmt: skip
 
-    def _profile(self) -> ModelProfile:
-        share = max(self.size // self.world, 1)
-        return profile(
-            fresh(self.name), batches=(max(share // 2, 1), share, self.size), degrees=(2,),
-            optimizers=("momentum",), budget_s=PROFILE_S,
-        )  # fmt: skip
-
-    def _run_in(self, systems: dict[str, System], job: Job) -> None:
-        for key, system in systems.items():
-            system.seconds(self.batch, 3)
-            dist.barrier()
-            job.release()
-            made = 5 if key == "ddp" else RUN_IN
-            took = slowest(system.seconds(self.batch, made))
-            job.hold()
-            self._counts[key] = max(5, round(self.asked["turn_s"] * made / took))
-
-    def _turn(self, key: str, system: System) -> None:
-        """Seconds of a step, the background held. Collective."""
-        dist.barrier()
+    def _turn(
+        self, name: str, key: str, system: System, background: Background | None = None
+    ) -> None:
+        """Seconds of a step, and samples a second of the background, where it runs. Collective."""
         system.step(self.batch)
+        before, start = background.samples() if background else 0, time.perf_counter()
         took = slowest(system.seconds(self.batch, self._counts[key]))
-        self.seconds.setdefault(key, []).append(took / self._counts[key])
-
-    def _beside(self, key: str, system: System, job: Job, background: Background) -> None:
-        """The same with the background, and its samples a second. Collective."""
-        dist.barrier()
-        job.release()
-        system.step(self.batch)
-        before, start = background.samples(), time.perf_counter()
-        took = slowest(system.seconds(self.batch, self._counts[key]))
-        rate = (background.samples() - before) / (time.perf_counter() - start)
-        job.hold()
-        self.seconds.setdefault(f"{key}+", []).append(took / self._counts[key])
-        self.rates.setdefault(key, []).append(rate)
+        self.seconds.setdefault(name, []).append(took / self._counts[key])
+        if background is not None:
+            rate = (background.samples() - before) / (time.perf_counter() - start)
+            self.rates.setdefault(key, []).append(rate)
 
     def _alone(self, background: Background, process: subprocess.Popen[bytes]) -> None:
         """The background's samples a second, while the foreground does nothing. Collective."""
@@ -247,6 +237,7 @@ class Rank:
         dist.all_gather_object(hosts, mine)
         total = {key: sum(host[key] for host in hosts) for key in mine}
         share = {k: mean(h[k] / h["alone"] for h in hosts) for k in ("burst", "dp")}
+        # Against the quicker of the two, so that our own slowness is no gain.
         dp = self.size / min(s["ddp"], s["dp"])
         return {
             **{f"{key}_s": value for key, value in s.items()},
@@ -274,26 +265,18 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def measured(
-    models: dict[str, int] | None = None,
-    *,
-    hosts: int = 2,
-    mbit_s: float = MBIT_S,
-    turn_s: float = 10.0,
-    rounds: int = 2,
+    models: dict[str, int] | None = None, hosts: int = 2, mbit_s: float = MBIT_S, **turns: Any
 ) -> list[dict[str, Any]]:
     """A row for each model, given with its global batch."""
+    asked = {"mbit_s": mbit_s, "turn_s": 10.0, "rounds": 2, **turns}
     rows = []
     for model, batch in (models or MODELS).items():
-        request = {
-            "model": model, "batch": batch, "mbit_s": mbit_s, "turn_s": turn_s, "rounds": rounds
-        }  # fmt: skip
-        rows += on_a_bed(__file__, request, hosts)
+        rows += on_a_bed(__file__, {"model": model, "batch": batch, **asked}, hosts)
     return rows
 
 
 def main() -> None:
-    """Measures what was asked for and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--batch", type=int, help="the global batch, in place of each model's")
     parser.add_argument("--hosts", type=int, default=2)
@@ -303,9 +286,7 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="puts the table into that page")
     asked = parser.parse_args()
     models = {name: asked.batch or MODELS[name] for name in asked.models}
-    rows = measured(
-        models, hosts=asked.hosts, mbit_s=asked.mbit, turn_s=asked.turn, rounds=asked.rounds
-    )
+    rows = measured(models, asked.hosts, asked.mbit, turn_s=asked.turn, rounds=asked.rounds)
     for row in rows:
         print_row(row)
     table = markdown_of(rows, COLUMNS)
@@ -315,9 +296,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if is_rank():
-        as_rank(rank_rows)
-    elif sys.argv[1:2] == ["--background"]:
+    if sys.argv[1:2] == ["--background"]:
         train_in_background(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
     else:
-        main()
+        run(rank_rows, main)

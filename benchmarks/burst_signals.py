@@ -28,8 +28,11 @@ STEP_S = 10.0
 
 
 def pacer_s(job: Job) -> float:
-    """Processor seconds of the pacer: utime and stime of /proc/PID/schedstat's first field."""
+    """Processor seconds of the pacer."""
+    # The pacer is the background's parent: the fourth field of its stat, counted after the name in
+    # brackets, which may hold blanks.
     pid = Path(f"/proc/{job.last.pid}/stat").read_text().rpartition(")")[2].split()[1]
+    # In nanoseconds. The utime and stime of stat have hundredths of a second.
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) * 1e-9
 
 
@@ -47,7 +50,6 @@ def gaps(job: Job, pipe: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measures and prints."""
     busy = (sys.executable, "-c", "while True: pass")
     with (
         tempfile.TemporaryDirectory() as name,
@@ -56,7 +58,8 @@ def main() -> None:
         pipe = os.open(job.environment[VARIABLE], os.O_WRONLY)
         os.write(pipe, PacerMessage(Kind.BEGAN, 0, 0).packed())
         word_s, held_s = gaps(job, pipe)
-        for number in range(1, FIRST_HELD + 11):  # the share rises past a half: all of each gap
+        # After so many steps the share has risen past a half: all of each gap is the background's.
+        for number in range(1, FIRST_HELD + 11):
             os.write(pipe, PacerMessage(Kind.STEPPED, 0, 0, number, STEP_S).packed())
         _, switched_s = gaps(job, pipe)
         open_part = job.state().open_s / job.state().seconds

@@ -14,9 +14,10 @@ fails it.
 
 from __future__ import annotations
 
-import argparse
+import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,28 +30,27 @@ from meshwright.executor.parallel import run_of
 from meshwright.models.workload import Batch
 from meshwright.planner.cost.step_time import priority_bound
 from meshwright.planner.schema.goal import Goal
-from meshwright.planner.schema.plan import Plan
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.request import searched
 from meshwright.planner.solve.solver import solve
 from meshwright.profiler.links import probe
 from meshwright.profiler.model import profile
-from ranks import as_rank, goodput, is_rank, on_a_bed, ring_bytes, set_rate, slowest
-from rows import keep, known, markdown_of, print_json, print_row, put_into
+from ranks import goodput, on_a_bed, ring_bytes, run, set_rate, slowest
+from rows import command_line, keep, known, markdown_of, print_json, print_row, put_into
 from systems import (
     BATCHES,
     SLICE_BYTES,
     Jitter,
     Measured,
     System,
+    UnitClock,
     by_ddp,
     by_fsdp,
     fresh,
     in_turns,
     own_batch,
     simulated,
-    unit_clock,
 )
 
 TOO_GOOD = 1.02
@@ -68,35 +68,29 @@ COLUMNS = (
 )  # fmt: skip
 
 
-# -- on the ranks --------------------------------------------------------------------------------
-
-
 def timed_fsdp(measured: Measured, batch: Batch, steps: int) -> tuple[float | None, str]:
-    """Seconds of a step by FSDP2 in one turn, as it is slow; or why it does not run this model: it
-    fails alike on all ranks. Collective."""
+    """Seconds of a step by FSDP2, or why it does not run this model. Collective."""
     try:
         system = by_fsdp(measured)
+        # One turn after one that does not count, as it is slow.
         system.turn(batch, 1)
         return slowest(system.turn(batch, steps)), ""
+    # It fails alike on all ranks, so nobody waits for one that has given up.
     except (RuntimeError, ValueError, AttributeError) as error:
         return None, str(error).splitlines()[0]
-
-
-def chosen_plan(model: ModelProfile, batch: int) -> Plan:
-    """The planner's own lossless choice for the links as ``probe`` measures them. Collective."""
-    cluster = probe(budget_s=PROBE_S)
-    goal = Goal(batch=batch * dist.get_world_size(), optimizer="momentum")
-    problem = Problem(model, cluster, goal, searched(CAPABILITY), any_schedule=True)
-    return rank_zero_decides(lambda: solve(problem, "auto", PLAN_S).checked())
 
 
 def compared(
     measured: Measured, model: ModelProfile, batch: Batch, asked: dict[str, Any]
 ) -> dict[str, Any]:
-    """DDP, FSDP2, priority, the planner's choice: one row. Collective."""
+    """DDP, FSDP2, priority, and the planner's own lossless choice for the links as ``probe``
+    measures them: one row. Collective."""
     systems = {f"ddp_{mb}": by_ddp(measured, mb) for mb in BUCKETS_MB}
     systems["priority_s"] = System(measured.workload(), plan=measured.plan())
-    plan = chosen_plan(model, batch.size)
+    cluster = probe(budget_s=PROBE_S)
+    goal = Goal(batch=batch.size * dist.get_world_size(), optimizer="momentum")
+    problem = Problem(model, cluster, goal, searched(CAPABILITY), any_schedule=True)
+    plan = rank_zero_decides(lambda: solve(problem, "auto", PLAN_S).checked())
     systems["plan_s"] = System(measured.workload(), plan=plan)
     seconds = in_turns(systems, batch, asked["steps"], asked["rounds"])
     fsdp_s, failed = timed_fsdp(measured, batch, asked["steps"])
@@ -105,14 +99,13 @@ def compared(
     Jitter.on = True
     shaken = in_turns({key: systems[key] for key in keys}, batch, asked["steps"], 1)
     Jitter.on = False
-    divided = [u.name for u in plan.units if u.layout.degree > 1]
     return {
         "ddp_best_s": seconds[keys[0]], "ddp_default_s": seconds["ddp_25"],
         "fsdp_s": fsdp_s, "fsdp_failed": failed,
         "priority_s": seconds[keys[1]], "plan_s": seconds["plan_s"],
         "ddp_bucket_mb": best_ddp, "slice_mib": SLICE_BYTES // MIB,
-        "plan_schedule": plan.schedule, "plan_divided": len(divided),
-        "plan_slice_mib": plan.bucket_bytes / MIB,
+        "plan_schedule": plan.schedule, "plan_slice_mib": plan.bucket_bytes / MIB,
+        "plan_divided": sum(u.layout.degree > 1 for u in plan.units),
         "ddp_jitter_s": shaken[keys[0]], "priority_jitter_s": shaken[keys[1]],
     }  # fmt: skip
 
@@ -121,15 +114,16 @@ def ablated(measured: Measured, batch: Batch, asked: dict[str, Any]) -> dict[str
     """First come, first served or by priority, whole gradients or slices: measured, predicted.
     Collective."""
     systems, row = {}, {}
-    for order, size in (("fifo", "whole"), ("fifo", "slices"), ("priority", "whole"),
-                        ("priority", "slices")):  # fmt: skip
+    for order, size in product(("fifo", "priority"), ("whole", "slices")):
         slice_bytes = SLICE_BYTES if size == "slices" else WHOLE
         plan, urgent = measured.plan(slice_bytes), order == "priority"
         system = systems[f"{order}_{size}_s"] = System(measured.workload(), plan=plan)
         if not urgent:
-            run = run_of(system.model)
-            exchange = run.priority
-            exchange._orders = Order(Orders(plan, urgent=False), exchange.grad_groups, run.control)
+            # No plan asks for first come, first served: it is what priority is measured against.
+            live = run_of(system.model)
+            live.priority._orders = Order(
+                Orders(plan, urgent=False), live.priority.grad_groups, live.control
+            )
         predicted_s = simulated(measured.chain, measured.sizes, slice_bytes, urgent)
         row[f"{order}_{size}_predicted_s"] = slowest(predicted_s)
     return {**in_turns(systems, batch, asked["steps"], asked["rounds"]), **row}
@@ -146,6 +140,7 @@ def one_row(
     sent = ring_bytes(sum(measured.sizes))
     mbit_s = 8e-6 * sent / (ratio * measured.times.step_s)
     set_rate(asked["folder"], mbit_s)
+    # Measured before the systems run and after: the wire may have had other work in between.
     links = [goodput(sent) for _ in range(3)]
     measured = measured._replace(bytes_per_s=median(link.bytes_per_s for link in links))
     if model is None:
@@ -179,41 +174,25 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 optimizers=("momentum",), budget_s=PROFILE_S,
             )
         )  # fmt: skip
-    clock = unit_clock(name)
+    clock = UnitClock(name)
+    # Computing is measured anew for each ratio: a shared machine does not stay as quick as it was.
     for ratio in asked["ratios"]:
         dist.barrier()
         measured = Measured(name, clock.sizes, clock.modules, clock.times(batch), 1.0)
         yield one_row(measured, model, batch, asked, ratio)
 
 
-# -- rows and page -------------------------------------------------------------------------------
-
-
-def measure(model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """A model's rows at the ratios of which none is known."""
-    there = {(r["model"], r["hosts"], r["ratio"]) for r in known(asked.keep)}
-    ratios = [r for r in asked.ratios if (model, asked.hosts, r) not in there]
-    if not ratios:
-        return []
-    request = {
-        "model": model, "batch": BATCHES[model], "ratios": ratios,
-        "steps": asked.steps, "rounds": asked.rounds, "ablation": asked.ablation,
-    }  # fmt: skip
-    return on_a_bed(__file__, request, asked.hosts)
-
-
-def with_gains(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with how many times as fast priority and the planner's choice are."""
-    pairs = (("ddp_default", "priority"), ("ddp_best", "priority"), ("ddp_best", "plan"))
-    gains = {f"{a} / {b}": f"{row[f'{a}_s'] / row[f'{b}_s']:.2f}" for a, b in pairs}
-    return {**row, **gains}
-
-
-def page_of(rows: Sequence[dict[str, Any]]) -> str:
-    """All rows, by model, and what the targets make of those of two hosts."""
+def page_of(rows: list[dict[str, Any]]) -> str:
+    """All rows, by model, with how many times as fast priority and the planner's choice are; and
+    what the targets make of those of two hosts."""
     models = list(BATCHES)
     ordered = sorted(rows, key=lambda r: (r["hosts"], models.index(r["model"]), r["ratio"]))
-    text = markdown_of([with_gains(row) for row in ordered], COLUMNS)
+    pairs = {name: name.split(" / ") for name in COLUMNS if " / " in name}
+    gains = [
+        {name: f"{row[f'{a}_s'] / row[f'{b}_s']:.2f}" for name, (a, b) in pairs.items()}
+        for row in ordered
+    ]
+    text = markdown_of(map(operator.or_, ordered, gains), COLUMNS)
     two = [row for row in ordered if row["hosts"] == 2]
     return f"{text}\n\n{verdict(two)}" if two else text
 
@@ -234,6 +213,7 @@ def verdict(rows: list[dict[str, Any]]) -> str:
             f"- Where communication takes as long as compute, the best DDP takes {min(equal):.2f} "
             f"to {max(equal):.2f} times as long as priority (1.2)."
         )
+    # Its linear layers have most of the parameters and little to compute: worth dividing.
     wide = [r for r in rows if r["model"] == "vgg19-32" and r["ratio"] == 4.0]
     if wide:
         gain = wide[0]["ddp_best_s"] / wide[0]["plan_s"]
@@ -244,8 +224,7 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measures what was asked for and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(BATCHES), default=list(BATCHES))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.5, 1.0, 2.0, 4.0])
     parser.add_argument("--hosts", type=int, default=2)
@@ -258,21 +237,25 @@ def main() -> None:
     if asked.ablation and (asked.keep or asked.markdown):
         parser.error("--ablation prints its rows only: leave --keep and --markdown out")
     rows = known(asked.keep)
+    there = {(row["model"], row["hosts"], row["ratio"]) for row in rows}
     for model in asked.models:
-        for row in measure(model, asked):
+        ratios = [r for r in asked.ratios if (model, asked.hosts, r) not in there]
+        request = {
+            "model": model, "batch": BATCHES[model], "ratios": ratios,
+            "steps": asked.steps, "rounds": asked.rounds, "ablation": asked.ablation,
+        }  # fmt: skip
+        for row in on_a_bed(__file__, request, asked.hosts) if ratios else ():
             rows.append(row)
             keep(asked.keep, row)
             print_row(row)
     if asked.markdown:
         put_into(asked.markdown, "rows", page_of(rows))
     print_json({"rows": rows})
+    # A row may be a little quicker by noise.
     wrong = [row for row in rows if row.get("efficiency", 0.0) > TOO_GOOD]
     if wrong:
         sys.exit(f"{len(wrong)} rows are quicker than their bound: the benchmark is wrong")
 
 
 if __name__ == "__main__":
-    if is_rank():
-        as_rank(rank_rows)
-    else:
-        main()
+    run(rank_rows, main)

@@ -1,6 +1,7 @@
 """Memory and sparse communication together, on the test bed: LaySA's question.
 
     python benchmarks/laysa.py [--models vgg16-32-narrow] [--own] [--markdown docs/results/laysa.md]
+    python benchmarks/laysa.py --models resnet50-32 --predict 12 64 256 1024
 
 Two hosts with slow links train each model densely, with memory policies only, with sparse exchange
 only, with both combined naively, and by the collaborative plan. First comes the largest batch of
@@ -8,8 +9,10 @@ dense training within the budget, and the rate of the links at which its exchang
 its compute. Then every variant at that batch, with the plan that needs least memory; then each at
 its own largest batch. All in one micro-batch; ``--own`` adds a table in which each variant has the
 number that is best for it. Needs root and iproute2, as the test bed does. With ``--markdown`` the
-page's tables are put between its marks, for the models that were run. The last line is one JSON
-object: rows.
+page's tables are put between its marks, for the models that were run. ``--predict`` trains nothing:
+it profiles in one process and prints the least memory at batches too large to train here, of sparse
+exchange only and of the collaborative plan with its mirrors on the device and on a host beside it.
+The last line is one JSON object: rows.
 """
 
 from __future__ import annotations
@@ -18,18 +21,22 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from laysa_page import OURS, page
 from laysa_plans import (
+    COLLABORATIVE,
+    DENSE,
+    OURS,
     RANKS,
     RATIO,
+    SPARSE,
     VARIANTS,
     Chooser,
     Chosen,
@@ -46,13 +53,13 @@ from meshwright.executor.micro import micro_batches
 from meshwright.models.units.storages import peak_bytes
 from meshwright.models.workload import Batch
 from meshwright.planner.explain.memory_timeline import memory_timeline
-from meshwright.planner.schema.plan import Plan
+from meshwright.planner.schema.plan import CLASS_NAMES, Plan
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.schema.record import save
 from meshwright.profiler.model import profile
-from ranks import as_rank, goodput, is_rank, on_a_bed, ring_bytes, set_rate, slowest
-from rows import print_json, put_into
-from systems import System, fresh, own_batch
+from ranks import goodput, on_a_bed, ring_bytes, run, set_rate, slowest
+from rows import command_line, markdown, print_json, put_into
+from systems import System, fresh, medians, own_batch
 from testbed import missing
 
 MIB = 2**20
@@ -68,11 +75,10 @@ OWN_MOST = 2
 # A device's link to its host, for what is predicted only (PCIe 3, 16 lanes).
 HOST_BYTES_PER_S = 12e9
 QUICK = "collaborative quickest"
-
-
-def named(name: str) -> Variant:
-    """The variant of that name."""
-    return next(variant for variant in VARIANTS if variant.name == name)
+# LaySA's claims (Zhao et al., IEEE Access 2021): peak memory cut by up to 80.5%, throughput up by
+# more than 150%; and what is asked of the time at equal batch.
+CUT, FASTER, SLOWDOWN = 0.805, 2.5, 1.1
+SINGLES = ("memory only", "sparse only")
 
 
 class Training(System):
@@ -85,7 +91,6 @@ class Training(System):
         self.model.train()
 
     def parts(self, batch: Batch) -> Iterable[Batch]:
-        """Its micro-batches."""
         count = self.micro_batches
         return micro_batches(self.model, batch, count) if count > 1 else (batch,)
 
@@ -101,16 +106,6 @@ class Training(System):
         return int(slowest(float(peak_bytes(work, persistent, torch.device("cpu")))))
 
 
-def timed(trainings: Mapping[str, Training], asked: Mapping[str, Any]) -> dict[str, float]:
-    """The median of each training's turns. Collective."""
-    taken: dict[str, list[float]] = {name: [] for name in trainings}
-    for _ in range(asked["rounds"]):
-        for name, training in trainings.items():
-            dist.barrier()
-            taken[name].append(slowest(training.turn(training.batch, asked["steps"])))
-    return {name: median(values) for name, values in taken.items()}
-
-
 @dataclass
 class Comparison:
     """One model under all variants on this rank."""
@@ -118,22 +113,16 @@ class Comparison:
     asked: dict[str, Any]
     chooser: Chooser
 
-    @property
-    def name(self) -> str:
-        """The model's."""
-        return str(self.asked["model"])
-
     def say(self, text: str) -> None:
         """What is going on, into the log that was asked for."""
         if dist.get_rank() == 0 and self.asked["log"]:
             with Path(self.asked["log"]).open("a") as file:
-                file.write(f"{time.strftime('%H:%M:%S')} {self.name}: {text}\n")
+                file.write(f"{time.strftime('%H:%M:%S')} {self.asked['model']}: {text}\n")
 
     def begin(self, chosen: Chosen) -> tuple[Training, int]:
         """(a training with that plan, its peak). Collective."""
-        training = Training(
-            self.name, self.chooser.plan(chosen), own_batch(self.name, chosen.batch)
-        )
+        name = self.asked["model"]
+        training = Training(name, self.chooser.plan(chosen), own_batch(name, chosen.batch))
         peak = training.peak_bytes()
         self.say(
             f"{chosen.batch} samples, {chosen.words}: peak {peak / 1e6:.1f} MB, "
@@ -162,8 +151,6 @@ class Comparison:
         training, chosen = runs[found.batch]
         return found._replace(batch=parts * found.batch), training, chosen
 
-    # -- tables --------------------------------------------------------------------------------
-
     def equal(self, size: int) -> dict[str, dict[str, Any]]:
         """Every variant at one batch, with the plan that needs least memory; and the quickest
         collaborative plan within the budget. Collective."""
@@ -181,62 +168,60 @@ class Comparison:
         for variant in VARIANTS:
             run(variant.name, self.chooser.least(variant, size))
         limit = self.chooser.budget_bytes
-        for _ in range(2):  # once more where more was taken than predicted
-            run(QUICK, self.chooser.quickest(named(OURS), size, limit))
+        # Once more where more was taken than predicted.
+        for _ in range(2):
+            run(QUICK, self.chooser.quickest(COLLABORATIVE, size, limit))
             if found[QUICK]["peak_bytes"] <= self.chooser.budget_bytes:
                 break
             limit = int(limit * found[QUICK]["predicted_bytes"] / found[QUICK]["peak_bytes"])
-        for name, step_s in timed(trainings, self.asked).items():
+        for name, step_s in self.seconds(trainings).items():
             found[name]["step_s"] = step_s
         found[OURS]["quick"] = found.pop(QUICK)
         return found
 
-    def at_largest(self) -> dict[str, dict[str, Any]]:
-        """Every variant at its own largest batch. Collective."""
+    def seconds(self, trainings: Mapping[str, Training]) -> dict[str, float]:
+        """The median turn of each. Collective."""
+        steps = self.asked["steps"]
+        turns = {name: partial(one.turn, one.batch, steps) for name, one in trainings.items()}
+        return medians(turns, self.asked["rounds"])
+
+    def largest(self, wanted: Mapping[Variant, tuple[int, int]]) -> dict[str, dict[str, Any]]:
+        """Variants in so many micro-batches at their largest batches, of so many samples at most.
+        Collective."""
         trainings, found = dict[str, Training](), dict[str, dict[str, Any]]()
-        for variant in VARIANTS:
-            best, training, chosen = self.largest_batch(variant)
-            found[variant.name] = _row(best, chosen)
+        for variant, (parts, most) in wanted.items():
+            best, training, chosen = self.largest_batch(variant, parts, most)
+            found[variant.name] = {
+                "max_what": chosen.words if chosen else "does not fit", "micro_batches": parts,
+                "max_batch": RANKS * best.batch, "max_peak_bytes": best.peak_bytes,
+                "max_step_s": 0.0, "samples_per_s": 0.0,
+            }  # fmt: skip
             if training is not None:
                 trainings[variant.name] = training
+            # Models and their hooks refer to each other: only the collector frees those not kept.
             gc.collect()
-        self._time(trainings, found)
-        return found
-
-    def own_best(
-        self, first: Mapping[str, Mapping[str, Any]], size: int
-    ) -> dict[str, dict[str, Any]]:
-        """Every variant with the micro-batches and the batch that are predicted to be best for it;
-        as at its largest batch where that was quicker. Collective."""
-        trainings, found = dict[str, Training](), dict[str, dict[str, Any]]()
-        for variant in VARIANTS:
-            found[variant.name] = {**first[variant.name], "micro_batches": 1}
-            parts, own = self.chooser.best(variant, OWN_MOST * size)
-            if not own or (parts == 1 and RANKS * own == first[variant.name]["max_batch"]):
-                continue
-            best, training, chosen = self.largest_batch(variant, parts, own)
-            if training is not None:
-                found[variant.name] = {**_row(best, chosen), "micro_batches": parts}
-                trainings[variant.name] = training
-            gc.collect()
-        self._time(trainings, found)
-        for name in trainings:  # predictions may be wrong
-            if found[name]["samples_per_s"] < first[name]["samples_per_s"]:
-                found[name] = {**first[name], "micro_batches": 1}
-        return found
-
-    def _time(self, trainings: Mapping[str, Training], found: dict[str, dict[str, Any]]) -> None:
-        for name, step_s in timed(trainings, self.asked).items():
+        for name, step_s in self.seconds(trainings).items():
             found[name]["max_step_s"] = step_s
             found[name]["samples_per_s"] = found[name]["max_batch"] / step_s
+        return found
 
-    # -- plans ---------------------------------------------------------------------------------
+    def own_best(self, first: Mapping[str, dict[str, Any]], size: int) -> dict[str, dict[str, Any]]:
+        """Every variant with the micro-batches and the batch that are predicted to be best for it;
+        as at its largest batch, where it was ``first``, if that was quicker. Collective."""
+        wanted = {}
+        for variant in VARIANTS:
+            parts, own = self.chooser.best(variant, OWN_MOST * size)
+            if own and (parts > 1 or RANKS * own != first[variant.name]["max_batch"]):
+                wanted[variant] = parts, own
+        found = {**first, **self.largest(wanted)}
+        # Predictions may be wrong: what was chosen by them may be slower than the largest batch.
+        return {n: max(r, found[n], key=lambda one: one["samples_per_s"]) for n, r in first.items()}
 
     def keep(self, plan: Plan, name: str) -> None:
         """Writes a plan, its profile and its cluster, for ``meshwright explain --memory``."""
         if dist.get_rank() or not self.asked["plans"]:
             return
-        folder = Path(self.asked["plans"]) / f"{self.name}-{name.replace(' ', '-')}"
+        folder = Path(self.asked["plans"]) / f"{self.asked['model']}-{name.replace(' ', '-')}"
         folder.mkdir(parents=True, exist_ok=True)
         save(plan, folder / "plan.json")
         save(self.chooser.profile, folder / "profile.json")
@@ -254,25 +239,10 @@ class Comparison:
     def on_a_host(self, size: int) -> dict[str, Any]:
         """What the collaborative plan is predicted to hold where devices have a host beside them:
         nothing of it is run."""
-        rate = self.chooser.cluster.levels[0].bytes_per_s
-        cluster = two_hosts(rate, HOST_BYTES_PER_S)
+        cluster = two_hosts(self.chooser.cluster.levels[0].bytes_per_s, HOST_BYTES_PER_S)
         other = Chooser(self.chooser.profile, cluster, self.chooser.budget_bytes)
-        chosen = other.least(named(OURS), size)
+        chosen = other.least(COLLABORATIVE, size)
         return {"what": chosen.words, "predicted_bytes": chosen.peak_bytes}
-
-
-def _row(best: Largest, chosen: Chosen | None) -> dict[str, Any]:
-    return {
-        "max_what": chosen.words if chosen else "does not fit",
-        "max_batch": RANKS * best.batch, "max_peak_bytes": best.peak_bytes,
-        "max_step_s": 0.0, "samples_per_s": 0.0,
-    }  # fmt: skip
-
-
-def compute_s(name: str, batch: Batch) -> float:
-    """Seconds of a step without any exchange, of the slowest rank. Collective."""
-    system = System(fresh(name))
-    return slowest(median([system.step(batch) for _ in range(COMPUTE_STEPS + 1)][1:]))
 
 
 def profile_of(name: str, sizes: Sequence[int]) -> ModelProfile:
@@ -288,15 +258,17 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Everything of one model, as one row. Collective."""
     name, budget = asked["model"], asked["budget_bytes"]
     found = rank_zero_decides(lambda: profile_of(name, asked["sizes"]))
+    # Any rate for now: what the largest dense batch takes does not depend on it.
     comparison = Comparison(asked, Chooser(found, two_hosts(1e8), budget))
     comparison.say("profiled")
-    best, training, _ = comparison.largest_batch(VARIANTS[0])
+    best, training, _ = comparison.largest_batch(DENSE)
     if training is None:
         raise SystemExit(f"{name} does not fit into {budget} bytes densely: give it more")
     del training
-    taken_s = compute_s(name, own_batch(name, best.batch))
-    weights = found.parameter_bytes
-    sent = ring_bytes(weights)
+    # Links are as slow as computing alone: a plain step, without any exchange.
+    system, batch = System(fresh(name)), own_batch(name, best.batch)
+    taken_s = slowest(median([system.step(batch) for _ in range(COMPUTE_STEPS + 1)][1:]))
+    sent = ring_bytes(found.parameter_bytes)
     mbit_s = 8e-6 * sent / taken_s
     set_rate(asked["folder"], mbit_s)
     rate = median(goodput(sent).bytes_per_s for _ in range(3))
@@ -306,11 +278,11 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     )
     equal = comparison.equal(best.batch)
     gc.collect()
-    first = comparison.at_largest()
+    first = comparison.largest(dict.fromkeys(VARIANTS, (1, MOST)))
     gc.collect()
     own = comparison.own_best(first, best.batch) if asked["own"] else {}
     yield {
-        "model": name, "budget_bytes": budget, "parameter_bytes": weights,
+        "model": name, "budget_bytes": budget, "parameter_bytes": found.parameter_bytes,
         "batch": RANKS * best.batch, "compute_s": taken_s, "mbit_s": mbit_s,
         "goodput_mbit_s": 8e-6 * rate, "host": comparison.on_a_host(best.batch),
         "rows": [{"model": name, "variant": v, **equal[v], **first[v]} for v in equal],
@@ -318,7 +290,126 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
 
 
-# -- rows and page -------------------------------------------------------------------------------
+def table(columns: Mapping[str, Callable[[Mapping[str, Any]], object]], rows: Any) -> str:
+    """The rows as Markdown; a column has a heading, and what it shows of a row."""
+    return markdown(list(columns), ([show(row) for show in columns.values()] for row in rows))
+
+
+def mb(count: float) -> str:
+    """Bytes in millions."""
+    return f"{count / 1e6:.1f}"
+
+
+MAIN = {
+    "variant": lambda r: r["variant"],
+    "what": lambda r: r["what"],
+    "peak MB": lambda r: mb(r["peak_bytes"]),
+    "predicted": lambda r: mb(r["predicted_bytes"]),
+    "step s": lambda r: f"{r['step_s']:.3f}",
+    "largest batch": lambda r: r["max_batch"],
+    "peak MB there": lambda r: mb(r["max_peak_bytes"]),
+    "step s there": lambda r: f"{r['max_step_s']:.3f}",
+    "samples/s": lambda r: f"{r['samples_per_s']:.2f}",
+}
+OWN = {
+    "variant": lambda r: r["variant"],
+    "micro-batches": lambda r: r["micro_batches"],
+    "batch": lambda r: r["max_batch"],
+    "peak MB": lambda r: mb(r["max_peak_bytes"]),
+    "samples/s": lambda r: f"{r['samples_per_s']:.2f}",
+}
+
+
+class Gains(NamedTuple):
+    """Of the collaborative plan, one model: peak memory below each peer at equal batch, its time
+    there over dense's (with least memory, and as the quickest that keeps the budget), and its
+    throughput at its largest batch over peers'."""
+
+    cut: dict[str, float]
+    slowdown: float
+    quick_slowdown: float
+    over_best: float
+    over_worst: float
+    over_dense: float
+
+
+def gains(rows: Sequence[Mapping[str, Any]]) -> Gains:
+    """The gains from a model's rows, one of each variant. A peer that cannot train at all within
+    the budget makes no samples."""
+    of = {row["variant"]: row for row in rows}
+    ours, dense = of[OURS], of["dense"]
+    rates = [of[name]["samples_per_s"] for name in SINGLES]
+    return Gains(
+        cut={n: 1 - ours["peak_bytes"] / r["peak_bytes"] for n, r in of.items() if n != OURS},
+        slowdown=ours["step_s"] / dense["step_s"],
+        quick_slowdown=ours["quick"]["step_s"] / dense["step_s"],
+        over_best=ours["samples_per_s"] / max(rates),
+        over_worst=ours["samples_per_s"] / min(rates) if min(rates) else float("inf"),
+        over_dense=ours["samples_per_s"] / dense["samples_per_s"],
+    )
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The targets beside the figures of one model."""
+    found = gains(rows)
+    cuts = ", ".join(
+        f"{100 * abs(cut):.1f}% {'below' if cut >= 0 else 'above'} {name}"
+        for name, cut in found.cut.items()
+    )
+    return "\n".join(
+        [
+            f"- Peak memory of the collaborative plan at equal batch: {cuts} (the claim: up to "
+            f"{CUT:.1%} below a single strategy).",
+            f"- Its step there takes {found.slowdown:.2f} times dense's, and as the quickest plan "
+            f"within the budget {found.quick_slowdown:.2f} times (at most {SLOWDOWN}).",
+            f"- Its throughput at its largest batch: {found.over_best:.2f} times the best single "
+            f"strategy's, {found.over_worst:.2f} times the worst's, {found.over_dense:.2f} times "
+            f"dense's (the claim: up to {FASTER}).",
+        ]
+    )
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """A model's tables and what they say of the targets."""
+    intro = (
+        f"Budget {mb(found['budget_bytes'])} MB for each rank; parameters "
+        f"{mb(found['parameter_bytes'])} MB. Dense training's largest batch is {found['batch']}, "
+        f"which computes for {found['compute_s']:.3f} s: links of {found['mbit_s']:.0f} Mbit/s "
+        f"({found['goodput_mbit_s']:.0f} measured). Seconds are medians of {found['rounds']} turns "
+        f"of {found['steps']} timed steps."
+    )
+    quick = next(row["quick"] for row in found["rows"] if "quick" in row)
+    used = [n for n in CLASS_NAMES if any(row["classes"][n] for row in found["rows"])]
+    classes = [
+        (row["variant"], *(mb(row["classes"][name]) for name in (*used, "total")))
+        for row in found["rows"]
+    ]
+    parts = [
+        f"## {found['model']}",
+        intro,
+        f"At a batch of {found['batch']}, the plan that needs least memory; then at each variant's "
+        "own largest batch:",
+        table(MAIN, found["rows"]),
+        f"At the batch of the first columns the quickest collaborative plan within the budget "
+        f"({quick['what']}) takes {mb(quick['peak_bytes'])} MB "
+        f"({mb(quick['predicted_bytes'])} predicted) and {quick['step_s']:.3f} s a step.",
+        "At their largest batches: "
+        + "; ".join(f"{r['variant']}: {r['max_what']}" for r in found["rows"])
+        + ".",
+        verdict(found["rows"]),
+        f"Where devices have a host beside them, {found['host']['what']} is predicted to take "
+        f"{mb(found['host']['predicted_bytes'])} MB at the equal batch (not run here).",
+        "Predicted MB by class at the equal batch, each at the moment at which it is largest "
+        "(`explain --memory` has all moments):",
+        markdown(("variant", *(CLASS_NAMES[name] for name in used), "at the peak"), classes),
+    ]
+    if found["own"]:
+        parts += [
+            "Each with the number of micro-batches and the batch (up to twice the equal one) that "
+            "are predicted to be best for it, or as at its largest batch where that was quicker:",
+            table(OWN, found["own"]),
+        ]
+    return "\n\n".join(parts) + "\n"
 
 
 class Case(NamedTuple):
@@ -331,8 +422,30 @@ class Case(NamedTuple):
 CASES = {"resnet50-32": Case(400, (2, 8)), "vgg16-32-narrow": Case(96, (64, 192))}
 
 
-def measure(model: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """All that was found of a model."""
+def predict(model: str, batches: Sequence[int]) -> list[dict[str, Any]]:
+    """The least bytes of a rank at each batch of both hosts; nothing is run."""
+    found = profile_of(model, CASES[model].sizes)
+    # Any rate: what needs least memory does not depend on it.
+    device = Chooser(found, two_hosts(1e8), 2**40)
+    beside = Chooser(found, two_hosts(1e8, HOST_BYTES_PER_S), 2**40)
+    rows, lines = [], []
+    for batch in batches:
+        size = batch // RANKS
+        sparse = device.least(SPARSE, size).peak_bytes
+        ours, host = (c.least(COLLABORATIVE, size).peak_bytes for c in (device, beside))
+        cuts = [f"{1 - b / sparse:.0%}" for b in (ours, host)]
+        lines.append([batch, mb(sparse), mb(ours), cuts[0], mb(host), cuts[1]])
+        rows.append(
+            {"model": model, "batch": batch, "sparse_bytes": sparse, "collaborative_bytes": ours,
+             "host_mirror_bytes": host}
+        )  # fmt: skip
+    head = ("batch", "sparse only MB", "collaborative MB", "below", "mirrors on a host MB", "below")
+    print(markdown(head, lines), flush=True)
+    return rows
+
+
+def measure(model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of a model, whose tables are printed."""
     case = CASES[model]
     request = {
         "model": model, "budget_bytes": MIB * (asked.budget_mib or case.budget_mib),
@@ -341,35 +454,31 @@ def measure(model: str, asked: argparse.Namespace) -> dict[str, Any]:
         "log": str(asked.log.resolve()) if asked.log else "",
     }  # fmt: skip
     (found,) = on_a_bed(__file__, request)
-    return {**found, "steps": asked.steps, "rounds": asked.rounds}
+    part = page({**found, "steps": asked.steps, "rounds": asked.rounds})
+    print(part, flush=True)
+    put_into(asked.markdown, model, part)
+    return found["rows"]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures what was asked for and prints it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main() -> None:
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--budget-mib", type=int, help="of each rank, instead of the model's own")
     parser.add_argument("--steps", type=int, default=1, help="timed steps of a turn")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
     parser.add_argument("--own", action="store_true", help="also with each one's own micro-batches")
+    parser.add_argument("--predict", type=int, nargs="+", help="batches whose memory is predicted")
     parser.add_argument("--markdown", type=Path, help="puts the tables into that page")
     parser.add_argument("--plans", type=Path, help="a folder for plans, profiles and clusters")
     parser.add_argument("--log", type=Path, help="what is going on is written there")
-    asked = parser.parse_args(arguments)
-    if (reason := missing()) is not None:
+    asked = parser.parse_args()
+    if not asked.predict and (reason := missing()) is not None:
         sys.exit(reason)
     rows = []
     for model in asked.models:
-        found = measure(model, asked)
-        part = page(found)
-        print(part, flush=True)
-        put_into(asked.markdown, model, part)
-        rows += found["rows"]
+        rows += predict(model, asked.predict) if asked.predict else measure(model, asked)
     print_json({"rows": rows})
 
 
 if __name__ == "__main__":
-    if is_rank():
-        as_rank(rank_rows)
-    else:
-        main()
+    run(rank_rows, main)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
-from laysa_page import OURS
 from meshwright.executor.capability import CAPABILITY
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.memory import gradient_buffers
@@ -23,10 +22,11 @@ from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Decisions, Option, feedbacks, segments_of
 from meshwright.planner.schema.plan import FeedbackPolicy, Plan
-from meshwright.planner.schema.profile import FidelityProfile, ModelProfile, UnitProfile
+from meshwright.planner.schema.profile import FidelityProfile, ModelProfile
 from meshwright.planner.solve.evaluate import evaluation, make_plan
 from meshwright.planner.solve.heuristic.checkpointing import Checkpointing
 
+OURS = "collaborative"
 RANKS = 2
 RATIO = 0.01
 SLICE_BYTES = 4 * 2**20
@@ -57,6 +57,7 @@ VARIANTS = (
     Variant("naive", saves=True, sparse=True),
     Variant(OURS, saves=True, sparse=True, collaborates=True),
 )
+DENSE, _, SPARSE, _, COLLABORATIVE = VARIANTS
 
 
 class Common(NamedTuple):
@@ -80,20 +81,18 @@ class Chosen(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What was decided."""
-        segments = segments_of(self.decisions)
+        common, segments = self.common, segments_of(self.decisions)
         inside = sum(last - first + 1 for first, last in segments)
         units = sum(o.memory == "recompute" and not o.segment for o in self.decisions)
-        parts = [
-            f"{units} unit{'s' * (units > 1)} recomputed alone" if units else "",
-            f"{inside} units recomputed in {len(segments)} segment{'s' * (len(segments) > 1)}"
-            if segments
-            else "",
-            "early release" if self.common.early else "",
-            f"top-k, {self.common.feedback}" if self.common.sparse else "",
-            f"{self.common.micro_batches} micro-batches" if self.common.micro_batches > 1 else "",
-        ]
-        return ", ".join(p for p in parts if p) or "all kept, dense"
+        many = f"{inside} units recomputed in {len(segments)} segment{'s' * (len(segments) > 1)}"
+        parts = {
+            f"{units} unit{'s' * (units > 1)} recomputed alone": units,
+            many: segments,
+            "early release": common.early,
+            f"top-k, {common.feedback}": common.sparse,
+            f"{common.micro_batches} micro-batches": common.micro_batches > 1,
+        }
+        return ", ".join(words for words, said in parts.items() if said) or "all kept, dense"
 
 
 def two_hosts(bytes_per_s: float, host_bytes_per_s: float | None = None) -> Cluster:
@@ -121,6 +120,7 @@ class Chooser:
             host = self.cluster.host_bytes_per_s
             every = feedbacks("topk", OPTIMIZER, CAPABILITY.feedback, host)
         releasing = variant.saves and micro_batches == 1
+        # The naive combination releases early everywhere, whether that helps or not.
         early = (True,) if variant.name == "naive" and releasing else (False, True)[: 1 + releasing]
         for release in early:
             for feedback in every:
@@ -128,9 +128,14 @@ class Chooser:
 
     def least(self, variant: Variant, batch: int, micro_batches: int = 1) -> Chosen:
         """The plan that needs least memory."""
-        found = [
-            self._least_memory(common, batch) for common in self.commons(variant, micro_batches)
-        ]
+        found = []
+        for common in self.commons(variant, micro_batches):
+            # Bisections ask again and again for the same batches.
+            if (common, batch) not in self._least:
+                search = self._search(common, batch)
+                decisions = search.least() if common.saves else search.decisions
+                self._least[common, batch] = self._chosen(common, batch, decisions)
+            found.append(self._least[common, batch])
         return min(found, key=lambda one: (one.peak_bytes, one.step_s))
 
     def quickest(
@@ -165,14 +170,6 @@ class Chooser:
                 rates[parts, size] = RANKS * size / chosen.step_s
         return max(rates, key=lambda key: rates[key], default=(1, 0))
 
-    def _least_memory(self, common: Common, batch: int) -> Chosen:
-        key = common, batch
-        if key not in self._least:
-            search = self._search(common, batch)
-            decisions = search.least() if common.saves else search.decisions
-            self._least[key] = self._chosen(common, batch, decisions)
-        return self._least[key]
-
     def _chosen(self, common: Common, batch: int, decisions: Decisions) -> Chosen:
         model = self._search(common, batch).model
         done = evaluation(model, decisions, schedule="priority").prediction
@@ -187,7 +184,15 @@ class Chooser:
                 micro_batches=common.micro_batches,
                 message_bytes=SLICE_BYTES, sliced=True,
             )  # fmt: skip
-            decisions = [_option(common, unit) for unit in self.profile.units]
+            decisions = []
+            for unit in self.profile.units:
+                option = Option(data_parallel(RANKS))
+                if any(p.trainable for p in unit.parameters):
+                    option = option._replace(early_release=common.early)
+                    if common.sparse and unit.kept("topk", RATIO) is not None:
+                        feedback = common.feedback
+                        option = option._replace(exchange="topk", ratio=RATIO, feedback=feedback)
+                decisions.append(option)
             self._searches[key] = Checkpointing(model, decisions, CAPABILITY)
         return self._searches[key]
 
@@ -210,27 +215,13 @@ class Chooser:
 
 def with_ratio(profile: ModelProfile, ratio: float) -> ModelProfile:
     """The profile with top-k at that ratio as the only lossy exchange."""
-
-    def curves(unit: UnitProfile) -> tuple[FidelityProfile, ...]:
+    units = []
+    for unit in profile.units:
         kept = unit.kept("topk", ratio)
-        if kept is None:
-            return ()
-        return (FidelityProfile(exchange="topk", ratios=(ratio,), kept=(kept,)),)
-
-    units = tuple(msgspec.structs.replace(u, fidelity=curves(u)) for u in profile.units)
-    return msgspec.structs.replace(profile, units=units)
-
-
-def _option(common: Common, unit: UnitProfile) -> Option:
-    option = Option(data_parallel(RANKS))
-    if not any(p.trainable for p in unit.parameters):
-        return option
-    if common.sparse and unit.kept("topk", RATIO) is not None:
-        option = option._replace(exchange="topk", ratio=RATIO, feedback=common.feedback)
-    return option._replace(early_release=common.early)
-
-
-# -- the largest batch ---------------------------------------------------------------------------
+        curve = FidelityProfile(exchange="topk", ratios=(ratio,), kept=(kept or 0.0,))
+        fidelity = () if kept is None else (curve,)
+        units.append(msgspec.structs.replace(unit, fidelity=fidelity))
+    return msgspec.structs.replace(profile, units=tuple(units))
 
 
 class Peak(NamedTuple):

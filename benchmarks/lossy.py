@@ -13,12 +13,10 @@ between its marks.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -34,9 +32,10 @@ from meshwright.models.zoo import build
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.plan import ExchangePolicy, UnitPlan
-from ranks import as_rank, is_rank, on_a_bed, set_rate, slowest
-from rows import markdown, print_json, print_table, put_into
-from systems import System, plan_by_hand
+from meshwright.profiler.overhead import plan_by_hand
+from ranks import on_a_bed, run, set_rate, slowest
+from rows import command_line, markdown, print_json, print_table, put_into
+from systems import System
 from testbed import missing
 
 FAST_MBIT_S = 10_000.0
@@ -73,9 +72,6 @@ EXCHANGES = (
 )
 
 
-# -- on the ranks --------------------------------------------------------------------------------
-
-
 class Training(System):
     """A workload in training on this rank, with random numbers from a seed. Collective."""
 
@@ -93,40 +89,34 @@ class Training(System):
             )
             for spec in found.units
         )  # fmt: skip
-        plan = plan_by_hand(units, Goal(batch=batch, batch_statistics="local"), SLICE_BYTES)
-        optimizing = _adamw if name.startswith("gpt") else _momentum
-        super().__init__(workload, optimizing, plan, timeout_s=60, lossy=lossy)
+        goal = Goal(batch=batch, batch_statistics="local")
+        plan = plan_by_hand(units, goal, "priority", SLICE_BYTES, "benchmark")
+        make = OPTIMIZERS[name.partition("-")[0]]
+        super().__init__(workload, make, plan, timeout_s=60, lossy=lossy)
         self.model.train()
 
     def parts(self, batch: Batch) -> tuple[Batch, ...]:
-        """This rank's share of a batch."""
         return (share_of(batch, run_of(self.model)),)
+
+    def train(self, drawn: list[Batch]) -> None:
+        for batch in drawn:
+            self.step(batch)
 
     @torch.no_grad()
     def score(self, test: Batch) -> tuple[float, float]:
         """(loss, share that is right) of a test set."""
         self.model.eval()
         outputs = self.model(*test.args, **test.kwargs)
-        right = self.workload.accuracy
-        assert right is not None
-        found = float(self.workload.loss(outputs, test.target)), float(right(outputs, test.target))
+        measures = self.workload.loss, self.workload.accuracy
+        found = tuple(float(measure(outputs, test.target)) for measure in measures)
         self.model.train()
         return found
 
 
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=TEXT_RATE)
-
-
-def _momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
-
-
-def data_of(name: str) -> tuple[Batch, Batch]:
-    """(training set, test set) of a workload."""
-    data = build(name).data
-    assert data is not None
-    return data("train"), data("test")
+OPTIMIZERS = {
+    "gpt": lambda p: torch.optim.AdamW(p, lr=TEXT_RATE),
+    "cnn": lambda p: torch.optim.SGD(p, lr=RATE, momentum=MOMENTUM),
+}
 
 
 def batches(data: Batch, size: int, steps: int, seed: int = 0) -> list[Batch]:
@@ -140,22 +130,21 @@ def batches(data: Batch, size: int, steps: int, seed: int = 0) -> list[Batch]:
 
 
 def say(text: str) -> None:
-    """What is going on."""
     if dist.get_rank() == 0:
         print(text, file=sys.stderr)
 
 
 def accuracies() -> dict[str, list[float]]:
     """Test accuracy on the digits under each exchange, for all seeds. Collective."""
-    train, test = data_of("cnn-digits")
+    data = build("cnn-digits").data
+    train, test = data("train"), data("test")
     steps = EPOCHS * (train.size // BATCH)
     right: dict[str, list[float]] = {str(exchange): [] for exchange in EXCHANGES}
     for seed in range(SEEDS):
         drawn = batches(train, BATCH, steps, seed)
         for exchange in EXCHANGES:
             training = Training("cnn-digits", exchange, Lossy(stage_backwards=12), seed=seed)
-            for batch in drawn:
-                training.step(batch)
+            training.train(drawn)
             right[str(exchange)].append(training.score(test)[1])
             say(f"seed {seed} {exchange}: {right[str(exchange)][-1]:.4f}")
     return right
@@ -163,13 +152,12 @@ def accuracies() -> dict[str, list[float]]:
 
 def text_losses() -> dict[str, float]:
     """The test loss of a small language model after the same steps. Collective."""
-    train, test = data_of("gpt-tiny")
-    drawn = batches(train, TEXT_BATCH, TEXT_STEPS)
+    data = build("gpt-tiny").data
+    test, drawn = data("test"), batches(data("train"), TEXT_BATCH, TEXT_STEPS)
     found = {}
     for exchange in EXCHANGES:
         training = Training("gpt-tiny", exchange, Lossy(), batch=TEXT_BATCH)
-        for batch in drawn:
-            training.step(batch)
+        training.train(drawn)
         found[str(exchange)] = training.score(test.slice(0, min(512, test.size)))[0]
         say(f"text {exchange}: {found[str(exchange)]:.4f}")
     return found
@@ -178,22 +166,22 @@ def text_losses() -> dict[str, float]:
 def compute_seconds() -> float:
     """A step without any exchange, on the slowest rank. Collective."""
     training = Training("cnn-digits", EXCHANGES[0], Lossy())
-    drawn = batches(data_of("cnn-digits")[0], BATCH, 12)
+    drawn = batches(build("cnn-digits").data("train"), BATCH, 12)
     taken = []
     for batch in drawn:
-        with training.model.no_sync():  # type: ignore[operator]
+        # Without it the exchange would be in the step, on fast links as well.
+        with training.model.no_sync():
             taken.append(training.step(batch))
     return slowest(median(taken[2:]))
 
 
 def times() -> list[dict[str, Any]]:
     """The mean step, wait and wire bytes under each exchange, medians of the rounds. Collective."""
-    drawn = batches(data_of("cnn-digits")[0], BATCH, ROUND_STEPS)
+    drawn = batches(build("cnn-digits").data("train"), BATCH, ROUND_STEPS)
     # The warm-up of top-k is over, and dropping beyond its first backward, which sends all.
     ready = {e: Training("cnn-digits", e, Lossy(stages=0)) for e in EXCHANGES}
     for training in ready.values():
-        for batch in drawn[:3]:
-            training.step(batch)
+        training.train(drawn[:3])
         training.finish()
     rounds: dict[Exchange, list[tuple[float, ...]]] = {e: [] for e in EXCHANGES}
     for number in range(ROUNDS):
@@ -216,54 +204,18 @@ def one_round(training: Training, drawn: list[Batch]) -> tuple[float, ...]:
         return time.perf_counter(), run.gradients.exposed_s, run.meter.sent_bytes
 
     before = reading()
-    for batch in drawn:
-        training.step(batch)
+    training.train(drawn)
     training.finish()
     return tuple((b - a) / len(drawn) for a, b in zip(before, reading(), strict=True))
 
 
 def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Everything, as one row. Collective."""
+    # On fast links first: what is trained to does not depend on them.
     found = {"right": accuracies(), "losses": text_losses(), "compute_s": compute_seconds()}
     mbit_s = 8e-6 * GRADIENT_BYTES / (EXPOSED * found["compute_s"])
     set_rate(asked["folder"], mbit_s)
     yield {**found, "mbit_s": mbit_s, "timed": times()}
-
-
-# -- rows and page -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """One exchange: a mean step on slow links, and what it trains to. Cuts are against dense;
-    ``wire_cut`` is of the bytes sent, ``waited_cut`` of the seconds that ranks wait for gradients.
-    """
-
-    way: str
-    step_s: float
-    waited_s: float
-    wire_bytes: float
-    wire_cut: float
-    waited_cut: float
-    step_cut: float
-    accuracy: tuple[float, ...]
-    text_loss: float
-
-
-def rows_of(found: dict[str, Any]) -> list[Row]:
-    """A row for each exchange from what the ranks found."""
-    dense = found["timed"][0]
-    return [
-        Row(
-            **row,
-            wire_cut=1 - row["wire_bytes"] / dense["wire_bytes"],
-            waited_cut=1 - row["waited_s"] / dense["waited_s"],
-            step_cut=1 - row["step_s"] / dense["step_s"],
-            accuracy=tuple(found["right"][row["way"]]),
-            text_loss=found["losses"][row["way"]],
-        )
-        for row in found["timed"]
-    ]
 
 
 HEAD = (
@@ -272,47 +224,59 @@ HEAD = (
 )  # fmt: skip
 
 
-def cells(row: Row, dense: Row) -> tuple[str, ...]:
-    """A row for people."""
-    lost = mean(row.accuracy) - mean(dense.accuracy)
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each exchange from what the ranks found: a mean step on slow links, what is cut off
+    the dense exchange's bytes, seconds of waiting and of the step, and what it trains to."""
+    dense = found["timed"][0]
+    cuts = {"wire_cut": "wire_bytes", "waited_cut": "waited_s", "step_cut": "step_s"}
+    return [
+        {
+            **row,
+            **{cut: 1 - row[name] / dense[name] for cut, name in cuts.items()},
+            "accuracy": found["right"][row["way"]],
+            "text_loss": found["losses"][row["way"]],
+        }
+        for row in found["timed"]
+    ]
+
+
+def gained(row: dict[str, Any], dense: dict[str, Any]) -> float:
+    return mean(row["accuracy"]) - mean(dense["accuracy"])
+
+
+def cells(row: dict[str, Any], dense: dict[str, Any]) -> tuple[str, ...]:
     return (
-        row.way,
-        f"{1e3 * row.step_s:.1f}",
-        f"{row.step_cut:.0%}",
-        f"{1e3 * row.waited_s:.1f}",
-        f"{row.waited_cut:.0%}",
-        f"{row.wire_bytes / 1e6:.3f}",
-        f"{row.wire_cut:.0%}",
-        " ".join(f"{a:.1%}" for a in row.accuracy),
-        f"{100 * lost:+.1f} points",
-        f"{row.text_loss:.3f}",
+        row["way"],
+        f"{1e3 * row['step_s']:.1f}",
+        f"{row['step_cut']:.0%}",
+        f"{1e3 * row['waited_s']:.1f}",
+        f"{row['waited_cut']:.0%}",
+        f"{row['wire_bytes'] / 1e6:.3f}",
+        f"{row['wire_cut']:.0%}",
+        " ".join(f"{a:.1%}" for a in row["accuracy"]),
+        f"{100 * gained(row, dense):+.1f} points",
+        f"{row['text_loss']:.3f}",
     )
 
 
-def reaches(row: Row, dense: Row) -> bool:
-    """Whether it meets all three targets."""
-    lost = mean(dense.accuracy) - mean(row.accuracy)
-    cut = min(row.wire_cut, row.waited_cut) >= COMMUNICATION and row.step_cut >= STEP
-    return cut and lost <= ACCURACY
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs everything and shows it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main() -> None:
+    parser = command_line(__doc__)
     parser.add_argument("--markdown", type=Path, help="puts the results into that page")
-    asked = parser.parse_args(arguments)
+    asked = parser.parse_args()
     if (reason := missing()) is not None:
         sys.exit(reason)
     (found,) = on_a_bed(__file__, {}, mbit_s=FAST_MBIT_S)
     compute_s, mbit_s, rows = found["compute_s"], found["mbit_s"], rows_of(found)
     lines = [cells(row, rows[0]) for row in rows]
-    reached = [row.way for row in rows if reaches(row, rows[0])]
-    result = {
-        "compute_s": compute_s, "mbit_s": mbit_s, "rows": [asdict(row) for row in rows],
-        "reached": reached,
-    }  # fmt: skip
-    title = f"computing {1e3 * compute_s:.1f} ms, links of {mbit_s:.0f} Mbit/s"
-    print_table(title, HEAD, lines)
+    reached = [
+        row["way"]
+        for row in rows
+        if min(row["wire_cut"], row["waited_cut"]) >= COMMUNICATION
+        and row["step_cut"] >= STEP
+        and gained(row, rows[0]) >= -ACCURACY
+    ]
+    result = {"compute_s": compute_s, "mbit_s": mbit_s, "rows": rows, "reached": reached}
+    print_table(f"computing {1e3 * compute_s:.1f} ms, links of {mbit_s:.0f} Mbit/s", HEAD, lines)
     put_into(
         asked.markdown,
         "table",
@@ -328,7 +292,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if is_rank():
-        as_rank(rank_rows)
-    else:
-        main()
+    run(rank_rows, main)

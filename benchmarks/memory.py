@@ -16,10 +16,10 @@ starts the ranks on hosts of the test bed with links as slow as that.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -27,20 +27,18 @@ import torch
 import torch.distributed as dist
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
-from meshwright.executor.launch.start import start_process_group
 from meshwright.executor.launch.train import run_steps
 from meshwright.models.zoo import build
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import OPTIMIZERS, Goal, OptimizerName
 from meshwright.planner.schema.layout import data_parallel
 from meshwright.planner.schema.options import Option
-from meshwright.planner.schema.plan import MIRRORS, ScheduleName
+from meshwright.planner.schema.plan import LOSSY, MIRRORS, ScheduleName
 from meshwright.planner.schema.profile import ModelProfile, UnitProfile
 from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.model import profile
-from ranks import LIMIT_S, on_this_machine
-from rows import keep, known, markdown, print_json, print_table, put_into
-from testbed import Bed
+from ranks import joined
+from rows import command_line, keep, known, markdown, print_json, print_table, put_into
 
 RANKS = 2
 MODELS = ("mlp", "cnn-digits", "vgg11-32", "resnet50-32", "gpt-mini", "seq2seq-mini")
@@ -73,20 +71,15 @@ class Policy:
         """The decision for a unit: plain where it has nothing that the policy could be about."""
         plain = Option(data_parallel(RANKS))
         if unit.modules and unit.whole.saved(1) > 0:
-            plain = plain._replace(memory=self.memory)  # type: ignore[arg-type]
+            plain = plain._replace(memory=self.memory)
         if not unit.parameters:
             return plain
-        lossy = self.exchange in ("dropped", "topk")
-        known = [f for f in unit.fidelity if f.exchange == self.exchange]
-        if lossy and known:
-            ratio = min(known[0].ratios, key=lambda r: abs(r - RATIO))
-            plain = plain._replace(
-                exchange=self.exchange,  # type: ignore[arg-type]
-                ratio=ratio,
-                feedback=self.feedback,  # type: ignore[arg-type]
-            )
-        elif not lossy:
-            plain = plain._replace(exchange=self.exchange)  # type: ignore[arg-type]
+        if self.exchange not in LOSSY:
+            plain = plain._replace(exchange=self.exchange)
+        # A unit of biases and norms alone has no fidelity: it is always sent whole.
+        for measured in (f for f in unit.fidelity if f.exchange == self.exchange):
+            ratio = min(measured.ratios, key=lambda r: abs(r - RATIO))
+            plain = plain._replace(exchange=self.exchange, ratio=ratio, feedback=self.feedback)
         return plain._replace(early_release=self.early)
 
 
@@ -95,8 +88,9 @@ def policies() -> Iterator[Policy]:
     yield Policy("keep")
     yield Policy("priority", "priority")
     for memory in CAPABILITY.memory:
+        # A CPU has no other memory to put it into.
         if memory == "offload" and not torch.cuda.is_available():
-            continue  # a CPU has no other memory to put it into
+            continue
         if memory != "keep":
             yield Policy(memory, memory=memory)
             yield Policy(f"{memory}, sharded", "priority", memory=memory, exchange="sharded")
@@ -106,8 +100,9 @@ def policies() -> Iterator[Policy]:
         if exchange != "dense":
             yield Policy(exchange, "priority", exchange=exchange)
     for feedback in CAPABILITY.feedback:
+        # The residual is among the exchanges above, and a CPU's mirror on the host is a mirror.
         if feedback == "residual" or (feedback == "host_mirror" and not torch.cuda.is_available()):
-            continue  # a CPU's mirror on the host is a mirror
+            continue
         linear = tuple(o for o in TRAINED_WITH if feedback not in MIRRORS or OPTIMIZERS[o].linear)
         yield Policy(f"topk, {feedback}", "priority", exchange="topk", feedback=feedback,
                      optimizers=linear)  # fmt: skip
@@ -133,21 +128,16 @@ class Row:
         return self.predicted_bytes / self.measured_bytes - 1
 
 
-def here() -> Cluster:
-    """The ranks as a cluster: memory does not depend on how quick its links are."""
-    device = Device(name="here", memory_bytes=2**40, host_bytes_per_s=1e10)
-    link = Level(name="intra", latency_s=1e-4, bytes_per_s=1e9)
-    return Cluster(name="here", nodes=(Node(name="here", devices=(device,) * RANKS),),
-                   levels=(link,))  # fmt: skip
-
-
 def run(model: str, found: ModelProfile, policy: Policy, batch: int, optimizer: str) -> Row:
     """One run. Collective."""
-    goal = Goal(batch=batch, optimizer=optimizer, allow_lossy=True)  # type: ignore[arg-type]
+    here = Device(name="here", memory_bytes=2**40, host_bytes_per_s=1e10)
+    # Any: memory does not depend on how quick the links are.
+    link = Level(name="intra", latency_s=1e-4, bytes_per_s=1e9)
+    node = Node(name="here", devices=(here,) * RANKS)
     plan = make_plan(
         found,
-        here(),
-        goal,
+        Cluster(name="here", nodes=(node,), levels=(link,)),
+        Goal(batch=batch, optimizer=optimizer, allow_lossy=True),
         [policy.option(unit) for unit in found.units],
         schedule=policy.schedule,
         executor=CAPABILITY,
@@ -156,32 +146,21 @@ def run(model: str, found: ModelProfile, policy: Policy, batch: int, optimizer: 
     torch.manual_seed(0)
     workload = build(model)
     workload.model.to(device())
-    forget_resident()
+    # Linux then begins a new count of the most resident memory; other systems have none.
+    clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    if clear.exists():
+        clear.write_text("5")
     measured = run_steps(workload, plan, 1)
+    lines = status.read_text().splitlines() if status.exists() else []
+    resident = [1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
     peaks = max(plan.prediction.peak_bytes), max(measured.peak_bytes)
-    return Row(model, policy.name, batch, optimizer, *peaks, resident_bytes())
+    return Row(model, policy.name, batch, optimizer, *peaks, *(resident or [0]))
 
 
 def device() -> torch.device:
-    """This rank's."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def forget_resident() -> None:
-    """Begins a new count of the process's most resident memory (Linux)."""
-    clear = Path("/proc/self/clear_refs")
-    if clear.exists():
-        clear.write_text("5")
-
-
-def resident_bytes() -> int:
-    """The most resident memory of the process since; 0 where the system does not say."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    found = [line.split()[1] for line in lines if line.startswith("VmHWM")]
-    return 1024 * int(found[0]) if found else 0
 
 
 def profiled(model: str) -> ModelProfile:
@@ -195,7 +174,7 @@ def profiled(model: str) -> ModelProfile:
 
 
 def on_rank(asked: argparse.Namespace) -> list[Row]:
-    """All rows that were not known. Collective."""
+    """All rows, of which those that were not known are run. Collective."""
     rows = [Row(**row) for row in known(asked.keep)]
     there = {(row.model, row.policy, row.batch, row.optimizer) for row in rows}
     chosen = [p for p in policies() if p.name in asked.policies or not asked.policies]
@@ -203,13 +182,12 @@ def on_rank(asked: argparse.Namespace) -> list[Row]:
         wanted = [
             (policy, batch, optimizer)
             for policy in chosen
-            for batch in BATCHES
-            for optimizer in policy.optimizers
+            for batch, optimizer in product(BATCHES, policy.optimizers)
             if (model, policy.name, batch, optimizer) not in there
         ]
+        # Nothing is profiled where all rows are known.
         found = profiled(model) if wanted else None
         for policy, batch, optimizer in wanted:
-            assert found is not None
             rows.append(row := run(model, found, policy, batch, optimizer))
             if dist.get_rank() == 0:
                 line = f"{model} {policy.name} {batch} {optimizer}: {row.error:+.1%}"
@@ -218,91 +196,55 @@ def on_rank(asked: argparse.Namespace) -> list[Row]:
     return rows
 
 
-# -- tables --------------------------------------------------------------------------------------
+HEADINGS = ("model", "policy", "batch", "optimizer", "predicted MB", "measured MB", "error")
 
 
 def cells(row: Row) -> tuple[object, ...]:
-    """A row for people."""
     return (
         row.model, row.policy, row.batch, row.optimizer, f"{row.predicted_bytes / 1e6:.2f}",
         f"{row.measured_bytes / 1e6:.2f}", f"{row.error:+.1%}",
     )  # fmt: skip
 
 
-def page_of(rows: Sequence[Row], models: Sequence[str]) -> str:
-    """What all rows say, by model, by policy, and the worst of them."""
-    there = [m for m in models if any(r.model == m for r in rows)]
+def page_of(rows: list[Row]) -> str:
+    """What all rows say beside the targets, by model, by policy, and the worst of them."""
+    errors = [abs(r.error) for r in rows]
+    resident = [r.resident_bytes // 2**20 for r in rows]
+    of = {model: [r for r in rows if r.model == model] for model in MODELS}
+    of = {model: mine for model, mine in of.items() if mine}
+    by_model = []
+    for model, mine in of.items():
+        megabytes = [r.measured_bytes / 1e6 for r in mine]
+        typical = median(abs(r.error) for r in mine)
+        span = f"{min(megabytes):.1f} to {max(megabytes):.1f}"
+        by_model.append((model, len(mine), span, f"{typical:.2%}", f"{worst(mine):+.1%}"))
+    by_policy = []
+    for policy in dict.fromkeys(r.policy for r in rows):
+        own = [[r for r in mine if r.policy == policy] for mine in of.values()]
+        by_policy.append((policy, *(f"{100 * worst(few):+.1f}" if few else "" for few in own)))
+    largest = sorted(rows, key=lambda r: -abs(r.error))[:LARGEST]
     return "\n\n".join(
         [
-            summary(rows),
-            by_model(rows, there),
+            f"**{len(rows)} rows: median error {median(errors):.2%}, worst {max(errors):.1%}** "
+            f"(targets: {WITHIN:.0%} and {BEYOND:.0%}); {sum(e <= WITHIN for e in errors)} rows "
+            f"are within {WITHIN:.0%}, {sum(e > BEYOND for e in errors)} beyond {BEYOND:.0%}. "
+            f"Resident sets: {min(resident)} to {max(resident)} MiB.",
+            markdown(("model", "rows", "measured MB", "median error", "worst"), by_model),
             "The largest error of each policy (a mirror takes SGD only), in %:",
-            by_policy(rows, there),
-            f"The {min(LARGEST, len(rows))} largest errors:",
-            largest(rows),
+            markdown(("policy", *of), by_policy),
+            f"The {len(largest)} largest errors:",
+            markdown(HEADINGS, map(cells, largest)),
         ]
     )
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """The targets beside the figures."""
-    errors = [abs(r.error) for r in rows]
-    resident = [r.resident_bytes // 2**20 for r in rows]
-    return (
-        f"**{len(rows)} rows: median error {median(errors):.2%}, worst {max(errors):.1%}** "
-        f"(targets: {WITHIN:.0%} and {BEYOND:.0%}); {sum(e <= WITHIN for e in errors)} rows are "
-        f"within {WITHIN:.0%}, {sum(e > BEYOND for e in errors)} beyond {BEYOND:.0%}. Resident "
-        f"sets: {min(resident)} to {max(resident)} MiB."
-    )
-
-
-def by_model(rows: Sequence[Row], models: Sequence[str]) -> str:
-    """A line for each model."""
-    lines = []
-    for model in models:
-        mine = [r for r in rows if r.model == model]
-        megabytes = [r.measured_bytes / 1e6 for r in mine]
-        typical = median(abs(r.error) for r in mine)
-        lines.append(
-            (model, len(mine), f"{min(megabytes):.1f} to {max(megabytes):.1f}", f"{typical:.2%}",
-             f"{worst(mine):+.1%}")
-        )  # fmt: skip
-    return markdown(("model", "rows", "measured MB", "median error", "worst"), lines)
-
-
-def by_policy(rows: Sequence[Row], models: Sequence[str]) -> str:
-    """The worst error of each policy and model."""
-    lines = []
-    for policy in dict.fromkeys(r.policy for r in rows):
-        found = [[r for r in rows if (r.model, r.policy) == (m, policy)] for m in models]
-        lines.append((policy, *(f"{100 * worst(mine):+.1f}" if mine else "" for mine in found)))
-    return markdown(("policy", *models), lines)
-
-
-def largest(rows: Sequence[Row]) -> str:
-    """The rows whose error is largest."""
-    headings = ("model", "policy", "batch", "optimizer", "predicted MB", "measured MB", "error")
-    return markdown(headings, map(cells, sorted(rows, key=lambda r: -abs(r.error))[:LARGEST]))
-
-
-def worst(rows: Iterable[Row]) -> float:
+def worst(rows: list[Row]) -> float:
     """The error that is furthest from nothing, with its sign."""
     return max((r.error for r in rows), key=abs)
 
 
-def on_a_bed(mbit_s: float) -> None:
-    """Runs this program on a host for each rank, and shows what the first one says."""
-    with Bed(RANKS, mbit_s) as bed:
-        done = bed.launch([str(Path(__file__).resolve()), *sys.argv[1:]], timeout_s=LIMIT_S)
-    print(done[0].stdout, end="")
-    if any(host.returncode for host in done):
-        sys.exit("\n".join(host.stderr[-3000:] for host in done))
-
-
 def main() -> None:
-    """Starts the ranks, or is one."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--policies", nargs="+", default=[])
     parser.add_argument("--keep", type=lambda name: Path(name).resolve())
@@ -311,21 +253,13 @@ def main() -> None:
         "--mbit-s", type=float, help="on hosts of a test bed whose links carry so much (needs root)"
     )
     asked = parser.parse_args()
-    if "RANK" not in os.environ:
-        if asked.mbit_s:
-            on_a_bed(asked.mbit_s)
-        else:
-            on_this_machine(RANKS)
+    if not joined(RANKS, mbit_s=asked.mbit_s):
         return
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    start_process_group()
     rows = on_rank(asked)
     if dist.get_rank() == 0:
-        names = ("model", "policy", "batch", "optimizer", "predicted", "measured", "error")
         lines = [(*cells(row), f"{row.resident_bytes / 1e6:.0f}") for row in rows]
-        print_table("peak bytes of a rank, MB", (*names, "resident"), lines, left=(0, 1))
-        if asked.markdown:
-            put_into(asked.markdown, "rows", page_of(rows, MODELS))
+        print_table("peak bytes of a rank", (*HEADINGS, "resident MB"), lines)
+        put_into(asked.markdown, "rows", page_of(rows))
         errors = [abs(row.error) for row in rows]
         found = {"median_abs_error": median(errors), "max_abs_error": max(errors)}
         print_json({"rows": [asdict(row) for row in rows], **found})

@@ -1,18 +1,20 @@
 """Ranks of a benchmark: on this machine, or on a test bed whose links get the rates asked for.
 
 A benchmark on a bed is one program. Started by hand it makes the bed and starts itself on every
-host with ``--rank``; there ``as_rank`` runs what a rank does, and rank 0 writes the rows.
+host with ``--rank``; there ``run`` yields its rows, which rank 0 writes.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +28,24 @@ START_MBIT_S = 1000.0
 POLL_S = 0.02
 
 
-def on_this_machine(count: int, limit_s: float = LIMIT_S) -> None:
-    """Runs this program, with its arguments, as that many ranks."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        program = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
-        run_ranks(program, Ranks(count, timeout_s=limit_s), Path(folder))
+def joined(count: int, limit_s: float = LIMIT_S, mbit_s: float | None = None) -> bool:
+    """True on a rank, which has met the others. Else runs this program, with its arguments, as that
+    many ranks: on this machine, or on hosts of a bed with links of ``mbit_s``."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if "RANK" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        start_process_group()
+        return True
+    program = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
+    if mbit_s is None:
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            run_ranks(program, Ranks(count, timeout_s=limit_s), Path(folder))
+    else:
+        with Bed(count, mbit_s) as bed:
+            done = bed.launch(program, timeout_s=limit_s)
+        print(done[0].stdout, end="")
+        _check(done)
+    return False
 
 
 def on_a_bed(
@@ -48,10 +63,15 @@ def on_a_bed(
         finally:
             over.set()
             watcher.join()
-        if any(d.returncode for d in done):
-            sys.exit("\n".join(d.stderr[-3000:] for d in done))
+        _check(done)
+        # With the bucket's depth, by which short messages can beat a link's rate.
         lines = (folder / "rows").read_text().splitlines()
         return [{**json.loads(line), "burst_bytes": bed.burst_bytes} for line in lines]
+
+
+def _check(done: Sequence[CompletedProcess[str]]) -> None:
+    if any(host.returncode for host in done):
+        sys.exit("\n".join(host.stderr[-3000:] for host in done))
 
 
 def _serve_rates(bed: Bed, folder: Path, over: threading.Event) -> None:
@@ -71,15 +91,21 @@ def set_rate(folder: str, mbit_s: float) -> None:
         asked, done = Path(folder) / "asked", Path(folder) / "done"
         part = asked.with_suffix(".part")
         part.write_text(repr(mbit_s))
-        part.rename(asked)  # never seen half written
+        # Renamed once it is whole, or the watcher could read half of it.
+        part.rename(asked)
         while not done.exists():
             time.sleep(POLL_S)
         done.unlink()
     dist.barrier()
 
 
-def as_rank(rows: Callable[[dict[str, Any]], Iterable[Mapping[str, Any]]]) -> None:
-    """Is one rank of ``on_a_bed``: rank 0 writes each row as it comes. Collective."""
+def run(
+    rows: Callable[[dict[str, Any]], Iterable[Mapping[str, Any]]], main: Callable[[], object]
+) -> None:
+    """``main``, or one rank of ``on_a_bed``: rank 0 writes each row as it comes."""
+    if sys.argv[1:2] != ["--rank"]:
+        main()
+        return
     asked = json.loads(sys.argv[2])
     torch.set_num_threads(1)
     start_process_group()
@@ -91,11 +117,6 @@ def as_rank(rows: Callable[[dict[str, Any]], Iterable[Mapping[str, Any]]]) -> No
     dist.destroy_process_group()
 
 
-def is_rank() -> bool:
-    """Whether this process was started by ``on_a_bed``."""
-    return sys.argv[1:2] == ["--rank"]
-
-
 def slowest(value: float) -> float:
     """The largest over ranks. Collective."""
     largest = torch.tensor(value, dtype=torch.float64)
@@ -104,16 +125,16 @@ def slowest(value: float) -> float:
 
 
 class Link(NamedTuple):
-    """What a large all_reduce makes of it."""
+    """What a large all_reduce makes of it: bytes that a rank sends in a second, and seconds of the
+    process, user's and system's, for each byte that it sends."""
 
     bytes_per_s: float
-    """That a rank sends."""
     processor_s_per_byte: float
-    """Of the process, user's and system's, for each byte that it sends."""
 
 
 def goodput(bytes_: float) -> Link:
     """One large all_reduce, of the slowest rank. Collective."""
+    # At least 1 MiB, or its latency would count; at most 16 MiB, or slow links would take minutes.
     flat = torch.zeros(min(max(int(bytes_) // 4, 2**18), 2**22))
     dist.barrier()
     start, busy = time.perf_counter(), time.process_time()

@@ -3,16 +3,22 @@ pieces, and put as tables on a page of docs/, between marks so that the words ar
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.cli.render.table import filled_table
 from rich.console import Console
-from rich.table import Table
 
 Row = Mapping[str, Any]
+
+
+def command_line(doc: str | None) -> argparse.ArgumentParser:
+    """A benchmark's arguments, under the first line of its module's ``doc``."""
+    return argparse.ArgumentParser(description=(doc or "").splitlines()[0])
 
 
 def shown(value: object) -> str:
@@ -23,29 +29,17 @@ def shown(value: object) -> str:
 
 
 def print_row(row: Row) -> None:
-    """Every field of a row, on one line."""
     print("  ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
 
 
 def print_json(result: Mapping[str, Any]) -> None:
-    """The last line of every benchmark: one JSON object."""
     print(json.dumps(result), flush=True)
 
 
-def print_table(
-    title: str,
-    headings: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    left: Collection[int] = (0,),
-    caption: str | None = None,
-) -> None:
-    """A table on the terminal; the columns in ``left`` stand to the left."""
-    table = Table(title=title, caption=caption)
-    for number, name in enumerate(headings):
-        table.add_column(name, justify="left" if number in left else "right")
-    for row in rows:
-        table.add_row(*map(str, row))
-    Console(width=150).print(table)
+def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    texts = [[str(cell) for cell in row] for row in rows]
+    # Wider than a file's or a pipe's 80 columns, which would fold every cell.
+    Console(width=150).print(filled_table(title, headings, texts))
 
 
 def markdown(
@@ -67,6 +61,7 @@ def put(text: str, name: str, part: str) -> str:
     block = f"{first}\n{part.rstrip()}\n{last}"
     if first not in text:
         return f"{text.rstrip()}\n\n{block}\n".lstrip()
+    # A function, as re.sub would read backslashes in a text as references to groups.
     return re.sub(f"{re.escape(first)}.*?{re.escape(last)}", lambda _: block, text, flags=re.S)
 
 
@@ -86,7 +81,6 @@ def known(kept: Path | None) -> list[dict[str, Any]]:
 
 
 def keep(kept: Path | None, row: Row) -> None:
-    """Adds a row to the file, where there is one."""
     if kept is not None:
         with kept.open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -11,7 +11,6 @@ object: rows.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
@@ -24,20 +23,20 @@ from meshwright.executor.gradients.sharded import ShardedGradGroup
 from meshwright.executor.parallel import is_parallel, run_of
 from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.plan import SHARDING, ExchangePolicy, Plan
-from ranks import as_rank, goodput, is_rank, on_a_bed, set_rate, slowest
-from rows import print_json, print_row
+from ranks import goodput, on_a_bed, run, set_rate, slowest
+from rows import command_line, print_json, print_row
 from systems import (
     BATCHES,
     SLICE_BYTES,
     Measured,
     Optimizing,
     System,
+    UnitClock,
     by_fsdp,
     in_turns,
     momentum,
     own_batch,
     simulated,
-    unit_clock,
 )
 
 OPTIMIZERS: dict[str, Optimizing] = {
@@ -47,14 +46,14 @@ OPTIMIZERS: dict[str, Optimizing] = {
 
 
 def waiting(measured: Measured, plan: Plan, optimizing: Optimizing) -> System:
-    """A model under ``plan`` whose steps wait until the last gather has been issued. Collective."""
+    """A model under ``plan`` whose steps wait until the last gather has been issued, as they must
+    on NCCL. Collective."""
     system = System(measured.workload(), optimizing, plan)
-    exchange, step = run_of(system.model).priority, system.optimizer.step
-    assert exchange is not None
+    step = system.optimizer.step
 
     def wait() -> None:
         step()
-        for grad_group in exchange.grad_groups:
+        for grad_group in run_of(system.model).priority.grad_groups:
             if isinstance(grad_group, ShardedGradGroup) and grad_group.pipeline is not None:
                 grad_group.pipeline.wait_for(grad_group)
 
@@ -64,29 +63,35 @@ def waiting(measured: Measured, plan: Plan, optimizing: Optimizing) -> System:
 
 def state_bytes(system: System) -> int:
     """Of the optimizer's state on this rank."""
+    # Asking for it ends pending steps, so that all state is there.
     system.optimizer.state_dict()
     values = [v for state in system.optimizer.state.values() for v in state.values()]
     values = [getattr(v, "_local_tensor", v) for v in values if isinstance(v, torch.Tensor)]
-    return sum(v.numel() * v.element_size() for v in values if v.ndim)
+    # Numbers without dimensions count steps.
+    return sum(v.nbytes for v in values if v.ndim)
 
 
 def weight_bytes(system: System) -> int:
     """Of parameters on this rank between steps."""
-    local = [bare(getattr(p, "_local_tensor", p)) for p in system.model.parameters()]
-    held = sum(p.untyped_storage().nbytes() for p in local)
-    exchange = run_of(system.model).priority if is_parallel(system.model) else None
-    grad_groups = exchange.grad_groups if exchange is not None else ()
-    fully = [p for p in grad_groups if isinstance(p, FullyShardedGradGroup)]
-    return held + sum(c.untyped_storage().nbytes() for p in fully for c in p.chunks.values())
+    # FSDP2's parameters are DTensors: what a rank holds is their local tensor.
+    held = [bare(getattr(p, "_local_tensor", p)) for p in system.model.parameters()]
+    if is_parallel(system.model):
+        # Resharded parameters are empty. What they keep between steps lies in their groups.
+        for group in run_of(system.model).priority.grad_groups:
+            if isinstance(group, FullyShardedGradGroup):
+                held += group.chunks.values()
+    return sum(t.untyped_storage().nbytes() for t in held)
 
 
 def predicted(measured: Measured, policy: ExchangePolicy = "dense") -> float:
     """A step as the planner simulates it, of the slowest rank. Collective."""
     chain = measured.chain
     if policy in SHARDING:
+        # Every rank updates its own part only.
         chain.update_s[:] /= dist.get_world_size()
     if policy == "fully_sharded":
-        chain.exchange_s[:] *= 1.5  # a gather more, of what is a reduce-scatter and a gather
+        # A gather more, of what is a reduce-scatter and a gather.
+        chain.exchange_s[:] *= 1.5
     return slowest(simulated(chain, measured.sizes, SLICE_BYTES))
 
 
@@ -120,7 +125,7 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     name = asked["model"]
     batch = own_batch(name, asked["batch"])
     for optimizer in asked["optimizers"]:
-        clock = unit_clock(name, OPTIMIZERS[optimizer])
+        clock = UnitClock(name, OPTIMIZERS[optimizer])
         times, weights = clock.times(batch), sum(clock.sizes)
         for ratio in asked["ratios"]:
             mbit_s = 8e-6 * weights / (ratio * times.step_s)
@@ -135,8 +140,7 @@ def rank_rows(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measures what was asked for and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(BATCHES), default=["gpt-mini"])
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=["adamw"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[1.0])
@@ -146,15 +150,13 @@ def main() -> None:
     asked = parser.parse_args()
     rows = []
     for model in asked.models:
-        request = {**vars(asked), "model": model, "batch": BATCHES[model] // 2}
-        rows += on_a_bed(__file__, request)
-    for row in rows:
-        print_row(row)
+        for row in on_a_bed(
+            __file__, {**vars(asked), "model": model, "batch": BATCHES[model] // 2}
+        ):
+            print_row(row)
+            rows.append(row)
     print_json({"rows": rows})
 
 
 if __name__ == "__main__":
-    if is_rank():
-        as_rank(rank_rows)
-    else:
-        main()
+    run(rank_rows, main)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.parallel import is_parallel, run_of
-from meshwright.models.spec import UnitSpec
 from meshwright.models.units.discover import discover
 from meshwright.models.workload import Batch, Workload
 from meshwright.models.zoo import build
@@ -23,11 +23,12 @@ from meshwright.models.zoo.vision import vgg_thumbnail
 from meshwright.planner.cost.step_time import LINKS, Chain, empty_chain
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import data_parallel
-from meshwright.planner.schema.plan import Plan, Prediction, Provenance, UnitPlan
+from meshwright.planner.schema.plan import Plan, UnitPlan
 from meshwright.planner.simulate.events import simulate
 from meshwright.planner.simulate.schedule import Message, Step, work_of
 from meshwright.planner.simulate.slicing import cut
-from ranks import slowest
+from meshwright.profiler.overhead import plan_by_hand
+from ranks import ring_bytes, slowest
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -42,10 +43,6 @@ WARM_UP = 8
 # A step alone is measured so often, after one that does not count.
 PARTS_TIMES = 5
 JITTER = 0.1
-NOTHING = Prediction(
-    step_s=0.0, compute_s=0.0, blocking_s=0.0, exposed_s=0.0, update_s=0.0, exchange_s=0.0,
-    wire_bytes=0, peak_bytes=(), gpu_seconds=0.0, samples_per_s=0.0,
-)  # fmt: skip
 
 Optimizing = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -68,19 +65,7 @@ def own_batch(name: str, size: int) -> Batch:
 
 
 def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """What systems train with unless told."""
     return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
-
-
-def plan_by_hand(units: Iterable[UnitPlan], goal: Goal, slice_bytes: int) -> Plan:
-    """Data parallelism by priority as these units have it, without predictions."""
-    world = dist.get_world_size()
-    return Plan(
-        target="benchmark", model="benchmark", world_size=world, schedule="priority", goal=goal,
-        placement=tuple(range(world)), bucket_bytes=slice_bytes, units=tuple(units),
-        prediction=NOTHING, baseline=NOTHING,
-        provenance=Provenance(solver="hand", status="manual", profile="", cluster=""),
-    )  # fmt: skip
 
 
 class System:
@@ -99,25 +84,20 @@ class System:
             apply(self.model, self.optimizer, plan, **options)
 
     def parts(self, batch: Batch) -> Iterable[Batch]:
-        """The micro-batches of a step."""
         return (batch,)
 
     def step(self, batch: Batch) -> float:
-        """One step; its seconds."""
         start = time.perf_counter()
         for part in self.parts(batch):
             value = self.workload.loss(self.model(*part.args, **part.kwargs), part.target)
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return time.perf_counter() - start
 
     def seconds(self, batch: Batch, steps: int) -> float:
         """Of that many steps."""
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.step(batch)
-        return time.perf_counter() - start
+        return sum(self.step(batch) for _ in range(steps))
 
     def finish(self) -> None:
         """Ends what a step has left pending."""
@@ -135,13 +115,15 @@ class System:
 class Jitter:
     """Makes each part of a model sleep for a random share, up to 2·``JITTER``, of what it takes."""
 
-    on = False  # one switch for all systems: they take turns
+    # One switch for all systems: they take turns.
+    on = False
 
     def __init__(self, model: nn.Module, compute_s: float) -> None:
         self._draw = random.Random(dist.get_rank())
         parts = list(model.children()) or [model]
         while len(parts) == 1 and list(parts[0].children()):
             parts = list(parts[0].children())
+        # Every part sleeps twice, before its forward and before its backward.
         self._each_s = 2 * JITTER * compute_s / (2 * len(parts))
         for part in parts:
             part.register_forward_pre_hook(lambda *_: self._wait())
@@ -162,23 +144,23 @@ class Times(NamedTuple):
 
 
 class UnitClock:
-    """When each unit's forward began and its last gradient was there. Units without parameters
-    count to the one before them. ``sizes`` are bytes of parameters, ``modules`` the units'."""
+    """A model that trains alone: when each unit's forward began and its last gradient was there.
+    Units without parameters count to the one before them. ``sizes`` are bytes of parameters."""
 
-    def __init__(self, system: System, units: Sequence[UnitSpec]) -> None:
-        self.system = system
-        seen: set[nn.Parameter] = set()
-        self.began: list[float] = []
-        self.ready: list[float] = []
+    def __init__(self, name: str, optimizing: Optimizing = momentum) -> None:
+        workload = fresh(name)
+        units = discover(workload.model, workload.make_batch(2)).units
+        self.system = System(workload, optimizing)
         self.sizes: list[int] = []
         self.modules: list[tuple[str, ...]] = []
+        seen: set[nn.Parameter] = set()
         for unit in units:
-            modules = [system.model.get_submodule(path) for path in unit.modules]
+            modules = [workload.model.get_submodule(path) for path in unit.modules]
             own = [p for m in modules for p in m.parameters() if p not in seen]
             if own:
                 seen.update(own)
                 self._watch(len(self.sizes), modules[0], own)
-                self.sizes.append(sum(p.numel() * p.element_size() for p in own))
+                self.sizes.append(sum(p.nbytes for p in own))
                 self.modules.append(unit.modules)
         self.began = [0.0] * len(self.sizes)
         self.ready = [0.0] * len(self.sizes)
@@ -206,11 +188,10 @@ class UnitClock:
         return Times(tuple(forward * scale), tuple(backward * scale), update_s, step_s)
 
     def _step(self, batch: Batch) -> Times:
-        system = self.system
-        start = time.perf_counter()
+        system, start = self.system, time.perf_counter()
         value = system.workload.loss(system.model(*batch.args, **batch.kwargs), batch.target)
         middle = time.perf_counter()
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         back = time.perf_counter()
         system.optimizer.step()
         system.optimizer.zero_grad()
@@ -219,13 +200,6 @@ class UnitClock:
         edges = np.maximum.accumulate([start, *self.began[1:], middle])
         downs = np.maximum.accumulate([middle, *self.ready[:0:-1], back])
         return Times(tuple(np.diff(edges)), tuple(np.diff(downs)[::-1]), end - back, end - start)
-
-
-def unit_clock(name: str, optimizing: Optimizing = momentum) -> UnitClock:
-    """A model that trains alone, with its units' clock."""
-    workload = fresh(name)
-    units = discover(workload.model, workload.make_batch(2)).units
-    return UnitClock(System(workload, optimizing), units)
 
 
 class Measured(NamedTuple):
@@ -239,13 +213,11 @@ class Measured(NamedTuple):
 
     @property
     def chain(self) -> Chain:
-        """Costs of the units under data parallelism."""
-        world, chain = dist.get_world_size(), empty_chain(len(self.sizes))
-        sizes = np.array(self.sizes)
+        chain, sizes = empty_chain(len(self.sizes)), np.array(self.sizes)
         chain.forward_s[:] = self.times.forward
         chain.backward_s[:] = self.times.backward
         chain.update_s[:] = sizes / sizes.sum() * self.times.update_s
-        chain.exchange_s[1] = 2 * (world - 1) / world * sizes / self.bytes_per_s
+        chain.exchange_s[1] = ring_bytes(1) * sizes / self.bytes_per_s
         return chain
 
     def workload(self) -> Workload:
@@ -266,11 +238,12 @@ class Measured(NamedTuple):
             for k, modules in enumerate(self.modules)
         )  # fmt: skip
         goal = Goal(batch=world, optimizer="momentum")
-        return rank_zero_decides(lambda: plan_by_hand(units, goal, slice_bytes))
+        return rank_zero_decides(
+            lambda: plan_by_hand(units, goal, "priority", slice_bytes, "benchmark")
+        )
 
 
 def by_ddp(measured: Measured, bucket_mb: int) -> System:
-    """DistributedDataParallel. Collective."""
     system = System(measured.workload())
     system.model = DistributedDataParallel(system.model, bucket_cap_mb=bucket_mb)
     return system
@@ -285,6 +258,7 @@ def by_fsdp(measured: Measured, optimizing: Optimizing = momentum) -> System:
     for _, parameter in workload.model.named_parameters(remove_duplicate=False):
         users[parameter] = users.get(parameter, 0) + 1
     for modules in measured.modules:
+        # A tied parameter belongs to the root's group: two groups cannot own it.
         for module in (workload.model.get_submodule(path) for path in modules):
             own = list(module.parameters())
             if own and all(users[parameter] == 1 for parameter in own):
@@ -297,6 +271,7 @@ def simulated(chain: Chain, sizes: Sequence[int], limit_bytes: int, urgent: bool
     """Seconds of a step whose gradients of those sizes travel in slices under the limit, by urgency
     or in order."""
     messages = []
+    # Backward has the last unit's gradients first.
     for k in reversed(range(len(sizes))):
         for piece in cut([sizes[k]], limit_bytes):
             seconds = float(chain.exchange_s[1][k]) / piece.parts
@@ -308,9 +283,16 @@ def in_turns(systems: dict[str, System], batch: Batch, steps: int, rounds: int) 
     """The median of each system's turns, of the slowest rank. Collective."""
     for key, system in systems.items():
         system.turn(batch, 1 if key.startswith("ddp") else WARM_UP)
-    taken: dict[str, list[float]] = {key: [] for key in systems}
+    turns = {key: partial(system.turn, batch, steps) for key, system in systems.items()}
+    return medians(turns, rounds)
+
+
+def medians(turns: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """The median seconds of each, of the slowest rank. Collective."""
+    taken: dict[str, list[float]] = {key: [] for key in turns}
+    # In turns, so that what disturbs the machine for a while hits all alike.
     for _ in range(rounds):
-        for key, system in systems.items():
+        for key, turn in turns.items():
             dist.barrier()
-            taken[key].append(slowest(system.turn(batch, steps)))
+            taken[key].append(slowest(turn()))
     return {key: median(values) for key, values in taken.items()}

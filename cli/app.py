@@ -11,16 +11,10 @@ import typer
 
 from .. import __version__
 from ..planner.schema.errors import InputError, MemoryRunError, MeshwrightError
-from .cluster import cluster
-from .compare import compare
-from .demo import demo
-from .explain import explain
-from .launch import launch, separate_script
+from .launch import demo, launch, separate_script, verify
+from .measure import cluster, probe, profile
 from .multiplex import multiplex
-from .plan import plan
-from .probe import probe
-from .profile import profile
-from .verify import verify
+from .plan import compare, explain, plan
 
 # The exit code of a command that Ctrl-C ended: 128 + SIGINT, as shells have it.
 STOPPED = 130
@@ -83,7 +77,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # Without arguments typer has shown the help and says nothing more.
         usage = _usage(words(), getattr(getattr(error, "ctx", None), "command_path", ""))
         return _say(usage, InputError.exit_code) if words() else InputError.exit_code
-    if code == STOPPED:  # what some of typer's versions return in place of KeyboardInterrupt
+    # What some of typer's versions return in place of KeyboardInterrupt.
+    if code == STOPPED:
         return _say("stopped", STOPPED)
     return code if isinstance(code, int) else 0
 
@@ -93,8 +88,10 @@ def _wrong_value(error: Exception) -> str:
     name; "" for any other error."""
     names = getattr(getattr(error, "param", None), "opts", ())
     message = getattr(error, "message", "") or ""
-    if not names or not message:  # an option that is missing has no message
+    # An option that is missing has no message.
+    if not names or not message:
         return ""
+    # By its long name, as the help has it.
     return f"{max(names, key=len)} {message.removeprefix('Value error, ')}"
 
 

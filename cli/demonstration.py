@@ -58,26 +58,45 @@ def demo(folder: str | Path | None = None, *, say: Say = lambda text: None) -> D
     as they come. Raises ``RunError`` where the equality or the accuracy is missed.
     """
     start = time.perf_counter()
-    _check_data()
-    kept = _new(folder)
+    data = targets.workload(TARGET).data
+    assert data is not None, "the demo's network is trained on real pictures"
+    # Asked for before a minute of measuring: what brings the pictures may be missing.
+    try:
+        data("test")
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if folder is None:
+        kept = new_folder("demo")
+    else:
+        kept = Path(folder)
+        try:
+            kept.mkdir(parents=True)
+        except OSError as error:
+            raise InputError(f"cannot make the folder {folder}: {error.strerror}") from None
     say(f"The files of this run are kept in {kept}.")
     devices = "GPUs" if torch.cuda.device_count() >= RANKS else "CPU processes"
     say(f"1. The links between {RANKS} {devices} (meshwright probe)")
-    cluster = _task(Task(name="probe"), Cluster)
+    cluster = _run(Task(name="probe"), Cluster)
     say(cluster_table(cluster))
     say(f"2. What {TARGET} takes on each of them (meshwright profile {TARGET} --ranks {RANKS})")
-    profile = _task(Task(name="profile", target=TARGET, batches=_batches()), ModelProfile)
+    share = BATCH // RANKS
+    sizes = (share // 2, share, 2 * share)
+    profile = _run(Task(name="profile", target=TARGET, batches=sizes), ModelProfile)
     say(units_table(profile))
     say(f"3. How to train it with {BATCH} samples a step (meshwright plan)")
-    plan, plain = _plans(profile, cluster, say)
-    for document, name in ((cluster, "cluster"), (profile, "profile"), (plan, "plan")):
+    goal = make_goal(BATCH, optimizer="adamw")
+    plan, plain = api.plan(profile, cluster, goal), make_plan(profile, cluster, goal)
+    for part in (decision_table(plan), prediction_table(plan), f"{gain(plan)}."):
+        say(part)
+    documents = {"cluster": cluster, "profile": profile, "plan": plan, "data-parallel": plain}
+    # Before the training: what it was made from is there even where that fails.
+    for name, document in documents.items():
         save(document, kept / f"{name}.json")
-    save(plain, kept / "data-parallel.json")
     say("4. The plan's training equals one process's (meshwright verify)")
-    verification = _task(Task(name="verify"), Verification, plan)
+    verification = _run(Task(name="verify"), Verification, plan)
     say(verification_table(verification))
     say(f"5. {STEPS} steps on scikit-learn's digits, planned and data parallel (meshwright launch)")
-    runs = [_task(Task(name="train", steps=STEPS), RunReport, p) for p in (plan, plain)]
+    runs = [_run(Task(name="train", steps=STEPS), RunReport, p) for p in (plan, plain)]
     took = time.perf_counter() - start
     report = DemoReport(
         folder=str(kept),
@@ -87,71 +106,29 @@ def demo(folder: str | Path | None = None, *, say: Say = lambda text: None) -> D
         data_parallel=runs[1],
     )
     save(report, kept / "demo.json")
-    say(_result(report))
-    _check(report)
+    rows: list[tuple[str, ...]] = []
+    for title, run in zip(("planned", "data parallel"), runs, strict=True):
+        rows += [(f"{title}: {what.strip()}", *rest) for what, *rest in measured_rows(run)]
+        rows.append((f"{title}: test accuracy", "", _percent(run), ""))
+    headings = ("", "predicted", "measured", "ratio")
+    say(filled_table(f"{TARGET} on {RANKS} ranks, {STEPS} steps", headings, rows))
+    # Judged at the end, when all files are kept: they show what went wrong.
+    if not verification.passed:
+        raise RunError(f"training under the plan differs from one process's: see {kept}")
+    if (runs[0].accuracy or 0.0) <= ACCURACY:
+        raise RunError(
+            f"training under the plan reached {_percent(runs[0])} of the test pictures, "
+            f"expected more than {ACCURACY:.0%}: see {kept}"
+        )
     say(f"Equal to one process, and {_percent(runs[0])} of the test pictures right. {took:.0f} s.")
     return report
 
 
-def _check_data() -> None:
-    """Asks for the pictures before a minute of measuring: what brings them may be missing."""
-    data = targets.workload(TARGET).data
-    assert data is not None  # the demo's network is trained on real pictures
-    try:
-        data("test")
-    except ValueError as error:
-        raise InputError(str(error)) from None
-
-
-def _new(folder: str | Path | None) -> Path:
-    if folder is None:
-        return new_folder("demo")
-    try:
-        Path(folder).mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {folder}: {error.strerror}") from None
-    return Path(folder)
-
-
-def _task(task: Task, answer: type[RecordT], plan: Plan | None = None) -> RecordT:
+def _run(task: Task, answer: type[RecordT], plan: Plan | None = None) -> RecordT:
     found = run_task(task, Ranks(nproc=RANKS, timeout_s=TIMEOUT_S), answer, plan)
-    assert found is not None  # rank 0 is here
+    assert found is not None, "rank 0 is here"
     return found
-
-
-def _batches() -> tuple[int, ...]:
-    share = BATCH // RANKS
-    return (share // 2, share, 2 * share)
-
-
-def _plans(profile: ModelProfile, cluster: Cluster, say: Say) -> tuple[Plan, Plan]:
-    """The plan, and plain data parallelism as a plan."""
-    goal = make_goal(BATCH, optimizer="adamw")
-    plan = api.plan(profile, cluster, goal)
-    say(decision_table(plan))
-    say(prediction_table(plan))
-    say(f"{gain(plan)}.")
-    return plan, make_plan(profile, cluster, goal)
-
-
-def _result(report: DemoReport) -> RenderableType:
-    rows: list[tuple[str, ...]] = []
-    for title, run in (("planned", report.planned), ("data parallel", report.data_parallel)):
-        rows += [(f"{title}: {what.strip()}", *rest) for what, *rest in measured_rows(run)]
-        rows.append((f"{title}: test accuracy", "", _percent(run), ""))
-    headings = ("", "predicted", "measured", "ratio")
-    return filled_table(f"{TARGET} on {RANKS} ranks, {STEPS} steps", headings, rows)
 
 
 def _percent(run: RunReport) -> str:
     return "-" if run.accuracy is None else f"{100 * run.accuracy:.1f}%"
-
-
-def _check(report: DemoReport) -> None:
-    if not report.verification.passed:
-        raise RunError(f"training under the plan differs from one process's: see {report.folder}")
-    if (report.planned.accuracy or 0.0) <= ACCURACY:
-        raise RunError(
-            f"training under the plan reached {_percent(report.planned)} of the test pictures, "
-            f"expected more than {ACCURACY:.0%}: see {report.folder}"
-        )

@@ -1,24 +1,59 @@
-"""``launch``: a plan at work, and another job in what it leaves idle."""
+"""``verify``, ``launch`` and ``demo``: a plan held to one process, a plan at work, all of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ..executor.launch.background import AtEnd, Background
-from ..planner.schema.errors import InputError
+from ..executor.launch.progress import console
+from ..planner.schema.errors import InputError, RunError
 from ..planner.schema.plan import Plan
 from ..planner.schema.record import load
 from ..planner.schema.text import size
 from . import options
 from .output import check_out, deliver, note
-from .render.comparisons import measured_table
+from .render.comparisons import measured_table, verification_table
+from .values import whole
 
-if TYPE_CHECKING:  # it loads torch
+# It loads torch, which the other verbs need not wait for.
+if TYPE_CHECKING:
     from ..executor.launch.report import RunReport
+
+
+def verify(
+    plan_file: options.PlanFile,
+    dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
+    batch: Annotated[
+        int | None, whole("Samples of a step (default: up to 4 for each rank).")
+    ] = None,
+    timeout: options.Timeout = None,
+    out_: Annotated[Path | None, options.out("result")] = None,
+    json: options.Json = False,
+) -> None:
+    """Show that training under a plan equals training in one process, on the plan's own model."""
+    from .. import api
+
+    check_out(out_)
+    made = load(Plan, plan_file, "PLAN")
+    found = api.verify(made, dtype=_dtype(dtype), batch=batch, timeout_s=timeout)
+    # On stderr: with --json stdout is the result's.
+    for remark in found.notes:
+        note(remark)
+    verdict = "PASS" if found.passed else "FAIL"
+    deliver(found, out_, json, verification_table(found), verdict)
+    if not found.passed:
+        raise RunError(f"the plan's training differs from one process's in {found.dtype}")
+
+
+def _dtype(name: str) -> Literal["float64", "float32"]:
+    names: dict[str, Literal["float64", "float32"]] = {"float64": "float64", "float32": "float32"}
+    if name not in names:
+        raise InputError(f"--dtype {name!r} is not compared: choose float64 or float32")
+    return names[name]
 
 
 def separate_script(arguments: Sequence[str]) -> list[str]:
@@ -63,13 +98,18 @@ def launch(
     """Run a plan, and end with what was predicted beside what was measured."""
     from .. import api
 
+    # Before the training, which may take days.
     check_out(report)
     made = load(Plan, plan_file, "PLAN")
-    _say_differences(made, nproc, nnodes)
+    from ..executor.launch.launch import differences
+
+    here = nproc or made.world_size // max(nnodes, 1)
+    # Another number of ranks is refused by the launch itself.
+    if here * nnodes == made.world_size:
+        for text in differences(made, here):
+            note(text)
     beside = None
-    if background is None:
-        _refuse_stray(context)
-    else:
+    if background is not None:
         beside = Background(
             run=background,
             limit=made.goal.background_limit if background_limit is None else background_limit,
@@ -78,6 +118,14 @@ def launch(
             grace_s=background_grace,
             log=str(background_log),
         )
+    else:
+        # Defaults look like values: only the context knows which options were given.
+        for name, source in ((n, context.get_parameter_source(n)) for n in context.params):
+            given = source is not None and source.name == "COMMANDLINE"
+            if given and name.startswith("background_"):
+                option = "--" + name.replace("_", "-")
+                raise InputError(f"{option} concerns a background job: add --background COMMAND")
+    # The report is shown when the run is over. This may return later, when the background is done.
     api.launch(
         made,
         script or (),
@@ -87,6 +135,7 @@ def launch(
         node_rank=node_rank,
         rendezvous=rendezvous,
         timeout_s=timeout,
+        # With --json stdout is the report's alone.
         quiet=json,
         background=beside,
         at_end=lambda found: _show(found, made, report, first=node_rank == 0, json=json),
@@ -100,17 +149,15 @@ def _show(
     """What was measured, on the ``first`` host."""
     if found is not None:
         deliver(found, path, json, measured_table(found))
-        note(_over(plan, found.measured.peak_bytes))
+        limit, taken = plan.goal.memory_limit_bytes, found.measured.peak_bytes
+        if limit is not None and taken is not None and taken > limit:
+            note(
+                f"tensors took {size(taken)} and the plan was made for {size(limit)}: where that "
+                f"much is not there, plan with a --memory-limit that is lower by "
+                f"{size(taken - limit)}"
+            )
     elif first:
         note("nothing was measured: the script made fewer than two optimizer steps under the plan")
-
-
-def _refuse_stray(context: typer.Context) -> None:
-    """What concerns a background job asks for one."""
-    for name, source in ((n, context.get_parameter_source(n)) for n in context.params):
-        if name.startswith("background_") and source is not None and source.name == "COMMANDLINE":
-            option = "--" + name.replace("_", "-")
-            raise InputError(f"{option} concerns a background job: add --background COMMAND")
 
 
 def _at_end(word: str | None) -> AtEnd | None:
@@ -120,23 +167,16 @@ def _at_end(word: str | None) -> AtEnd | None:
     return None if word is None else words[word]
 
 
-def _say_differences(plan: Plan, nproc: int | None, nodes: int) -> None:
-    """Before anything is started, that this host is not what the plan was made for. Where the
-    number of ranks is another one, that is refused."""
-    from ..executor.launch.launch import differences
+def demo(
+    folder: Annotated[
+        Path | None, typer.Option("--out", "-o", help="A new folder for the files it makes.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """All of it on this machine: measure, plan, verify, train, and compare with the prediction."""
+    from .demonstration import demo as run_demo
 
-    here = nproc or plan.world_size // max(nodes, 1)
-    if here * nodes == plan.world_size:
-        for text in differences(plan, here):
-            note(text)
-
-
-def _over(plan: Plan, taken: int | None) -> str | None:
-    """That more memory was taken than the plan was made for."""
-    limit = plan.goal.memory_limit_bytes
-    if limit is None or taken is None or taken <= limit:
-        return None
-    return (
-        f"tensors took {size(taken)} and the plan was made for {size(limit)}: where that much is "
-        f"not there, plan with a --memory-limit that is lower by {size(taken - limit)}"
-    )
+    screen = console(error=json)
+    found = run_demo(folder, say=screen.print)
+    if json:
+        deliver(found, None, json)

@@ -9,7 +9,6 @@ import typer
 
 from ..planner.multiplex.jobs import Assumptions
 from ..planner.schema.cluster import Cluster
-from ..planner.schema.errors import InputError
 from ..planner.schema.plan import Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import load
@@ -23,6 +22,7 @@ _DEFAULT = Assumptions()
 
 
 def _us(seconds: float) -> str:
+    # As people write it: Python would show 0.0002.
     return f"{seconds * 1e6:g}us"
 
 
@@ -80,6 +80,7 @@ def multiplex(
 
     for path in (trace, plot, out_):
         check_out(path)
+    # Before a simulation that may take minutes.
     if plot is not None:
         check_plots()
     found = api.multiplex(
@@ -87,7 +88,7 @@ def multiplex(
         [load(ModelProfile, path) for path in background or ()],
         profiles=[load(ModelProfile, path) for path in profile or ()],
         clusters=[load(Cluster, path) for path in cluster or ()],
-        assumptions=_assumptions(
+        assumptions=Assumptions(
             slowdown=slowdown,
             piece_s=piece,
             switch_s=switch,
@@ -102,13 +103,3 @@ def multiplex(
     for path in (trace, plot):
         note(f"written to {path}" if path else None)
     deliver(found, out_, json, *cluster_tables(found))
-
-
-def _assumptions(**given: float) -> Assumptions:
-    """The assumptions of those values; raises ``InputError`` for one that cannot be."""
-    if not 1 <= given["slowdown"] < float("inf"):
-        raise InputError(f"a slowdown of {given['slowdown']:g} is no slowdown: give at least 1")
-    for name in ("idle_speed", "communicating_speed"):
-        if not 0 <= given[name] <= 1:
-            raise InputError(f"a background's speed of {given[name]:g} is no share: give 0 to 1")
-    return Assumptions(**given)

@@ -1,10 +1,15 @@
-"""``plan``: from measurements to a decision; or to a table, over cluster sizes or as a front."""
+"""``plan``, ``explain`` and ``compare``: a decision, why it is so, and what another one differs in.
+
+``plan`` may show a table instead: over cluster sizes, or the front of step time and device time.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
+
+import typer
 
 from ..executor.launch.progress import progress
 from ..planner.schema.cluster import Cluster
@@ -17,15 +22,16 @@ from ..planner.schema.record import load
 from ..planner.schema.text import seconds
 from . import options
 from .output import check_out, deliver, note
+from .render.comparisons import comparison_tables, front_table, sizes_table
 from .render.documents import (
     bound_sentence,
     decision_table,
     prediction_table,
-    single_device_sentence,
     verdict,
 )
-from .render.trade_offs import front_table, sizes_table
-from .values import shares_note
+from .render.explanations import explanation_tables
+from .render.memory import memory_tables, plot_memory
+from .values import number, whole
 
 
 def plan(
@@ -68,6 +74,7 @@ def plan(
         raise InputError(
             "--slices is how priority cuts, and --schedule is 'barrier': leave one of them out"
         )
+    # What is wrong with the request is said before files are read and anything is measured.
     wishes = parse_wishes(pin or (), forbid or ())
     goal = make_goal(
         batch,
@@ -104,6 +111,7 @@ def plan(
             points = api.front(what, there, goal, **how)
         else:
             made = api.plan(what, there, goal, **how)
+    # Printed when the bar is gone: both write to the terminal.
     if ranks is not None:
         deliver(table, out_, json, *sizes_table(table))
     elif front:
@@ -121,8 +129,13 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     """The sentences below a plan; what its user should know of the request goes to stderr."""
     from .. import api
 
-    goal = made.goal
-    note(shares_note(goal.batch, cluster.world_size))
+    goal, ranks = made.goal, cluster.world_size
+    least, more = divmod(goal.batch, ranks)
+    if more:
+        note(
+            f"a batch of {goal.batch} does not divide over {ranks} ranks: {more} of them take "
+            f"{least + 1} samples and the others {least}, and every sample counts alike"
+        )
     if goal.allow_lossy and not any(unit.exchange in LOSSY for unit in made.units):
         note(
             "no unit sends its gradient in part: none was measured to keep enough "
@@ -130,7 +143,14 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
         )
     for reason in made.hypothetical[:1]:
         note(f"the executor cannot run this plan: {reason}")
-    note(_simulated_longer(made))
+    limit_s, step_s = goal.time_limit_s, made.prediction.step_s
+    # The search keeps the limit by the formula. What is predicted is simulated.
+    if limit_s is not None and step_s > limit_s:
+        note(
+            f"the limit of {seconds(limit_s)} is kept by the formula, and simulated the step takes "
+            f"{seconds(step_s)}: for a plan whose simulated step keeps it, ask for less, such as "
+            f"--step-limit {limit_s * limit_s / step_s:.3g}s"
+        )
     words = [verdict(made)]
     # A profile measured for this plan is found on disk again, unless it could not be kept there.
     with suppress(InputError):
@@ -139,17 +159,73 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
         note(better.sentence if better is not None else None)
         single_s = api.quicker_on_single_device(made, profile, cluster)
         if single_s is not None:
-            words.append(single_device_sentence(single_s, made.world_size))
+            words.append(
+                f"One device by itself would take {seconds(single_s)} for the whole batch, less "
+                f"than this plan, and fits in its memory: --ranks 1,{ranks} compares sizes."
+            )
     return words
 
 
-def _simulated_longer(found: Plan) -> str | None:
-    """That a step is predicted to take longer than its limit, which the formula keeps."""
-    limit_s, step_s = found.goal.time_limit_s, found.prediction.step_s
-    if limit_s is None or step_s <= limit_s:
-        return None
-    return (
-        f"the limit of {seconds(limit_s)} is kept by the formula, and simulated the step takes "
-        f"{seconds(step_s)}: for a plan whose simulated step keeps it, ask for less, such as "
-        f"--step-limit {limit_s * limit_s / step_s:.3g}s"
+def explain(
+    plan_file: options.PlanFile,
+    profile: Annotated[
+        Path | None, typer.Option(help="The profile it was made from (else found by fingerprint).")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="The cluster it was made for (else found by fingerprint).")
+    ] = None,
+    best: Annotated[int, whole("So many alternatives of each unit.")] = 2,
+    what_if: Annotated[
+        bool,
+        typer.Option(
+            "--what-if/--no-what-if", help="Plan again with more bandwidth, memory, devices."
+        ),
+    ] = True,
+    time_limit: Annotated[
+        float, number("Seconds for each time that it is planned again.", above=0)
+    ] = 10.0,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Show what ranks hold at each point of a step instead.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --memory: draw it into this file, such as memory.png.")
+    ] = None,
+    all_units: options.AllUnits = False,
+    json: options.Json = False,
+) -> None:
+    """Why a plan is as it is: each unit's alternatives, what binds, what more would buy."""
+    from .. import api
+
+    made = load(Plan, plan_file, "PLAN")
+    made_from = (
+        load(ModelProfile, profile, "--profile") if profile else None,
+        load(Cluster, cluster, "--cluster") if cluster else None,
     )
+    if plot is not None and not memory:
+        raise InputError(f"--plot {plot} draws the memory timeline: add --memory")
+    if memory:
+        check_out(plot)
+        timeline = api.memory_timeline(made, *made_from)
+        if plot is not None:
+            plot_memory(timeline, plot)
+            note(f"drawn into {plot}")
+        deliver(timeline, None, json, *memory_tables(timeline, fold=not all_units))
+        return
+    with progress("explaining") as step:
+        found = api.explain(
+            made, *made_from, best=best, what_if=what_if, time_limit_s=time_limit, progress=step
+        )
+    tables = explanation_tables(found, made.goal.objective, fold=not all_units)
+    deliver(found, None, json, *tables)
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A plan's file.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another plan's file.")],
+    json: options.Json = False,
+) -> None:
+    """Two plans side by side: what they decide differently and what they predict."""
+    from .. import api
+
+    found = api.compare(load(Plan, first, "A"), load(Plan, second, "B"))
+    deliver(found, None, json, *comparison_tables(found, first.name, second.name))

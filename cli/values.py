@@ -1,8 +1,4 @@
-"""Options that take a number, an amount or a list: a value that cannot be is refused in our words.
-
-What ``typer`` would say of a wrong value depends on its version and names Python's types. Here each
-option parses its own; ``cli`` puts the option's name before the sentence.
-"""
+"""Options that take a number, an amount or a list, and refuse in our words what cannot be."""
 
 from __future__ import annotations
 
@@ -17,11 +13,14 @@ from ..planner.schema.errors import InputError
 
 OptionInfo = typer.models.OptionInfo
 
+# 8GB and 8GiB are two amounts: powers of 1000 and of 1024.
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}i": 1024**n for n, u in enumerate("kmgt", start=1)}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 
+# What ``typer`` would say of a wrong value depends on its version and names Python's types. So each
+# option parses its own, and ``app`` puts the option's name before the sentence.
 def _option(
     parse: Callable[[str], object], metavar: str, words: str, *, shows: bool = False
 ) -> OptionInfo:
@@ -68,6 +67,7 @@ def _number(text: str, above: float | None, least: float, most: float) -> float:
         value = float(text)
     except ValueError:
         raise InputError(f"{text!r} is not a number: give {bounds}") from None
+    # float() takes "inf" and "nan" too.
     enough = value >= least if above is None else value > above
     if not (enough and value <= most and math.isfinite(value)):
         raise InputError(f"{value:g} cannot be: give {bounds}")
@@ -104,7 +104,10 @@ def counts(words: str) -> OptionInfo:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    found = _parse_counts(text)
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"{text!r} is not a list of counts: write it like 1,2,4") from None
     if min(found) < 1:
         raise InputError(f"{text!r} holds {min(found)}, which cannot be: give at least 1")
     return found
@@ -112,11 +115,13 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def _parse_bytes(text: str) -> int:
     """Bytes from ``8GiB``, ``500 MB``, ``1.5g`` or a plain number; raises ``InputError``."""
+    # "i" alone and "1.2.3" fit the pattern: the table and float() refuse them.
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?)b?\s*", text.lower())
     try:
         count = float(match[1]) * _UNITS[match[2]] if match else math.nan
     except (ValueError, KeyError):
         count = math.nan
+    # A comparison with nan is False: whatever was no number is refused here too.
     if not 1 <= count < 2**62:
         raise InputError(f"{text!r} is not an amount of memory: write it like 8GiB or 500MB")
     return round(count)
@@ -132,22 +137,3 @@ def _parse_seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise InputError(f"{text!r} is not a time above 0: write it like 250ms or 1.5s")
     return value
-
-
-def _parse_counts(text: str) -> tuple[int, ...]:
-    """Whole numbers from ``1,2,4``; raises ``InputError``."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"{text!r} is not a list of counts: write it like 1,2,4") from None
-
-
-def shares_note(batch: int, world_size: int) -> str | None:
-    """What happens to a batch that does not divide over the ranks; None where it does."""
-    least, more = divmod(batch, world_size)
-    if not more:
-        return None
-    return (
-        f"a batch of {batch} does not divide over {world_size} ranks: {more} of them take "
-        f"{least + 1} samples and the others {least}, and every sample counts alike"
-    )

@@ -19,7 +19,7 @@ from .background.signals import tell_pacer
 from .capability import CAPABILITY
 from .comm.broadcast import broadcast, changing_buffers
 from .comm.control import digest
-from .comm.groups import Group, Place, flat, make_world, place_of
+from .comm.groups import Group, Place, flat, make_world
 from .comm.watchdog import Watchdog, time_limit
 from .comm.worker_threads import finish_all
 from .division import (
@@ -109,11 +109,11 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
     sharded: set[Place] = set()
     fully_sharded: set[Place] = set()
     for unit in plan.units:
-        place = place_of(unit.layout, plan.world_size)
-        if isinstance(place, int):
-            degrees.add(place)
         # What a divided unit has whole (a bias behind partial sums) is shared by all of its ranks.
-        both = {place, flat(place) if isinstance(place, Layout) else 1}
+        both: set[Place] = {unit.layout, flat(unit.layout)}
+        if unit.layout.size == plan.world_size:
+            degrees.add(unit.layout.degree)
+            both = {unit.layout.degree, 1}
         sharded |= both if unit.exchange in SHARDING else set()
         fully_sharded |= both if unit.exchange == "fully_sharded" else set()
     parts = {unit.layout for unit in subset_units(plan)}

@@ -87,7 +87,8 @@ class Group:
     def _p2p(self, count: int) -> Callable[[], None]:
         tensor, first, second = self._empty(count), self.ranks[0], self.ranks[-1]
 
-        def run() -> None:  # there and back: half of it is one message
+        # There and back: half of it is one message.
+        def run() -> None:
             if self.member == 0:
                 dist.send(tensor, second, group=self.handle)
                 dist.recv(tensor, second, group=self.handle)
@@ -107,6 +108,7 @@ def synchronise(device: torch.device) -> None:
 def time_once(group: Group, collective: Collective, size_bytes: int) -> float:
     """Seconds of one call on the slowest member. Collective over the group."""
     run = group.operation(collective, size_bytes)
+    # The first call of a size may connect and allocate: it is not timed.
     run()
     synchronise(group.device)
     dist.barrier(group=group.handle)
@@ -135,10 +137,13 @@ def measure(
             for size in left[collective]:
                 taken = time_once(group, collective, size)
                 group.seconds.setdefault((collective, size), []).append(taken)
-                if taken > LONGEST * budget_s:  # the line through smaller ones must do
+                # The line through smaller ones must do. All members have the slowest one's time, so
+                # all leave the same sizes out.
+                if taken > LONGEST * budget_s:
                     left[collective] = [s for s in left[collective] if s <= size]
                     break
             tick()
+        # Agreed, as a member that stops alone leaves the others waiting in the next round.
         spent = torch.tensor([time.perf_counter() - start], device=group.device)
         dist.all_reduce(spent, op=dist.ReduceOp.MAX, group=group.handle)
         if float(spent) > budget_s:
@@ -175,16 +180,15 @@ class Line(NamedTuple):
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """The line with the least squared *relative* errors, latency and slope not negative.
-
-    Relative, as sizes span five orders of magnitude and the large ones would drown the latency.
-    """
+    """The line with the least squared *relative* errors, latency and slope not negative."""
     # Here, as it takes a third of a second to import and only probing needs it.
     from scipy.optimize import lsq_linear
 
     size, time = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+    # Relative, as sizes span five orders of magnitude and the large ones would drown the latency.
     rows = np.stack([np.ones_like(size), size], axis=1) / time[:, None]
-    scale = np.array([time.min(), time.max() / size.max()])  # unknowns of about one
+    # Unknowns of about one, for the solver's sake: a slope is less than a billionth.
+    scale = np.array([time.min(), time.max() / size.max()])
     found = lsq_linear(rows * scale, np.ones_like(size), bounds=(0, np.inf)).x * scale
     slope = float(found[1])
     # A slope of zero says only that the largest message was too small to tell.

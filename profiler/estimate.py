@@ -5,9 +5,8 @@
 
 Operations are counted by torch's FlopCounterMode on one small batch, bytes are those of the unit's
 inputs, outputs, saved feature maps and parameters. Nothing is computed where the model runs without
-values (``dry``), and nothing allocated. Backward is twice the forward (the
-gradient of the input and that of the weight each take as much), once where the input needs none.
-These are assumptions, not measurements: profile on the device when there is one.
+values (``dry``), and nothing allocated. These are assumptions, not measurements: profile on the
+device when there is one.
 
 Where DeepPool published layer times for just that network and device, they replace the roofline.
 """
@@ -20,15 +19,15 @@ from typing import NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # torch has no public name for it
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..executor.launch.start import software
-from ..models.replay import capture, preserved, run_modules
+from ..models.replay import UnitCall, capture, preserved, run_modules
 from ..models.spec import UnitSpec
 from ..models.units.discover import Discovery, discover
-from ..models.workload import Batch, Workload
+from ..models.units.storages import tensors_in
+from ..models.workload import Workload
 from ..planner.schema.capability import degrees
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
@@ -81,6 +80,7 @@ def estimate(
         try:
             found, units = _counted(dry(workload), sheet, sizes)
         except Exception:
+            # A model may need values (an index of what is not zero). With memory it has them.
             if is_dry(workload.model):
                 raise
             found, units = _counted(workload, sheet, sizes)
@@ -112,7 +112,10 @@ def _counted(
     batch, other = workload.make_batch(2), workload.make_batch(1)
     found = discover(workload.model, batch, other)
     with preserved(workload.model):
-        return found, _Estimator(workload, found, batch, sheet, sizes).units()
+        calls = capture(workload.model, batch, found.units)
+        footprints = Footprints(workload, found.units, FOOTPRINT_SIZES)
+        counted = _Estimator(workload.model, found, batch.size, calls, footprints, sheet, sizes)
+        return found, tuple(map(counted.unit, found.units))
 
 
 class _Work(NamedTuple):
@@ -133,31 +136,22 @@ class _Work(NamedTuple):
         return max(compute, memory) + self.kernels * KERNEL_S
 
 
-class _Estimator:
-    """Goes through the units of a discovery."""
+class _Estimator(NamedTuple):
+    """What has been counted of a model, for a device and batch sizes."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        found: Discovery,
-        batch: Batch,
-        sheet: Datasheet,
-        sizes: tuple[int, ...],
-    ) -> None:
-        self.model, self.found, self.batch = workload.model, found, batch
-        self.sheet, self.sizes = sheet, sizes
-        self.calls = capture(self.model, batch, found.units)
-        self.footprints = Footprints(workload, found.units, FOOTPRINT_SIZES)
+    model: nn.Module
+    found: Discovery
+    batch: int
+    calls: dict[str, UnitCall]
+    footprints: Footprints
+    sheet: Datasheet
+    sizes: tuple[int, ...]
 
-    def units(self) -> tuple[UnitProfile, ...]:
-        last = self.found.units[-1]
-        return tuple(
-            self._unit(unit, self.found.unused if unit is last else ()) for unit in self.found.units
-        )
-
-    def _unit(self, unit: UnitSpec, unused: Sequence[str]) -> UnitProfile:
+    def unit(self, unit: UnitSpec) -> UnitProfile:
         work = self._work(unit)
         whole = self._share(unit, work, "none", 1, 0)
+        # Parameters that no unit uses are exchanged all the same: they count to the last one.
+        unused = self.found.unused if unit is self.found.units[-1] else ()
         base = unit_profile(self.model, unit, whole, unused)
         shares = [
             self._share(unit, work, split.style, degree, _shard_bytes(base, split, degree))
@@ -165,30 +159,28 @@ class _Estimator:
             for degree in DEGREES
             if degrees(base, split.style, degree)
         ]
-        made = unit_profile(self.model, unit, whole, unused, shares)
         kept = unit.name not in self.footprints.smallest.discarded
-        return msgspec.structs.replace(made, output_kept=kept)
+        return msgspec.structs.replace(base, shares=(base.whole, *shares), output_kept=kept)
 
     def _work(self, unit: UnitSpec) -> _Work:
         if not unit.modules:
-            return self._glue(unit)
-        call, size = self.calls[unit.name], self.batch.size
+            # Glue is taken to read and write what flows: one kernel, and nothing that is computed.
+            edges = [e for e in self.found.edges if unit.name in (e.source, e.target)]
+            flows = sum(e.bytes_per_sample for e in edges) if unit.kind == "glue" else 0.0
+            return _Work(0.0, flows, 0.0, 1 if flows else 0, 1.0)
+        call, size = self.calls[unit.name], self.batch
         counter = FlopCounterMode(display=False)
         with torch.no_grad(), counter:
             output = run_modules(self.model, unit.modules, call.fresh())
-        moved = sum(t.nbytes for t in call.tensors()) + sum(t.nbytes for t in _tensors(output))
+        saved = self.footprints.smallest.saved.get(unit.name, 0)
+        moved = sum(t.nbytes for t in (*call.tensors(), *tensors_in(output))) + saved
         modules = [self.model.get_submodule(name) for name in unit.modules]
         parameters = sum(p.nbytes for m in modules for p in m.parameters())
+        # The gradient of the input and that of the weight take as much as the forward each.
         back = 2.0 if any(t.requires_grad for t in call.tensors()) else 1.0
-        kernels = sum(1 for m in modules for x in m.modules() if _leaf(x))
-        flops = counter.get_total_flops() / size
-        saved = self.footprints.smallest.saved.get(unit.name, 0)
-        return _Work(flops, (moved + saved) / size, parameters, kernels, back)
-
-    def _glue(self, unit: UnitSpec) -> _Work:
-        edges = [e for e in self.found.edges if unit.name in (e.source, e.target)]
-        moved = sum(e.bytes_per_sample for e in edges) if unit.kind == "glue" else 0.0
-        return _Work(0.0, moved, 0.0, 1 if moved else 0, 1.0)
+        # Every innermost module starts a kernel.
+        kernels = sum(not list(x.children()) for m in modules for x in m.modules())
+        return _Work(counter.get_total_flops() / size, moved / size, parameters, kernels, back)
 
     def _share(
         self, unit: UnitSpec, work: _Work, style: str, degree: int, parameter_bytes: int
@@ -214,14 +206,6 @@ class _Estimator:
         )
 
 
-def _leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _shard_bytes(unit: UnitProfile, split: SplitProfile, degree: int) -> int:
     divided = {name for name, _ in split.sharded}
     part = -(-split.parts // degree) / split.parts
@@ -238,9 +222,7 @@ def with_table(profile: ModelProfile, table: ModelProfile) -> ModelProfile:
         elif rows and not row.fixed:
             rows[-1].append(row)
     timed = iter(rows)
-    units = []
-    for unit in profile.units:
-        units.append(_with_times(unit, next(timed)) if unit.parameters else unit)
+    units = [_with_times(u, next(timed)) if u.parameters else u for u in profile.units]
     return msgspec.structs.replace(
         profile, units=tuple(units), batches=table.batches, origin="table"
     )
@@ -264,18 +246,17 @@ def _with_times(unit: UnitProfile, rows: Sequence[UnitProfile]) -> UnitProfile:
     return msgspec.structs.replace(unit, shares=tuple(shares))
 
 
-_FOLDER = ("data", "deeppool_a100")
+# Found by the package, which may lie in an archive.
+_FOLDER = resources.files(__package__).joinpath("data", "deeppool_a100")
 
 
 def tables() -> tuple[str, ...]:
     """The names of the tables."""
-    folder = resources.files(__package__).joinpath(*_FOLDER)
-    return tuple(sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".json")))
+    return tuple(sorted(f.name[:-5] for f in _FOLDER.iterdir() if f.name.endswith(".json")))
 
 
 def load_table(name: str) -> ModelProfile:
     """The profile of a network by its layer times on an A100 (see the folder's README)."""
     if name not in tables():
         raise InputError(f"there is no table {name!r}: choose from {', '.join(tables())}")
-    file = resources.files(__package__).joinpath(*_FOLDER, f"{name}.json")
-    return profile_of_table(file.read_bytes(), f"table {name}")
+    return profile_of_table(_FOLDER.joinpath(f"{name}.json").read_bytes(), f"table {name}")

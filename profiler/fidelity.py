@@ -1,8 +1,8 @@
 """How much of a gradient lossy exchanges send: the share of its energy (squared L2 norm).
 
 A few backwards of different batches, with what an exchange leaves behind added to the next, as it
-does in training. Large parameters are sampled. Weights stay as they are meanwhile, so successive
-gradients are more alike than in training; normalisation parameters and biases are always sent.
+does in training. Weights stay as they are meanwhile, so successive gradients are more alike than in
+training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ LossyExchange = Literal["dropped", "topk"]
 STEPS = 4
 # Ratios at which each lossy exchange is measured.
 RATIOS: dict[LossyExchange, tuple[float, ...]] = {
-    "dropped": (0.25, 0.5),  # a parameter is sent every fourth or second step
+    # A parameter is sent every fourth or second step.
+    "dropped": (0.25, 0.5),
     "topk": (0.01, 0.05, 0.1, 0.25),
 }
 # So many elements of a parameter are looked at; a share of 1% of them is 655.
@@ -55,6 +56,7 @@ class Fidelity:
         flat = gradient.reshape(-1).float()
         if flat.numel() <= SAMPLED:
             return flat
+        # The same places every time: what is left behind is added to the gradient there.
         if name not in self._places:
             self._places[name] = torch.randint(flat.numel(), (SAMPLED,), device=flat.device)
         return flat[self._places[name]]
@@ -80,6 +82,7 @@ class Fidelity:
     def profiles(self, names: Sequence[str]) -> tuple[FidelityProfile, ...]:
         """What the exchanges keep of those parameters; none where all are always sent whole."""
         own = [n for n in names if n in self._parameters and self._energy[n] > 0]
+        # The executor sends normalisation parameters and biases whole.
         if not any(self._parameters[n].ndim > 1 for n in own):
             return ()
         return tuple(

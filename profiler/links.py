@@ -3,16 +3,16 @@ and communicating slow each other, and the link between a device and its host's 
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import functional as F
 
 from ..executor.launch.start import device_name, memory_bytes, software
@@ -49,83 +49,79 @@ def probe(
             "a probe needs at least two ranks: start it with torchrun, or with --ranks 2"
         )
     where = device or torch.device("cpu")
-    hosts = _hosts(where)
-    _check_order([host for host, _, _ in hosts])
+    hosts, devices = _hosts(where)
+    _check_order(hosts)
     plan = _groups(hosts)
     found: dict[str, list[CollectiveCurve]] = {}
     interference = Interference()
-    ticks = _Ticks(progress, len(plan) * rounds * len(COLLECTIVES))
+    done, total = itertools.count(1), len(plan) * rounds * len(COLLECTIVES)
+
+    def tick() -> None:
+        if progress is not None:
+            progress(next(done), total, "measuring links")
+
     for level, group_sets in plan:
-        group, handles = _join(group_sets, where)
-        measure(group, sizes, rounds, budget_s / len(plan), ticks)
-        own = curves(group, sharing(group_sets, [host for host, _, _ in hosts]))
+        group = _join(group_sets, where)
+        measure(group, sizes, rounds, budget_s / len(plan), tick)
+        own = curves(group, sharing(group_sets, hosts))
+        # Once, among all ranks: a Cluster has one figure for each slowdown.
         if group.size == dist.get_world_size():
             interference = measure_interference(group)
         found.setdefault(level, []).extend(own)
-        for handle in handles:
-            dist.destroy_process_group(handle)
-    cluster = _cluster(hosts, found, interference, _host_rates(where))
+        dist.destroy_process_group(group.handle)
     # Every rank has measured its own groups; all plan from rank 0's figures.
-    answer: list[Any] = [cluster]
+    answer: list[Any] = [_cluster(hosts, devices, found, interference)]
     dist.broadcast_object_list(answer, src=0)
-    ticks.finish()
+    if progress is not None:
+        progress(total, total, "measured links")
     return answer[0]  # type: ignore[no-any-return]
 
 
-class _Ticks:
-    """Counts measured collectives for a progress bar."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def __call__(self) -> None:
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done, self._total, "measuring links")
-
-    def finish(self) -> None:
-        if self._progress is not None:
-            self._progress(self._total, self._total, "measured links")
-
-
-def _hosts(device: torch.device) -> list[tuple[str, str, int]]:
-    """(host name, device name, memory of the device or host) of each rank. Collective."""
-    own = (socket.gethostname(), device_name(device), memory_bytes(device))
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, own)
-    if device.type == "cuda":
-        return rows
-    names = [row[0] for row in rows]
-    return [(host, name, memory // names.count(host)) for host, name, memory in rows]
-
-
-def _host_rates(device: torch.device) -> list[float | None]:
-    """What each rank's device and its host's memory exchange, all ranks at the same time.
-    Collective."""
+def _hosts(device: torch.device) -> tuple[list[str], list[Device]]:
+    """The host's name and the device of each rank. Collective."""
+    # All ranks copy at the same time, as they do in a run: they may share a link to their host.
     dist.barrier()
+    own = Device(
+        name=device_name(device), memory_bytes=memory_bytes(device),
+        host_bytes_per_s=host_bytes_per_s(device), source="measured",
+    )  # fmt: skip
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, host_bytes_per_s(device))
-    return rows
+    dist.all_gather_object(rows, (socket.gethostname(), own))
+    hosts = [host for host, _ in rows]
+    devices = [found for _, found in rows]
+    if device.type == "cpu":
+        # What a CPU rank has is its host's memory, which all ranks of the host share.
+        devices = [
+            msgspec.structs.replace(d, memory_bytes=d.memory_bytes // hosts.count(host))
+            for host, d in rows
+        ]
+    return hosts, devices
 
 
 GroupSets = list[tuple[int, ...]]
 
 
-def _groups(hosts: Sequence[tuple[str, str, int]]) -> list[tuple[str, GroupSets]]:
+def _groups(hosts: Sequence[str]) -> list[tuple[str, GroupSets]]:
     """The sets of groups to measure one after the other, with the level that each is about.
 
     For every divisor of the world size the neighbours in blocks of it, and the ranks that have the
     same place in the blocks: those at once which plans use at once.
     """
+
+    def level_of(sets: GroupSets) -> str:
+        crossing = any(len({hosts[r] for r in ranks}) > 1 for ranks in sets)
+        return "inter" if crossing else "intra"
+
     world = len(hosts)
     found: list[tuple[str, GroupSets]] = []
     for size in (d for d in range(2, world + 1) if world % d == 0):
         blocks = [tuple(range(i, i + size)) for i in range(0, world, size)]
-        found.append((_level_of(blocks, hosts), blocks))
+        found.append((level_of(blocks), blocks))
         stride = world // size
-        peers = [tuple(range(i, world, stride)) for i in range(stride)]
-        if peers != blocks and _level_of(peers, hosts) != _level_of(blocks, hosts):
-            found.append((_level_of(peers, hosts), peers))
+        strided = [tuple(range(i, world, stride)) for i in range(stride)]
+        # On the same links as the blocks they would be measured twice.
+        if level_of(strided) != level_of(blocks):
+            found.append((level_of(strided), strided))
     return found
 
 
@@ -139,7 +135,7 @@ def sharing(sets: GroupSets, hosts: Sequence[str]) -> int:
 
 def _check_order(hosts: Sequence[str]) -> None:
     """Ranks are numbered through the hosts: a Cluster says so, and groups of neighbours need it."""
-    changes = [b for a, b in pairwise(hosts) if a != b]
+    changes = [b for a, b in itertools.pairwise(hosts) if a != b]
     if len(set(hosts)) != len(changes) + 1:
         raise InputError(
             f"ranks alternate between hosts ({', '.join(hosts[:8])}): start them so that each "
@@ -147,48 +143,36 @@ def _check_order(hosts: Sequence[str]) -> None:
         )
 
 
-def _level_of(sets: GroupSets, hosts: Sequence[tuple[str, str, int]]) -> str:
-    crossing = any(len({hosts[r][0] for r in ranks}) > 1 for ranks in sets)
-    return "inter" if crossing else "intra"
-
-
-def _join(sets: GroupSets, device: torch.device) -> tuple[Group, list[dist.ProcessGroup]]:
-    """Creates all groups of a set, in one order on all ranks; this rank's, and its handles."""
+def _join(sets: GroupSets, device: torch.device) -> Group:
+    """Creates all groups of a set, in one order on all ranks; this rank's."""
     own: Group | None = None
-    handles = []
-    rank = dist.get_rank()
     for ranks in sets:
         # new_group is collective over all ranks, also for those that are not in the group.
         handle = dist.new_group(list(ranks), backend="nccl" if device.type == "cuda" else "gloo")
-        if rank in ranks:
-            own = Group(handle, ranks, ranks.index(rank), device)
-            handles.append(handle)
+        if dist.get_rank() in ranks:
+            own = Group(handle, ranks, ranks.index(dist.get_rank()), device)
     assert own is not None, "the groups of a set cover all ranks"
-    return own, handles
+    return own
 
 
 def _cluster(
-    hosts: Sequence[tuple[str, str, int]],
+    hosts: Sequence[str],
+    devices: Sequence[Device],
     found: dict[str, list[CollectiveCurve]],
     interference: Interference,
-    host_rates: Sequence[float | None],
 ) -> Cluster:
-    order = list(dict.fromkeys(host for host, _, _ in hosts))
+    order = list(dict.fromkeys(hosts))
     nodes = tuple(
         Node(
-            name=host,
-            devices=tuple(
-                Device(name=name, memory_bytes=memory, host_bytes_per_s=rate, source="measured")
-                for (other, name, memory), rate in zip(hosts, host_rates, strict=True)
-                if other == host
-            ),
+            name=name,
+            devices=tuple(d for host, d in zip(hosts, devices, strict=True) if host == name),
         )
-        for host in order
+        for name in order
     )
     levels = []
     for name, measured in found.items():
-        best = {c.ranks: c for c in measured if c.collective == "p2p"}
-        line = best[min(best)]
+        # The level's own line is that of the fewest ranks: two neighbours and nobody beside them.
+        line = min((c for c in measured if c.collective == "p2p"), key=lambda c: c.ranks)
         levels.append(
             Level(
                 name=name,  # type: ignore[arg-type]
@@ -219,9 +203,7 @@ def host_bytes_per_s(device: torch.device) -> float | None:
     Where several ranks call it at once, each has what the others leave of a link that they share,
     as in a run.
     """
-    if device.type == "cpu":
-        return None
-    return copy_rate(device)
+    return None if device.type == "cpu" else copy_rate(device)
 
 
 def copy_rate(
@@ -234,24 +216,16 @@ def copy_rate(
     that does not count. Pinned memory where the device has another than the host's."""
     here = torch.empty(size_bytes, dtype=torch.uint8, device=device)
     there = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    slower = max(
-        _copy_s(into, from_, device, rounds, clock)
-        for into, from_ in ((there, here), (here, there))
-    )
-    return size_bytes / max(slower, 1e-9)
-
-
-def _copy_s(
-    into: Tensor, from_: Tensor, device: torch.device, rounds: int, clock: Callable[[], float]
-) -> float:
-    taken = []
-    for _ in range(rounds + 1):
-        start = clock()
-        into.copy_(from_, non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(clock() - start)
-    return median(taken[1:])
+    slower = 1e-9
+    for into, source in ((there, here), (here, there)):
+        taken = []
+        for _ in range(rounds + 1):
+            start = clock()
+            into.copy_(source, non_blocking=True)
+            synchronise(device)
+            taken.append(clock() - start)
+        slower = max(slower, median(taken[1:]))
+    return size_bytes / slower
 
 
 MESSAGE_BYTES = 4 * 2**20
@@ -266,56 +240,77 @@ SLOWDOWN_BUDGET_S = 3.0
 
 
 class _Load:
-    """A piece of computing like training's: a convolution and a matrix product."""
+    """Pieces of computing like training's, a convolution and a matrix product, and messages, each
+    for about ``LOAD_S``: the same numbers of both on all members, who would else wait for ever."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, group: Group) -> None:
+        self.group, device = group, group.device
         self.image = torch.randn(4, 32, 32, 32, device=device)
         self.kernel = torch.randn(32, 32, 3, 3, device=device)
         self.matrix = torch.randn(384, 384, device=device)
-        self.repeats = 1
+        self.message = torch.zeros(MESSAGE_BYTES // 4, device=device)
+        self.pieces = self.messages = 1
+        # The first run starts threads and allocates; it does not count.
+        self.compute()
+        self.pieces = _agreed(group, max(int(LOAD_S / max(self.compute(), 1e-6)), 1))
+        self.messages = _agreed(group, max(int(LOAD_S / max(self.send(), 1e-6)), 2))
 
-    def run(self) -> float:
-        """Seconds of the load."""
+    def compute(self) -> float:
+        """Seconds of computing."""
         start = time.perf_counter()
         with torch.no_grad():
-            for _ in range(self.repeats):
+            for _ in range(self.pieces):
                 F.conv2d(self.image, self.kernel, padding=1)
                 self.matrix @ self.matrix
-        synchronise(self.device)
+        synchronise(self.group.device)
         return time.perf_counter() - start
+
+    def send(self) -> float:
+        """Seconds of communicating. Collective."""
+        start = time.perf_counter()
+        for _ in range(self.messages):
+            dist.all_reduce(self.message, group=self.group.handle)
+        synchronise(self.group.device)
+        return time.perf_counter() - start
+
+    def both(self) -> tuple[float, float]:
+        """Seconds of computing under communication, and until both are over. Collective."""
+        start = time.perf_counter()
+        works = [
+            dist.all_reduce(self.message, group=self.group.handle, async_op=True)
+            for _ in range(self.messages)
+        ]
+        computed_s = self.compute()
+        for work in works:
+            if work is not None:
+                work.wait()
+        synchronise(self.group.device)
+        return computed_s, time.perf_counter() - start
 
 
 def measure_interference(group: Group) -> Interference:
     """The slowdowns, as medians over rounds and the mean over ranks. Collective over the group."""
-    load = _Load(group.device)
-    load.run()
-    load.repeats = _agreed(group, max(int(LOAD_S / max(load.run(), 1e-6)), 1))
-    tensor = torch.zeros(MESSAGE_BYTES // 4, device=group.device)
-    messages = _agreed(group, max(int(LOAD_S / max(_send(group, tensor, 1), 1e-6)), 2))
-    rows = _rounds(group, load, tensor, messages)
-    compute = median(together / max(alone, 1e-9) for alone, _, together, _ in rows)
-    # Communicating goes on under computing for at most as long as that lasts.
-    communicate = median(_stretch(sent, together, both) for _, sent, together, both in rows)
-    slow = torch.tensor([compute, communicate], dtype=torch.float64, device=group.device)
+    load, start = _Load(group), time.perf_counter()
+    rows: list[tuple[float, float]] = []
+    while len(rows) < SLOWDOWN_ROUNDS:
+        dist.barrier(group=group.handle)
+        alone = load.compute()
+        dist.barrier(group=group.handle)
+        sent = load.send()
+        dist.barrier(group=group.handle)
+        together, over = load.both()
+        rows.append((together / max(alone, 1e-9), _stretch(sent, together, over)))
+        # The clock of one member must not end the rounds of another's.
+        if _agreed(group, int(time.perf_counter() - start > SLOWDOWN_BUDGET_S)):
+            break
+    medians = [median(column) for column in zip(*rows, strict=True)]
+    slow = torch.tensor(medians, dtype=torch.float64, device=group.device)
     dist.all_reduce(slow, group=group.handle)
     compute, communicate = (slow / group.size).tolist()
+    # Less than 1 is noise: nothing gets quicker by having company.
     return Interference(
         compute_slowdown=max(compute, 1.0), communication_slowdown=max(communicate, 1.0)
     )
-
-
-def _rounds(
-    group: Group, load: _Load, tensor: torch.Tensor, messages: int
-) -> list[tuple[float, float, float, float]]:
-    """Rounds until there are enough or time is up, on all members alike."""
-    start = time.perf_counter()
-    rows: list[tuple[float, float, float, float]] = []
-    while len(rows) < SLOWDOWN_ROUNDS:
-        rows.append(_round(group, load, tensor, messages))
-        if _agreed(group, int(time.perf_counter() - start > SLOWDOWN_BUDGET_S)):
-            break
-    return rows
 
 
 def _agreed(group: Group, count: int) -> int:
@@ -325,40 +320,13 @@ def _agreed(group: Group, count: int) -> int:
     return int(value)
 
 
-def _send(group: Group, tensor: torch.Tensor, messages: int) -> float:
-    start = time.perf_counter()
-    for _ in range(messages):
-        dist.all_reduce(tensor, group=group.handle)
-    synchronise(group.device)
-    return time.perf_counter() - start
-
-
-def _round(
-    group: Group, load: _Load, tensor: torch.Tensor, messages: int
-) -> tuple[float, float, float, float]:
-    """Seconds of computing alone, communicating alone, computing under communication, and until
-    both are over."""
-    dist.barrier(group=group.handle)
-    alone = load.run()
-    dist.barrier(group=group.handle)
-    sent = _send(group, tensor, messages)
-    dist.barrier(group=group.handle)
-    start = time.perf_counter()
-    works = [dist.all_reduce(tensor, group=group.handle, async_op=True) for _ in range(messages)]
-    together = load.run()
-    for work in works:
-        if work is not None:
-            work.wait()
-    synchronise(group.device)
-    return alone, sent, together, time.perf_counter() - start
-
-
 def _stretch(sent: float, together: float, both: float) -> float:
     """How much slower communicating was while computing went on for ``together`` seconds.
 
     If it ended with the computing or before, all of it was slowed; else what was left ran alone:
     both = together + (sent - together / slowdown).
     """
+    # Within 2% the end of computing and that of communicating cannot be told apart.
     if both <= together * 1.02:
         return max(together / sent, 1.0)
     done_meanwhile = sent - (both - together)

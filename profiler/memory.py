@@ -1,9 +1,6 @@
 """The memory that a model's units take in one step: what is saved for backward, and temporaries.
 
-On torch's meta device tensors have shapes and no values. Everything that is asked of an estimate
-can be had there (units, edges, operations, storages), so that a model need not fit into this
-machine. What a model does by its values cannot (``.item()``, an index of what is not zero): it is
-refused by torch, and the caller falls back on real tensors.
+See [Note: Dry runs] below for models that do not fit into this machine.
 """
 
 from __future__ import annotations
@@ -54,23 +51,17 @@ class SavedTensors:
 
     def __init__(self, known: Sequence[Tensor], node: Callable[[], str]) -> None:
         self.bytes: dict[str, int] = {}
-        self._seen = {_storage(t) for t in known}
-        self._alive: list[Tensor] = []
+        # Tensors are kept, as the address of one that is freed could be another one's later.
+        self._seen = {t.untyped_storage().data_ptr(): t for t in known}
         self._node = node
 
     def pack(self, tensor: Tensor) -> Tensor:
         """The hook for ``torch.autograd.graph.saved_tensors_hooks``."""
-        key = _storage(tensor)
-        if key not in self._seen:
-            self._seen.add(key)
-            self._alive.append(tensor)  # or its address could be another tensor's later
-            size = tensor.untyped_storage().nbytes()
-            self.bytes[self._node()] = self.bytes.get(self._node(), 0) + size
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen[storage.data_ptr()] = tensor
+            self.bytes[self._node()] = self.bytes.get(self._node(), 0) + storage.nbytes()
         return tensor
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def measure_footprint(
@@ -85,15 +76,12 @@ def measure_footprint(
     is how much more it would be if gradients that are complete did not count.
     """
     walk = _Walk(model, units, device)
-    inputs = tensors_in((batch.args, dict(batch.kwargs), batch.target))
     # Without gradients, as after zero_grad(set_to_none=True): backward allocates them anew.
     before = [p.grad for p in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None
     try:
         with walk.timeline, walk.live:
-            walk.live.add([*model.parameters(), *model.buffers()], _PERSISTENT)
-            walk.live.add(inputs, units[0].name)
             walk.step(batch, loss)
     finally:
         for parameter, gradient in zip(model.parameters(), before, strict=True):
@@ -110,7 +98,7 @@ class _Walk:
     def __init__(self, model: nn.Module, units: Sequence[UnitSpec], device: torch.device) -> None:
         self.model, self.units = model, units
         self.timeline = Timeline(model, units, device)
-        self.live = LiveStorages(self._node, self._see)
+        self.live = LiveStorages(lambda: self.timeline.node, self._see)
         self._phase = "forward"
         self._most: dict[str, dict[str, int]] = {
             "forward": {},
@@ -122,50 +110,49 @@ class _Walk:
         self._outputs: dict[str, list[weakref.ref[Any]]] = {}
         self._discarded: set[str] = set()
 
-    def _node(self) -> str:
-        return self.timeline.node
-
     def _see(self, live: LiveStorages) -> None:
-        self._raise(self._phase, live.now)
+        alive = {self._phase: live.now}
         if self._phase == "backward":
-            self._raise("without_complete", live.now - self._complete)
-
-    def _raise(self, phase: str, now: int) -> None:
-        most, node = self._most[phase], self._node()
-        most[node] = max(most.get(node, 0), now)
-
-    def _count_complete(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self._complete += parameter.grad.untyped_storage().nbytes()
+            alive["without_complete"] = live.now - self._complete
+        node = self.timeline.node
+        for what, now in alive.items():
+            self._most[what][node] = max(self._most[what].get(node, 0), now)
 
     def step(self, batch: Batch, loss: Loss) -> None:
-        """Forward and backward."""
-        timeline = self.timeline
+        """Forward and backward, within ``timeline`` and ``live``."""
+        timeline, inputs = self.timeline, (batch.args, dict(batch.kwargs), batch.target)
+        self.live.add([*self.model.parameters(), *self.model.buffers()], _PERSISTENT)
+        self.live.add(tensors_in(inputs), self.units[0].name)
         timeline.mark(self.units[0].name)
         with self._noting_outputs():
             output = self.model(*batch.args, **batch.kwargs)
         timeline.mark(self.units[-1].name)
         value = loss(output, batch.target)
-        del output  # freed in training as well, unless the loss saved it
+        # Freed in training as well, unless the loss saved it.
+        del output
         self._saved = self.live.bytes_by_label()
         for name, storages in self._outputs.items():
             if not any(storage() is not None for storage in storages):
                 self._discarded.add(name)
         self._phase = "backward"
-        # torch has not typed its hooks
+
+        def count(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._complete += parameter.grad.untyped_storage().nbytes()
+
+        # Any: torch has not typed its hooks.
         trained: list[Any] = [p for p in self.model.parameters() if p.requires_grad]
-        hooks = [p.register_post_accumulate_grad_hook(self._count_complete) for p in trained]
-        try:
+        with ExitStack() as hooks:
+            for parameter in trained:
+                hooks.callback(parameter.register_post_accumulate_grad_hook(count).remove)
             value.backward()  # type: ignore[no-untyped-call]
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @contextmanager
     def _noting_outputs(self) -> Iterator[None]:
-        """Notes the storages that units leave, without holding them."""
+        """Notes the storages that units leave."""
 
         def note(name: str, output: Any) -> None:
+            # Weakly: held by us none would ever be freed, and every output would seem to be saved.
             storages = [t.untyped_storage() for t in tensors_in(output)]
             self._outputs.setdefault(name, []).extend(weakref.ref(s) for s in storages)
 
@@ -212,12 +199,19 @@ def _gradients_from(model: nn.Module, units: Sequence[UnitSpec]) -> dict[str, in
     for parameter, name in first_unit.items():
         own[name] += parameter.nbytes if parameter.requires_grad else 0
     total, found = 0, {}
+    # Backward begins with the last unit: when a unit is at work, later ones have their gradients.
     for name in reversed(own):
         total += own[name]
         found[name] = total
     return found
 
 
+# [Note: Dry runs]
+# On torch's meta device tensors have shapes and no values. Everything that is asked of an estimate
+# can be had there (units, edges, operations, storages), so that a model need not fit into this
+# machine. What a model does by its values cannot (``.item()``, an index of what is not zero): torch
+# refuses it, and ``estimate`` falls back on real tensors. For attention torch makes the whole
+# matrix of scores there, which no device of today's does in training: see ``FusedAttention``.
 META = torch.device("meta")
 
 _ATTENTION: Any = F.scaled_dot_product_attention
@@ -242,15 +236,13 @@ def dry(workload: Workload) -> Workload:
         return replace(workload, make_batch=make_batch)
     # deepcopy finds the tensors in its memo and copies only the modules around them.
     memo: dict[int, Any] = {id(b): b.to(META) for b in model.buffers()}
-    for parameter in model.parameters():
-        twin = nn.Parameter(parameter.detach().to(META), parameter.requires_grad)
-        memo[id(parameter)] = twin
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(p.detach().to(META), p.requires_grad)
     return replace(workload, model=copy.deepcopy(model, memo), make_batch=make_batch)
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention as fused kernels have it. On the meta device torch takes the way that makes the
-    whole matrix of scores, which no device of today's does in training."""
+    """Attention as fused kernels have it, on the meta device too."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

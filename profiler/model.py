@@ -30,8 +30,6 @@ from .memory import Footprint, measure_footprint
 from .shares import ShareMeter, split_profiles
 from .timing import StepTimes, Timeline, plain_step, update_rates
 
-__all__ = ["device_name", "profile"]
-
 BATCHES = (1, 2, 4, 8, 16, 32)
 OPTIMIZERS = ("sgd", "momentum", "adamw")
 DEGREES = (2, 4, 8)
@@ -49,8 +47,6 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass
 class _Measured:
-    """The medians at one batch size."""
-
     batch: int
     times: StepTimes
     footprint: Footprint
@@ -105,7 +101,8 @@ def profile(
     job = _Job(workload, where, budget_s, progress)
     job.workload.model.to(where)
     job.report(0.0, "finding units")
-    with torch.random.fork_rng(devices=_cuda(where)):
+    devices = [where.index or 0] if where.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
         # Not 1 and 2: a batch of one is refused by batch normalisation in training mode.
         found = discover(workload.model, job.batch(3), job.batch(2))
         with preserved(workload.model):
@@ -117,13 +114,14 @@ def profile(
     job.report(0.95, "measuring optimizers")
     rates = update_rates(workload.model.parameters(), optimizers)
     sizes = tuple(m.batch for m in measured)
+    types = [p.dtype for p in workload.model.parameters() if p.is_floating_point()]
     job.report(1.0, "measured")
     return ModelProfile(
         target=workload.name,
         model=found.fingerprint,
         device=device_name(where),
         device_type=where.type,
-        dtype=_dtype(workload.model),
+        dtype=str(types[0] if types else torch.get_default_dtype()).removeprefix("torch."),
         software=software(),
         batches=sizes,
         units=units,
@@ -132,15 +130,6 @@ def profile(
         step=_curve(sizes, [m.times.total for m in measured]),
         updates=rates,
     )
-
-
-def _cuda(device: torch.device) -> list[int]:
-    return [device.index or 0] if device.type == "cuda" else []
-
-
-def _dtype(model: nn.Module) -> str:
-    types = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    return str(types[0] if types else torch.get_default_dtype()).removeprefix("torch.")
 
 
 def _fitting(job: _Job, found: Discovery, batches: Sequence[int], room_bytes: float) -> list[int]:
@@ -162,7 +151,8 @@ def _fitting(job: _Job, found: Discovery, batches: Sequence[int], room_bytes: fl
         while size > FEW and not fits(size):
             size //= 2
         sizes.add(size)
-    if len(sizes) == 1:  # one size alone makes no curve
+    # One size alone makes no curve.
+    if len(sizes) == 1:
         sizes.add(max(sizes) // 2 or FEW)
     return sorted(sizes)
 
@@ -170,7 +160,6 @@ def _fitting(job: _Job, found: Discovery, batches: Sequence[int], room_bytes: fl
 def _measure(
     job: _Job, found: Discovery, batches: Sequence[int] | None, repeats: int
 ) -> Iterator[_Measured]:
-    """The medians at each batch size."""
     sizes = sorted(set(batches)) if batches else BATCHES
     if sizes[0] < 1:
         raise InputError(f"batch size {sizes[0]} cannot be measured: give at least 1")
@@ -181,7 +170,8 @@ def _measure(
         yield measured
         if batches is None:
             done = measured.times.total
-            late = job.left_s(0.7) < 4 * done and i > 0  # one size alone makes no curve
+            # One size alone makes no curve.
+            late = job.left_s(0.7) < 4 * done and i > 0
             if 2 * done > LONGEST_STEP_S or late:
                 break
 
@@ -190,7 +180,8 @@ def _measure_batch(job: _Job, found: Discovery, size: int, repeats: int, share: 
     model, loss, batch = job.workload.model, job.workload.loss, job.batch(size)
     footprint = measure_footprint(model, found.units, batch, loss, job.device)
     steps, plain = [], []
-    for i in range(repeats + 1):  # the first is not counted
+    # One more than asked for: the first warms up and is not counted.
+    for i in range(repeats + 1):
         model.zero_grad()
         plain.append(plain_step(model, batch, loss, job.device))
         model.zero_grad()
@@ -204,17 +195,16 @@ def _measure_batch(job: _Job, found: Discovery, size: int, repeats: int, share: 
 
 def _medians(steps: Sequence[StepTimes], step_s: float) -> StepTimes:
     """Each node's median, scaled so that they add up to ``step_s``, the step without hooks."""
-    forward = _node_medians([s.forward for s in steps])
-    backward = _node_medians([s.backward for s in steps])
-    factor = step_s / max(StepTimes(forward, backward).total, 1e-12)
-    return StepTimes(
-        {n: v * factor for n, v in forward.items()}, {n: v * factor for n, v in backward.items()}
-    )
 
+    def of_nodes(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+        names = dict.fromkeys(name for row in rows for name in row)
+        return {name: median(row.get(name, 0.0) for row in rows) for name in names}
 
-def _node_medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: median(row.get(name, 0.0) for row in rows) for name in names}
+    found = StepTimes(of_nodes([s.forward for s in steps]), of_nodes([s.backward for s in steps]))
+    factor = step_s / max(found.total, 1e-12)
+    for times in (found.forward, found.backward):
+        times.update({node: seconds * factor for node, seconds in times.items()})
+    return found
 
 
 def _curve(sizes: Sequence[int], values: Sequence[float]) -> Curve:
@@ -229,10 +219,11 @@ def _units(
     middle = job.batch(sizes[len(sizes) // 2])
     calls = capture(model, middle, [u for u in found.units if u.splits])
     meter = ShareMeter(model, job.device, job.start + job.budget_s)
-    wholes = {u.name: _whole(u, sizes, measured) for u in found.units}
+    # Parameters that no unit uses are exchanged all the same: they count to the last one.
     unused = {found.units[-1].name: found.unused}
     bases = {
-        u.name: unit_profile(model, u, wholes[u.name], unused.get(u.name, ())) for u in found.units
+        u.name: unit_profile(model, u, _whole(u, sizes, measured), unused.get(u.name, ()))
+        for u in found.units
     }
     # Should time run short, it was spent where most can be gained: on the most parameters.
     divided = [u for u in found.units if u.splits]
@@ -263,34 +254,33 @@ def _with_fidelity(job: _Job, units: Sequence[UnitProfile], size: int) -> tuple[
     return tuple(found)
 
 
-# Fields of a share that are curves over the batch sizes, and where they were measured.
-_WHOLE: tuple[tuple[Callable[[_Measured], object], tuple[str, ...]], ...] = (
-    (lambda m: m.times, ("forward", "backward")),
-    (lambda m: m.footprint, ("saved", "gradient", "workspace", "fresh", "spared")),
-)
-
-
 def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) -> ShareProfile:
-    curves = {
-        field: _curve(sizes, [getattr(source(m), field).get(unit.name, 0.0) for m in measured])
-        for source, fields in _WHOLE
-        for field in fields
-    }
+    """The whole unit's share: its times and its footprint by batch size."""
+
+    def curve(quantity: str) -> Curve:
+        source = "times" if quantity in ("forward", "backward") else "footprint"
+        rows = [getattr(getattr(m, source), quantity) for m in measured]
+        return _curve(sizes, [row.get(unit.name, 0.0) for row in rows])
+
+    quantities = ("forward", "backward", "saved", "gradient", "workspace", "fresh", "spared")
+    curves = {quantity: curve(quantity) for quantity in quantities}
     return ShareProfile(style="none", degree=1, parameter_bytes=0, **curves)
 
 
 def unit_profile(
-    model: nn.Module,
-    unit: UnitSpec,
-    whole: ShareProfile,
-    unused: Sequence[str] = (),
-    shares: Sequence[ShareProfile] = (),
+    model: nn.Module, unit: UnitSpec, whole: ShareProfile, unused: Sequence[str] = ()
 ) -> UnitProfile:
-    """A unit with its measurements. ``unused`` are parameters that no forward uses: they are held
-    and exchanged all the same, and counted where the caller says."""
+    """A unit with the measurements of its whole. ``unused`` are parameters that no forward uses:
+    they are held and exchanged all the same, and counted where the caller says."""
     shared = canonical_names(model)
     names = [n for n in shared if any(n.startswith(f"{m}.") or m == "" for m in unit.modules)]
-    parameters = tuple(_parameter(model, name, shared[name]) for name in (*names, *unused))
+    parameters = tuple(
+        ParameterProfile(
+            name=name, shared=shared[name], shape=tuple(p.shape), bytes=p.nbytes,
+            trainable=p.requires_grad,
+        )
+        for name, p in ((name, model.get_parameter(name)) for name in (*names, *unused))
+    )  # fmt: skip
     modules = [model.get_submodule(name) for name in unit.modules]
     norms = [x for m in modules for x in m.modules() if isinstance(x, BATCH_NORMS)]
     total = sum(p.bytes for p in {p.shared: p for p in parameters}.values())
@@ -302,10 +292,10 @@ def unit_profile(
         parameters=parameters,
         state_bytes=sum(b.nbytes for m in modules for b in m.buffers()),
         batch_statistics=unit.batch_statistics,
-        # a mean and a sum of squares for each channel, and the count
+        # A mean and a sum of squares for each channel, and the count.
         statistics_bytes=sum(4 * (2 * int(norm.num_features) + 1) for norm in norms),
         splits=split_profiles(model, unit, shared),
-        shares=(msgspec.structs.replace(whole, parameter_bytes=total), *shares),
+        shares=(msgspec.structs.replace(whole, parameter_bytes=total),),
     )
 
 
@@ -316,11 +306,3 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found[name] = first.setdefault(id(parameter), name)
     return found
-
-
-def _parameter(model: nn.Module, name: str, shared: str) -> ParameterProfile:
-    parameter = model.get_parameter(name)
-    return ParameterProfile(
-        name=name, shared=shared, shape=tuple(parameter.shape), bytes=parameter.nbytes,
-        trainable=parameter.requires_grad,
-    )  # fmt: skip

@@ -10,7 +10,7 @@ Python around a redistribution.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from ..planner.schema.plan import Plan, Prediction, Provenance, ScheduleName, Un
 
 ROUNDS, UNCOUNTED = 25, 3
 # What travels at once: all of a toy, and slices as plans mostly choose them.
-BUCKET_BYTES, SLICE_BYTES = 25 * 2**20, 4 * 2**20
+MESSAGE_BYTES: dict[ScheduleName, int] = {"barrier": 25 * 2**20, "priority": 4 * 2**20}
 
 
 class _Toy(NamedTuple):
@@ -58,34 +58,25 @@ class _Excess(NamedTuple):
     moves: int
 
 
-def measure_overhead(rounds: int = ROUNDS) -> StepOverhead:
-    """The barrier's overhead on CPU ranks, as the slowest rank sees it. Collective over the default
-    group.
-
-    On a GPU the host's work runs ahead of the device's and hides behind it: nothing is measured.
-    """
+def measure_overheads(rounds: int = ROUNDS) -> tuple[StepOverhead, StepOverhead]:
+    """Of steps with a barrier and by priority (updates one parameter at a time included), on CPU
+    ranks, as the slowest rank sees them. Collective over the default group."""
     ranks = dist.get_world_size()
     if ranks == 1:
-        return StepOverhead()
+        return StepOverhead(), StepOverhead()
     degree = next(d for d in range(2, ranks + 1) if ranks % d == 0)
     whole = _Toy(DIVIDED_LAYERS, max(8, degree))
     toys = (SMALL, MANY, LARGE, whole, whole._replace(degree=degree))
-    found = _excesses(toys, rounds, "barrier")
-    small, many, large, undivided, divided = (one.seconds for one in found)
-    moves = max((divided - undivided) / found[-1].moves, 0.0)
-    return _overhead(small, many, large, moves)
+    by_barrier = _excesses(toys, rounds, "barrier")
+    by_priority = _excesses(toys[:3], rounds, "priority")
+    undivided, divided = by_barrier[3:]
+    # A redistribution is the same whatever the schedule.
+    move_s = max((divided.seconds - undivided.seconds) / divided.moves, 0.0)
+    return _overhead(by_barrier, move_s), _overhead(by_priority, move_s)
 
 
-def measure_priority_overhead(barrier: StepOverhead, rounds: int = ROUNDS) -> StepOverhead:
-    """The same for slices by priority, updates one parameter at a time included; a redistribution
-    is the ``barrier``'s. Collective over the default group."""
-    if dist.get_world_size() == 1:
-        return StepOverhead()
-    small, many, large = (x.seconds for x in _excesses((SMALL, MANY, LARGE), rounds, "priority"))
-    return _overhead(small, many, large, barrier.move_s)
-
-
-def _overhead(small: float, many: float, large: float, move_s: float) -> StepOverhead:
+def _overhead(found: Sequence[_Excess], move_s: float) -> StepOverhead:
+    small, many, large = (one.seconds for one in found[:3])
     each = max((many - small) / (MANY.parameters - SMALL.parameters), 0.0)
     return StepOverhead(
         step_s=max(small - SMALL.parameters * each, 0.0),
@@ -113,11 +104,19 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
     model = _model(toy)
     planned, optimizer = apply(model, _updated(model), _plan(toy, ranks, schedule))
     assert optimizer is not None, "an optimizer comes back where one was given"
-    meter, sent = run_of(planned).meter, torch.split(torch.zeros(toy.bytes // 4), _piece(schedule))
+    meter = run_of(planned).meter
+    pieces = torch.split(torch.zeros(toy.bytes // 4), MESSAGE_BYTES[schedule] // 4)
+
+    def reduce() -> None:
+        # All pieces under way together, as the executor has them.
+        for work in [dist.all_reduce(piece, async_op=True) for piece in pieces]:
+            assert work is not None, "this rank is of the group"
+            work.wait()
+
     turns: list[Callable[[], object]] = [
         lambda: _step(plain, by_hand, batch),
         lambda: _step(planned, optimizer, batch),
-        lambda: _reduce(sent),
+        reduce,
     ]
     taken: list[list[float]] = [[], [], []]
     for _ in range(rounds + UNCOUNTED):
@@ -125,24 +124,14 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
             dist.barrier()
             start, waited = time.perf_counter(), meter.seconds
             turn()
+            # Waiting in redistributions is predicted by itself.
             seconds.append(time.perf_counter() - start - (meter.seconds - waited))
     plainly, under, wire = (median(seconds[UNCOUNTED:]) for seconds in taken)
     return _Excess(under - plainly - wire, meter.moves // (rounds + UNCOUNTED))
 
 
-def _piece(schedule: ScheduleName) -> int:
-    """Elements that travel at once."""
-    return (SLICE_BYTES if schedule == "priority" else BUCKET_BYTES) // 4
-
-
-def _reduce(pieces: Sequence[Tensor]) -> None:
-    """All pieces under way together, as the executor has them."""
-    for work in [dist.all_reduce(piece, async_op=True) for piece in pieces]:
-        assert work is not None, "this rank is of the group"
-        work.wait()
-
-
 def _updated(model: nn.Module) -> torch.optim.Optimizer:
+    # A rate of nothing: however many steps are made, values stay as they are.
     return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
 
 
@@ -163,18 +152,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> 
 
 def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:
     """Data parallelism, but for the layers that are divided."""
-    nothing = Prediction(
-        step_s=0.0,
-        compute_s=0.0,
-        blocking_s=0.0,
-        exposed_s=0.0,
-        update_s=0.0,
-        exchange_s=0.0,
-        wire_bytes=0,
-        peak_bytes=(0,) * ranks,
-        gpu_seconds=0.0,
-        samples_per_s=0.0,
-    )
     whole, divided = data_parallel(ranks), Layout(groups=ranks // toy.degree, degree=toy.degree)
     units = []
     for i in range(toy.layers):
@@ -189,16 +166,37 @@ def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:
                 style="column" if cut else "none",
             )
         )
+    goal = Goal(batch=2 * ranks)
+    return plan_by_hand(units, goal, schedule, MESSAGE_BYTES[schedule], "toy")
+
+
+def plan_by_hand(
+    units: Iterable[UnitPlan], goal: Goal, schedule: ScheduleName, bucket_bytes: int, target: str
+) -> Plan:
+    """The plan of these units on the ranks as they are numbered, without predictions."""
+    ranks = dist.get_world_size()
+    nothing = Prediction(
+        step_s=0.0,
+        compute_s=0.0,
+        blocking_s=0.0,
+        exposed_s=0.0,
+        update_s=0.0,
+        exchange_s=0.0,
+        wire_bytes=0,
+        peak_bytes=(0,) * ranks,
+        gpu_seconds=0.0,
+        samples_per_s=0.0,
+    )
     return Plan(
-        target="toy",
-        model="toy",
+        target=target,
+        model=target,
         schedule=schedule,
-        bucket_bytes=4 * _piece(schedule),
+        bucket_bytes=bucket_bytes,
         world_size=ranks,
-        goal=Goal(batch=2 * ranks),
+        goal=goal,
         placement=tuple(range(ranks)),
         units=tuple(units),
         prediction=nothing,
         baseline=nothing,
-        provenance=Provenance(solver="none", status="manual", profile="", cluster=""),
+        provenance=Provenance(solver="hand", status="manual", profile="", cluster=""),
     )

@@ -17,8 +17,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..executor.comm.agreement import rank_zero_decides, together
 from ..executor.launch.processes import Ranks
@@ -34,6 +32,7 @@ from ..executor.launch.start import (
 from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
 from ..models.target import try_out, workload
+from ..models.units.storages import tensors_in
 from ..models.workload import Workload
 from ..planner.schema import cache
 from ..planner.schema.cache import DocumentT
@@ -75,12 +74,8 @@ def profile_on_ranks(
     *,
     refresh: bool = False,
 ) -> ModelProfile:
-    """Rank 0's profile, on every rank; collective.
-
-    On the CPU all ranks measure at once: they share caches and memory bandwidth in the run that is
-    to be predicted, so they do here. On a GPU, which each rank has to itself, rank 0 measures.
-    Unless ``refresh`` asks for these ``batches``, they are taken as far as they fit.
-    """
+    """Rank 0's profile, on every rank; collective. Unless ``refresh`` asks for these ``batches``,
+    they are taken as far as they fit."""
 
     def measure() -> ModelProfile:
         step = progress if dist.get_rank() == 0 else None
@@ -90,13 +85,14 @@ def profile_on_ranks(
         )
 
     def measure_together() -> ModelProfile:
+        # See [Note: What is measured together].
         if device.type != "cpu" or dist.get_world_size() == 1:
             return rank_zero_decides(measure)
         own = together(measure)
         return rank_zero_decides(lambda: own)
 
-    mark = profile_mark(workload, batches, device, local_ranks())
-    return _once(ModelProfile, mark, measure_together, refresh)
+    key = _profile_key(workload, batches, device)
+    return _once(ModelProfile, key, measure_together, refresh)
 
 
 def cluster_of_ranks(
@@ -119,15 +115,14 @@ def cluster_of_ranks(
 def _probe(device: torch.device, progress: Step | None) -> Cluster:
     """The links, and what the executor itself adds to a step. Collective."""
     cluster = probe_ranks(device=device, progress=progress)
+    # On a GPU the host's work runs ahead of the device's and hides behind it: it costs nothing.
     if device.type != "cpu":
         return cluster
     # Here, as it brings the whole executor, which planning for other devices can do without.
-    from .overhead import measure_overhead, measure_priority_overhead
+    from .overhead import measure_overheads
 
-    overhead = measure_overhead()
-    return msgspec.structs.replace(
-        cluster, overhead=overhead, priority_overhead=measure_priority_overhead(overhead)
-    )
+    overhead, priority = measure_overheads()
+    return msgspec.structs.replace(cluster, overhead=overhead, priority_overhead=priority)
 
 
 def single_rank(device: torch.device) -> Cluster:
@@ -148,35 +143,30 @@ def local_ranks() -> int:
 
 
 def _once(
-    cls: type[DocumentT], mark: str, make: Callable[[], DocumentT], refresh: bool
+    cls: type[DocumentT], key: str, make: Callable[[], DocumentT], refresh: bool
 ) -> DocumentT:
-    """The document that rank 0 remembers, else made by all ranks and remembered. Collective."""
-    known = None if refresh else rank_zero_decides(lambda: cache.get(cls, mark))
+    """The document in rank 0's cache, else made by all ranks and put there. Collective."""
+    known = None if refresh else rank_zero_decides(lambda: cache.get(cls, key))
     if known is not None:
         return known
     made = make()
     if dist.get_rank() == 0:
-        cache.put(made, mark)
+        cache.put(made, key)
     return made
 
 
-def profile_mark(
-    workload: Workload, batches: Sequence[int] | None, device: torch.device, sharing: int
-) -> str:
-    """What a profile is remembered by."""
+def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torch.device) -> str:
+    # All that times and bytes depend on. The weights' values are not part of it.
     model = workload.model
     with torch.random.fork_rng():
         batch = workload.make_batch(1)
-    inputs = [
-        (tuple(leaf.shape), str(leaf.dtype))
-        for leaf in pytree.tree_leaves((batch.args, dict(batch.kwargs), batch.target))
-        if isinstance(leaf, Tensor)
-    ]
+    given = tensors_in((batch.args, dict(batch.kwargs), batch.target))
+    inputs = [(tuple(t.shape), str(t.dtype)) for t in given]
     parameters = [
         (name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for name, p in model.named_parameters(remove_duplicate=False)
     ]
-    where = (device_name(device), sharing, torch.get_num_threads(), software())
+    where = (device_name(device), local_ranks(), torch.get_num_threads(), software())
     return _digest("profile", workload.name, repr(model), parameters, inputs, batches, where)
 
 
@@ -207,7 +197,8 @@ def profile(
 ) -> ModelProfile:
     """See ``api.profile``."""
     if device is not None and device.split(":")[0] not in ("cpu", "cuda"):
-        datasheet(device)  # an unknown device is told before any work
+        # An unknown device is told before any work.
+        datasheet(device)
         return estimate(_dry_workload(target), device, batches=batches)
     chosen = workload(target)
     try_out(chosen)

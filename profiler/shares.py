@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..models.replay import UnitCall, run_modules
 from ..models.spec import SplitSpec, UnitSpec
 from ..models.splits import apply_split
 from ..models.splits.check import isolated, member_call
+from ..models.units.storages import tensors_in
 from ..planner.schema.capability import degrees
 from ..planner.schema.profile import ShareProfile, SplitProfile, UnitProfile
 from .memory import SavedTensors
@@ -57,6 +57,7 @@ class ShareMeter:
                 if not degrees(profile, split.style, degree):
                     continue
                 ratio = self._ratio(unit, split, call, degree)
+                # No time was left for it.
                 if ratio is None:
                     continue
                 size = self._shard_bytes(unit, split, degree)
@@ -95,6 +96,7 @@ class ShareMeter:
         modules = [self._model.get_submodule(name) for name in unit.modules]
         shapes = [tuple(p.shape) for module in modules for p in module.parameters()]
         inputs = [tuple(t.shape) for t in call.tensors()]
+        # Modules by what they print: equal layers have the same sizes and settings.
         key = (unit.kind, split.style, degree, *map(str, modules), *shapes, *inputs)
         if key not in self._known:
             late = time.perf_counter() > self._deadline
@@ -116,12 +118,8 @@ class ShareMeter:
             (cost_of(holder, unit, call, self._device), cost_of(shard, unit, given, self._device))
             for _ in range(ROUNDS + 1)
         ][1:]
-        whole, part = (_median(costs) for costs in zip(*rounds, strict=True))
+        whole, part = (map(median, zip(*costs, strict=True)) for costs in zip(*rounds, strict=True))
         return Cost(*map(_over, part, whole))
-
-
-def _median(costs: Sequence[Cost]) -> Cost:
-    return Cost(*map(median, zip(*costs, strict=True)))
 
 
 def _over(part: float, whole: float) -> float:
@@ -137,8 +135,9 @@ def cost_of(holder: nn.Module, unit: UnitSpec, call: UnitCall, device: torch.dev
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
         output = run_modules(holder, unit.modules, given)
     middle = clock.now()
-    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    leaves = [t for t in tensors_in(output) if t.requires_grad]
     gradients = [torch.ones_like(t) for t in leaves]
+    # Making the gradients is no part of the backward: a second moment in between.
     turn = clock.now()
     if leaves:
         torch.autograd.backward(leaves, gradients)

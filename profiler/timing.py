@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..models.spec import UnitSpec
+from ..models.units.storages import tensors_in
 from ..models.workload import Batch
 from ..planner.schema.errors import InputError
 from ..planner.schema.profile import UpdateRate
@@ -80,7 +80,10 @@ class Timeline:
         # Weakly: tensors that nothing else holds are freed as in training.
         self._made: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._handles: list[Any] = []
-        self._before = _nodes_before(self.units)
+        # An input that no unit made is of the node before: its glue, else the unit before it.
+        self._before = {b.name: a.name for a, b in pairwise(self.units)}
+        # After a unit its glue is at work. A unit that follows marks itself when it is entered.
+        self._after = {a.name: a.name if b.modules else b.name for a, b in pairwise(self.units)}
 
     def __enter__(self) -> Timeline:
         for unit in self.units:
@@ -106,7 +109,7 @@ class Timeline:
 
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 self._watch(tensor, self._before[name])
             self.mark(name)
 
@@ -114,16 +117,11 @@ class Timeline:
 
     def _leave(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 self._watch(tensor, name)
-            self.mark(self._after(name))
+            self.mark(self._after.get(name, name))
 
         return hook
-
-    def _after(self, name: str) -> str:
-        place = next(i for i, u in enumerate(self.units) if u.name == name)
-        following = self.units[min(place + 1, len(self.units) - 1)]
-        return name if following.modules else following.name
 
     def _watch(self, tensor: Tensor, maker: str) -> None:
         """Marks ``maker`` when a gradient arrives at a tensor that it made."""
@@ -148,13 +146,10 @@ class Timeline:
         self.marks.append((self.clock.now(), ""))
         self.clock.finish()
         self._made.clear()
-        return StepTimes(self._sum(0, turn), self._sum(turn, len(self.marks) - 1))
-
-    def _sum(self, start: int, end: int) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for i in range(start, end):
-            (moment, node), (after, _) = self.marks[i], self.marks[i + 1]
-            found[node] = found.get(node, 0.0) + self.clock.seconds(moment, after)
+        found = StepTimes()
+        for i, ((moment, node), (after, _)) in enumerate(pairwise(self.marks)):
+            times = found.forward if i < turn else found.backward
+            times[node] = times.get(node, 0.0) + self.clock.seconds(moment, after)
         return found
 
 
@@ -166,16 +161,6 @@ def plain_step(model: nn.Module, batch: Batch, loss: Loss, device: torch.device)
     end = clock.now()
     clock.finish()
     return clock.seconds(start, end)
-
-
-def _nodes_before(units: Sequence[UnitSpec]) -> dict[str, str]:
-    """For each unit the node that made an input which no unit made: the glue before it, else the
-    node before it."""
-    return {b.name: a.name for a, b in pairwise(units)}
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 # Of so many bytes of parameters copies are made at most; rates are per byte.
@@ -211,21 +196,16 @@ def update_rates(
         return tuple(UpdateRate(optimizer=name, seconds_per_byte=0.0) for name in optimizers)
     for copy in copies:
         copy.grad = torch.full_like(copy, 1e-3)
-    size = sum(c.nbytes for c in copies)
-    return tuple(
-        UpdateRate(optimizer=name, seconds_per_byte=_update_s(copies, name, rounds) / size)
-        for name in optimizers
-    )
-
-
-def _update_s(copies: list[Tensor], name: str, rounds: int) -> float:
-    optimizer = OPTIMIZERS[name](copies)
-    taken = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        optimizer.step()
-        synchronise(copies[0].device)
-        taken.append(time.perf_counter() - start)
-        if len(taken) > LEAST_ROUNDS and sum(taken) > LONG_S:
-            break
-    return median(taken[1:])  # the first makes the state
+    size, rates = sum(c.nbytes for c in copies), []
+    for name in optimizers:
+        optimizer, taken = OPTIMIZERS[name](copies), list[float]()
+        for _ in range(rounds + 1):
+            start = time.perf_counter()
+            optimizer.step()
+            synchronise(copies[0].device)
+            taken.append(time.perf_counter() - start)
+            if len(taken) > LEAST_ROUNDS and sum(taken) > LONG_S:
+                break
+        # The first step makes the state and does not count.
+        rates.append(UpdateRate(optimizer=name, seconds_per_byte=median(taken[1:]) / size))
+    return tuple(rates)

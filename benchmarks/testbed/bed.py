@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from meshwright.planner.schema.errors import InputError, RunError
@@ -93,15 +92,15 @@ class Bed:
         self.rates = rates
         self._name = f"{_PREFIX}{os.getpid()}"
 
-    # -- building and removing -----------------------------------------------------------------
-
     def __enter__(self) -> Bed:
         reason = missing()
         if reason is not None:
             raise InputError(reason)
+        # What a killed process has left has the same addresses.
         sweep()
         if any(name.startswith(f"{self._name}-") for name in _namespaces()):
             raise InputError("this process has a test bed already: leave that one first")
+        # For a process that ends without leaving the context.
         atexit.register(self.remove)
         try:
             self._build()
@@ -110,12 +109,7 @@ class Bed:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     @property
@@ -125,50 +119,40 @@ class Bed:
 
     def _build(self) -> None:
         cores = sorted(os.sched_getaffinity(0))
-        _ip("netns", "add", self.switch)
+        _run("ip", "netns", "add", self.switch)
         _inside(self.switch, "ip", "link", "add", "br0", "type", "bridge")
         _inside(self.switch, "ip", "link", "set", "br0", "up")
         for number in range(self.count):
-            host = Host(
-                number,
-                f"host{number}",
-                f"{NETWORK}.{number + 1}",
-                f"{self._name}-host{number}",
-                cores[number % len(cores)],
-            )
-            self.hosts.append(host)
-            self._connect(host)
+            own, port = f"{self._name}-host{number}", f"port{number}"
+            address, core = f"{NETWORK}.{number + 1}", cores[number % len(cores)]
+            self.hosts.append(host := Host(number, f"host{number}", address, own, core))
+            _run("ip", "netns", "add", own)
+            pair = ("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0")
+            _inside(self.switch, *pair, "netns", own)
+            _inside(self.switch, "ip", "link", "set", port, "master", "br0", "up")
+            _inside(own, "ip", "link", "set", "lo", "up")
+            _inside(own, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
+            _inside(own, "ip", "link", "set", "eth0", "up")
             self.set_rate(host, self.rates[number])
-
-    def _connect(self, host: Host) -> None:
-        _ip("netns", "add", host.namespace)
-        port = f"port{host.number}"
-        _inside(
-            self.switch,
-            *("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0"),
-            *("netns", host.namespace),
-        )
-        _inside(self.switch, "ip", "link", "set", port, "master", "br0", "up")
-        _inside(host.namespace, "ip", "link", "set", "lo", "up")
-        _inside(host.namespace, "ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
-        _inside(host.namespace, "ip", "link", "set", "eth0", "up")
 
     def remove(self) -> None:
         """Ends every process on the hosts and takes the bed away. Harmless where it is gone."""
         atexit.unregister(self.remove)
         _remove(f"{self._name}-")
+        self._reap()
+        self.hosts.clear()
+
+    def _reap(self) -> None:
         for process in self._running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILL_S)
         self._running.clear()
-        self.hosts.clear()
-
-    # -- links ---------------------------------------------------------------------------------
 
     def set_rate(self, host: Host, mbit_s: float) -> None:
         """Gives a host's link another rate, each way; while something runs, too."""
         rate = f"{mbit_s:.6f}mbit"
         limit = int(max(mbit_s * 1e6 / 8 * QUEUE_S, 2 * self.burst_bytes))
+        # Each way has a bucket of its own, at the end that sends.
         for namespace, device in ((host.namespace, "eth0"), (self.switch, f"port{host.number}")):
             _inside(
                 namespace,
@@ -183,8 +167,6 @@ class Bed:
     def restore(self, host: Host) -> None:
         """Joins a link that was cut."""
         _inside(self.switch, "ip", "link", "set", f"port{host.number}", "up")
-
-    # -- running -------------------------------------------------------------------------------
 
     def start(
         self,
@@ -210,14 +192,15 @@ class Bed:
     ) -> list[subprocess.Popen[str]]:
         """Starts ``SCRIPT ARGS…`` on all hosts with torchrun, which meet at host 0, and returns at
         once; the torchrun of each host, its outputs in pipes."""
+        torchrun = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", str(self.count), "--nproc-per-node", str(nproc)),
+            *("--master-addr", self.hosts[0].address, "--master-port", "29500"),
+        ]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return [
             self.start(
-                host,
-                [*_torchrun(self.count, host, self.hosts[0], nproc), *program],
-                environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                host, [*torchrun, "--node-rank", str(host.number), *program], environment, **pipes
             )
             for host in self.hosts
         ]
@@ -250,19 +233,7 @@ class Bed:
         """Kills whatever runs on the hosts."""
         for host in self.hosts:
             _kill(host.namespace)
-        for process in self._running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_KILL_S)
-        self._running.clear()
-
-
-def _torchrun(count: int, host: Host, first: Host, nproc: int) -> list[str]:
-    return [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", str(count), "--nproc-per-node", str(nproc)),
-        *("--node-rank", str(host.number)),
-        *("--master-addr", first.address, "--master-port", "29500"),
-    ]
+        self._reap()
 
 
 def sweep() -> None:
@@ -278,14 +249,17 @@ def sweep() -> None:
 def _remove(prefix: str) -> None:
     """Removes the namespaces with that beginning, and every process in them."""
     found = [name for name in _namespaces() if name.startswith(prefix)]
+    # First the processes: a namespace lives on as long as one is in it.
     for name in found:
         _kill(name)
     for name in found:
-        with contextlib.suppress(RunError):  # gone meanwhile
-            _ip("netns", "delete", name)
+        # Another process may have swept it meanwhile.
+        with contextlib.suppress(RunError):
+            _run("ip", "netns", "delete", name)
 
 
 def _kill(namespace: str) -> None:
+    # Again until none is left: one may have started another meanwhile.
     deadline = time.monotonic() + _KILL_S
     while time.monotonic() < deadline:
         listed = subprocess.run(
@@ -303,10 +277,6 @@ def _kill(namespace: str) -> None:
 def _namespaces() -> list[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
     return [line.split()[0] for line in listed.stdout.splitlines() if line.strip()]
-
-
-def _ip(*arguments: str) -> None:
-    _run("ip", *arguments)
 
 
 def _inside(namespace: str, *arguments: str) -> None:

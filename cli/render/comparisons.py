@@ -1,4 +1,5 @@
-"""Tables that hold one thing against another: two plans, a plan against a run or one process."""
+"""Tables that hold one thing against another: two plans, a plan against a run or one process, and
+many plans over cluster sizes or as the front of step time and device time."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from ...planner.explain.compare import Comparison
-from ...planner.schema.text import seconds, size
+from ...planner.explain.front import Front
+from ...planner.explain.what_if import Size, Sizes
+from ...planner.schema.text import gap_text, seconds, size
 from .table import filled_table
 
-if TYPE_CHECKING:  # these load torch
+# They load torch, which comparing plans need not wait for.
+if TYPE_CHECKING:
     from ...executor.launch.report import BackgroundFigures, RunReport
     from ...executor.launch.verify import Verification
 
@@ -63,25 +67,26 @@ _NO_VALUE = {
 
 
 def _setting(name: str, value: str) -> str:
-    """A setting as people write it."""
     if not value:
         return _NO_VALUE.get(name, "no limit")
-    words = [_shown(name, part) for part in value.split(", ")]
+    words = []
+    for text in value.split(", "):
+        if name.endswith("_bytes") and text.isdigit():
+            words.append(size(int(text)))
+        elif name.endswith("time_limit_s"):
+            words.append(seconds(float(text)))
+        else:
+            words.append(
+                {"True": "yes", "False": "no", "gpu_seconds": "device time"}.get(text, text)
+            )
     return ", ".join(words)
-
-
-def _shown(name: str, text: str) -> str:
-    if name.endswith("_bytes") and text.isdigit():
-        return size(int(text))
-    if name.endswith("time_limit_s"):
-        return seconds(float(text))
-    return {"True": "yes", "False": "no", "gpu_seconds": "device time"}.get(text, text)
 
 
 def comparison_tables(found: Comparison, first: str, second: str) -> list[Table | str]:
     """What two plans predict, and where they differ."""
     parts: list[Table | str] = []
     rows = []
+    # A figure that is not listed above is shown under its field's name.
     for figure in found.figures:
         name, show = QUANTITIES.get(figure.name, (figure.name, str))
         by = f"{figure.second / figure.first:.2f}" if figure.first else ""
@@ -132,18 +137,15 @@ def _predicted_and_measured(
 def _step_with_background(
     report: RunReport, job: BackgroundFigures
 ) -> list[tuple[str, str, str, str]]:
-    """The step while the background job was stopped, which is what a plan predicts; and the mean of
-    all, which is what its limit is about."""
+    """The step while the background job was stopped, and the mean of all steps."""
+    # The first is what a plan predicts, the second what the job's limit is about.
     first, second = "step time, background job held", "  with it, on average"
-    if not job.steps:
-        return [
-            _predicted_and_measured(first, seconds, report.predicted.step_s, None),
-            _predicted_and_measured(second, seconds, None, None),
-        ]
-    second += f" ({job.slowdown:.2f} times that, limit {job.limit:g})"
-    mean_s = job.undisturbed_s * job.slowdown
+    held_s = mean_s = None
+    if job.steps:
+        held_s, mean_s = job.undisturbed_s, job.undisturbed_s * job.slowdown
+        second += f" ({job.slowdown:.2f} times that, limit {job.limit:g})"
     return [
-        _predicted_and_measured(first, seconds, report.predicted.step_s, job.undisturbed_s),
+        _predicted_and_measured(first, seconds, report.predicted.step_s, held_s),
         _predicted_and_measured(second, seconds, None, mean_s),
     ]
 
@@ -174,3 +176,65 @@ def verification_table(found: Verification) -> Table:
         for d in found.deviations
     ]
     return filled_table(title, headings, rows)
+
+
+def sizes_table(found: Sizes) -> list[Table | str]:
+    """A row for each cluster size, then how the clusters were made and why some do not fit."""
+    headings = ("ranks", "nodes", "step", "over data parallel", "samples/s", "gap",
+                "device time/sample", "solver", "fits")  # fmt: skip
+    title = f"{found.target}, global batch {found.batch}"
+    table = filled_table(title, headings, [_size(row) for row in found.rows])
+    # Some reasons begin with the size themselves.
+    why = [
+        row.why if row.why.startswith(f"{row.ranks} ranks ") else f"{row.ranks} ranks: {row.why}"
+        for row in found.rows
+        if not row.fits
+    ]
+    if any(row.fits and not row.baseline_fits for row in found.rows):
+        why.insert(0, "* data parallelism would not fit in memory there; this plan does.")
+    return [table, f"Of the given cluster's kind: {found.how}.", *why]
+
+
+def _size(row: Size) -> tuple[str, ...]:
+    lead = str(row.ranks), str(row.nodes)
+    if row.step_s is None or row.speedup is None:
+        return (*lead, "-", "-", "-", "-", "-", row.solver, "no")
+    over = f"{row.speedup:.2f}" + ("" if row.baseline_fits else "*")
+    return (
+        *lead,
+        seconds(row.step_s),
+        over,
+        f"{row.samples_per_s or 0:,.0f}",
+        _gap(row.gap),
+        seconds(row.gpu_seconds_per_sample or 0.0),
+        row.solver,
+        "yes",
+    )
+
+
+def _gap(gap: float | None) -> str:
+    return "unknown" if gap is None else gap_text(gap)
+
+
+def front_table(found: Front) -> list[Table | str]:
+    """The front, fastest first."""
+    headings = ("step", "device time", "x one device", "samples/s", "over data parallel", "gap",
+                "layouts")  # fmt: skip
+    rows = [
+        (
+            seconds(p.step_s),
+            seconds(p.gpu_seconds),
+            f"{p.amplification:.3f}",
+            f"{p.samples_per_s:,.0f}",
+            f"{p.speedup:.2f}",
+            _gap(p.gap),
+            " ".join(p.layouts),
+        )
+        for p in found.points
+    ]
+    title = f"{found.target} on {found.ranks} ranks, global batch {found.batch}"
+    return [
+        filled_table(title, headings, rows),
+        f"One device would take {seconds(found.alone_s)} for the whole batch; plan with "
+        "--amplification-limit to have one of these.",
+    ]

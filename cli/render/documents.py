@@ -23,7 +23,8 @@ def gain(plan: Plan) -> str:
     costs to fit where that does not."""
     by = plan.speedup
     counts = f", in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
-    same = abs(by - 1) < 0.005
+    # A factor that would be shown as 1.00.
+    same = abs(by - 1) < SEEN
     if plan.baseline_fits:
         text = "the same as" if same else f"{by:.2f} times as fast as"
         return f"Predicted to be {text} plain data parallelism{counts}"
@@ -69,14 +70,6 @@ def bound_sentence(found: Bottleneck) -> str:
 LINK_NAMES = {"inter": "between nodes", "intra": "inside nodes"}
 # Recomputing that takes less of the step is not mentioned.
 RECOMPUTED = 0.02
-
-
-def single_device_sentence(single_device_s: float, ranks: int) -> str:
-    """That one device is quicker than a plan for so many ranks."""
-    return (
-        f"One device by itself would take {seconds(single_device_s)} for the whole batch, less "
-        f"than this plan, and fits in its memory: --ranks 1,{ranks} compares sizes."
-    )
 
 
 # A gap up to which a plan is said to be the best: what solvers take for none.
@@ -180,19 +173,19 @@ PREDICTED = (
 )  # fmt: skip
 
 
-def _quantity(prediction: Prediction, name: str) -> float:
-    """A predicted quantity; of those that differ by rank the largest."""
-    value: float | tuple[int, ...] = getattr(prediction, name)
-    return max(value, default=0) if isinstance(value, tuple) else value
-
-
 def prediction_table(plan: Plan) -> Table:
     """The predicted step, part by part, beside plain data parallelism."""
     table = empty_table("Predicted for one step", ("", "this plan", "data parallel"))
-    rows = []
-    for name in PREDICTED:
-        what, show = QUANTITIES[name]
-        rows.append((what, *(show(_quantity(p, name)) for p in (plan.prediction, plan.baseline))))
+
+    def shown(prediction: Prediction, name: str) -> str:
+        value = getattr(prediction, name)
+        # Of what differs by rank the largest: the fullest rank is the one that may fail.
+        return QUANTITIES[name][1](max(value, default=0) if isinstance(value, tuple) else value)
+
+    rows = [
+        (QUANTITIES[name][0], *(shown(p, name) for p in (plan.prediction, plan.baseline)))
+        for name in PREDICTED
+    ]
     if plan.goal.background:
         times = plan.goal.slowdown
         slowed, theirs = (seconds(p.step_s * times) for p in (plan.prediction, plan.baseline))

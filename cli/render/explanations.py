@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.table import Table
 
 from ...planner.explain.compare import policy_words
-from ...planner.explain.device_time import DeviceTime
 from ...planner.explain.what_if import Gain
-from ...planner.explain.why import Alternative, Explanation, LimitUse, UnitExplanation
+from ...planner.explain.why import (
+    Alternative,
+    DeviceTime,
+    Explanation,
+    LimitUse,
+    UnitExplanation,
+)
 from ...planner.schema.text import seconds, size
 from .folding import fold as folded
 from .folding import unfolded
@@ -40,13 +45,14 @@ def explanation_tables(
     """Each unit's cost and what its alternatives would give, then what binds, then what more of
     anything would buy (of the ``objective`` of the goal)."""
     parts: list[Table | str] = [_units(found, fold=fold), *_words(found)]
+    # Without times nothing can be a multiple of one device's.
     if found.device_time.alone_s:
         parts.append(_device_time(found.device_time))
     if len(found.limits) > 1:
         rows = [_limit(use) for use in found.limits]
         parts.append(filled_table("Limits", ("", "used", "allowed", ""), rows))
     if found.gains:
-        parts += [_gains(found.gains, objective)]
+        parts.append(_gains(found.gains, objective))
     return parts
 
 
@@ -54,6 +60,7 @@ def _units(found: Explanation, *, fold: bool) -> Table:
     headings = ("unit", "layout", "compute", "blocking", "exchange", "if instead", "step", "but")
     title = "Each unit, and the step if it alone were decided otherwise"
     table = empty_table(title, headings, left=2)
+    # What changes and what it breaks are read together: names are folded instead.
     for column in table.columns[6:]:
         column.no_wrap = True
 
@@ -153,7 +160,6 @@ def _words(found: Explanation) -> Iterator[str]:
 
 
 def _device_time(found: DeviceTime) -> Table:
-    """The amplification, part by part."""
     parts = (
         ("one device, whole batch at once", found.alone_s),
         ("smaller or divided shares", found.shares_s),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -24,12 +23,23 @@ def memory_tables(found: MemoryTimeline, *, fold: bool = True) -> list[Table | s
     """Each different timeline as a table, and a sentence on its peak."""
     parts: list[Table | str] = []
     for one in found.timelines:
-        parts += [_table(found.target, one, fold=fold), _sentence(one)]
+        peak = one.peak
+        held = sorted(peak.by_class().items(), key=lambda item: -item[1])[:2]
+        most = " and ".join(f"{CLASS_NAMES[name]} {size(count)}" for name, count in held)
+        parts.append(_table(found.target, one, fold=fold))
+        parts.append(
+            f"Most is alive in the {peak.phase} of {peak.unit}: {size(peak.total)} of "
+            f"{size(one.limit_bytes)}, of it {most}."
+        )
     return parts
 
 
+def _classes(one: RankTimeline) -> list[str]:
+    return [name for name in CLASS_NAMES if any(getattr(m, name) for m in one.moments)]
+
+
 def _table(target: str, one: RankTimeline, *, fold: bool) -> Table:
-    used = [name for name in CLASS_NAMES if any(getattr(m, name) for m in one.moments)]
+    used = _classes(one)
     headings = ("point", "unit", *(CLASS_NAMES[name] for name in used), "total")
     unit, bytes_ = next((u, n) for u, n in _UNITS if one.peak.total >= n or n == 1)
     title = f"Memory of {target} on {_ranks(one)}, in {unit}"
@@ -60,7 +70,7 @@ def _rows(one: RankTimeline, *, fold: bool) -> list[tuple[Moment, str]]:
 
 
 def _short(name: str) -> str:
-    """The end of a long name, which says more than its beginning."""
+    # The end of a long name says more than its beginning.
     return name if len(name) <= WIDTH else f"…{name[1 - WIDTH :]}"
 
 
@@ -70,35 +80,22 @@ def _ranks(one: RankTimeline) -> str:
     return f"{len(one.ranks)} ranks ({one.ranks[0]} to {one.ranks[-1]})"
 
 
-def _sentence(one: RankTimeline) -> str:
-    peak = one.peak
-    held = sorted(peak.by_class().items(), key=lambda item: -item[1])[:2]
-    most = " and ".join(f"{CLASS_NAMES[name]} {size(count)}" for name, count in held)
-    return (
-        f"Most is alive in the {peak.phase} of {peak.unit}: {size(peak.total)} of "
-        f"{size(one.limit_bytes)}, of it {most}."
-    )
-
-
 def plot_memory(found: MemoryTimeline, path: Path) -> None:
     """Draws the fullest ranks' timeline into ``path`` (.png, .svg or .pdf). Raises ``InputError``
     where matplotlib is missing or cannot write such a file."""
+    # The timelines come with the fullest ranks first.
     one = found.timelines[0]
-    with figure_in(path, figsize=(10, 5)) as axes:
-        _draw(axes, one)
-        axes.set_title(f"{found.target}: {_ranks(one)}")
-
-
-def _draw(axes: Any, one: RankTimeline) -> None:
-    """Classes on top of each other over the points of the step, and the limit."""
-    places = range(len(one.moments))
-    used = [name for name in CLASS_NAMES if any(getattr(m, name) for m in one.moments)]
+    used = _classes(one)
     layers = [[getattr(m, name) / 2**20 for m in one.moments] for name in used]
-    axes.stackplot(places, layers, labels=[CLASS_NAMES[name] for name in used], step="mid")
-    axes.axhline(one.limit_bytes / 2**20, color="black", linestyle="--", label="limit")
     turn = sum(m.phase == "forward" for m in one.moments)
-    axes.axvline(turn - 0.5, color="grey", linewidth=0.8)
-    axes.set_xlabel("forward, backward, update: units in the order in which they work")
-    axes.set_ylabel("MiB")
-    axes.set_ylim(bottom=0, top=1.15 * max(one.peak.total / 2**20, 1e-9))
-    axes.legend(loc="upper left", fontsize="small")
+    with figure_in(path, figsize=(10, 5)) as axes:
+        labels = [CLASS_NAMES[name] for name in used]
+        axes.stackplot(range(len(one.moments)), layers, labels=labels, step="mid")
+        axes.axhline(one.limit_bytes / 2**20, color="black", linestyle="--", label="limit")
+        axes.axvline(turn - 0.5, color="grey", linewidth=0.8)
+        axes.set_xlabel("forward, backward, update: units in the order in which they work")
+        axes.set_ylabel("MiB")
+        # By what is held, not by the limit: that may be many times as high.
+        axes.set_ylim(bottom=0, top=1.15 * max(one.peak.total / 2**20, 1e-9))
+        axes.legend(loc="upper left", fontsize="small")
+        axes.set_title(f"{found.target}: {_ranks(one)}")

@@ -7,11 +7,10 @@ from typing import Any
 
 from rich.table import Table
 
-from ...planner.multiplex.gaps import Interval
-from ...planner.multiplex.report import ClusterReport, utilisation
-from ...planner.multiplex.simulation import ClusterRun, DeviceClass
-from ...planner.multiplex.trace import devices_of
+from ...planner.multiplex.report import ClusterReport, devices_of, utilisation
+from ...planner.multiplex.simulation import ClusterRun
 from ...planner.schema.text import seconds
+from ...planner.simulate.events import Interval
 from .plots import figure_in
 from .table import filled_table
 
@@ -22,7 +21,14 @@ SHOWN_STEPS = 2.0
 
 def cluster_tables(found: ClusterReport) -> list[Table | str]:
     """Jobs, classes of devices, and the cluster's throughput in a few sentences."""
-    return [_jobs(found), _classes(found), "\n".join(_throughput(found))]
+    horizon_s = found.horizon_s
+    rows = []
+    for one in found.classes:
+        parts = one.foreground_s, one.background_s, one.idle_s
+        rows.append((devices_of(one.devices), *(f"{100 * s / horizon_s:.1f}%" for s in parts)))
+    title = "Devices that see the same, and what their time goes to"
+    classes = filled_table(title, ("devices", "foreground", "background", "idle"), rows)
+    return [_jobs(found), classes, "\n".join(_throughput(found))]
 
 
 def _throughput(found: ClusterReport) -> list[str]:
@@ -71,20 +77,6 @@ def _jobs(found: ClusterReport) -> Table:
     return filled_table(title, headings, rows)
 
 
-def _classes(found: ClusterReport) -> Table:
-    headings = ("devices", "foreground", "background", "idle")
-    rows = [
-        (
-            devices_of(one.devices),
-            f"{100 * one.foreground_s / found.horizon_s:.1f}%",
-            f"{100 * one.background_s / found.horizon_s:.1f}%",
-            f"{100 * one.idle_s / found.horizon_s:.1f}%",
-        )
-        for one in found.classes
-    ]
-    return filled_table("Devices that see the same, and what their time goes to", headings, rows)
-
-
 def plot_cluster(run: ClusterRun, path: Path) -> None:
     """Draws the device map of the first steps and the utilisation over the horizon into ``path``
     (.png, .svg or .pdf). Raises ``InputError`` where matplotlib is missing or cannot write it."""
@@ -94,14 +86,19 @@ def plot_cluster(run: ClusterRun, path: Path) -> None:
 
 
 def _draw_map(axes: Any, run: ClusterRun) -> None:
-    """A band for each class, as high as its devices are many (by square root, so that the few
-    devices of a narrow burst can be seen beside hundreds)."""
-    steps = [run.steps_of(i).step_s for i in range(len(run.foregrounds))]
+    """A band for each class, as high as the square root of its devices."""
+    steps = (step.step_s for step in run.steps)
     until_s = min(SHOWN_STEPS * max(steps, default=run.horizon_s), run.horizon_s)
     at, ticks, names = 0.0, [], []
     for one in run.classes:
+        # By square root the few devices of a narrow burst can be seen beside hundreds.
         height = len(one.devices) ** 0.5
-        for what, intervals in _rows(one):
+        rows: dict[str, list[Interval]] = {
+            "background": [(f.start_s, f.end_s) for f in one.filled if f.pieces],
+            "foreground": [interval for interval, _, _ in one.computing],
+            "communication": [interval for interval, _, _ in one.communicating],
+        }
+        for what, intervals in rows.items():
             part = [(1e3 * a, 1e3 * (min(b, until_s) - a)) for a, b in intervals if a < until_s]
             low, high = (at, height) if what != "communication" else (at, 0.15 * height)
             axes.broken_barh(part, (low, 0.94 * high), facecolors=COLOURS[what])
@@ -119,17 +116,7 @@ def _draw_map(axes: Any, run: ClusterRun) -> None:
     )
 
 
-def _rows(one: DeviceClass) -> list[tuple[str, list[Interval]]]:
-    filled = [(f.start_s, f.end_s) for f in one.filled if f.pieces]
-    return [
-        ("background", filled),
-        ("foreground", [interval for interval, _, _ in one.computing]),
-        ("communication", [interval for interval, _, _ in one.communicating]),
-    ]
-
-
 def _draw_utilisation(axes: Any, run: ClusterRun) -> None:
-    """Shares of all devices' time over the horizon."""
     moments = utilisation(run)
     times = [1e3 * m.start_s for m in moments]
     shares = [[100 * m.foreground for m in moments], [100 * m.background for m in moments]]

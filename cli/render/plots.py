@@ -24,6 +24,8 @@ def figure_in(path: Path, *shape: int, **options: Any) -> Iterator[Any]:
     is written into ``path`` (.png, .svg or .pdf) when they have been drawn on. Raises
     ``InputError`` where matplotlib is missing or cannot write such a file."""
     check_plots()
+    # By name, as mypy would ask for matplotlib's types, which are there with the extra only. Agg
+    # needs no display.
     import_module("matplotlib").use("Agg")
     pyplot = import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(*shape, layout="constrained", **options)
@@ -34,4 +36,5 @@ def figure_in(path: Path, *shape: int, **options: Any) -> Iterator[Any]:
         except (OSError, ValueError) as error:
             raise InputError(f"the plot cannot be written to {path}: {error}") from None
     finally:
+        # pyplot keeps every figure until it is closed.
         pyplot.close(figure)

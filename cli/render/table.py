@@ -16,10 +16,11 @@ def empty_table(title: str, headings: Iterable[str], left: int = 1) -> Table:
         title_style="bold",
         header_style="",
         box=box.SIMPLE_HEAD,
-        # a narrower gap between columns, and none around them, leaves names more room
+        # A narrower gap between columns, and none around them, leaves names more room.
         padding=(0, 0, 0, 1),
         pad_edge=False,
     )
+    # Folded and not cut off: the end of a long name says more than its beginning.
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="left" if i < left else "right", overflow="fold")
     return table

@@ -235,7 +235,7 @@ def gatherings(rank: int) -> list[tuple[int, int]]:
         exchange = run_of(model).priority
         assert exchange is not None
         told: list[str] = []
-        exchange.unshard_manager._announce = lambda text, *_, told=told: told.append(text)
+        exchange.unshard_manager._issued = lambda text, *_, told=told: told.append(text)
         for _ in range(2):
             told.clear()
             loss = model(torch.ones(4, 256)).square().mean()
@@ -250,6 +250,7 @@ def gatherings(rank: int) -> list[tuple[int, int]]:
 def test_recompute_gathers_no_more(ranks):
     for found in ranks(2)(gatherings):
         assert len(set(found)) == 1, found
+        assert all(found[0]), "none was seen"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.record import decode, encode
 from meshwright.profiler.collectives import COLLECTIVES, Group, curves, measure
 from meshwright.profiler.links import probe
-from meshwright.profiler.overhead import measure_overhead, measure_priority_overhead
+from meshwright.profiler.overhead import measure_overheads
 
 SIZES = (1 << 10, 1 << 16, 1 << 20)
 
@@ -73,10 +73,9 @@ def test_without_time_only_the_smallest_messages_are_sent(ranks: Callable[[int],
 
 
 def overhead(rank: int) -> tuple[StepOverhead, StepOverhead]:
-    found = measure_overhead(rounds=9)
-    by_priority = measure_priority_overhead(found, rounds=9)
+    found = measure_overheads(rounds=9)
     dist.barrier()
-    return found, by_priority
+    return found
 
 
 def test_the_executors_own_work_is_measured_and_all_ranks_agree(

@@ -33,7 +33,7 @@ def laysa() -> Iterator[SimpleNamespace]:
     before = gradient_buffers.FIRST_RATIO
     sys.path.append(folder)
     try:
-        import laysa_page as pages
+        import laysa as pages
         import laysa_plans as plans
         import rows as pages_of_docs
     finally:

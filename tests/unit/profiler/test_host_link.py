@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from meshwright.planner.schema.cluster import CollectiveCurve, Interference
+from meshwright.planner.schema.cluster import CollectiveCurve, Device, Interference
 from meshwright.planner.schema.curve import Curve
 from meshwright.profiler.links import _cluster, copy_rate, host_bytes_per_s
 
@@ -48,11 +48,11 @@ def test_a_cpu_has_no_memory_but_its_host_s() -> None:
 def test_each_device_has_its_own_rate(
     rates: tuple[float | None, float | None], least: float | None
 ) -> None:
-    hosts = [("a", "gpu", 2**30), ("b", "gpu", 2**30)]
+    devices = [Device(name="gpu", memory_bytes=2**30, host_bytes_per_s=rate) for rate in rates]
     second = Curve(x=(1.0,), y=(1.0,))
     line = CollectiveCurve(
         collective="p2p", ranks=2, seconds=second, latency_s=0.0, bytes_per_s=1.0
     )
-    made = _cluster(hosts, {"inter": [line]}, Interference(), rates)
+    made = _cluster(["a", "b"], devices, {"inter": [line]}, Interference())
     assert tuple(device.host_bytes_per_s for device in made.devices) == rates
     assert made.host_bytes_per_s == least

@@ -1,0 +1,104 @@
+"""``profile``, ``probe`` and ``cluster``: what is measured here, and what is described instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..executor.launch.progress import progress
+from .options import AllUnits, Json, out
+from .output import check_out, deliver
+from .render.documents import cluster_table, units_table
+from .values import amount, counts, number, whole
+
+
+def profile(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A workload's name, path/to/file.py:factory or package.module:factory.",
+            metavar="TARGET",
+        ),
+    ],
+    out_: Annotated[Path | None, out("profile")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda, or a catalogued device to estimate for, such as h100-sxm."),
+    ] = None,
+    batches: Annotated[
+        Sequence[int] | None, counts("Batch sizes to measure, such as 8,16,32.")
+    ] = None,
+    ranks: Annotated[
+        int, whole("Measure while so many processes compute, as in a run on one host.")
+    ] = 1,
+    all_units: AllUnits = False,
+    json: Json = False,
+) -> None:
+    """Measure a model: each unit's times, memory and parameters."""
+    from .. import api
+
+    check_out(out_)
+    with progress(f"profiling {target}") as step:
+        found = api.profile(target, batches=batches, device=device, ranks=ranks, progress=step)
+    deliver(found, out_, json, units_table(found, fold=not all_units))
+
+
+def probe(
+    out_: Annotated[Path | None, out("cluster")] = None,
+    ranks: Annotated[
+        int | None,
+        whole("Start so many ranks here (default: one for each GPU, else 2); 1 has no links."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Measure the links among ranks: those it is started on by torchrun, else local ones."""
+    from .. import api
+
+    check_out(out_)
+    with progress("probing") as step:
+        found = api.probe(ranks=ranks, progress=step)
+    # Under torchrun every rank is this command, and all have the same answer.
+    if api.is_rank_zero():
+        deliver(found, out_, json, cluster_table(found))
+
+
+def cluster(
+    device: Annotated[str, typer.Option(help="A catalogued device, such as a100-sxm-40gb.")],
+    nodes: Annotated[int, whole("Hosts.")] = 1,
+    devices_per_node: Annotated[int, whole("Devices of each host.")] = 1,
+    inter_gbit_s: Annotated[
+        float | None, number("Gbit/s of a host's network interface, each way.", above=0)
+    ] = None,
+    intra_gbyte_s: Annotated[
+        float | None, number("GB/s between devices of a host, each way.", above=0)
+    ] = None,
+    inter_latency_us: Annotated[
+        float | None, number("Microseconds between hosts.", least=0)
+    ] = None,
+    intra_latency_us: Annotated[
+        float | None, number("Microseconds between devices of a host.", least=0)
+    ] = None,
+    memory: Annotated[int | None, amount("Memory of a device, where it differs: 40GB.")] = None,
+    name: Annotated[str | None, typer.Option(help="What to call it.")] = None,
+    out_: Annotated[Path | None, out("cluster")] = None,
+    json: Json = False,
+) -> None:
+    """Describe a cluster that is not here: hosts, devices and bandwidths."""
+    from .. import api
+
+    check_out(out_)
+    found = api.describe_cluster(
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        device=device,
+        inter_gbit_s=inter_gbit_s,
+        intra_gbyte_s=intra_gbyte_s,
+        inter_latency_us=inter_latency_us,
+        intra_latency_us=intra_latency_us,
+        memory_bytes=memory,
+        name=name,
+    )
+    deliver(found, out_, json, cluster_table(found))
