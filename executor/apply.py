@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..models.workload import device_of
 from ..planner.cost.exchange import sent_whole
 from ..planner.schema.errors import InputError
 from ..planner.schema.layout import Layout
@@ -86,7 +86,9 @@ def apply(
     if optimizer is not None:
         optimizers.slice_state(optimizer, shards.parameters)
     _prepare_norms(model, run, shards)
-    run.regions = install_memory(model, plan, _device(model), lambda: run.forward, run.resume_later)
+    run.regions = install_memory(
+        model, plan, device_of(model), lambda: run.forward, run.resume_later
+    )
     install(model, shards.by_name)
     params = replace_impossible_mirrors(_grad_params(model, run, shards), optimizer)
     params = shard(params, optimizer, run.world, run.watch)
@@ -102,7 +104,7 @@ def apply(
 
 
 def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -> Run:
-    device = _device(model)
+    device = device_of(model)
     degrees: set[int] = set()
     sharded: set[Place] = set()
     fully_sharded: set[Place] = set()
@@ -120,10 +122,6 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
         plan.placement, degrees, device, limit, sharded, fully_sharded, parts, crossing=crossing
     )
     return Run(plan, world, Watchdog(world.rank, world.size, limit, run=next(_runs)), lossy)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _agree(run: Run, model: nn.Module) -> None:
@@ -158,7 +156,7 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     if refusals:
         raise InputError(f"this plan cannot be run: {refusals[0]}; plan without hypothetical")
     _check_modules(model, plan)
-    check_memory(model, plan, _device(model))
+    check_memory(model, plan, device_of(model))
     _check_tensors(model)
     check_subset_units(model, plan)
     check_ties(model, plan)

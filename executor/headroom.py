@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..models.units.storages import OverBudgetError
+from ..models.workload import device_of
 from ..planner.schema.errors import InputError
 from ..planner.schema.goal import STATE_COPIES, STATE_OPTIONS
 from ..planner.schema.plan import CLASS_NAMES, Plan
@@ -63,8 +64,7 @@ def check_headroom(run: Run, model: nn.Module, optimizer: Optimizer | None) -> N
     plan = run.plan
     if not plan.prediction.peak_bytes:
         return
-    first = next(model.parameters(), None)
-    free = free_bytes(torch.device("cpu") if first is None else first.device)
+    free = free_bytes(device_of(model))
     there = _bytes([*model.parameters(), *model.buffers(), *_state(optimizer)])
     needed = max(plan.prediction.peak_bytes[run.world.position] - there, 0)
     mine = [needed, -1 if free is None else free]

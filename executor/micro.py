@@ -32,7 +32,6 @@ def micro_batches(
     if parts < 1:
         raise InputError(f"a batch cannot be cut into {parts} micro-batches: use at least 1")
     whole = _whole(batch)
-    # Cut in the same places on every rank that has as many samples; pieces differ by one at most.
     bounds = [whole.size * i // parts for i in range(parts + 1)]
     mine = [bounds[i + 1] - bounds[i] for i in range(parts)] if counts is None else list(counts)
     if len(mine) != parts:

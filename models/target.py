@@ -236,6 +236,7 @@ def default_loss(output: Any, target: Any) -> Tensor:
     leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not leaves:
         raise InputError("the model's output holds no tensor that depends on a parameter")
+    # Sums, as the mean of no elements is not a number.
     return torch.stack([t.float().sum() / max(t.numel(), 1) for t in leaves]).mean()
 
 

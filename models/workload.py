@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are; the CPU where it has none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """What one forward is fed: ``model(*args, **kwargs)``, then ``loss(output, target)``.

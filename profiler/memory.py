@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..models.spec import UnitSpec
 from ..models.units.storages import LiveStorages, tensors_in
-from ..models.workload import Batch, Workload
+from ..models.workload import Batch, Workload, device_of
 from ..planner.schema.curve import Curve
 from .timing import Loss, Timeline
 
@@ -275,7 +275,7 @@ class Footprints:
     """Footprints at some batch sizes, as curves."""
 
     def __init__(self, workload: Workload, units: Sequence[UnitSpec], sizes: Sequence[int]) -> None:
-        device = next((p.device for p in workload.model.parameters()), torch.device("cpu"))
+        device = device_of(workload.model)
         self.sizes = tuple(sorted(sizes))
         with FusedAttention():
             self._found = [

@@ -28,6 +28,7 @@ from ...planner.schema.errors import InfeasibleError, InputError, MemoryRunError
 from ...planner.schema.plan import Plan
 from ..capability import CAPABILITY
 from .start import cores
+from .worker import LAUNCHER
 
 RENDEZVOUS_TIMEOUT_S = 300
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -148,6 +149,7 @@ def _environment(ranks: Ranks) -> Iterator[None]:
     """What the ranks inherit; this process's own environment is put back afterwards."""
     before = dict(os.environ)
     os.environ.update(ranks.environment)
+    os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks.nproc)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_S)
     try:

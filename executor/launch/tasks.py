@@ -6,12 +6,11 @@ The starting process writes a ``Task`` and the documents that it needs into a fo
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -92,11 +91,9 @@ def do(folder: Path) -> None:
         save(answer, folder / ANSWER)
 
 
-@contextlib.contextmanager
-def rank_zero_bar(title: str) -> Iterator[Step]:
+def rank_zero_bar(title: str) -> AbstractContextManager[Step]:
     """A bar that rank 0 shows."""
-    with progress(title, show=os.environ["RANK"] == "0") as step:
-        yield step
+    return progress(title, show=os.environ["RANK"] == "0")
 
 
 def verify_task(task: Task, folder: Path, device: torch.device) -> Verification:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...models.units.storages import peak_bytes, tensors_in
-from ...models.workload import Batch, Workload
+from ...models.workload import Batch, Workload, device_of
 from ...planner.schema.goal import OPTIMIZERS, Goal
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import Bytes, Count, Record, Seconds
@@ -110,7 +110,7 @@ def _peak(workload: Workload, plan: Plan, batch: Batch, optimizer: torch.optim.O
             timed_step(workload, plan, batch, optimizer)
 
     apart = tensors_in((batch.args, dict(batch.kwargs), batch.target))
-    return peak_bytes(work, _lasting(workload, optimizer), _device(workload), apart)
+    return peak_bytes(work, _lasting(workload, optimizer), device_of(workload.model), apart)
 
 
 def _dropped_groups(run: Run) -> list[DroppedGradGroup]:
@@ -135,11 +135,11 @@ def timed_step(
 ) -> Spent:
     """``train_step`` with its figures, for this rank alone."""
     run = run_of(workload.model)
-    device = _device(workload)
+    device = device_of(workload.model)
     mine = share_of(batch, run).to(device)
     blocking, exposed, sent = run.meter.seconds, run.gradients.exposed_s, run.meter.sent_bytes
     start = _now(device)
-    # On the device: to read each loss would wait for it, and its backward could not begin.
+    # On the device: to read each loss would make the host wait for it.
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for part in micro_batches(workload.model, mine, plan.micro_batches):
         value = workload.loss(workload.model(*part.args, **part.kwargs), part.target)
@@ -186,10 +186,6 @@ def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[T
         yield from (value for value in state.values() if isinstance(value, Tensor))
     for group in _dropped_groups(run_of(workload.model)):
         yield from group.held_back()
-
-
-def _device(workload: Workload) -> torch.device:
-    return next((p.device for p in workload.model.parameters()), torch.device("cpu"))
 
 
 def _now(device: torch.device) -> float:

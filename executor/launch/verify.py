@@ -166,6 +166,7 @@ def verify_on_ranks(
     """
     plan, notes = _over_the_whole_batch(plan, workload.model)
     notes += _without_dropout(workload.model)
+    # The second is one larger, so that the ranks' shares are uneven.
     size = batch or min(plan.goal.batch, 4 * plan.world_size * plan.micro_batches)
     sizes = [size, size + 1, size]
     batches = together(lambda: _draw(workload, sizes, dtype, device))
@@ -221,6 +222,7 @@ def _without_dropout(model: nn.Module) -> list[str]:
 
 
 def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    # By names: besides torch's modules many keep a rate and call torch's function with it.
     for module in model.modules():
         is_dropout = "dropout" in type(module).__name__.lower()
         for name, value in vars(module).items():

@@ -26,6 +26,8 @@ if __name__ == "__main__":
 
 # Set where stdout is kept for machines: what the program prints goes to stderr.
 STDOUT_TO_STDERR = "MESHWRIGHT_STDOUT_TO_STDERR"
+# The launcher's process. A rank's parent is known by the rank itself only once it has started.
+LAUNCHER = "MESHWRIGHT_LAUNCHER"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -57,9 +59,9 @@ def main(arguments: list[str]) -> None:
 
 
 def _exit(code: int) -> None:
-    """Ends at once: threads of a process group that lost a peer may never finish."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # At once: threads of a process group that lost a peer may never finish.
     os._exit(code)
 
 
@@ -110,9 +112,9 @@ def _end_with_parent() -> None:
     # So a launcher that was itself killed, and could clear up nothing, leaves nothing behind.
     if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
+    parent = int(os.environ.get(LAUNCHER, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died between the two lines
+    if os.getppid() != parent:  # it died before the kernel was asked, while this process started
         os._exit(1)
 
 

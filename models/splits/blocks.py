@@ -46,6 +46,7 @@ class Names(NamedTuple):
         return 3 if len(self.ins) == 1 else 1
 
 
+# As GPT-2, timm, Llama, OPT, DistilBERT, Meta's own Llama and BERT call them, among others.
 _KNOWN = (
     Names(("c_attn",), "c_proj"),
     Names(("qkv",), "proj"),
@@ -121,8 +122,8 @@ class AttentionRecipe:
 
 
 def _heads(module: nn.Module, names: Names) -> int:
-    """Into how many pieces the heads can be divided (with fewer keys than queries: the keys'), 0
-    where the widths do not fit the size of a head."""
+    """Into how many pieces the heads can be divided, 0 where the widths do not fit the size of a
+    head."""
     sizes = [getattr(module, name, None) for name in _HEAD_SIZES]
     size = next((s for s in sizes if isinstance(s, int) and s > 0), None)
     if size is None:
@@ -130,6 +131,7 @@ def _heads(module: nn.Module, names: Names) -> int:
     widths = [features_of(module.get_submodule(name))[1] for name in names.ins]
     if any(width % (size * names.blocks) for width in widths):
         return 0
+    # Several queries may share the keys of one head: there are as many pieces as heads of keys.
     return gcd(*(width // (size * names.blocks) for width in widths))
 
 

@@ -191,8 +191,8 @@ def isolated(model: nn.Module, modules: Sequence[str]) -> nn.Module:
 
 
 def _prepared(holder: nn.Module) -> nn.Module:
-    """Without dropout, in double precision, with other parameters and statistics; meta tensors get
-    memory."""
+    """In double precision, with other parameters and statistics; meta tensors get memory."""
+    # Without dropout, which members draw for themselves.
     holder.double().eval()
     if any(t.is_meta for t in (*holder.parameters(), *holder.buffers())):
         holder.to_empty(device="cpu")
@@ -231,6 +231,7 @@ def _agrees(
     whole = main_output(run_modules(holder, unit.modules, whole_call))
     members = run_members(holder, unit, spec, split_call, degree)
     output = joined(spec, [m.output for m in members])
+    # In double precision rounding stays far below, and a wrong formula is far above.
     if output.shape != whole.shape or not torch.allclose(output, whole, 1e-9, 1e-10):
         return False
     # A loss of random weights: a plain sum has the same gradient everywhere and hides permutations.

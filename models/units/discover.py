@@ -171,6 +171,7 @@ def _specs(
         batched = _batched(unit, twin, sizes)
         modules = [model.get_submodule(name) for name in unit.modules]
         own = {id(p) for m in modules for p in m.parameters()}
+        # Only a unit whose hooks see all that enters and leaves it, and its parameters, is divided.
         plain = (
             _leaves_samples(unit, twin, sizes, flow)
             and unit.name not in flow.inside

@@ -79,6 +79,7 @@ class _Forward:
         ends = [0, *(unit.end for unit in self.traced)]
         starts = [*(unit.start for unit in self.traced), len(self.trace.events)]
         for i, (left, right) in enumerate(zip(ends, starts, strict=True)):
+            # Glue is what torch does between two units: it lies in the stretch if all of it does.
             glue = self._done(left, right)
             if glue and glue == self._done(max(left, start), min(right, end)):
                 inside.append(f"{GLUE}{i}")

@@ -49,7 +49,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self.limit_bytes = limit_bytes
         self._label, self._seen = label, seen
-        self._lock = threading.RLock()  # storages are freed in any thread, in the midst of anything
+        # Storages are freed in any thread, in the midst of anything: in ``add`` of this one, too.
+        self._lock = threading.RLock()
         self._known: dict[int, tuple[weakref.ref[Any], int, str]] = {}
 
     def __torch_dispatch__(

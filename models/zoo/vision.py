@@ -10,6 +10,7 @@ module, so that each module is called once per forward and can be one unit.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 from torch import Tensor, nn
@@ -27,18 +28,15 @@ def he_normal(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
+def _hidden(*widths: int) -> list[nn.Module]:
+    """Fully connected layers from each width to the next, all followed by a ReLU."""
+    ends = pairwise(widths)
+    return [layer for i, o in ends for layer in (nn.Linear(i, o), nn.ReLU())]
+
+
 def mlp() -> nn.Sequential:
     """64-512-512-512-10, three hidden layers: 563,722 parameters, nothing but matrix products."""
-    network = nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(64, 512),
-        nn.ReLU(),
-        nn.Linear(512, 512),
-        nn.ReLU(),
-        nn.Linear(512, 512),
-        nn.ReLU(),
-        nn.Linear(512, 10),
-    )
+    network = nn.Sequential(nn.Flatten(), *_hidden(64, 512, 512, 512), nn.Linear(512, 10))
     return network.apply(he_normal)
 
 
@@ -57,10 +55,7 @@ def cnn_digits() -> nn.Sequential:
         nn.Conv2d(64, 64, 3, padding=1),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(64 * 4 * 4, 1024),
-        nn.ReLU(),
-        nn.Linear(1024, 512),
-        nn.ReLU(),
+        *_hidden(64 * 4 * 4, 1024, 512),
         nn.Linear(512, 10),
     )
     return network.apply(he_normal)

@@ -186,6 +186,17 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along(plan_file):
         assert wait_until(lambda: not ranks_alive(plan_file))
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
+def test_a_rank_that_starts_after_its_launcher_is_gone_does_nothing(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("print('begun')")
+    worker = [sys.executable, "-m", "meshwright.executor.launch.worker", str(tmp_path), str(script)]
+    for launcher, code, printed in ((os.getpid(), 0, "begun\n"), (os.getppid(), 1, "")):
+        told = {**os.environ, "MESHWRIGHT_LAUNCHER": str(launcher)}
+        done = subprocess.run(worker, env=told, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (code, printed), done.stderr
+
+
 def test_the_callers_environment_and_signals_are_put_back(tmp_path):
     from meshwright.executor.launch.processes import Ranks, run_ranks
 
