@@ -23,12 +23,7 @@ from ..planner.schema.text import seconds
 from . import options
 from .output import check_out, deliver, note
 from .render.comparisons import comparison_tables, front_table, sizes_table
-from .render.documents import (
-    bound_sentence,
-    decision_table,
-    prediction_table,
-    verdict,
-)
+from .render.documents import bound_sentence, decision_table, prediction_table, verdict
 from .render.explanations import explanation_tables
 from .render.memory import memory_tables, plot_memory
 from .values import number, whole
