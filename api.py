@@ -23,8 +23,8 @@ from .planner.explain.what_if import Sizes
 from .planner.explain.why import Bottleneck, Explanation
 from .planner.multiplex.jobs import Assumptions
 from .planner.multiplex.report import ClusterReport, report
+from .planner.multiplex.report import trace as trace_of
 from .planner.multiplex.simulation import simulate_plans
-from .planner.multiplex.trace import trace as trace_of
 from .planner.schema import cache
 from .planner.schema.cluster import Cluster
 from .planner.schema.errors import InputError

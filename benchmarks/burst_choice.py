@@ -21,9 +21,14 @@ import msgspec
 from meshwright.planner.cost.budget import unit_s
 from meshwright.planner.cost.cost import BUCKET_BYTES, CostModel
 from meshwright.planner.cost.step_time import barrier_step, priority_step
-from meshwright.planner.multiplex.gaps import background_share
-from meshwright.planner.multiplex.jobs import Assumptions, Background, shared_device_model, slowed
-from meshwright.planner.multiplex.timeline import timelines
+from meshwright.planner.multiplex.jobs import (
+    Assumptions,
+    Background,
+    shared_device_model,
+    slowed,
+    timelines,
+)
+from meshwright.planner.multiplex.simulation import background_share
 from meshwright.planner.schema.capability import Capability
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.layout import Layout

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
 
-from meshwright.planner.explain.front import Point, cheapest_within, within
+from meshwright.planner.explain.front import FoundPoint, cheapest_within, within
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
 from meshwright.planner.schema.goal import Goal
@@ -48,8 +48,8 @@ class Comparison(NamedTuple):
     limit: float
     greedy_s: float
     greedy_gpu_s: float
-    faster: Point | None
-    cheaper: Point | None
+    faster: FoundPoint | None
+    cheaper: FoundPoint | None
 
     @property
     def holds(self) -> bool:

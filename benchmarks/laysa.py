@@ -49,8 +49,8 @@ from laysa_plans import (
 )
 from meshwright.executor.comm.agreement import rank_zero_decides
 from meshwright.executor.gradients.feedback import Lossy
-from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.micro import micro_batches
+from meshwright.models.units.storages import peak_bytes
 from meshwright.models.workload import Batch
 from meshwright.planner.explain.memory_timeline import memory_timeline
 from meshwright.planner.schema.plan import CLASS_NAMES, Plan

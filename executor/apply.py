@@ -19,28 +19,34 @@ from .background.signals import tell_pacer
 from .capability import CAPABILITY
 from .comm.broadcast import broadcast, changing_buffers
 from .comm.control import digest
-from .comm.groups import Group, Place, flat, make_world, place_of
+from .comm.groups import Group, Place, flat, make_world
 from .comm.watchdog import Watchdog, time_limit
 from .comm.worker_threads import finish_all
-from .division import check_ties, divide, divided, split_of, tensor_named
+from .division import (
+    check_subset_units,
+    check_ties,
+    divide,
+    divided,
+    split_of,
+    subset_layouts,
+    subset_units,
+    tensor_named,
+)
 from .gradients.buckets import GradParam
 from .gradients.feedback import Lossy, check_feedback, replace_impossible_mirrors
 from .gradients.momentum import check_momentum
 from .gradients.reshard import install_chunks
 from .gradients.sharded import shard
-from .headroom import check_headroom, watch_memory
+from .headroom import check_headroom, check_optimizer_state, watch_memory
 from .memory.install import check_memory, install_memory
-from .mismatch import check_optimizer_state
 from .optimizer import state as optimizers
 from .optimizer.lazy import releases_not
 from .parallel import ModelT, adopt, is_parallel
 from .redistribution.boundary import leaves_to_other_division
 from .redistribution.shard_gradient import Members
-from .redistribution.shards import ModelShards, Shard, SubsetShard
-from .redistribution.state import install
+from .redistribution.shards import ModelShards, Shard, SubsetShard, install
 from .redistribution.statistics import Statistics, normalise_globally, norms_of, tolerate_nothing
 from .run import Run
-from .subset_units import check_subset_units, subset_layouts, subset_units
 
 _runs = count()
 
@@ -80,7 +86,7 @@ def apply(
     if optimizer is not None:
         optimizers.slice_state(optimizer, shards.parameters)
     _prepare_norms(model, run, shards)
-    run.regions = install_memory(model, plan, _device(model), lambda: run.forward, run.as_now)
+    run.regions = install_memory(model, plan, _device(model), lambda: run.forward, run.resume_later)
     install(model, shards.by_name)
     params = replace_impossible_mirrors(_grad_params(model, run, shards), optimizer)
     params = shard(params, optimizer, run.world, run.watch)
@@ -101,11 +107,11 @@ def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -
     sharded: set[Place] = set()
     fully_sharded: set[Place] = set()
     for unit in plan.units:
-        place = place_of(unit.layout, plan.world_size)
-        if isinstance(place, int):
-            degrees.add(place)
         # What a divided unit has whole (a bias behind partial sums) is shared by all of its ranks.
-        both = {place, flat(place) if isinstance(place, Layout) else 1}
+        both: set[Place] = {unit.layout, flat(unit.layout)}
+        if unit.layout.size == plan.world_size:
+            degrees.add(unit.layout.degree)
+            both = {unit.layout.degree, 1}
         sharded |= both if unit.exchange in SHARDING else set()
         fully_sharded |= both if unit.exchange == "fully_sharded" else set()
     parts = {unit.layout for unit in subset_units(plan)}

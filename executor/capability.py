@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from ..planner.schema.capability import Capability
 
+# A unit takes all ranks or a part of them that lie together, keeps, recomputes or offloads its
+# feature maps (offload where the device has memory of its own), and exchanges its gradients in
+# buckets, or in slices by priority; by priority it can also shard them among ranks, leave some of
+# them for later, or apply and free them in backward.
 CAPABILITY = Capability(
     styles=("none", "column", "row", "pair"),
     memory=("keep", "recompute", "offload"),
@@ -18,7 +22,3 @@ CAPABILITY = Capability(
     idle_exchange=("dense", "sharded"),
     idle_release=False,
 )
-"""A unit takes all ranks or a part of them that lie together, keeps, recomputes or offloads its
-feature maps (offload where the device has memory of its own), and exchanges its gradients in
-buckets, or in slices by priority; by priority it can also shard them among ranks, leave some of
-them for later, or apply and free them in backward."""

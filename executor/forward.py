@@ -39,8 +39,8 @@ class Weight(NamedTuple):
 class Forward:
     """What is known of one forward. ``synchronise`` is False inside ``no_sync``.
 
-    ``begin`` starts the exchange of its header; where nothing has needed it before, the backward
-    does. ``weight`` is that of the samples unless it is given.
+    ``begin`` starts the exchange of its ``header``; where nothing has needed it before, the
+    backward does. ``weight`` is that of the samples unless it is given.
     """
 
     def __init__(
@@ -51,22 +51,15 @@ class Forward:
         begin: Callable[[], Header],
         weight: Weight | None = None,
     ) -> None:
-        self.synchronise = synchronise
-        self._samples, self._weight = samples, weight
-        self._begin = begin
-        self._header: Header | None = None
-        self._factor: float | None = None
-
-    @property
-    def announced(self) -> bool:
-        """Whether the exchange of headers has started."""
-        return self._header is not None
+        self.synchronise, self.weight = synchronise, weight
+        self.header: Header | None = None
+        self._samples, self._begin = samples, begin
 
     def announce(self) -> Header:
         """Starts the exchange of headers if that has not happened yet."""
-        if self._header is None:
-            self._header = self._begin()
-        return self._header
+        if self.header is None:
+            self.header = self._begin()
+        return self.header
 
     def counts(self) -> tuple[int, ...]:
         """The samples of each rank, in rank order. Waits for the header."""
@@ -74,15 +67,9 @@ class Forward:
 
     def factor(self) -> float:
         """What the output's gradient is multiplied by. Waits for what it depends on."""
-        if self._factor is None:
-            self.announce().rows()  # ranks must be in one forward, whatever weighs it
-            weight = self._weight or Weight(self._samples, self.counts)
-            self._factor = weight.factor()
-        return self._factor
-
-    def weigh(self, weight: Weight) -> None:
-        """Weights the loss by counts that the user gave instead of samples."""
-        self._weight, self._factor = weight, None
+        self.announce().rows()  # ranks must be in one forward, whatever weighs it
+        weight = self.weight or Weight(self._samples, self.counts)
+        return weight.factor()
 
 
 def samples_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -97,7 +84,8 @@ def samples_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The inputs' shapes without the batch dim, as text that can be compared between ranks."""
+    """The inputs' shapes as text that can be compared between ranks."""
+    # Without dim 0: ranks may feed different numbers of samples.
     return ";".join(
         f"{tuple(leaf.shape[1:])}{leaf.dtype}{leaf.requires_grad}"
         for leaf in pytree.tree_leaves((args, kwargs))
@@ -119,6 +107,7 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
+        # Before anything waits: what the last step left pending must be finished first.
         ctx.began(ctx.record)
         factor = ctx.record.factor()
         if factor == 1.0:

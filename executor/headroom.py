@@ -1,4 +1,5 @@
-"""Whether what a plan needs is free, before its first step; and what to say when it was not.
+"""Whether what a plan needs is free, before its first step; and what to say when it was not, or
+when the optimizer keeps more than the plan counts on.
 
 What a plan needs is the largest point of its timeline (see [Note: The memory timeline] in
 planner/memory/timeline.py).
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,17 +22,18 @@ from torch.optim import Optimizer
 
 from ..models.units.storages import OverBudgetError
 from ..planner.schema.errors import InputError
-from ..planner.schema.plan import CLASS_NAMES, Moment, Plan
+from ..planner.schema.goal import STATE_COPIES, STATE_OPTIONS
+from ..planner.schema.plan import CLASS_NAMES, Plan
 from .gradients.pending import bare
 from .gradients.reshard import sharded_param
 from .run import Run
 
+# Set to 0 it lets a run begin that would be refused.
 SWITCH = "MESHWRIGHT_CHECK_MEMORY"
-"""Set to 0 it lets a run begin that would be refused."""
+# Below this nothing is refused: the process itself takes more.
 SPARE_BYTES = 2**24
-"""Below this nothing is refused: the process itself takes more."""
 MIB = 2**20
-
+# Of control groups version 2, as a container sees its own.
 _GROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
 
 
@@ -38,31 +42,19 @@ def free_bytes(device: torch.device) -> int | None:
     control group (a container's limit) have left. None where nobody knows."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
+        # What torch's allocator keeps of freed memory is taken as far as the driver can tell.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + kept
-    known = [n for n in (_host_bytes(), _group_bytes()) if n is not None]
-    return min(known) // _local_ranks() if known else None
-
-
-def _host_bytes() -> int | None:
-    try:
+    known = []
+    with suppress(OSError):  # no Linux
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable")]
-    return 1024 * int(found[0]) if found else None
-
-
-def _group_bytes() -> int | None:
-    try:
+        known += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
+    with suppress(OSError):  # no control group
         limit, used = (path.read_text().strip() for path in _GROUPS)
-    except OSError:
-        return None
-    return max(int(limit) - int(used), 0) if limit.isdigit() else None
-
-
-def _local_ranks() -> int:
-    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+        if limit.isdigit():  # else "max": none is set
+            known.append(max(int(limit) - int(used), 0))
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return min(known) // ranks if known else None
 
 
 def check_headroom(run: Run, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -77,6 +69,7 @@ def check_headroom(run: Run, model: nn.Module, optimizer: Optimizer | None) -> N
     needed = max(plan.prediction.peak_bytes[run.world.position] - there, 0)
     mine = [needed, -1 if free is None else free]
     rows = run.control.gather(mine, "the check of free memory", whole=False).rows()
+    # Asked after the gather: ranks may have been given different environments, and all must come.
     if os.environ.get(SWITCH) == "0":
         return
     for rank, (needs, has) in enumerate(rows):
@@ -86,32 +79,22 @@ def check_headroom(run: Run, model: nn.Module, optimizer: Optimizer | None) -> N
 
 def refusal(plan: Plan, rank: int, needed_bytes: int, free: int) -> str:
     """Why a rank cannot run the plan, and what would help."""
+    most, moment = "", plan.prediction.fullest
+    if moment is not None:
+        most = f" (most in the {moment.phase} of unit {moment.unit!r}, above all {moment.largest})"
+    fits = max(plan.prediction.peak_bytes, default=0) - (needed_bytes - free)
     return (
         f"rank {rank} has {_mib(free)} of memory free and the plan needs {_mib(needed_bytes)} more"
-        f"{_at(plan.prediction.fullest)}: free some, plan with --memory-limit "
-        f"{_limit(plan, needed_bytes, free)}, or set {SWITCH}=0"
+        f"{most}: free some, plan with --memory-limit {max(fits, MIB) // MIB}MiB, or set {SWITCH}=0"
     )
-
-
-def _at(moment: Moment | None) -> str:
-    """Where a step holds most, and what that is."""
-    if moment is None:
-        return ""
-    return f" (most in the {moment.phase} of unit {moment.unit!r}, above all {moment.largest})"
-
-
-def _limit(plan: Plan, needed_bytes: int, free: int) -> str:
-    """A limit under which a plan would fit."""
-    fits = max(plan.prediction.peak_bytes, default=0) - (needed_bytes - free)
-    return f"{max(fits, MIB) // MIB}MiB"
 
 
 def overflowed(error: BaseException) -> bool:
     """Whether a run ended for want of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text
+    # Torch has an error of its own for accelerators only.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 class _Watched(NamedTuple):
@@ -191,11 +174,10 @@ def forecast(plan: Plan) -> tuple[str, ...]:
 
 def _in_memory(model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]:
     """What is in memory now as far as it has names, and the largest of it."""
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     now = {
         "weights": sum(map(_parameter_bytes, model.parameters())) + _bytes(model.buffers()),
         "optimizer state": _bytes(_state(optimizer)),
-        "weight gradients": _bytes(gradients.values()),
+        "weight gradients": _bytes(p.grad for p in model.parameters() if p.grad is not None),
     }
     largest = sorted(model.named_parameters(), key=lambda item: -_bytes([item[1]]))[:3]
     names = ", ".join(f"{name} {_mib(_bytes([p]))}" for name, p in largest)
@@ -206,7 +188,8 @@ def _in_memory(model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]
 
 
 def _parameter_bytes(parameter: nn.Parameter) -> int:
-    """Bytes of a parameter that are in memory now. Waits for nothing."""
+    """Bytes of a parameter that are in memory now."""
+    # Of a fully sharded one the storage as it is: to read the parameter would gather it.
     param = sharded_param(parameter)
     if param is None:
         return _bytes([parameter])
@@ -235,8 +218,39 @@ def _state(optimizer: Optimizer | None) -> list[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.nbytes for t in tensors)
 
 
 def _mib(count: int) -> str:
     return f"{count / MIB:,.1f} MiB"
+
+
+def state_copies(optimizer: Optimizer) -> int | None:
+    """How many values the optimizer keeps for each of a parameter's; None where that is not known.
+    Options that keep more (``amsgrad``, say) count."""
+    name = type(optimizer).__name__
+    # The user's own class of the same name may keep anything.
+    known = type(optimizer) is getattr(torch.optim, name, None)
+    if not known or name not in STATE_COPIES:
+        return None
+    groups = optimizer.param_groups
+    more = (sum(bool(group.get(option)) for option in STATE_OPTIONS) for group in groups)
+    return STATE_COPIES[name] + max(more, default=0)
+
+
+def check_optimizer_state(optimizer: Optimizer | None, plan: Plan) -> None:
+    """Warns where the optimizer keeps more than a plan under a memory limit was made for."""
+    kept = state_copies(optimizer) if optimizer is not None else None
+    if kept is None or plan.goal.memory_limit_bytes is None or kept <= plan.goal.state_copies:
+        return
+    # A warning: it trains right all the same.
+    warnings.warn(
+        f"this {type(optimizer).__name__} keeps {_values(kept)} for each of a parameter's, and the "
+        f"plan was made for {plan.goal.optimizer} with {_values(plan.goal.state_copies)}: it takes "
+        "more memory than its limit allows for; plan with the optimizer that you use (--optimizer)",
+        stacklevel=4,
+    )
+
+
+def _values(count: int) -> str:
+    return f"{count} value" if count == 1 else f"{count} values"

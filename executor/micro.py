@@ -32,6 +32,7 @@ def micro_batches(
     if parts < 1:
         raise InputError(f"a batch cannot be cut into {parts} micro-batches: use at least 1")
     whole = _whole(batch)
+    # Cut in the same places on every rank that has as many samples; pieces differ by one at most.
     bounds = [whole.size * i // parts for i in range(parts + 1)]
     mine = [bounds[i + 1] - bounds[i] for i in range(parts)] if counts is None else list(counts)
     if len(mine) != parts:
@@ -51,7 +52,6 @@ def micro_batches(
 
 
 def _whole(batch: Any) -> Batch:
-    """The batch itself, or one around the tuple, list or dict that a loader gave."""
     if isinstance(batch, Batch):
         return batch
     nested = isinstance(batch, tuple | list | Mapping)
@@ -72,6 +72,8 @@ def join(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
     """
     run = run_of(model)
     last: Any = None
+    # Each rank asks all others once a batch whether they have one; a rank that has none answers 0
+    # and goes on asking, so every question has as many answers as there are ranks.
     for item in batches:
         last = item
         run.control.gather([1], "the end of its batches").rows()

@@ -16,15 +16,15 @@ from .forward import Weight
 from .gradients.feedback import LossyGradGroup
 from .gradients.reshard import whole_chunks
 from .optimizer.state import gather_optimizer_state, scatter_optimizer_state
-from .redistribution.state import gather_state
+from .redistribution.shards import gather_state
 from .redistribution.statistics import norms_of
 from .run import Run
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _RUN = "_meshwright_run"
+# The run whose model was called last, for ``loss_weight``. Weak: it ends with its model.
 _latest: weakref.ref[Run] | None = None
-"""The run whose model was called last, for ``loss_weight``. Weak: it ends with its model."""
 
 
 class ParallelModule(nn.Module):
@@ -56,7 +56,7 @@ class ParallelModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A plain copy that no plan looks after: a moving average of the weights, say."""
         run = run_of(self)
-        if run.shards:
+        if run.shards:  # a copy would have this rank's slices and no way to the others'
             raise InputError(
                 "a model whose parameters are divided over ranks cannot be copied: build it anew "
                 "and load full_state_dict into it"
@@ -122,7 +122,7 @@ def loss_weight(count: float, model: nn.Module | None = None) -> None:
     # The header goes first: control vectors are matched in the order in which ranks send them.
     run.forward.announce()
     counts = run.control.gather([number], "loss_weight", whole=False)
-    run.forward.weigh(Weight.of(number, counts))
+    run.forward.weight = Weight.of(number, counts)
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -131,13 +131,11 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     With ``rank0_only`` the other ranks get an empty dict, and keep none of it in memory.
     """
     run = run_of(model)
-    return gather_state(
-        whole_chunks(model, run.flat_shards),
-        run.shards,
-        run.watch,
-        rank=run.world.rank,
-        only=0 if rank0_only else None,
-    )
+    only = 0 if rank0_only else None
+    # Entry by entry, the chunks of a fully sharded parameter are put together before its slices
+    # are: it was divided among a group's members first, and among their peers then.
+    state = whole_chunks(model, run.flat_shards)
+    return gather_state(state, run.shards, run.watch, rank=run.world.rank, only=only)
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -166,11 +164,8 @@ def exchange_state_dict(model: nn.Module) -> dict[str, Any]:
     run = run_of(model)
     state: dict[str, Any] = {"rank": run.world.rank, "world_size": run.world.size}
     if run.priority is not None:
-        held: dict[str, Any] = {}
-        for grad_group in run.priority.grad_groups:
-            if isinstance(grad_group, LossyGradGroup):
-                held |= grad_group.state()
-        state["held"] = held
+        lossy = [g for g in run.priority.grad_groups if isinstance(g, LossyGradGroup)]
+        state["held"] = {name: part for group in lossy for name, part in group.state().items()}
         state["policies"] = {p.name: p.state() for p in run.priority.policies}
     return state
 
@@ -190,6 +185,7 @@ def load_exchange_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
             )
     if run.priority is None:
         return
+    # Checked whole before anything is loaded, so that a state that is refused leaves all as it was.
     held, policies = state.get("held", {}), state.get("policies", {})
     lossy = [g for g in run.priority.grad_groups if isinstance(g, LossyGradGroup)]
     names = {entry.name for grad_group in lossy for entry in grad_group.feedback}

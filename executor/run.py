@@ -53,14 +53,13 @@ from .gradients.order import Orders
 from .gradients.priority import PriorityExchange
 from .gradients.sharded import flat_shard_spec
 from .memory.regions import Regions
-from .mismatch import MicroBatchCheck
 from .optimizer.lazy import LazySteps
 from .redistribution.bursts import Bursts
 from .redistribution.cache import RedistributionCache
 from .redistribution.lazy import materialize
 from .redistribution.redistribute import Meter
 from .redistribution.shards import Shard
-from .synchronise import GradientSynchroniser
+from .synchronise import GradientSynchroniser, MicroBatchCheck
 
 
 class Run:
@@ -74,13 +73,11 @@ class Run:
     def __init__(
         self, plan: Plan, world: World, watch: Watchdog, lossy: Lossy | None = None
     ) -> None:
-        self.plan = plan
+        self.plan, self.world, self.watch = plan, world, watch
         self.lossy = lossy or Lossy()
         # Fully sharded gradients take memory until they have left, so all leave as they get ready.
         urgent = not any(unit.exchange == "fully_sharded" for unit in plan.units)
         self.orders = Orders(plan, urgent=urgent)
-        self.world = world
-        self.watch = watch
         self.control = Control(world, watch)
         self.meter = Meter()
         self.divided = any(unit.layout != data_parallel(world.size) for unit in plan.units)
@@ -98,7 +95,7 @@ class Run:
         self.flat_shards: dict[nn.Parameter, FlatShardSpec] = {}
         self.regions = Regions()
         self.weight_next: Weight | None = None
-        self._pieces = MicroBatchCheck(plan)
+        self._micro_batches = MicroBatchCheck(plan)
         self._number = 0
         self._buffers: list[Tensor] = []
         self._all_entries: list[GradParam] = []
@@ -145,6 +142,8 @@ class Run:
 
     def _watch_gradients(self) -> None:
         """(Re)makes buckets and hooks for the parameters that require a gradient now."""
+        # What the exchange that is replaced has begun ends first: parameters that a step has left
+        # to be updated, messages on their way, parameters that are put together ahead of use.
         self.finish_steps()
         if self.priority is not None:
             self.priority.complete()
@@ -154,18 +153,19 @@ class Run:
         self._trainable = [e.parameter.requires_grad for e in self._all_entries]
         entries = [e for e in self._all_entries if e.parameter.requires_grad]
         anchor = self.bursts.anchor if self.bursts is not None else None
+        # Rank 0 warns for all: every rank cuts its batches alike.
+        check = self._micro_batches.exchanged if self.world.rank == 0 else None
+        exchange = self._exchange_of(entries)
         self._gradients = GradientSynchroniser(
-            entries,
-            self._exchange_of(entries),
-            self.control,
-            lambda: self.forward,
-            anchor,
-            self._pieces.exchanged if self.world.rank == 0 else lambda backwards: None,
+            entries, exchange, self.control, lambda: self.forward, anchor, check
         )
 
     def _exchange_of(self, entries: Sequence[GradParam]) -> Exchange:
         limit = self.plan.bucket_bytes
         on_stream = any(g.on_stream for g in self.world.gradients.values())
+        # With NCCL, collectives of several groups must be launched in one order on all ranks, which
+        # gradients that leave in the midst of redistributions could break: there, where units are
+        # divided, they leave when backward is over.
         eager = not (on_stream and self.divided)
         if self.plan.schedule == "barrier":
             buckets = make_buckets(entries, limit)
@@ -176,7 +176,7 @@ class Run:
             eager=eager,
         )  # fmt: skip
         if before is not None:
-            self.priority.follow(before)
+            self.priority.follow(before)  # what lossy groups have kept goes on with the new ones
         return self.priority
 
     def make_lazy(self, optimizer: Optimizer) -> None:
@@ -218,12 +218,12 @@ class Run:
             with unshards:
                 yield forward
             complete = True
-        finally:
+        finally:  # also where the forward raised: the next one must find nothing of it
             self.inside = False
             self.regions.abandon()
             self.redistribution_cache.end(complete=complete)
 
-    def as_now(self) -> Callable[[], AbstractContextManager[None]]:
+    def resume_later(self) -> Callable[[], AbstractContextManager[None]]:
         """What makes the forward that runs now the current one later, when parts of it run again
         in backward: how many samples ranks have in it, say."""
         forward = self.forward
@@ -247,6 +247,8 @@ class Run:
         if not (grad or self.divided):
             return None  # evaluation of a model that every rank has whole: it may evaluate alone
         forward = self._new_forward(model, args, kwargs)
+        # In training the header leaves now, to be there when backward needs it. Where units are
+        # divided it is needed at once: it says which samples move where.
         if self.divided or model.training:
             forward.announce()
         if self.divided:
@@ -258,6 +260,7 @@ class Run:
         return forward
 
     def _new_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Forward:
+        # Shapes are compared only where tensors move between ranks: else each may have its own.
         samples = samples_of(args, kwargs)
         shapes = digest(shapes_of(args, kwargs)) if self.divided else 0
         mode = 2 * model.training + torch.is_grad_enabled()
@@ -279,8 +282,8 @@ class Run:
         output = materialize(output)
         if forward is None or not torch.is_grad_enabled():
             return output
-        if forward.announced:
-            number = forward.announce().number
+        if forward.header is not None:
+            number = forward.header.number
             self.watch.post(f"has finished forward {number} and not begun its backward")
         return scale_output(output, forward, self.gradients.began)
 

@@ -10,6 +10,7 @@ degree first; the average over the G peers is then the average over all G·degre
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ..planner.schema.errors import RunError
+from ..planner.schema.plan import Plan
 from .comm.control import Control, Gathered
 from .forward import Forward
 from .gradients.buckets import Exchange, GradParam
@@ -42,26 +44,26 @@ class GradientSynchroniser:
         control: Control,
         latest: Callable[[], Forward | None],
         anchor: Tensor | None = None,
-        exchanged: Callable[[int], None] = lambda backwards: None,
+        exchanged: Callable[[int], None] | None = None,
     ) -> None:
         self.params = list(entries)
         self._voting_s = 0.0
-        self._exchange = exchange
+        self._exchange, self._latest = exchange, latest
         self._control, self._watch = control, control.watch
-        self._latest = latest
         self._active = self._weighted = self._anchored = False
         self._synchronise = True
+        # Those that this backward has computed a gradient for, and those that any backward has,
+        # since gradients were last exchanged.
         self._complete: set[GradParam] = set()
-        """Those that this backward has computed a gradient for."""
         self._changed: set[GradParam] = set()
-        """Those that any backward has, since gradients were last exchanged."""
         self._number = 0
         self._exchanged, self._backwards = exchanged, 0
         self._hooks = [h for entry in self.params for h in self._attach(entry)]
         if anchor is not None:
             leaf: Any = anchor
-            reach = weakly(self._reach_anchor)
+            # Its gradient is nobody's: cleared, or it would be added to in every backward.
             self._hooks.append(leaf.register_post_accumulate_grad_hook(_clear_grad))
+            reach = weakly(self._reach_anchor)
             self._hooks.append(leaf.register_post_accumulate_grad_hook(reach))
 
     def _attach(self, entry: GradParam) -> list[Any]:
@@ -102,6 +104,7 @@ class GradientSynchroniser:
         self._weighted = self._anchored = False
         self._synchronise = forward is None or forward.synchronise
         self._complete.clear()
+        # What the last step has left pending uses ``grad``, which this backward adds to.
         self._exchange.reset()
         if self._synchronise:
             self._exchange.foresee()
@@ -134,7 +137,8 @@ class GradientSynchroniser:
         if self._synchronise:
             with torch.no_grad():
                 self._exchange_all()
-            self._exchanged(self._backwards)
+            if self._exchanged is not None:
+                self._exchanged(self._backwards)
             self._backwards = 0
         latest = self._latest()
         number = latest.announce().number if latest is not None else 0
@@ -142,16 +146,12 @@ class GradientSynchroniser:
 
     def _exchange_all(self) -> None:
         self._number += 1
+        # All of a parameter's ranks must agree on whether it is exchanged, and ranks may have used
+        # different ones. A gradient that the user has taken away is not sent.
         used = [
             (e in self._changed and e.parameter.grad is not None) or self._exchange.holds(e)
             for e in self.params
         ]
-        votes = self._vote(used)
-        # Not counted here: a rank that has all gradients itself need not wait for the votes.
-        self._exchange.end(lambda: self._count(votes))
-        self._changed.clear()
-
-    def _vote(self, used: list[bool]) -> Gathered:
         latest = self._latest()
         forward = latest.announce().number if latest is not None else 0
         order_digest = self._exchange.order_digest()
@@ -159,7 +159,10 @@ class GradientSynchroniser:
         # ranks have the same x.
         head = [self._number, -self._number, forward, -forward, order_digest, -order_digest]
         vector = torch.tensor(head + [int(u) for u in used], dtype=torch.int64, device="cpu")
-        return self._control.all_reduce_max(vector, f"the end of backward after forward {forward}")
+        votes = self._control.all_reduce_max(vector, f"the end of backward after forward {forward}")
+        # Not counted here: a rank that has all gradients itself need not wait for the votes.
+        self._exchange.end(lambda: self._count(votes))
+        self._changed.clear()
 
     def _count(self, votes: Gathered) -> set[GradParam]:
         """The entries that some rank has a gradient for."""
@@ -179,6 +182,7 @@ class GradientSynchroniser:
                 "and none skipped by what a rank's data are; MESHWRIGHT_DEBUG=1 names the first "
                 "that differs, --forbid fully_sharded plans without"
             )
+        # ``strict``: all ranks have the same parameters, or they would not have begun.
         return {e for e, bit in zip(self.params, vector[6:], strict=True) if bit}
 
     def _check_weighted(self) -> None:
@@ -205,14 +209,30 @@ def _divide(divisor: float, exclusive: bool, gradient: Tensor | None) -> Tensor 
     # as where it has no samples and the next unit leaves it idle.
     if gradient is None:
         return None
-    if exclusive and not gradient.requires_grad and not _overlaps_itself(gradient):
-        gradient /= divisor  # in place, or a second one as large would be there for a moment
-        return None  # which leaves it as it is now
+    if exclusive and not gradient.requires_grad and gradient.layout is torch.strided:
+        dims = zip(gradient.shape, gradient.stride(), strict=True)
+        # Elements of an expanded tensor lie in one place, and would be divided several times.
+        if all(step or n < 2 for n, step in dims):
+            gradient /= divisor  # in place, or a second one as large would be there for a moment
+            return None  # which leaves it as it is now
     return gradient / divisor
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether elements may lie in one place, as those of expanded tensors do."""
-    if tensor.layout is not torch.strided:
-        return True
-    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+class MicroBatchCheck:
+    """Whether batches are cut as the plan asks for to keep its memory limit."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._parts = plan.micro_batches if plan.goal.memory_limit_bytes is not None else 1
+
+    def exchanged(self, backwards: int) -> None:
+        """Gradients of so many backwards were exchanged together; warns once where they are fewer
+        than planned. It trains right all the same."""
+        if backwards >= self._parts:
+            return
+        parts, self._parts = self._parts, 1
+        warnings.warn(
+            f"the plan cuts each batch into {parts} micro-batches to keep its memory limit, and "
+            f"{backwards} backward ran before gradients were exchanged: iterate over "
+            f"meshwright.micro_batches(model, batch, {parts})",
+            stacklevel=2,
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +18,14 @@ from .workload import Batch
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
     """Puts buffers (running statistics), gradients, train/eval flags and random states back at the
-    end. Parameters are not copied: a forward and backward do not change them.
-    """
+    end."""
+    # Parameters are not copied: a forward and backward do not change them.
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(m, m.training) for m in model.modules()]
-    # Backward would add to gradients that are there.
     for parameter, _ in gradients:
-        parameter.grad = None
+        parameter.grad = None  # backward would add to what is there
+    # The model's own devices: by default torch saves the random state of every one that there is.
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices=devices):
@@ -50,17 +50,17 @@ class UnitCall:
     kwargs: Mapping[str, Any]
 
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, flattened."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def _map(self, change: Any) -> UnitCall:
+    def map(self, change: Callable[[Tensor], Tensor]) -> UnitCall:
+        """The same call with other tensors."""
         args, kwargs = pytree.tree_map_only(Tensor, change, (self.args, dict(self.kwargs)))
         return UnitCall(args, kwargs)
 
     def fresh(self) -> UnitCall:
         """A copy whose tensors are leaves without gradients."""
-        return self._map(lambda t: t.detach().clone().requires_grad_(t.requires_grad))
+        return self.map(lambda t: t.detach().clone().requires_grad_(t.requires_grad))
 
     def double(self) -> UnitCall:
         """A copy with floating tensors in double precision."""
@@ -69,7 +69,7 @@ class UnitCall:
             wide = t.detach().double() if t.is_floating_point() else t.detach().clone()
             return wide.requires_grad_(t.requires_grad)
 
-        return self._map(change)
+        return self.map(change)
 
 
 def capture(model: nn.Module, batch: Batch, units: Sequence[UnitSpec]) -> dict[str, UnitCall]:
@@ -83,6 +83,7 @@ def capture(model: nn.Module, batch: Batch, units: Sequence[UnitSpec]) -> dict[s
         if not unit.modules:
             continue
 
+        # Copied at once: a later module may change the tensors in place.
         def hook(module: nn.Module, args: Any, kwargs: Any, name: str = unit.name) -> None:
             calls[name] = UnitCall(args, kwargs).fresh()
 
@@ -103,8 +104,3 @@ def run_modules(model: nn.Module, modules: Sequence[str], call: UnitCall) -> Any
     for name in modules[1:]:
         output = model.get_submodule(name)(output)
     return output
-
-
-def run_unit(model: nn.Module, unit: UnitSpec, call: UnitCall) -> Any:
-    """The output of a unit on a call that ``capture`` recorded."""
-    return run_modules(model, unit.modules, call)

@@ -64,7 +64,6 @@ class UnitSpec:
     batch_statistics: bool = False
 
     def split(self, style: Style) -> SplitSpec | None:
-        """The split of that style, if the unit has it."""
         return next((s for s in self.splits if s.style == style), None)
 
 

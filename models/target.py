@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..planner.schema.errors import InputError
+from .replay import preserved
 from .workload import Batch, Workload
 from .zoo import build
 
 # What a rank is taken to feed of a ``Workload``, which makes batches of any size.
 WORKLOAD_SAMPLES = 32
 HOW = (
-    "give a workload's name, path/to/file.py:factory or package.module:factory, where the "
-    "factory takes no argument and returns a Workload"
+    "give a workload's name, path/to/file.py:factory or package.module:factory, where the factory "
+    "takes no argument and returns a Workload"
 )
 
 
@@ -68,18 +69,8 @@ def _from_factory(target: str) -> Workload:
     factory = getattr(module, name, None)
     if not callable(factory):
         raise InputError(f"{where} has no function {name!r}: {HOW}")
-    made = _call(factory, target)
-    if not isinstance(made, Workload):
-        raise InputError(
-            f"factory {target!r} returned {type(made).__name__}, expected a meshwright.Workload: "
-            "return Workload(name, model, make_batch, loss)"
-        )
-    return replace(made, name=target)
-
-
-def _call(factory: Callable[[], object], target: str) -> object:
     try:
-        return factory()
+        made = factory()
     except InputError:
         raise  # a sentence of the factory's own
     except Exception as error:
@@ -87,6 +78,12 @@ def _call(factory: Callable[[], object], target: str) -> object:
             f"factory {target!r} failed with {_said(error)}; it is called without arguments and "
             "returns a Workload(name, model, make_batch, loss)"
         ) from error
+    if not isinstance(made, Workload):
+        raise InputError(
+            f"factory {target!r} returned {type(made).__name__}, expected a meshwright.Workload: "
+            "return Workload(name, model, make_batch, loss)"
+        )
+    return replace(made, name=target)  # plans name it so, and it is found again by that
 
 
 def _module(name: str) -> ModuleType:
@@ -111,7 +108,8 @@ def _file(path: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[name] = module  # before it runs, as dataclasses and pickle look their module up
+    # Last, so that what lies beside the file can be imported and hides nothing either.
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     try:
@@ -131,9 +129,8 @@ def try_out(chosen: Workload, size: int = 2, device: torch.device | str = "cpu")
     Raises ``InputError`` with the model's own error where that fails; random state, buffers and
     training mode are left as they were.
     """
-    buffers = [b.clone() for b in chosen.model.buffers()]
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with preserved(chosen.model), torch.no_grad():
             batch = chosen.make_batch(size).to(device)
             loss = chosen.loss(chosen.model(*batch.args, **batch.kwargs), batch.target)
     except InputError:
@@ -143,10 +140,6 @@ def try_out(chosen: Workload, size: int = 2, device: torch.device | str = "cpu")
             f"the model of {chosen.name!r} failed on its own batch of {size} with {_said(error)}; "
             "its model, make_batch and loss must fit together"
         ) from error
-    finally:
-        with torch.no_grad():
-            for now, before in zip(chosen.model.buffers(), buffers, strict=True):
-                now.copy_(before)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputError(f"the loss of {chosen.name!r} gave {what}, expected one number (a mean)")
@@ -174,7 +167,7 @@ def from_model(
     def make_batch(size: int) -> Batch:
         return example.take(torch.arange(size) % max(example.size, 1))
 
-    return Workload(type(model).__name__, model, make_batch, loss or stand_in_loss)
+    return Workload(type(model).__name__, model, make_batch, loss or default_loss)
 
 
 def example_batch(model: nn.Module, inputs: Any) -> Batch:
@@ -204,7 +197,7 @@ def example_batch(model: nn.Module, inputs: Any) -> Batch:
     return batch
 
 
-def stand_in_loss(output: Any, target: Any) -> Tensor:
+def default_loss(output: Any, target: Any) -> Tensor:
     """The output's own loss, or a mean over its floating tensors so that backward has a start."""
     own = getattr(output, "loss", None)
     if isinstance(own, Tensor):

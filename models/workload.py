@@ -28,6 +28,7 @@ class Batch:
     @property
     def size(self) -> int:
         """How many samples: dim 0 of the first tensor that has one (args, kwargs, target)."""
+        # As a dict: torch flattens no other mapping.
         for leaf in pytree.tree_leaves((self.args, dict(self.kwargs), self.target)):
             if isinstance(leaf, Tensor) and leaf.ndim > 0:
                 return leaf.shape[0]

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..executor.launch.start import software
-from ..models.replay import UnitCall, capture, preserved, run_unit
+from ..models.replay import UnitCall, capture, preserved, run_modules
 from ..models.spec import UnitSpec
 from ..models.units.discover import Discovery, discover
 from ..models.units.storages import tensors_in
@@ -173,7 +173,7 @@ class _Estimator(NamedTuple):
         call, size = self.calls[unit.name], self.batch
         counter = FlopCounterMode(display=False)
         with torch.no_grad(), counter:
-            output = run_unit(self.model, unit, call.fresh())
+            output = run_modules(self.model, unit.modules, call.fresh())
         saved = self.footprints.smallest.saved.get(unit.name, 0)
         moved = sum(t.nbytes for t in (*call.tensors(), *tensors_in(output))) + saved
         modules = [self.model.get_submodule(name) for name in unit.modules]

@@ -21,7 +21,7 @@ from meshwright.planner.schema.profile import (
 )
 from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.evaluate import rank_memory
-from meshwright.planner.solve.ilp.cases import case
+from meshwright.planner.solve.option_table import OptionTable
 from meshwright.planner.solve.problem import Problem
 
 from tests.brute import best, combinations
@@ -55,7 +55,7 @@ def _varied(made):
 def varies(made):
     """Whether layouts, memory, exchange, micro-batches and slice size each have two values."""
     every = list(made.placed().cost_models())
-    options = [o for row in case(made.placed(), every[0]).table.options for o in row]
+    options = [o for row in OptionTable(every[0], made.capability).options for o in row]
     chosen = [{getattr(o, name) for o in options} for name in ("layout", "memory", "exchange")]
     sizes = [{getattr(m, name) for m in every} for name in ("micro_batches", "bucket_bytes")]
     return all(len(kind) > 1 for kind in (*chosen, *sizes))

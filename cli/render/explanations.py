@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.table import Table
 
 from ...planner.explain.compare import policy_words
-from ...planner.explain.device_time import DeviceTime
 from ...planner.explain.what_if import Gain
-from ...planner.explain.why import Alternative, Explanation, LimitUse, UnitExplanation
+from ...planner.explain.why import (
+    Alternative,
+    DeviceTime,
+    Explanation,
+    LimitUse,
+    UnitExplanation,
+)
 from ...planner.schema.text import seconds, size
 from .folding import fold as folded
 from .folding import unfolded

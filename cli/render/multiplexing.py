@@ -7,11 +7,10 @@ from typing import Any
 
 from rich.table import Table
 
-from ...planner.multiplex.gaps import Interval
-from ...planner.multiplex.report import ClusterReport, utilisation
+from ...planner.multiplex.report import ClusterReport, devices_of, utilisation
 from ...planner.multiplex.simulation import ClusterRun
-from ...planner.multiplex.trace import devices_of
 from ...planner.schema.text import seconds
+from ...planner.simulate.events import Interval
 from .plots import figure_in
 from .table import filled_table
 
@@ -88,7 +87,7 @@ def plot_cluster(run: ClusterRun, path: Path) -> None:
 
 def _draw_map(axes: Any, run: ClusterRun) -> None:
     """A band for each class, as high as the square root of its devices."""
-    steps = [run.steps_of(i).step_s for i in range(len(run.foregrounds))]
+    steps = (step.step_s for step in run.steps)
     until_s = min(SHOWN_STEPS * max(steps, default=run.horizon_s), run.horizon_s)
     at, ticks, names = 0.0, [], []
     for one in run.classes:

@@ -82,20 +82,18 @@ class Child:
             for pid in found:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            self._reap()
+            self._process.poll()
+            # Popen does not wait for the orphans that were given to this process.
+            for pid, fields in _processes().items():
+                if int(fields[_PARENT]) == os.getpid() and pid != self.pid:
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(pid, os.WNOHANG)
             time.sleep(0.01)
         code = self._process.wait()
         os.close(self.descriptor)
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return how, used.ru_utime + used.ru_stime
-
-    def _reap(self) -> None:
-        self._process.poll()  # which waits for its own child, and for no orphan given to this one
-        for pid, fields in _processes().items():
-            if int(fields[_PARENT]) == os.getpid() and pid != self.pid:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
 
     def cpu_s(self) -> float:
         """Processor seconds of all its processes that live and of children that they have waited

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -120,13 +121,13 @@ def make_world(
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     limit = timedelta(seconds=timeout_s + GRACE_S)
-    maker = _Maker(rank, tuple(placement), device.type, limit)
+    make = partial(_make_group, rank, placement, device, limit)
     everyone = [range(size)]
-    control = maker.make("control", everyone, CONTROL_BACKEND)
-    world = World(rank, size, maker.placement.index(rank), maker.placement, control)
-    partial = sorted({one for subset in subsets for one in (subset, flat(subset))})
+    control = make("control", everyone, CONTROL_BACKEND)
+    world = World(rank, size, placement.index(rank), tuple(placement), control)
+    subset_layouts = sorted({one for subset in subsets for one in (subset, flat(subset))})
     # Sorted, as each creation is collective: all ranks must come to it in one order.
-    places: list[Place] = [1, *sorted({d for d in degrees if d > 1}), *partial]
+    places: list[Place] = [1, *sorted({d for d in degrees if d > 1}), *subset_layouts]
     for place in places:
         layout = place
         if not isinstance(layout, Layout):
@@ -136,26 +137,21 @@ def make_world(
         same = [layout.peers(member) for member in range(layout.degree)]
         if layout.degree > 1:
             groups = [layout.group(g) for g in range(layout.groups)]
-            world.redistribution[place] = maker.make(f"redistribution{told}", groups)
-        world.gradients[place] = maker.make(f"exchange{short}", same)
-        world.statistics[place] = maker.make(f"statistics{short}", same)
+            world.redistribution[place] = make(f"redistribution{told}", groups)
+        world.gradients[place] = make(f"exchange{short}", same)
+        world.statistics[place] = make(f"statistics{short}", same)
         if place in sharded:
-            world.gathers[place] = maker.make(f"parameters{told}", same)
-            world.reads[place] = maker.make(f"reads{told}", same)
+            world.gathers[place] = make(f"parameters{told}", same)
+            world.reads[place] = make(f"reads{told}", same)
         if place in fully_sharded:
-            world.unshards[place] = maker.make(f"uses{told}", same)
+            world.unshards[place] = make(f"uses{told}", same)
     if crossing:
-        world.crossings[range(size)] = maker.make("redistribution", everyone)
-    for layout in partial:
+        world.crossings[range(size)] = make("redistribution", everyone)
+    for layout in subset_layouts:
         for span in (range(size), layout.positions):
             if span not in world.crossings:
-                world.crossings[span] = maker.make("redistribution in parts", [span])
+                world.crossings[span] = make("redistribution in parts", [span])
     return world
-
-
-def place_of(layout: Layout, size: int) -> Place:
-    """What the groups of a layout of ``size`` ranks are found under."""
-    return layout.degree if layout.size == size else layout
 
 
 def flat(layout: Layout) -> Layout:
@@ -164,40 +160,34 @@ def flat(layout: Layout) -> Layout:
     return Layout(groups=layout.size, first=layout.first)
 
 
-@dataclass(frozen=True)
-class _Maker:
-    rank: int
-    placement: tuple[int, ...]
-    device: str
-    timeout: timedelta
-
-    def make(
-        self, label: str, divisions: Sequence[Sequence[int]], backend: str | None = None
-    ) -> Group:
-        """The group of this rank among those that ``divisions`` (of positions) describe, or one of
-        itself alone."""
-        mine: Group | None = None
-        for positions in divisions:
-            ranks = tuple(self.placement[p] for p in positions)
-            handle = None
-            if len(ranks) > 1:
-                # By every rank, member or not: torch makes a group on all ranks or hangs.
-                handle = self._handle(label, sorted(ranks), backend)
-            if self.rank in ranks:
-                on_stream = handle is not None and backend is None and self.device == "cuda"
-                on_stream = on_stream and "nccl" in str(dist.get_backend_config(handle))
-                mine = Group(ranks, ranks.index(self.rank), handle, label, on_stream)
-        return mine or Group((self.rank,), 0, None, label)
-
-    def _handle(self, label: str, ranks: list[int], backend: str | None) -> Any:
-        default = dist.group.WORLD
-        assert default is not None, "World is made within a process group"
-        known = _handles.setdefault(default, {})
-        key = (label, *ranks, backend, self.timeout)
-        if key not in known:
+def _make_group(
+    rank: int,
+    placement: Sequence[int],
+    device: torch.device,
+    limit: timedelta,
+    label: str,
+    divisions: Sequence[Sequence[int]],
+    backend: str | None = None,
+) -> Group:
+    """The group of this rank among those of the positions in ``divisions``, or one of itself
+    alone."""
+    default = dist.group.WORLD
+    assert default is not None, "World is made within a process group"
+    known = _handles.setdefault(default, {})
+    mine = Group((rank,), 0, None, label)
+    for positions in divisions:
+        ranks = tuple(placement[p] for p in positions)
+        key = (label, *sorted(ranks), backend, limit)
+        if len(ranks) > 1 and key not in known:
+            # By every rank, member or not: torch makes a group on all ranks or hangs.
             with computing_first():
-                known[key] = dist.new_group(ranks, timeout=self.timeout, backend=backend)
-        return known[key]
+                known[key] = dist.new_group(sorted(ranks), timeout=limit, backend=backend)
+        if rank in ranks:
+            handle, on_stream = known.get(key), False
+            if handle is not None and backend is None and device.type == "cuda":
+                on_stream = "nccl" in str(dist.get_backend_config(handle))
+            mine = Group(ranks, ranks.index(rank), handle, label, on_stream)
+    return mine
 
 
 @contextmanager

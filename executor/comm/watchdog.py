@@ -73,7 +73,16 @@ class Watchdog:
     def post(self, doing: str) -> None:
         """Notes where this rank is now. Raises ``RunError`` where a collective that is followed has
         not ended within the limit."""
-        self._check_followed()
+        while self._followed:
+            work, what, since = self._followed[0]
+            age_s = time.monotonic() - since
+            if not work.is_completed():
+                if age_s >= self.timeout_s:
+                    self._give_up(what, age_s)
+                break
+            self._followed.popleft()
+            if failure := _ended_within(work, POLL_S):
+                self._give_up(what, age_s, failure)
         self._doing = doing
         if self._cheap:
             self._publish(doing)
@@ -139,18 +148,6 @@ class Watchdog:
         if reason:
             raise RunError(f"{self.heartbeat.name(by)} has given up: {reason}")
         self._give_up(doing, waited_s, also=f", and {self.heartbeat.name(by)} has given up waiting")
-
-    def _check_followed(self) -> None:
-        while self._followed:
-            work, doing, since = self._followed[0]
-            age_s = time.monotonic() - since
-            if not work.is_completed():
-                if age_s >= self.timeout_s:
-                    self._give_up(doing, age_s)
-                return
-            self._followed.popleft()
-            if failure := _ended_within(work, POLL_S):
-                self._give_up(doing, age_s, failure)
 
     def _give_up(
         self, doing: str, waited_s: float, failure: str = "", *, also: str = ""

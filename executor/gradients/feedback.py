@@ -132,7 +132,9 @@ class HostMirror(Residual):
 
 
 def _on_host(like: Tensor) -> Tensor:
-    return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+    return torch.empty_strided(
+        like.shape, like.stride(), dtype=like.dtype, device="cpu", pin_memory=like.is_cuda
+    )
 
 
 def l1(tensor: Tensor) -> float:

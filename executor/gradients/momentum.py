@@ -42,7 +42,8 @@ class Momentum:
         self._mirrored = set(mirrored)
         self.groups: dict[nn.Parameter, dict[str, Any]] = {}
         """The group of each parameter whose momentum is applied here, in this backward."""
-        self._stepped = True
+        self.stepped = True
+        """Whether the optimizer has stepped since gradients were exchanged."""
 
     def include(
         self, parameters: Iterable[nn.Parameter], mirrored: Iterable[nn.Parameter] = ()
@@ -60,19 +61,12 @@ class Momentum:
             if p in (self._candidates if group["momentum"] else self._mirrored)
         }
         gathering = (p for p, group in self.groups.items() if group["momentum"])
-        if not self._stepped and any(p.grad is not None and p.grad.any() for p in gathering):
+        if not self.stepped and any(p.grad is not None and p.grad.any() for p in gathering):
             raise RunError(
                 "gradients were exchanged twice before one step, which top-k with momentum would "
                 "take for two steps: run all backwards but the last under no_sync (micro_batches "
                 "does)"
             )
-
-    def end(self) -> None:
-        """After a backward whose gradients were exchanged; ``step`` follows once."""
-        self._stepped = False
-
-    def step(self) -> None:
-        self._stepped = True
 
     def rate(self, parameter: nn.Parameter, name: str) -> float:
         if parameter not in self.groups:

@@ -195,7 +195,7 @@ class WaitingGradient(GradStandIn):
     _gradient: Tensor | None
 
     @classmethod
-    def of(cls, like: Tensor, arrive: Callable[[], Tensor], vacate: Vacate) -> Self:
+    def of(cls, like: Tensor, arrive: Callable[[], Tensor] | None, vacate: Vacate) -> Self:
         """A stand-in with the shape of ``like``. ``arrive()`` waits for the gradient, ``vacate``
         gives zeros that stand in its place."""
         # Neither may hold the stand-in: it would live, and the gradient with it, until the garbage

@@ -53,7 +53,7 @@ from .pending import WaitingGradient, vacating, weakly
 from .release import Release
 from .sharded import ShardedGradGroup, ShardedStepPipeline
 from .slices import GradGroup, as_sent, make_grad_groups
-from .topk import SparseGradient, TopkGradGroup, TopkState, make_dense, stand_for
+from .topk import SparseGradient, TopkGradGroup, TopkState, make_dense
 from .unshard import UnshardManager
 
 GROUP_CLASSES: Mapping[ExchangePolicy, type[GradGroup]] = {
@@ -215,9 +215,8 @@ class PriorityExchange(Exchange):
     def _take(self, param: GradParam, gradient: Tensor) -> None:
         grad_group = self.group_of[param]
         if isinstance(grad_group, TopkGradGroup):
-            average = grad_group.fold(param, gradient)
-            if average is not None:
-                gradient = stand_for(average, param, gradient, weakly(self.finish, grad_group))
+            sparse = grad_group.fold(param, gradient, weakly(self.finish, grad_group))
+            gradient = gradient if sparse is None else sparse
         grad_group.gradients[param] = gradient
 
     def _advance(self) -> None:

@@ -60,7 +60,8 @@ class ShardedParam(NamedTuple):
 
     def chunk(self) -> Tensor:
         """This rank's chunk, to be changed, on all ranks alike."""
-        return self.manager.chunk(self.grad_group, self.grad_param)
+        self.manager.reshard(self.grad_group)
+        return self.grad_group.chunks[self.grad_param]
 
 
 class ShardedParamRef:

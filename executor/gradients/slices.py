@@ -189,7 +189,8 @@ class GradGroup:
 
 
 class AbsentSlice(Slice):
-    """A slice that other ranks exchange. Its turn passes without a message, as it has no group."""
+    """A slice that other ranks exchange. Its turn passes without a message: its group here is this
+    rank alone."""
 
     @property
     def bytes(self) -> int:

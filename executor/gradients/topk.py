@@ -71,7 +71,7 @@ class TopkState:
     def end(self) -> None:
         self._backwards += 1
         if self.momentum is not None:
-            self.momentum.end()
+            self.momentum.stepped = False
 
     def state(self) -> dict[str, Any]:
         return {"backwards": self._backwards}
@@ -111,81 +111,74 @@ Part = tuple[Tensor, Tensor]
 """The values that one peer has sent, and their numbers as they lie in memory."""
 
 
-class SparseAverage:
-    """The average of what all peers have sent of one parameter, kept as it came: the few elements
-    of each. ``rate`` is what the values were multiplied with: the learning rate of a mirror, else
-    1. ``like`` has the form of the dense gradient."""
+class SparseGradient(WaitingGradient):
+    """Stands in ``grad`` for the average of what all peers have sent of one parameter, kept as it
+    came: the few elements of each."""
 
     # Where nothing reads the gradient, a mirrored parameter is moved by these as they are, and no
-    # dense gradient is ever made.
+    # dense gradient is ever made. Nothing here holds the parameter, whose grad this is: Python's
+    # garbage collector does not see through a parameter's grad.
+    parts: list[Part] | None
+    """What has come, in the order of ranks."""
+    updates: bool
+    """Whether a mirror has sent updates, and not gradients."""
+    _rate: float
+    _param_name: str
+    _peers: int
+    _zeros: Callable[[], Tensor]
+    _finish: Callable[[], None]
 
-    def __init__(self, param: GradParam, rate: float, like: Tensor) -> None:
-        self.name, self.rate, self.updates = param.name, rate, mirrors(param)
-        # Not the GradParam: it holds the parameter, whose grad will hold this, and Python's garbage
-        # collector does not see through a parameter's grad.
-        self._peers, self._members = param.group.size, param.members
-        self._form = like.shape, like.stride(), like.dtype, like.device
-        self.parts: list[Part] | None = None
-        """What has come, in the order of ranks."""
+    @staticmethod
+    def stand_for(
+        param: GradParam, rate: float, like: Tensor, finish: Callable[[], None]
+    ) -> SparseGradient:
+        """What stands in a parameter's ``grad``, in the form of ``like``. ``rate`` is what the
+        values were multiplied with: the learning rate of a mirror, else 1. ``finish()`` waits until
+        they have come."""
+        shape, stride, dtype, device = like.shape, like.stride(), like.dtype, like.device
+        members = param.members
 
-    def zeros(self) -> Tensor:
-        """A dense gradient of nothing, as the user sees it."""
-        return self._shown(self._dense_zeros())
+        def zeros() -> Tensor:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+            return made if members is None else ShardGradient.of(made, members)
+
+        waiting = SparseGradient.of(like, None, vacating(param.parameter, zeros))
+        waiting.parts, waiting.updates, waiting._rate = None, mirrors(param), rate
+        waiting._param_name, waiting._peers = param.name, param.group.size
+        waiting._zeros, waiting._finish = zeros, finish
+        return waiting
+
+    def complete(self) -> Tensor:
+        if self._gradient is None:
+            if self.parts is None:
+                self._finish()
+            if self.parts is None:
+                raise RunError(
+                    f"the gradient of {self._param_name!r} was touched in backward before it was "
+                    "sent: read gradients after backward"
+                )
+            self._gradient = self.dense()
+        return self._gradient
 
     def dense(self) -> Tensor:
         """The gradient as the user sees it: the average before it was multiplied with the rate."""
         assert self.parts is not None
-        gradient = self._dense_zeros()
-        elements = flat(gradient)
+        gradient = self._zeros()
+        elements = flat(gradient.as_subclass(Tensor))
         for values, index in self.parts:
             elements.index_add_(0, index, values)
         elements.div_(self._peers)
-        if self.rate:  # a rate of zero has sent zeros
-            elements.div_(self.rate)
-        return self._shown(gradient)
-
-    def _dense_zeros(self) -> Tensor:
-        shape, stride, dtype, device = self._form
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
-
-    def _shown(self, gradient: Tensor) -> Tensor:
-        return gradient if self._members is None else ShardGradient.of(gradient, self._members)
+        if self._rate:  # a rate of zero has sent zeros
+            elements.div_(self._rate)
+        return gradient
 
     def move(self, parameter: nn.Parameter, rate: float) -> None:
         """Subtracts updates from the parameter, as plain SGD would with that learning rate."""
         assert self.parts is not None
-        assert self.updates
         elements = flat(parameter.detach())
-        scale = rate / self.rate if self.rate else 0.0
+        scale = rate / self._rate if self._rate else 0.0
         for values, index in self.parts:
             elements.index_add_(0, index, values, alpha=-scale / self._peers)
-
-
-class SparseGradient(WaitingGradient):
-    """Stands in ``grad`` for an average that has not been made dense."""
-
-    average: SparseAverage
-
-
-def stand_for(
-    average: SparseAverage, param: GradParam, like: Tensor, finish: Callable[[], None]
-) -> SparseGradient:
-    """What stands in a parameter's ``grad``, in the form of ``like``; ``finish()`` waits until the
-    average has come."""
-
-    def arrive() -> Tensor:
-        if average.parts is None:
-            finish()
-        if average.parts is None:
-            raise RunError(
-                f"the gradient of {average.name!r} was touched in backward before it was sent: "
-                "read gradients after backward"
-            )
-        return average.dense()
-
-    waiting = SparseGradient.of(like, arrive, vacating(param.parameter, average.zeros))
-    waiting.average = average
-    return waiting
 
 
 def make_dense(parameter: nn.Parameter) -> None:
@@ -197,13 +190,13 @@ def make_dense(parameter: nn.Parameter) -> None:
 def applied_sparse(parameter: nn.Parameter, gradient: Tensor, groups: Groups) -> bool:
     """Moves a mirrored parameter by what was sent, in a step of these groups. False where the
     optimizer has to do it."""
-    if not isinstance(gradient, SparseGradient) or not gradient.average.updates:
+    if not isinstance(gradient, SparseGradient) or not gradient.updates:
         return False
     group = next(g for g in groups if any(p is parameter for p in g["params"]))
     before = {group["momentum"], group["weight_decay"]}
     assert before == {0}, "momentum and weight decay come before the choice"
     rate = float(group["lr"])
-    gradient.average.move(parameter, -rate if group["maximize"] else rate)
+    gradient.move(parameter, -rate if group["maximize"] else rate)
     return True
 
 
@@ -261,7 +254,7 @@ class TopkSlice(Slice):
         gradient = gradients[param]
         parts = [_unpacked(part, gradient.dtype) for part in self._parts]
         if isinstance(gradient, SparseGradient):
-            gradient.average.parts = parts
+            gradient.parts = parts
         else:
             average = flat(gradient).zero_()
             for values, index in parts:
@@ -335,14 +328,16 @@ class TopkGradGroup(LossyGradGroup):
     def holds(self, param: GradParam) -> bool:
         return param in self._absorbed or super().holds(param)
 
-    def fold(self, param: GradParam, gradient: Tensor) -> SparseAverage | None:
+    def fold(
+        self, param: GradParam, gradient: Tensor, finish: Callable[[], None]
+    ) -> SparseGradient | None:
         """Takes a gradient in as soon as it is computed, where its memory is not needed for the
         average: the choice is made, and what will come of it is returned."""
         if not folds_at_once(param):
             return None
         gradient = gradient.as_subclass(Tensor)  # of a divided parameter it may know its members
         rate = self.topk.rate(param) if mirrors(param) else 1.0
-        average = SparseAverage(param, rate, gradient)
+        average = SparseGradient.stand_for(param, rate, gradient, finish)
         self._chosen[param] = self._choose(param, gradient, rate)
         return average
 

@@ -298,17 +298,12 @@ class UnshardManager:
             grad_group.keep_chunks()
         return grad_group.chunks[param]
 
-    def chunk(self, grad_group: FullyShardedGradGroup, param: GradParam) -> Tensor:
-        """This rank's chunk, to be changed. Reshards the group; call it on all ranks."""
+    def reshard(self, grad_group: FullyShardedGradGroup) -> None:
+        """Gives the memory of a group back, but for its chunks, which may be changed then. Call it
+        on all ranks."""
         with _out_of_graph():
             if grad_group.pipeline is not None:
                 self._finish_step(grad_group)
-            self._reshard(grad_group)
-        return grad_group.chunks[param]
-
-    def start_step(self, grad_group: FullyShardedGradGroup) -> None:
-        """A step is about to update the chunks: the whole is out of date."""
-        with _out_of_graph():
             self._reshard(grad_group)
 
 

@@ -1,4 +1,5 @@
-"""A background job beside a run: what the user asks for, and the training of a second plan.
+"""A background job beside a run: what the user asks for, what became of it in sentences for people,
+and the training of a second plan.
 
 ``python -m meshwright.executor.launch.background PLAN`` trains a plan for one device here, from its
 checkpoint if there is one, until it is told to end; it then writes the checkpoint.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +19,27 @@ from ...planner.schema.errors import InputError
 from ...planner.schema.goal import BACKGROUND_LIMIT
 from ...planner.schema.plan import Plan
 from ...planner.schema.record import load
+from ..background.gate import Hold
 from ..background.job import check_limit, command_of
-from ..background.protocol import GRACE_S, Settings
+from ..background.protocol import GRACE_S, Settings, State
 
 if TYPE_CHECKING:
     import torch
 
 AtEnd = Literal["finish", "stop"]
 LOG = "background.log"
+# Below normal, where NVIDIA's multi-process service shares the device (its manual, "Environment
+# Variables"); without it the driver gives contexts turns, and only pacing helps.
 GPU_PRIORITY = (("CUDA_MPS_CLIENT_PRIORITY", "1"),)
-"""Below normal, where NVIDIA's multi-process service shares the device (its manual, "Environment
-Variables"); without it the driver gives contexts turns, and only pacing helps."""
+# A job that used less of a processor beside the foreground has hardly run.
+HARDLY = 0.01
+# Why it was held.
+_TO = {
+    Hold.LEARN: "to learn what steps take without it",
+    Hold.LIMIT: "to keep the limit",
+    Hold.GAP: "as the run left no gap",
+    Hold.ELSE: "while the run did something else than steps",
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,6 @@ class Background:
 
     @property
     def is_plan(self) -> bool:
-        """Whether ``run`` is a plan's file."""
         return self.run.endswith(".json") and Path(self.run).is_file()
 
     @property
@@ -71,18 +81,14 @@ class Background:
     def settings(self) -> Settings:
         """What the pacer is told. Raises ``InputError`` for a plan that cannot run so."""
         if self.is_plan:
-            _check_plan(self.run)
+            _check_plan(self.run)  # here, where the user reads it, and not only in the job's log
             command: tuple[str, ...] = (sys.executable, "-m", __name__, self.run)
         else:
             command = command_of(self.run)
         return Settings(
-            command=command,
-            log=self.log,
-            limit=self.limit,
-            grace_s=self.grace_s,
-            memory_bytes=self.memory_bytes,
-            environment=GPU_PRIORITY,
-        )
+            command=command, log=self.log, limit=self.limit, grace_s=self.grace_s,
+            memory_bytes=self.memory_bytes, environment=GPU_PRIORITY,
+        )  # fmt: skip
 
 
 def _check_plan(file: str) -> Plan:
@@ -93,6 +99,9 @@ def _check_plan(file: str) -> Plan:
             "one device: plan for a cluster of one, or give the command that starts it"
         )
     return plan
+
+
+# -- what it may have, and what became of it -------------------------------------------------------
 
 
 def idle_share(plan: Plan, rank: int) -> float:
@@ -133,7 +142,82 @@ def over_step_limit(plan: Plan, limit: float) -> str | None:
     )
 
 
-# -- the training of a second plan -------------------------------------------------------------
+def sentence(state: State, limit: float) -> str:
+    """What the background has had and done beside the foreground."""
+    ended = f", ended with {state.ended}" if state.ended else ""
+    return f"background job {state.pid}{ended}: {_had(state)}; {_cost(state, limit)}"
+
+
+def _had(state: State) -> str:
+    beside = state.beside
+    if not beside.seconds:
+        return f"no step of a plan ran beside it; it used {state.cpu_s:.1f} s of CPU"
+    shares = {why: beside.held_s.get(why, 0.0) / beside.seconds for why in _TO}
+    held = [f"{share:.0%} {_TO[why]}" for why, share in shares.items() if share >= 0.005]
+    return (
+        f"in the {beside.seconds:.1f} s beside the run it was let run "
+        f"{beside.open_s / beside.seconds:.0%} of the time ({state.priority}) and used "
+        f"{beside.cpu_s:.1f} s of CPU; it was stopped {beside.stops} "
+        + ("time" if beside.stops == 1 else "times")
+        + (f", held {', '.join(held)}" if held else "")
+    )
+
+
+def _cost(state: State, limit: float) -> str:
+    if not state.steps:
+        return "the foreground made too few steps to tell what it cost"
+    return (
+        f"the foreground's steps took {state.slowdown:.2f} times their "
+        f"{state.undisturbed_s:.3g} s without it (limit {limit:g})"
+    )
+
+
+def hardly_ran(state: State, limit: float) -> str | None:
+    """Why a background job hardly ran beside the foreground, and what would let it run more; None
+    where it ran, or has ended by itself."""
+    beside = state.beside
+    if state.ended or not beside.seconds or beside.cpu_s >= HARDLY * beside.seconds:
+        return None
+    used = f"the background hardly ran ({beside.cpu_s:.2f} s of CPU in {beside.seconds:.1f} s)"
+    if beside.open_s >= HARDLY * beside.seconds or not beside.held_s:
+        return (
+            f"{used}, although it was let run: the processors had no time left for the lowest "
+            "priority, or it waited for something itself; start fewer ranks or threads here, or "
+            "look into its output"
+        )
+    reason = max(beside.held_s, key=lambda why: beside.held_s[why])
+    return f"{used}: {_remedy(Hold(reason), limit)}"
+
+
+def _remedy(reason: Hold, limit: float) -> str:
+    if reason is Hold.LEARN:
+        return (
+            "the run's first steps measure what a step takes without it, and few came after them; "
+            "train for more steps"
+        )
+    if reason is Hold.LIMIT:
+        return (
+            f"beside it steps soon took more than {limit:g} times as long; allow more with "
+            "--background-limit, or give a background that needs less memory bandwidth"
+        )
+    if reason is Hold.ELSE:
+        return (
+            "the run was mostly busy with something else than steps (an evaluation, a checkpoint), "
+            "and is left alone in that; train for more steps"
+        )
+    return (
+        "the ranks here hardly wait as long as 2 ms at a time; plan with --bursts --objective "
+        "gpu-seconds to leave them idle for longer, or allow more with --background-limit "
+        f"(now {limit:g})"
+    )
+
+
+def has_ended(state: State, log: str) -> str:
+    """That a background job is over, and where it wrote."""
+    return f"background job {state.pid} has ended with {state.ended}; its output is in {log}"
+
+
+# -- the training of a second plan -----------------------------------------------------------------
 
 
 def train(file: Path) -> None:
@@ -141,6 +225,8 @@ def train(file: Path) -> None:
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     # Importing these takes seconds, in which it may be told already.
+    import torch
+
     from ...models.target import try_out, workload
     from ..apply import apply
     from .start import start_process_group
@@ -154,64 +240,46 @@ def train(file: Path) -> None:
     model = chosen.model.to(device)
     optimizer = optimizer_for(plan.goal, model.parameters(), LEARNING_RATE)
     apply(model, optimizer, plan)
-    checkpoint = file.with_suffix(".pt")
-    number = _resume(checkpoint, model, optimizer)
+    checkpoint, number = file.with_suffix(".pt"), 0
+    if checkpoint.exists():  # what a former run has left
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        number = int(state["step"])
+        print(f"goes on from step {number} of {checkpoint}", flush=True)
     draw = drawing(chosen, plan.goal.batch)
     with _low_priority(model, device):
         while not told:
             spent = timed_step(chosen, plan, draw(number), optimizer)
             number += 1
             print(f"step {number} loss {spent.loss:.4f} {spent.step_s:.3f} s", flush=True)
-    _save(checkpoint, number, model, optimizer)
-
-
-def _resume(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Loads what a former run has left; how many steps that had made."""
-    import torch
-
-    if not checkpoint.exists():
-        return 0
-    state = torch.load(checkpoint, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    print(f"goes on from step {state['step']} of {checkpoint}", flush=True)
-    return int(state["step"])
-
-
-def _save(
-    checkpoint: Path, number: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    import torch
-
     state = {"step": number, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    # Whole or not at all: it may be killed while it writes.
     part = checkpoint.with_suffix(".pt.part")
     torch.save(state, part)
-    part.replace(checkpoint)  # whole or not at all
+    part.replace(checkpoint)
     print(f"wrote {checkpoint} after step {number}", flush=True)
 
 
 def _low_priority(model: torch.nn.Module, device: torch.device) -> AbstractContextManager[None]:
-    """On a GPU a stream of the lowest priority, and work in short pieces: a stopped process's
-    kernels that are queued already would still run, so no more than one module's are. On the CPU
-    the process's own priority does it all."""
+    """On a GPU a stream of the lowest priority, and work in short pieces."""
     import torch
 
-    if device.type != "cuda":
+    if device.type != "cuda":  # the process's own priority does it all
         return nullcontext()
     least, _ = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is static
     stream = torch.cuda.Stream(device, priority=least)  # type: ignore[no-untyped-call]
-    for module in model.modules():
-        if not list(module.children()):
-            module.register_forward_hook(_when_done(stream))
-            module.register_full_backward_hook(_when_done(stream))
-    return torch.cuda.stream(stream)
 
-
-def _when_done(stream: torch.cuda.Stream) -> Callable[..., None]:
+    # A stopped process's kernels that are queued already would still run, so no more than one
+    # module's are queued.
     def wait(*_: object) -> None:
         stream.synchronize()
 
-    return wait
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_hook(wait)
+            module.register_full_backward_hook(wait)
+    return torch.cuda.stream(stream)
 
 
 if __name__ == "__main__":

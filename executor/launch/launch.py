@@ -1,4 +1,5 @@
-"""Running a plan: its own workload or a user's script, here or on one of several hosts."""
+"""Running a plan: its own workload or a user's script, here or on one of several hosts; and a plan
+that would have fitted, after a run that lacked memory."""
 
 from __future__ import annotations
 
@@ -14,23 +15,37 @@ from ...planner.schema import cache
 from ...planner.schema.cluster import Cluster
 from ...planner.schema.errors import InputError, MemoryRunError
 from ...planner.schema.plan import Plan
-from ...planner.schema.record import save
+from ...planner.schema.profile import ModelProfile
+from ...planner.schema.record import load, save
+from ...planner.schema.text import seconds, size
+from ...planner.solve.problem import Problem
+from ...planner.solve.solver import solve
 from ..background.job import Job, background_job
-from .background import Background, outlook, over_step_limit
-from .outcomes import hardly_ran, has_ended, sentence
-from .overflow import with_a_plan_that_fits
+from ..capability import CAPABILITY
+from ..headroom import command, forecast, less_than
+from .background import (
+    Background,
+    hardly_ran,
+    has_ended,
+    outlook,
+    over_step_limit,
+    sentence,
+)
 from .processes import Ranks, check_plan, run_ranks
 from .report import (
     PLAN_VARIABLE,
     REPORT_VARIABLE,
+    RankFigures,
     RunReport,
     background_figures,
-    collect,
     report_of_script,
 )
 from .start import cores, device_name
 from .tasks import PLAN, Task, run_task
 from .worker import STDOUT_TO_STDERR
+
+# Counts that are tried for a plan that takes less memory.
+MICRO_BATCHES = (1, 2, 4, 8)
 
 
 def launch(
@@ -45,12 +60,16 @@ def launch(
     """See ``api.launch``. None where this host has no rank 0, or where a script made too few
     optimizer steps under the plan to measure. ``say`` is told of the background job."""
     check_plan(plan, ranks.world_size)
-    if script:
-        _check_script(script)
+    if script and script[0] == "-m":
+        if len(script) < 2:
+            raise InputError("-m names no module: write -m package.module")
+    elif script and not Path(script[0]).is_file():
+        raise InputError(f"there is no script {script[0]}: name a Python file, or -m and a module")
     if background is None:
         report = run(plan, script, steps, ranks)
         at_end(report)
         return report
+    # Each host has a background job of its own, beside the ranks that it starts.
     here = range(ranks.node_rank * ranks.nproc, (ranks.node_rank + 1) * ranks.nproc)
     with background_job(background.settings()) as job, _stopped_with_run(job, say):
         say(outlook(plan, here))
@@ -63,8 +82,8 @@ def launch(
                 report, background=background_figures(state, background.limit)
             )
         at_end(report)
-        for told in (sentence(state, background.limit), hardly_ran(state, background.limit)):
-            say(told or "")
+        say(sentence(state, background.limit))
+        say(hardly_ran(state, background.limit) or "")
         if background.finishes and not state.ended:
             say(f"the background job goes on, output in {background.log}; Ctrl-C ends it")
             say(has_ended(job.wait(), background.log))
@@ -98,7 +117,7 @@ def _launch_script(plan: Plan, script: Sequence[str], ranks: Ranks) -> RunReport
         save(plan, folder / PLAN)
         told = {PLAN_VARIABLE: str(folder / PLAN), REPORT_VARIABLE: name}
         run_ranks(script, ranks.telling(told), folder)
-        found = collect(folder)
+        found = [load(RankFigures, path) for path in sorted(folder.glob("figures-*.json"))]
     return report_of_script(plan, found) if found and ranks.node_rank == 0 else None
 
 
@@ -106,6 +125,7 @@ def differences(plan: Plan, ranks: int) -> list[str]:
     """What a run of ``ranks`` of a plan's ranks on this host has of other devices than those that
     the plan was made for, each in a sentence; told before anything is started."""
     found = []
+    # As ``start.local_device`` chooses: a GPU for each rank here, or the CPU for all.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_cpu = gpus < ranks
     if on_cpu and gpus:
@@ -152,19 +172,36 @@ def ranks_for(
                 "hosts as divide them"
             )
     environment = {STDOUT_TO_STDERR: "1"} if quiet else {}
-    return Ranks(
-        nproc=ranks_here,
-        nodes=nodes,
-        node_rank=node_rank,
-        rendezvous=rendezvous,
-        timeout_s=timeout_s,
-        environment=environment,
+    return Ranks(ranks_here, nodes, node_rank, rendezvous, timeout_s, environment)
+
+
+def with_a_plan_that_fits(error: MemoryRunError, plan: Plan) -> MemoryRunError:
+    """The error with what ``plan`` was predicted to hold, unless it says so already, and with a
+    plan for the same batch that needs less, where one is found."""
+    # The limit is a tenth less than what was predicted, as what was predicted did not fit.
+    limit = min(error.limit_bytes or less_than(plan), less_than(plan))
+    details = error.details or forecast(plan)
+    return MemoryRunError(error.sentence, (*details, _remedy(plan, limit)), limit)
+
+
+def _remedy(plan: Plan, limit_bytes: int) -> str:
+    profile = cache.get(ModelProfile, plan.provenance.profile)
+    cluster = cache.get(Cluster, plan.provenance.cluster)
+    most = plan.goal.batch // plan.world_size
+    counts = tuple(n for n in MICRO_BATCHES if n <= max(most, 1))
+    if profile is None or cluster is None:
+        return f"a plan that needs less: {command(plan, limit_bytes, counts)}"
+    allowed = tuple(sorted({*counts, *plan.goal.micro_batches}))
+    goal = msgspec.structs.replace(
+        plan.goal, memory_limit_bytes=limit_bytes, micro_batches=allowed, slice_bytes=()
     )
-
-
-def _check_script(script: Sequence[str]) -> None:
-    if script[0] == "-m":
-        if len(script) < 2:
-            raise InputError("-m names no module: write -m package.module")
-    elif not Path(script[0]).is_file():
-        raise InputError(f"there is no script {script[0]}: name a Python file, or -m and a module")
+    problem = Problem(profile, cluster, goal, CAPABILITY, executor=CAPABILITY, any_schedule=True)
+    found = solve(problem, "heuristic")
+    if found.plan is None:
+        why = f": {found.infeasible.sentence}" if found.infeasible is not None else ""
+        return f"with a tenth less memory{why}"
+    needs = size(max(found.plan.prediction.peak_bytes, default=0))
+    return (
+        f"a plan that fits, predicted to take {needs} and {seconds(found.plan.prediction.step_s)} "
+        f"a step: {command(plan, limit_bytes, counts)}"
+    )

@@ -31,8 +31,8 @@ from .start import cores
 
 RENDEZVOUS_TIMEOUT_S = 300
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# Ranks that are told to end and do not are killed after so many seconds.
 _SHUTDOWN_S = "5"
-"""Ranks that are told to end and do not are killed after so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,9 @@ class Ranks:
                 f"node rank {self.node_rank} is not one of {self.nodes} hosts: number them from 0 "
                 f"to {self.nodes - 1}"
             )
-        if self.nodes > 1:
-            self._check_rendezvous()
-
-    def _check_rendezvous(self) -> None:
         host, _, port = (self.rendezvous or "").rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        valid = bool(host) and port.isdigit() and 0 < int(port) < 65536
+        if self.nodes > 1 and not valid:
             raise InputError(
                 f"rendezvous {self.rendezvous!r} is no address for {self.nodes} hosts: give "
                 "HOST:PORT of host 0, the same on all, such as 10.0.0.1:29500"
@@ -119,39 +116,31 @@ def run_ranks(program: Sequence[str], ranks: Ranks, folder: Path) -> None:
 
 
 def _configuration(ranks: Ranks, folder: Path) -> LaunchConfig:
-    _quieten()
-    several: dict[str, Any] = {}
+    # What the engine logs about failures, the error that is raised says better. Each of its loggers
+    # has a level of its own, so their common parent's does not count.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    configs: dict[str, Any] = {"timeout": RENDEZVOUS_TIMEOUT_S}
     if ranks.nodes > 1:
         # Unlike c10d's, this rendezvous keeps the order of hosts that the plan was made for.
-        several = {
-            "rdzv_backend": "static",
-            "rdzv_endpoint": ranks.rendezvous,
-            "rdzv_configs": {"rank": ranks.node_rank, "timeout": RENDEZVOUS_TIMEOUT_S},
-        }
-    alone = {
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": "127.0.0.1:0",
-        "rdzv_configs": {"timeout": RENDEZVOUS_TIMEOUT_S},
-        "local_addr": "127.0.0.1",
-    }
+        configs["rank"] = ranks.node_rank
+        where: dict[str, Any] = {"rdzv_backend": "static", "rdzv_endpoint": ranks.rendezvous}
+    else:
+        # Any free port of the loopback interface: the host's name may resolve to another's address.
+        where = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
     return LaunchConfig(
         min_nodes=ranks.nodes,
         max_nodes=ranks.nodes,
         nproc_per_node=ranks.nproc,
+        # Hosts must give one name, while runs beside each other on one host must not.
         run_id=uuid.uuid4().hex if ranks.nodes == 1 else "meshwright",
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torchrun")),
-        **(several or alone),
+        rdzv_configs=configs,
+        **where,
     )
-
-
-def _quieten() -> None:
-    """What the engine logs about failures, the error that is raised says better. Each of its
-    loggers has a level of its own, so their common parent's does not count."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager
@@ -171,6 +160,7 @@ def _environment(ranks: Ranks) -> Iterator[None]:
 @contextlib.contextmanager
 def _signals_restored() -> Iterator[None]:
     """torchrun's engine replaces the handlers of signals and leaves its own."""
+    # Only a main thread has handlers, and may set them.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -188,10 +178,13 @@ def _time_limit(ranks: Ranks, folder: Path) -> Iterator[threading.Event]:
     late, done = threading.Event(), threading.Event()
 
     def watch() -> None:
-        if not done.wait(ranks.timeout_s):
-            late.set()
-            while not done.wait(0.5):  # ranks may still be starting
-                _kill(folder)
+        if done.wait(ranks.timeout_s):
+            return
+        late.set()
+        while not done.wait(0.5):  # again and again, as ranks may still be starting
+            for note in folder.glob("pid-*"):
+                with contextlib.suppress(ProcessLookupError, ValueError, OSError):
+                    os.killpg(int(note.read_text()), signal.SIGKILL)
 
     thread = threading.Thread(target=watch, daemon=True)
     if ranks.timeout_s is not None:
@@ -204,27 +197,21 @@ def _time_limit(ranks: Ranks, folder: Path) -> Iterator[threading.Event]:
             thread.join()
 
 
-def _kill(folder: Path) -> None:
-    for note in folder.glob("pid-*"):
-        with contextlib.suppress(ProcessLookupError, ValueError, OSError):
-            os.killpg(int(note.read_text()), signal.SIGKILL)
-
-
 def _failure(folder: Path, error: ChildFailedError) -> Exception:
-    """What a rank left word of, the earliest; else how its process ended. One that was killed left
-    no word, and those of its peers are of what came of that."""
-    words = [json.loads(p.read_bytes()) for p in folder.glob("failure-*.json")]
+    """What a rank has written of its failure, the earliest; else how its process ended."""
+    written = [json.loads(p.read_bytes()) for p in folder.glob("failure-*.json")]
     killed = [r for r, f in error.failures.items() if f.exitcode == -signal.SIGKILL]
-    if killed and not any(word["memory"] for word in words):
-        # As the kernel does where memory has run out.
+    # One that was killed wrote nothing, and what its peers wrote is of what came of that. The
+    # kernel kills so where memory has run out.
+    if killed and not any(failed["memory"] for failed in written):
         return MemoryRunError(
             f"rank {min(killed)} ended with SIGKILL (out of memory?); its own output says more"
         )
-    if not words:
+    if not written:
         rank, failure = error.get_first_failure()
         how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         return RunError(f"rank {rank} ended with {how}; its own output says more")
-    first = min(words, key=lambda word: float(word["time"]))
+    first = min(written, key=lambda failed: float(failed["time"]))
     message = first["message"]
     if first["exit_code"] == InputError.exit_code:
         return InputError(message)

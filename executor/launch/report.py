@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -37,12 +38,12 @@ from ..comm.steps import after_each_step
 from ..parallel import run_of
 from .train import Measured
 
+# The file of the plan that ``auto_parallelize`` is to apply.
 PLAN_VARIABLE = "MESHWRIGHT_PLAN"
-"""The file of the plan that ``auto_parallelize`` is to apply."""
+# The folder that ranks leave their figures in.
 REPORT_VARIABLE = "MESHWRIGHT_REPORT"
-"""The folder that ranks leave their figures in."""
+# Steps at the beginning that are not counted: memory is first allocated, caches are cold.
 WARM_UP = 3
-"""Steps at the beginning that are not counted: memory is first allocated, caches are cold."""
 
 
 class Figures(Record, frozen=True, kw_only=True):
@@ -110,24 +111,24 @@ class RunReport(Record, frozen=True, kw_only=True):
 def background_figures(state: State, limit: float) -> BackgroundFigures:
     """The figures that a report has of a background job which was held to that limit."""
     beside = state.beside
+
+    def part(seconds: float, of_s: float) -> float:
+        return min(seconds / of_s, 1.0) if of_s else 0.0
+
     return BackgroundFigures(
-        open_share=_part(state.open_s, state.seconds),
+        open_share=part(state.open_s, state.seconds),
         cpu_s=state.cpu_s,
         beside_s=beside.seconds,
-        beside_open_share=_part(beside.open_s, beside.seconds),
+        beside_open_share=part(beside.open_s, beside.seconds),
         beside_cpu_s=beside.cpu_s,
         stops=beside.stops,
-        held_shares={str(why): _part(s, beside.seconds) for why, s in beside.held_s.items()},
+        held_shares={str(why): part(s, beside.seconds) for why, s in beside.held_s.items()},
         steps=state.steps,
         slowdown=state.slowdown,
         undisturbed_s=state.undisturbed_s,
         limit=limit,
         ended=state.ended,
     )
-
-
-def _part(seconds: float, of_s: float) -> float:
-    return min(seconds / of_s, 1.0) if of_s else 0.0
 
 
 def predicted_figures(prediction: Prediction) -> Figures:
@@ -141,46 +142,37 @@ def predicted_figures(prediction: Prediction) -> Figures:
 
 
 def report_of_script(plan: Plan, ranks: Iterable[RankFigures]) -> RunReport:
-    """The report of a script's run: a step ends when the slowest rank's does, so
-    each figure is the largest."""
+    """The report of a script's run from what its ranks have left."""
     found = list(ranks)
-    return RunReport(
-        target=plan.target,
-        world_size=plan.world_size,
-        steps=min(r.steps for r in found),
-        predicted=predicted_figures(plan.prediction),
-        measured=Figures(
-            step_s=max(r.figures.step_s for r in found),
-            blocking_s=_largest(r.figures.blocking_s for r in found),
-            exposed_s=_largest(r.figures.exposed_s for r in found),
-            peak_bytes=_largest(r.figures.peak_bytes for r in found),
-        ),
-        data_parallel=predicted_figures(plan.baseline),
-    )
+    # A step ends when the slowest rank's does, so each figure is the largest.
+    largest: dict[str, Any] = {}
+    for name in Figures.__struct_fields__:
+        values = [getattr(rank.figures, name) for rank in found]
+        largest[name] = max((v for v in values if v is not None), default=None)
+    return _report(plan, min(rank.steps for rank in found), Figures(**largest))
 
 
 def report_of_training(plan: Plan, measured: Measured, accuracy: float | None) -> RunReport:
     """The report of a training that ``run_steps`` measured."""
+    figures = Figures(
+        step_s=measured.step_s,
+        blocking_s=measured.blocking_s,
+        exposed_s=measured.exposed_s,
+        peak_bytes=max(measured.peak_bytes, default=0),
+    )
+    made = _report(plan, measured.steps, figures)
+    return msgspec.structs.replace(made, loss=measured.losses[-1], accuracy=accuracy)
+
+
+def _report(plan: Plan, steps: int, measured: Figures) -> RunReport:
     return RunReport(
         target=plan.target,
         world_size=plan.world_size,
-        steps=measured.steps,
+        steps=steps,
         predicted=predicted_figures(plan.prediction),
-        measured=Figures(
-            step_s=measured.step_s,
-            blocking_s=measured.blocking_s,
-            exposed_s=measured.exposed_s,
-            peak_bytes=max(measured.peak_bytes, default=0),
-        ),
+        measured=measured,
         data_parallel=predicted_figures(plan.baseline),
-        loss=measured.losses[-1],
-        accuracy=accuracy,
     )
-
-
-def _largest(values: Iterable[Any]) -> Any:
-    known = [v for v in values if v is not None]
-    return max(known, default=None)
 
 
 class _Recorder:
@@ -188,42 +180,34 @@ class _Recorder:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._run = run_of(model)
-        self._times: list[float] = []
-        self._exposed: list[float] = []
-        self._redistributed: list[float] = []
+        # (time, seconds waited in redistribution, seconds waited for gradients), each up to then.
+        self._seen: list[tuple[float, float, float]] = []
         after_each_step(model.parameters(), optimizer, self._stepped)
 
     def _stepped(self, _: torch.optim.Optimizer) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            if len(self._times) == WARM_UP:
+            if len(self._seen) == WARM_UP:
                 torch.cuda.reset_peak_memory_stats()
-        self._times.append(time.perf_counter())
-        self._exposed.append(self._run.gradients.exposed_s)
-        self._redistributed.append(self._run.meter.seconds)
+        waited_s = self._run.meter.seconds, self._run.gradients.exposed_s
+        self._seen.append((time.perf_counter(), *waited_s))
 
     def figures(self) -> RankFigures | None:
         """Medians over the steps after the warm-up; None where too few were made."""
-        first = min(WARM_UP, max(len(self._times) - 2, 0))
-        steps = _differences(self._times[first:])
+        first = min(WARM_UP, max(len(self._seen) - 2, 0))  # of a short run the last step counts
+        steps = [
+            [later - earlier for earlier, later in zip(before, after, strict=True)]
+            for before, after in pairwise(self._seen[first:])
+        ]
         if not steps:
             return None
-        blocking = _differences(self._redistributed[first:])
-        exposed = _differences(self._exposed[first:])
+        step_s, blocking_s, exposed_s = map(statistics.median, zip(*steps, strict=True))
         on_cpu = not torch.cuda.is_available()
-        return RankFigures(
-            steps=len(steps),
-            figures=Figures(
-                step_s=statistics.median(steps),
-                blocking_s=statistics.median(blocking),
-                exposed_s=statistics.median(exposed),
-                peak_bytes=None if on_cpu else torch.cuda.max_memory_allocated(),
-            ),
+        peak = None if on_cpu else torch.cuda.max_memory_allocated()
+        figures = Figures(
+            step_s=step_s, blocking_s=blocking_s, exposed_s=exposed_s, peak_bytes=peak
         )
-
-
-def _differences(values: list[float]) -> list[float]:
-    return [b - a for a, b in pairwise(values)]
+        return RankFigures(steps=len(steps), figures=figures)
 
 
 def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -240,11 +224,6 @@ def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Non
             save(found, Path(folder) / f"figures-{os.environ.get('RANK', '0')}.json")
 
     atexit.register(leave)
-
-
-def collect(folder: Path) -> list[RankFigures]:
-    """What the ranks of this host left."""
-    return [load(RankFigures, path) for path in sorted(folder.glob("figures-*.json"))]
 
 
 def given_plan(plan: Plan | str | Path | None) -> Plan | None:

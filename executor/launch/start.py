@@ -6,6 +6,7 @@ The process group comes from torchrun's environment, or has this process alone.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import datetime
 import os
@@ -21,9 +22,8 @@ import torch.distributed as dist
 
 from ...planner.schema.errors import InputError, RunError
 
+# What torchrun tells every process of a run.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells every process of a run."""
-
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -40,12 +40,19 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
     ``timeout_s`` is how long a collective may take. Raises ``InputError`` for half an environment.
     """
     device = local_device()
-    atexit.register(_let_gloo_finish)
+    # gloo's threads destroy a collective some time after it completed, and need Python's lock for
+    # that; one that asks for it when the interpreter is already ending aborts the process with
+    # "terminate called without an active exception" (torch 2.13; seen in 1 of 14 runs). So they get
+    # the lock for a moment before.
+    atexit.register(time.sleep, 0.1)
     if device.type == "cpu":
         keep_freed_memory()
     if dist.is_initialized():
         return device
-    _share_cores()
+    # Ranks on one host divide its cores, unless the user has said how many threads each takes.
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if "OMP_NUM_THREADS" not in os.environ and local_ranks > 1:
+        torch.set_num_threads(max(1, cores() // local_ranks))
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     limit = datetime.timedelta(seconds=timeout_s)
     if under_torchrun():
@@ -56,29 +63,14 @@ def start_process_group(timeout_s: float = 300.0) -> torch.device:
         except (RuntimeError, ValueError, dist.DistError) as error:
             raise RunError(f"the ranks did not find each other: {error}") from error
     else:
-        dist.init_process_group(
-            backend,
-            store=torch._C._distributed_c10d.HashStore(),
-            rank=0,
-            world_size=1,
-            timeout=limit,
-        )
-    atexit.register(end_process_group)
+        store = torch._C._distributed_c10d.HashStore()  # in this process: no port is opened
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
+    atexit.register(_end_process_group)
     return device
 
 
-def _let_gloo_finish() -> None:
-    """gloo's threads destroy a collective some time after it completed, and need Python's lock for
-    that; one that asks for it when the interpreter is already ending aborts the process with
-    "terminate called without an active exception" (torch 2.13; seen in 1 of 14 runs). So they get
-    the lock for a moment before.
-    """
-    time.sleep(0.1)
-
-
-def end_process_group() -> None:
-    """Lets go of the process group, if there is one."""
-    if dist.is_initialized():
+def _end_process_group() -> None:
+    if dist.is_initialized():  # the user may have ended it
         dist.destroy_process_group()
 
 
@@ -101,13 +93,6 @@ def _check_environment() -> None:
         )
 
 
-def _share_cores() -> None:
-    """Ranks on one host divide its cores, unless the user has said how many threads each takes."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if "OMP_NUM_THREADS" not in os.environ and ranks > 1:
-        torch.set_num_threads(max(1, cores() // ranks))
-
-
 def cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -116,8 +101,9 @@ def cores() -> int:
 
 
 def _stay_on_loopback() -> None:
-    """gloo binds to what the host's name resolves to, which on many machines is no address of
-    theirs or one behind a firewall; a run on one host needs only the loopback interface."""
+    """Tells gloo to use the loopback interface in a run on one host."""
+    # By itself it binds to what the host's name resolves to, which on many machines is no address
+    # of theirs or one behind a firewall.
     if os.environ["MASTER_ADDR"] not in LOOPBACK or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     names = [name for _, name in socket.if_nameindex()]
@@ -128,8 +114,8 @@ def _stay_on_loopback() -> None:
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 _NEVER = -1
+# Up to which size an allocation comes from the heap; some versions allow 32 MiB at most.
 _THRESHOLDS_BYTES = (1 << 30, 32 << 20)
-"""Up to which size an allocation comes from the heap; some versions allow 32 MiB at most."""
 
 
 def keep_freed_memory() -> bool:
@@ -155,16 +141,11 @@ def device_name(device: torch.device) -> str:
     """What a device is called in profiles and clusters."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu ({_processor()})"
-
-
-def _processor() -> str:
-    try:
+    lines: list[str] = []
+    with contextlib.suppress(OSError):  # no Linux
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    return f"cpu ({next(names, platform.machine())})"
 
 
 def memory_bytes(device: torch.device, sharing: int = 1) -> int:

@@ -35,8 +35,8 @@ WORK: dict[TaskName, str] = {
     "train": "meshwright.executor.launch.tasks:train_task",
 }
 TASK, PLAN, ANSWER = "task.json", "plan.json", "answer.json"
+# Of a training without a script: what Adam's authors recommend (Kingma & Ba, 2015).
 LEARNING_RATE = 1e-3
-"""Of a training without a script: what Adam's authors recommend (Kingma & Ba, 2015)."""
 RecordT = TypeVar("RecordT", bound=Record)
 
 
@@ -68,7 +68,7 @@ def run_task(
         save(task, folder / TASK)
         if plan is not None:
             save(plan, folder / PLAN)
-        # Whatever a model prints, stdout is this process's own.
+        # Whatever a model prints, stdout is this process's own: it may be for machines.
         quiet = ranks.telling({STDOUT_TO_STDERR: "1"})
         run_ranks(["-m", f"{__package__}.tasks", name], quiet, folder)
         found = folder / ANSWER
@@ -78,6 +78,7 @@ def run_task(
 def do(folder: Path) -> None:
     """Does the folder's task on this rank: a function of the task, its folder and the device, which
     returns the answer."""
+    # Here and below, so that a command which only names a task starts without torch.
     from ..comm.watchdog import time_limit
     from .start import start_process_group
 
@@ -86,6 +87,7 @@ def do(folder: Path) -> None:
     work = getattr(importlib.import_module(module), function)
     device = start_process_group(time_limit(task.timeout_s))
     answer = work(task, folder, device)
+    # All ranks have the answer, and one file of it is enough.
     if os.environ["RANK"] == "0":
         save(answer, folder / ANSWER)
 
@@ -106,14 +108,9 @@ def verify_task(task: Task, folder: Path, device: torch.device) -> Verification:
     try_out(chosen)
     with rank_zero_bar(f"verifying {plan.target}") as step:
         return verify_on_ranks(
-            plan,
-            chosen,
-            dtype=task.dtype,
-            batch=task.batch,
-            device=device,
-            timeout_s=task.timeout_s,
-            progress=step,
-        )
+            plan, chosen, dtype=task.dtype, batch=task.batch, device=device,
+            timeout_s=task.timeout_s, progress=step,
+        )  # fmt: skip
 
 
 def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
@@ -128,15 +125,12 @@ def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
     model = chosen.model.to(device)
     optimizer = optimizer_for(plan.goal, model.parameters(), LEARNING_RATE)
     apply(model, optimizer, plan, timeout_s=task.timeout_s)
+    draw = drawing(chosen, plan.goal.batch)
     with rank_zero_bar(f"training {plan.target}") as step:
         measured = run_steps(
-            chosen,
-            plan,
-            task.steps,
-            optimizer=optimizer,
-            draw=drawing(chosen, plan.goal.batch),
+            chosen, plan, task.steps, optimizer=optimizer, draw=draw,
             progress=lambda done, total: step(done, total, ""),
-        )
+        )  # fmt: skip
     return report_of_training(plan, measured, accuracy(chosen, device))
 
 

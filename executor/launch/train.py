@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from statistics import median
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...models.units.storages import tensors_in
+from ...models.units.storages import peak_bytes, tensors_in
 from ...models.workload import Batch, Workload
 from ...planner.schema.goal import OPTIMIZERS, Goal
 from ...planner.schema.plan import Plan
@@ -20,14 +21,14 @@ from ...planner.schema.record import Bytes, Count, Record, Seconds
 from ..apply import apply
 from ..gradients.dropping import DroppedGradGroup
 from ..gradients.reshard import held_parameters
-from ..gradients.slices import GradGroup
-from ..memory.peak import peak_bytes
 from ..micro import micro_batches
 from ..parallel import is_parallel, run_of
 from ..run import Run
 
+# Steps that are not measured: the first allocate, open connections and fill caches.
 WARM_UP = 2
-"""Steps that are not measured: the first allocate, open connections and fill caches."""
+# Samples of one forward when a rank evaluates its share: bounds memory, not the result.
+EVALUATED = 64
 
 
 class Measured(Record, frozen=True, kw_only=True):
@@ -84,7 +85,7 @@ def run_steps(
     if not is_parallel(model):
         apply(model, optimizer, plan)
     model.train()
-    draw = draw or _drawing(workload, plan)
+    draw = draw or partial(_random, workload, plan.goal.batch)
     taken = []
     for number in range(WARM_UP + steps):
         taken.append(timed_step(workload, plan, draw(number), optimizer))
@@ -98,24 +99,23 @@ def _peak(workload: Workload, plan: Plan, batch: Batch, optimizer: torch.optim.O
     """The most that tensors took in a step, without the whole ``batch``, which every rank has for
     the measurement."""
 
+    run = run_of(workload.model)
+    # Two steps, as the second's forward runs while the first's gradients live. Where gradients are
+    # left out in turn, until each has been sent once, and the forward that updates the last.
+    waiting = any(group.feedback for group in _dropped_groups(run))
+    steps = run.lossy.patience + 2 if waiting else 2
+
     def work() -> None:
-        for _ in range(_unlike(run_of(workload.model))):
+        for _ in range(steps):
             timed_step(workload, plan, batch, optimizer)
 
     apart = tensors_in((batch.args, dict(batch.kwargs), batch.target))
-    return peak_bytes(work, _standing(workload, optimizer), _device(workload), apart)
+    return peak_bytes(work, _lasting(workload, optimizer), _device(workload), apart)
 
 
-def _unlike(run: Run) -> int:
-    """How many steps it takes to see what a step may take: two, as the second's forward runs while
-    the first's gradients live; where pieces wait in turn, until each of them has been sent once,
-    and the forward that updates the last."""
-    dropped = [p for p in _grad_groups_of(run) if isinstance(p, DroppedGradGroup) and p.feedback]
-    return run.lossy.patience + 2 if dropped else 2
-
-
-def _grad_groups_of(run: Run) -> Sequence[GradGroup]:
-    return run.priority.grad_groups if run.priority is not None else ()
+def _dropped_groups(run: Run) -> list[DroppedGradGroup]:
+    groups = run.priority.grad_groups if run.priority is not None else ()
+    return [group for group in groups if isinstance(group, DroppedGradGroup)]
 
 
 def train_step(
@@ -139,6 +139,7 @@ def timed_step(
     mine = share_of(batch, run).to(device)
     blocking, exposed, sent = run.meter.seconds, run.gradients.exposed_s, run.meter.sent_bytes
     start = _now(device)
+    # On the device: to read each loss would wait for it, and its backward could not begin.
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for part in micro_batches(workload.model, mine, plan.micro_batches):
         value = workload.loss(workload.model(*part.args, **part.kwargs), part.target)
@@ -176,24 +177,15 @@ def optimizer_for(goal: Goal, parameters: object, rate: float = 1e-3) -> torch.o
     return kind(parameters, lr=rate, **options)
 
 
-def _drawing(workload: Workload, plan: Plan) -> Callable[[int], Batch]:
-    def draw(number: int) -> Batch:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(number)
-            return workload.make_batch(plan.goal.batch)
-
-    return draw
-
-
-def _standing(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """What lives from step to step, each for as long as it is asked for: a list would keep what is
-    held back of gradients beyond the step that sends it."""
+def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What lives from step to step."""
+    # One by one: a list would keep what is held back of gradients beyond the step that sends it.
     yield from held_parameters(workload.model)
     yield from workload.model.buffers()
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
-    for grad_group in _grad_groups_of(run_of(workload.model)):
-        yield from grad_group.held_back() if isinstance(grad_group, DroppedGradGroup) else ()
+    for group in _dropped_groups(run_of(workload.model)):
+        yield from group.held_back()
 
 
 def _device(workload: Workload) -> torch.device:
@@ -202,23 +194,18 @@ def _device(workload: Workload) -> torch.device:
 
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)  # what was launched belongs to the time before
     return time.perf_counter()
 
 
 def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) -> Measured:
     """The slowest rank's figures, on every rank. Collective."""
     measured = taken[WARM_UP:]
-    mine = [
-        median(s.step_s for s in measured),
-        median(s.blocking_s for s in measured),
-        median(s.exposed_s for s in measured),
-        median(s.update_s for s in measured),
-        median(s.wire_bytes for s in measured),
-        peak,
-        *(s.loss for s in taken),
-    ]
+    names = "step_s", "blocking_s", "exposed_s", "update_s", "wire_bytes"
+    medians = [median(getattr(spent, name) for spent in measured) for name in names]
+    mine = [*medians, peak, *(spent.loss for spent in taken)]
     rows = run.control.gather(mine, "the end of training", whole=False).rows()
+    # The parts of one rank's step, so that they add up to it.
     slowest = max(rows, key=lambda row: row[0])
     step_s, blocking_s, exposed_s, update_s = slowest[:4]
     return Measured(
@@ -235,20 +222,17 @@ def _summary(run: Run, plan: Plan, taken: list[Spent], peak: int, batch: int) ->
     )
 
 
-EVALUATED = 64
-"""Samples of one forward when a rank evaluates its share: bounds memory, not the result."""
-
-
 def drawing(workload: Workload, batch: int) -> Callable[[int], Batch]:
     """Gives the global batch of each step, the same on every rank: the training data in an order
     that is drawn anew for each pass, or random batches where the workload has no data."""
     if workload.data is None:
-        return lambda number: _random(workload, batch, number)
+        return partial(_random, workload, batch)
     data = workload.data("train")
     size = min(batch, data.size)
     steps = data.size // size
 
     def draw(number: int) -> Batch:
+        # Drawn anew at each step and not kept: any step can be asked for, as after a restart.
         order = torch.randperm(
             data.size, generator=torch.Generator().manual_seed(number // steps), device="cpu"
         )

@@ -1,4 +1,5 @@
-"""Equality of a plan's training with a single process, on the user's own model.
+"""Equality of a plan's training with a single process, on the user's own model, and the yardstick
+for it (docs/executor.md).
 
 Three steps of SGD with momentum on the ranks of the plan, and the same three in one process on the
 whole batch; the second batch is one sample larger, so that shares are uneven. Equality is claimed
@@ -9,8 +10,9 @@ say where that changed something.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -19,24 +21,113 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from ...models.replay import preserved
 from ...models.workload import Batch, Workload
 from ...planner.explain.compare import policy_words
 from ...planner.schema.errors import InputError
-from ...planner.schema.plan import Plan, UnitPlan
+from ...planner.schema.plan import Plan
 from ...planner.schema.record import Count, Record
 from ..apply import apply
 from ..comm.agreement import rank_zero_decides, together
 from ..parallel import full_state_dict
-from .equality import LOSS, STATE, Deviation, DtypeName, deviations
 from .train import train_step
 
-STEPS = 3
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 SEED = 1
 _DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 Progress = Callable[[int, int, str], None]
+
+DtypeName = Literal["float64", "float32"]
+
+
+class Yardstick(NamedTuple):
+    """|Δ| may be up to ``relative`` · |reference| + ``absolute``."""
+
+    relative: float
+    absolute: float
+
+    def share(self, found: Tensor, reference: Tensor) -> float:
+        """The largest |Δ| of any element in parts of what it may be; at most 1 is equal. What is
+        not a number, or of another shape, is as far off as can be."""
+        if found.shape != reference.shape:
+            return sys.float_info.max
+        if reference.numel() == 0:
+            return 0.0
+        allowed = self.relative * reference.abs() + self.absolute
+        share = ((found - reference).abs() / allowed).max()
+        return float(share) if bool(share.isfinite()) else sys.float_info.max
+
+
+# For every element of parameters and buffers after SGD.
+STATE: dict[DtypeName, Yardstick] = {
+    "float64": Yardstick(1e-9, 1e-10),
+    "float32": Yardstick(1e-5, 1e-6),
+}
+# For the loss of a step.
+LOSS: dict[DtypeName, Yardstick] = {
+    "float64": Yardstick(1e-9, 1e-10),
+    "float32": Yardstick(1e-5, 1e-8),
+}
+
+
+class Deviation(Record, frozen=True, kw_only=True):
+    """How far a class of tensors is from the single process: the largest |Δ|, and the largest
+    |Δ| in parts of what the yardstick allows that element (``of_allowed`` ≤ 1 is equal) with the
+    name of the tensor that has it."""
+
+    what: str
+    tensors: Count
+    largest: float
+    of_allowed: float
+    worst: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether all of them are equal by the yardstick."""
+        return self.of_allowed <= 1
+
+
+def deviations(
+    found: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    yardstick: Yardstick,
+    kind_of: Callable[[str], str],
+) -> tuple[Deviation, ...]:
+    """One ``Deviation`` for each kind of tensor, in the order in which kinds first occur.
+
+    Tensors are paired by name. One that is missing on either side is as far off as can be.
+    """
+    kinds: dict[str, dict[str, tuple[float, float]]] = {}
+    for name in dict.fromkeys([*reference, *found]):
+        away = (sys.float_info.max, sys.float_info.max)
+        if name in found and name in reference:
+            away = _distance(found[name], reference[name], yardstick)
+        kinds.setdefault(kind_of(name), {})[name] = away
+    made = []
+    for kind, measured in kinds.items():
+        worst = max(measured, key=lambda name: measured[name][1])
+        largest, share = max(away for away, _ in measured.values()), measured[worst][1]
+        made.append(
+            Deviation(
+                what=kind, tensors=len(measured), largest=largest, of_allowed=share, worst=worst
+            )
+        )
+    return tuple(made)
+
+
+def _distance(found: Tensor, reference: Tensor, yardstick: Yardstick) -> tuple[float, float]:
+    """(largest |Δ|, in parts of what is allowed). Whole numbers must be equal."""
+    # In double precision, or the subtraction would round as well.
+    a, b = (t.detach().to("cpu", torch.float64) for t in (found, reference))
+    share = yardstick.share(a, b)
+    if share >= sys.float_info.max or b.numel() == 0:
+        return (share, share)
+    largest = float((a - b).abs().max())
+    if not reference.is_floating_point() and largest > 0:
+        return (largest, sys.float_info.max)
+    return (largest, share)
 
 
 class Verification(Record, frozen=True, kw_only=True):
@@ -74,12 +165,14 @@ def verify_on_ranks(
     afterwards. ``batch`` in samples: the plan's, but at most four for each rank, unless given.
     """
     plan, notes = _over_the_whole_batch(plan, workload.model)
-    notes += _still(workload.model)
-    sizes = batch_sizes(plan, batch)
+    notes += _without_dropout(workload.model)
+    size = batch or min(plan.goal.batch, 4 * plan.world_size * plan.micro_batches)
+    sizes = [size, size + 1, size]
     batches = together(lambda: _draw(workload, sizes, dtype, device))
     workload.model.to(device, _DTYPES[dtype]).train()
+    # Copied before the plan is applied, which changes the model in place.
     alone = copy.deepcopy(workload.model) if dist.get_rank() == 0 else None
-    total = 2 * len(sizes)
+    done, total = len(sizes), 2 * len(sizes)
     ours = _train_together(
         plan, workload, batches, timeout_s, lambda n: progress(n, total, "ranks")
     )
@@ -87,16 +180,12 @@ def verify_on_ranks(
     def judge() -> tuple[Deviation, ...]:
         assert alone is not None
         theirs = _train_alone(
-            alone, workload, batches, lambda n: progress(len(sizes) + n, total, "one process")
+            alone, workload, batches, lambda n: progress(done + n, total, "one process")
         )
-        return _compare(
-            ours,
-            theirs,
-            plan,
-            dtype,
-            {n for n, _ in alone.named_parameters(remove_duplicate=False)},
-        )
+        parameters = {n for n, _ in alone.named_parameters(remove_duplicate=False)}
+        return _compare(ours, theirs, plan, dtype, parameters)
 
+    # On rank 0 alone, whose error or answer all ranks get: elsewhere they would only wait.
     found = rank_zero_decides(judge)
     return Verification(
         target=plan.target,
@@ -107,12 +196,6 @@ def verify_on_ranks(
         deviations=found,
         passed=all(d.passed for d in found),
     )
-
-
-def batch_sizes(plan: Plan, batch: int | None) -> list[int]:
-    """The sizes of the global batches of the steps: the second is uneven."""
-    size = batch or min(plan.goal.batch, 4 * plan.world_size * plan.micro_batches)
-    return [size, size + 1, size]
 
 
 def _over_the_whole_batch(plan: Plan, model: nn.Module) -> tuple[Plan, list[str]]:
@@ -128,16 +211,16 @@ def _over_the_whole_batch(plan: Plan, model: nn.Module) -> tuple[Plan, list[str]
     return msgspec.structs.replace(plan, goal=goal), [note]
 
 
-def _still(model: nn.Module) -> list[str]:
+def _without_dropout(model: nn.Module) -> list[str]:
     """Turns dropout off: modules, and the rates that modules of any kind keep as attributes."""
-    off = list(_rates(model))
+    off = list(_dropout_rates(model))  # a list, as what is zero is found no more
     for module, name in off:
         setattr(module, name, 0.0)
     what = "1 module" if len(off) == 1 else f"{len(off)} modules"
     return [f"dropout is off in {what}"] if off else []
 
 
-def _rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for module in model.modules():
         is_dropout = "dropout" in type(module).__name__.lower()
         for name, value in vars(module).items():
@@ -156,6 +239,7 @@ def _draw(
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    # Linear in the gradient, so that the state differs as little as gradients do.
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
@@ -169,19 +253,16 @@ def _train_together(
     optimizer = _optimizer(workload.model)
     model, _ = apply(workload.model, optimizer, plan, timeout_s=timeout_s)
     losses = []
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(batches, 1):
         losses.append(train_step(workload, plan, batch, optimizer))
-        progress(number + 1)
+        progress(number)
     return _Trained(losses, full_state_dict(model))
 
 
 def _check_repeatable(model: nn.Module, batch: Batch) -> None:
     """Two forwards must give the same, or nothing that is compared means anything."""
-    before = [b.clone() for b in model.buffers()]
-    with torch.no_grad():
+    with preserved(model), torch.no_grad():  # running statistics change in each
         first, second = (pytree.tree_leaves(model(*batch.args, **batch.kwargs)) for _ in range(2))
-        for buffer, value in zip(model.buffers(), before, strict=True):
-            buffer.copy_(value)
     pairs = zip(first, second, strict=True)
     if not all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor)):
         raise InputError(
@@ -196,13 +277,13 @@ def _train_alone(
     _check_repeatable(model, batches[0])
     optimizer = _optimizer(model)
     losses = []
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(batches, 1):
         loss = workload.loss(model(*batch.args, **batch.kwargs), batch.target)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-        progress(number + 1)
+        progress(number)
     return _Trained(losses, dict(model.state_dict()))
 
 
@@ -222,18 +303,18 @@ def _compare(
     return loss + deviations(ours.state, theirs.state, STATE[dtype], kind)
 
 
-def _decided(unit: UnitPlan) -> str:
-    divided = "data parallel" if unit.style == "none" else f"{unit.style} {unit.layout}"
-    return ", ".join(["parameters", divided, *policy_words(unit)])
-
-
 def _kinds(plan: Plan) -> Callable[[str], str]:
     """The class of a parameter: how the unit that it belongs to is divided, and how its gradients
     are exchanged."""
-    by_module = {module: _decided(unit) for unit in plan.units for module in unit.modules}
+    by_module = {}
+    for unit in plan.units:
+        divided = "data parallel" if unit.style == "none" else f"{unit.style} {unit.layout}"
+        words = ", ".join(["parameters", divided, *policy_words(unit)])
+        by_module.update(dict.fromkeys(unit.modules, words))
 
     def kind(name: str) -> str:
         parts = name.split(".")
+        # The longest first: a module inside another may belong to a unit of its own.
         prefixes = (".".join(parts[:n]) for n in range(len(parts) - 1, -1, -1))
         return next((by_module[p] for p in prefixes if p in by_module), "parameters, data parallel")
 

@@ -1,4 +1,4 @@
-"""What ``launch`` starts on every rank: it runs a program and leaves word of how it failed.
+"""What ``launch`` starts on every rank: it runs a program and writes down how it failed.
 
 ``python -m meshwright.executor.launch.worker FOLDER SCRIPT ARGS…`` (or ``-m MODULE ARGS…``) does as
 ``python SCRIPT ARGS…`` would, and besides: it ends when its parent dies, however that dies; and
@@ -24,9 +24,8 @@ from pathlib import Path
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+# Set where stdout is kept for machines: what the program prints goes to stderr.
 STDOUT_TO_STDERR = "MESHWRIGHT_STDOUT_TO_STDERR"
-"""Set where stdout is kept for machines: what the program prints goes to stderr."""
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -38,23 +37,23 @@ def main(arguments: list[str]) -> None:
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if os.environ.get(STDOUT_TO_STDERR):
         os.dup2(2, 1)
-    _print_whole_lines()
+    # Lines of several ranks on one terminal or pipe do not run into each other, nor come late.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run_program(program)
     except KeyboardInterrupt:  # the launcher has it too, and says so
-        _exit(128 + signal.SIGINT)
+        _exit(128 + signal.SIGINT)  # as a shell reports it
     except Exception as error:
-        if not _leave_word(folder, rank, error):
-            traceback.print_exception(_from_program(error))
+        if not _write_failure(folder, rank, error):
+            # As if the program had been started by itself: what called it is of no use.
+            ours, frames = (__file__, runpy.run_path.__code__.co_filename), error.__traceback__
+            while frames is not None and frames.tb_frame.f_code.co_filename in ours:
+                frames = frames.tb_next
+            traceback.print_exception(error.with_traceback(frames))
         _exit(1)
-
-
-def _print_whole_lines() -> None:
-    """Lines of several ranks on one terminal or pipe do not run into each other, nor come late."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _exit(code: int) -> None:
@@ -71,20 +70,14 @@ def run_program(program: list[str]) -> None:
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = program
+        # As Python does for a script; under ``-m`` it is the current folder.
         sys.path[0] = str(Path(program[0]).resolve().parent)
         runpy.run_path(program[0], run_name="__main__")
 
 
-def _from_program(error: Exception) -> Exception:
-    """The error as if the program had been started by itself: what called it is of no use."""
-    ours, frames = (__file__, runpy.run_path.__code__.co_filename), error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in ours:
-        frames = frames.tb_next
-    return error.with_traceback(frames)
-
-
-def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
-    """Writes why; returns whether the sentence says it all, as those of our own errors do."""
+def _write_failure(folder: Path, rank: int, error: Exception) -> bool:
+    """Writes why the program failed; returns whether the sentence says it all, as those of our own
+    errors do."""
     from ...planner.schema.errors import MeshwrightError
     from ...planner.schema.record import write_whole
 
@@ -98,7 +91,7 @@ def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
         if told is not None:
             expected, message = True, told.sentence
             memory = {"details": told.details, "limit_bytes": told.limit_bytes}
-    word = {
+    failure = {
         "rank": rank,
         "time": time.time(),
         "kind": type(error).__name__,
@@ -107,13 +100,14 @@ def _leave_word(folder: Path, rank: int, error: Exception) -> bool:
         "expected": expected,
         "memory": memory,
     }
-    write_whole(folder / f"failure-{rank}.json", json.dumps(word).encode())
+    # Whole or not at all: the launcher may read it while peers are still failing.
+    write_whole(folder / f"failure-{rank}.json", json.dumps(failure).encode())
     return expected
 
 
 def _end_with_parent() -> None:
-    """Asks the kernel (Linux) to kill this process when the launcher is gone, so that a launcher
-    that was itself killed leaves nothing behind."""
+    """Asks the kernel (Linux) to kill this process when the launcher is gone."""
+    # So a launcher that was itself killed, and could clear up nothing, leaves nothing behind.
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()

@@ -13,7 +13,7 @@ from ...planner.schema.plan import Plan, UnitPlan
 from . import offload as offloading
 from .offload import Offload
 from .recompute import Recomputed, ResumeForward
-from .regions import Body, Regions
+from .regions import Region, Regions
 
 
 def check_memory(model: nn.Module, plan: Plan, device: torch.device) -> None:
@@ -28,33 +28,31 @@ def check_memory(model: nn.Module, plan: Plan, device: torch.device) -> None:
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     seen: set[tuple[str, ...]] = set()
     for segment, units in _segments(plan):
-        _check_segment(segment, units, known, seen)
+        named = " and ".join(repr(name) for name in segment)
+        for unit in units:
+            _check_in_segment(unit, segment, named)
+        missing = next((m for m in segment if m not in known), None)
+        if missing is not None:
+            raise InputError(f"the plan is for another model: this one has no module {missing!r}")
+        if segment in seen:
+            raise InputError(
+                f"the units of the segment {named} do not follow each other (at "
+                f"{units[0].name!r}): list them one after the other"
+            )
         seen.add(segment)
 
 
-def _check_segment(
-    segment: tuple[str, ...], units: list[UnitPlan], known: set[str], seen: set[tuple[str, ...]]
-) -> None:
-    named = " and ".join(repr(name) for name in segment)
-    for unit in units:
-        if unit.memory != "recompute":
-            raise InputError(
-                f"unit {unit.name!r} is in the segment {named} and has memory {unit.memory!r}: "
-                "what is recomputed together needs memory 'recompute'"
-            )
-        outside = next((m for m in unit.modules if not _inside(m, segment)), None)
-        if outside is not None:
-            raise InputError(
-                f"unit {unit.name!r} is in the segment {named}, which does not contain its module "
-                f"{outside!r}: name a module that does, or leave the segment out"
-            )
-    missing = next((m for m in segment if m not in known), None)
-    if missing is not None:
-        raise InputError(f"the plan is for another model: this one has no module {missing!r}")
-    if segment in seen:
+def _check_in_segment(unit: UnitPlan, segment: tuple[str, ...], named: str) -> None:
+    if unit.memory != "recompute":
         raise InputError(
-            f"the units of the segment {named} do not follow each other (at {units[0].name!r}): "
-            "list them one after the other"
+            f"unit {unit.name!r} is in the segment {named} and has memory {unit.memory!r}: what is "
+            "recomputed together needs memory 'recompute'"
+        )
+    outside = next((m for m in unit.modules if not _inside(m, segment)), None)
+    if outside is not None:
+        raise InputError(
+            f"unit {unit.name!r} is in the segment {named}, which does not contain its module "
+            f"{outside!r}: name a module that does, or leave the segment out"
         )
 
 
@@ -82,27 +80,23 @@ def install_memory(
     divided."""
     regions = Regions()
 
-    def recompute(body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> Recomputed:
-        return Recomputed(body, args, kwargs, resume_later())
+    def recompute(
+        region: Region, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Recomputed:
+        return Recomputed(region, args, kwargs, resume_later())
 
-    host = None
-    if any(unit.memory == "offload" for unit in plan.units):
-        host = offloading.host_of(device)
+    offloaded = any(unit.memory == "offload" for unit in plan.units)
+    # Not made where nothing is offloaded: it has a stream of its own.
+    host = offloading.host_of(device) if offloaded else None
     offload = Offload(host, current_forward) if host is not None else None
-    for name, modules, memory in _bodies(plan):
-        body = Body(name, [model.get_submodule(path) for path in modules])
+    # Units without modules have nothing to do again.
+    alone = [u for u in plan.units if not u.segment and u.memory != "keep" and u.modules]
+    named = [(unit.name, unit.modules, unit.memory) for unit in alone]
+    named += [(units[0].name, segment, "recompute") for segment, units in _segments(plan)]
+    for name, modules, memory in named:
+        region = Region(name, [model.get_submodule(path) for path in modules])
         if memory == "recompute":
-            regions.add(body, recompute)
+            regions.add(region, recompute)
         elif offload is not None:
-            regions.add(body, offload.start)
+            regions.add(region, offload.start)
     return regions
-
-
-def _bodies(plan: Plan) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """(name, modules, policy) of each region: the segments, and the other units that are not kept.
-    Units without modules have nothing to do again."""
-    for unit in plan.units:
-        if not unit.segment and unit.memory != "keep" and unit.modules:
-            yield unit.name, unit.modules, unit.memory
-    for segment, units in _segments(plan):
-        yield units[0].name, segment, "recompute"

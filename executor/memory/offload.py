@@ -11,16 +11,16 @@ under that backward, and its feature maps are there a unit's backward early (``o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .regions import Body
+from .regions import Region
 
+# What is smaller stays: a copy of it would take little but its latency.
 LEAST_BYTES = 4096
-"""What is smaller stays: a copy of it would take little but its latency."""
 
 
 class HostCopy(Protocol):
@@ -51,7 +51,6 @@ class PinnedHost:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def send(self, flat: Tensor) -> HostCopy:
-        """Starts the copy."""
         pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         # The kernel that made the storage may still run.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -99,8 +98,8 @@ def host_of(device: torch.device) -> Host | None:
 class View:
     """Stands for one saved tensor, a view of a storage that is on the host or stays."""
 
-    def __init__(self, saver: Offloaded, tensor: Tensor, copy: HostCopy | None) -> None:
-        self.saver, self.copy = saver, copy
+    def __init__(self, tensor: Tensor, copy: HostCopy | None) -> None:
+        self.copy = copy
         # Detached: were it the node's own output, it would keep its node alive for ever.
         self.stays = tensor.detach() if copy is None else None
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
@@ -113,19 +112,13 @@ class View:
 
 
 class Offloaded:
-    """One forward through a region whose saved tensors wait on the host. ``before`` is the one
-    that was entered before it in the same forward."""
+    """One forward through a region whose saved tensors wait on the host, all but the ``lasting``
+    ones. ``before`` is the one that was entered before it in the same forward."""
 
-    def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        buffers: list[Tensor],
-        host: Host,
-        before: Offloaded | None,
-    ) -> None:
+    def __init__(self, lasting: Iterable[Tensor], host: Host, before: Offloaded | None) -> None:
         self._host = host
         self._before = weakref.ref(before) if before is not None else _nothing
-        self._lasting = {t.untyped_storage()._cdata for t in (*parameters, *buffers)}
+        self._lasting = {t.untyped_storage()._cdata for t in lasting}
         # Weak references throughout: only autograd's own reference to a View keeps a copy alive, so
         # that it goes as soon as backward has used it.
         self._sent: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[HostCopy]]] = {}
@@ -133,13 +126,14 @@ class Offloaded:
 
     def pack(self, tensor: Tensor) -> View:
         """Sends the tensor's storage to the host, unless it lives on anyway."""
-        return View(self, tensor, self._copy_of(tensor) if self._can_go(tensor) else None)
+        return View(tensor, self._copy_of(tensor) if self._can_go(tensor) else None)
 
     def _can_go(self, tensor: Tensor) -> bool:
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         if not plain or tensor.device.type != self._host.device.type:
             return False
         storage = tensor.untyped_storage()
+        # Parameters and buffers are on the device anyway: a copy of them would free nothing.
         return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._lasting
 
     def _copy_of(self, tensor: Tensor) -> HostCopy:
@@ -156,7 +150,7 @@ class Offloaded:
         return copy
 
     def leave(self) -> None:
-        """Nothing more is saved."""
+        """Nothing more is saved, so no further tensor can share a copy."""
         self._sent.clear()
 
     def unpack(self, view: View) -> Tensor:
@@ -171,7 +165,8 @@ class Offloaded:
         return view.of(view.copy.wait())
 
     def prefetch(self) -> None:
-        """Starts the copies back, in the order in which backward asks for them."""
+        """Starts the copies back."""
+        # Backward asks first for what forward saved last.
         for reference in reversed(self._order):
             copy = reference()
             if copy is not None:
@@ -187,14 +182,14 @@ class Offload:
         self._last: weakref.ref[Offloaded] | Callable[[], None] = _nothing
         self._last_forward: object = None
 
-    def start(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Offloaded:
+    def start(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Offloaded:
         """Begins a forward through a region."""
-        modules = body.inner()
-        parameters = [p for m in modules for p in m.parameters(recurse=False)]
-        buffers = [b for m in modules for b in m.buffers(recurse=False)]
+        lasting = [t for m in region.modules for t in (*m.parameters(), *m.buffers())]
         forward = self._current_forward()
+        # What was entered last in another forward is another graph's: its backward comes at another
+        # time.
         before = self._last() if forward is self._last_forward else None
-        saver = Offloaded(parameters, buffers, self._host, before)
+        saver = Offloaded(lasting, self._host, before)
         self._last, self._last_forward = weakref.ref(saver), forward
         return saver
 

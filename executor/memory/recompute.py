@@ -17,23 +17,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree  # torch has no public name for it
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ...planner.schema.errors import InputError, RunError
-from .regions import Body, Hooks
+from ..redistribution.lazy import version_of
+from .regions import Region
 
+# Makes a forward the current one again, for a while.
 ResumeForward = Callable[[], AbstractContextManager[None]]
-"""Makes a forward the current one again, for a while."""
+# No backward: autograd numbers them from 0 on, and says -1 outside of all.
 NO_TASK = -2
-"""No backward; autograd numbers them from 0 on, and outside it is in -1."""
 
 
-class Slot:
+class SavedTensor:
     """Stands for one saved tensor; lives as long as backward may ask for it."""
 
-    def __init__(self, saver: Recomputed) -> None:
-        self.saver = saver
+    def __init__(self) -> None:
         self.value: Tensor | None = None
 
 
@@ -42,51 +43,51 @@ class Recomputed:
 
     def __init__(
         self,
-        body: Body,
+        region: Region,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         resume_forward: ResumeForward,
     ) -> None:
-        self._body, self._args, self._kwargs = body, args, kwargs
+        self._region, self._args, self._kwargs = region, args, kwargs
         self._tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         self._versions = _versions(self._tensors)
         # Versions are compared before the second forward: of other values it would save others.
-        self._parameters = [p for module in body.modules for p in module.parameters()]
+        self._parameters = [p for module in region.modules for p in module.parameters()]
         self._parameter_versions: list[int] = []
-        # Weak: a slot that backward no longer asks for must not be filled again.
-        self._slots: list[weakref.ref[Slot]] = []
-        self._task = NO_TASK
-        """The backward that the slots' values were made in."""
+        # Weak: what backward no longer asks for must not be kept again.
+        self._saved: list[weakref.ref[SavedTensor]] = []
+        self._task = NO_TASK  # the backward that their values were made in
         self._kinds: list[tuple[Any, ...]] = []
-        self._state = _State(body.inner(), [*self._tensors, *self._parameters], resume_forward)
+        self._state = _State(region.inner(), [*self._tensors, *self._parameters], resume_forward)
 
-    def pack(self, tensor: Tensor) -> Slot:
+    def pack(self, tensor: Tensor) -> SavedTensor:
         """Remembers that there was a tensor, and nothing of it."""
-        slot = Slot(self)
-        self._slots.append(weakref.ref(slot))
+        saved = SavedTensor()
+        self._saved.append(weakref.ref(saved))
         self._kinds.append(_kind(tensor))
-        return slot
+        return saved
 
     def leave(self) -> None:
         """Notes what must not change until the forward runs again."""
         self._parameter_versions = _versions(self._parameters)
         if _versions(self._tensors) != self._versions:
             raise InputError(
-                f"unit {self._body.name!r} changes its input in place, so it cannot be recomputed "
-                "from it: plan it with memory 'keep' (--forbid recompute), or build it without"
+                f"unit {self._region.name!r} changes its input in place, so it cannot be "
+                "recomputed from it: plan it with memory 'keep' (--forbid recompute), or build it "
+                "without"
             )
 
-    def unpack(self, slot: Slot) -> Tensor:
+    def unpack(self, saved: SavedTensor) -> Tensor:
         """The tensor, by running the forward again unless that has happened in this backward."""
         # What was made in an earlier backward (of a graph that was retained) may have lost its
         # memory since: that of parameters which are whole only while they are used.
         task = torch._C._current_graph_task_id()
-        if slot.value is None or task != self._task:
+        if saved.value is None or task != self._task:
             self._rerun()
             self._task = task
-        if slot.value is None:
+        if saved.value is None:
             raise self._other("fewer tensors")
-        return slot.value
+        return saved.value
 
     def _rerun(self) -> None:
         self._check_unchanged()
@@ -95,16 +96,17 @@ class Recomputed:
 
         def keep(tensor: Tensor) -> None:
             nonlocal number
-            if number == len(self._slots) or _kind(tensor) != self._kinds[number]:
+            if number == len(self._saved) or _kind(tensor) != self._kinds[number]:
                 raise self._other("other tensors")
-            slot = self._slots[number]()
-            if slot is not None:
-                slot.value = tensor.detach()
+            saved = self._saved[number]()
+            if saved is not None:
+                saved.value = tensor.detach()  # without the second forward's graph, which ends here
             number += 1
 
-        with self._state.restored(), torch.enable_grad(), Hooks(keep, _no_backward):
-            self._body.run(args, kwargs)
-        if number < len(self._slots):
+        # With gradients, as backward runs without: the same operators must save the same tensors.
+        with self._state.restored(), torch.enable_grad(), saved_tensors_hooks(keep, _no_backward):
+            self._region.run(args, kwargs)
+        if number < len(self._saved):
             raise self._other("fewer tensors")
 
     def _check_unchanged(self) -> None:
@@ -113,13 +115,13 @@ class Recomputed:
             return
         what = "its parameters were" if inputs else "what enters it was"
         raise RunError(
-            f"unit {self._body.name!r} is to be recomputed in backward, and {what} changed in "
+            f"unit {self._region.name!r} is to be recomputed in backward, and {what} changed in "
             "place since its forward: change them after backward, or plan it with memory 'keep'"
         )
 
     def _other(self, what: str) -> RunError:
         return RunError(
-            f"unit {self._body.name!r} saves {what} when its forward runs again in backward: its "
+            f"unit {self._region.name!r} saves {what} when its forward runs again in backward: its "
             "path must not depend on anything but its inputs; plan it with memory 'keep'"
         )
 
@@ -150,14 +152,14 @@ class _State:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """All of it as it was, while the forward runs again; afterwards as it is now."""
+        accelerators = [kind for kind in self._types if kind != "cpu"]
         with ExitStack() as stack:
             stack.enter_context(self._resume_forward())
-            stack.enter_context(_random_kept(self._devices, self._types))
+            kind = next(iter(accelerators), "cuda")  # not used where there are no devices
+            stack.enter_context(torch.random.fork_rng(devices=self._devices, device_type=kind))
             torch.set_rng_state(self._random)
-            if self._devices:
-                for kind in self._types:
-                    if kind != "cpu":
-                        set_device_states(self._devices, self._device_states, device_type=kind)
+            for kind in accelerators if self._devices else ():
+                set_device_states(self._devices, self._device_states, device_type=kind)
             for kind, enabled, dtype in self._autocast:
                 cache = self._cached
                 stack.enter_context(
@@ -186,15 +188,8 @@ class _State:
                 module._buffers[name] = own
 
 
-@contextmanager
-def _random_kept(devices: Sequence[int], types: Sequence[str] | dict[str, None]) -> Iterator[None]:
-    kind = next((t for t in types if t != "cpu"), "cuda")
-    with torch.random.fork_rng(devices=devices, device_type=kind):
-        yield
-
-
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [0 if t.is_inference() else t._version for t in tensors]
+    return [version_of(tensor) for tensor in tensors]
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
@@ -202,8 +197,8 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _leaves(inputs: Any) -> Any:
-    """The same values without the graph that made them. What is one tensor stays one: attention
-    takes another path where query, key and value are."""
+    """The same values without the graph that made them."""
+    # What is one tensor stays one: attention takes another path where query, key and value are.
     made: dict[int, Tensor] = {}
 
     def leaf(tensor: Tensor) -> Tensor:

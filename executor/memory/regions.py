@@ -1,8 +1,7 @@
 """Where a policy looks after what forward saves: from the entry of a module to the exit of another.
 
-A region is a unit, or a segment of several, as modules that are called one after another. What
-autograd saves in between goes to the policy, which gives it back when backward asks for it. Inside
-the ends of a divided unit: what enters a region is in the form that the unit needs.
+What autograd saves in between goes to the policy, which gives it back when backward asks for it.
+Regions lie inside the ends of a divided unit: what enters one is in the form that the unit needs.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..redistribution.lazy import materialize
 
@@ -29,9 +29,9 @@ class Saver(Protocol):
         """The forward has left the region."""
 
 
-class Body:
-    """The modules of a region, each called with what the one before returned. ``name`` is that of
-    its unit."""
+class Region:
+    """Modules that are called one after another, each with what the one before returned: a unit, or
+    a segment of several. ``name`` is that of its (first) unit."""
 
     def __init__(self, name: str, modules: Sequence[nn.Module]) -> None:
         self.name = name
@@ -51,48 +51,43 @@ class Body:
         return list(dict.fromkeys(m for module in self.modules for m in module.modules()))
 
 
-Start = Callable[[Body, tuple[Any, ...], dict[str, Any]], Saver]
-"""Begins a forward through a region, with what enters it."""
-
-Hooks = torch.autograd.graph.saved_tensors_hooks
+# Begins a forward through a region, with what enters it.
+Start = Callable[[Region, tuple[Any, ...], dict[str, Any]], Saver]
 
 
 class Regions:
     """The regions of one model, and which of them a forward is in."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[Body, Saver, Hooks]] = []
+        self._open: list[tuple[Region, Saver, saved_tensors_hooks]] = []
 
-    def add(self, body: Body, start: Start) -> None:
-        """Lets ``start``'s savers look after every forward through ``body`` that may have a
+    def add(self, region: Region, start: Start) -> None:
+        """Lets ``start``'s savers look after every forward through ``region`` that may have a
         backward. Its hooks come after those at its entry and before those at its exit."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            # Before the saver looks at them: it keeps values, which lazy tensors do not have yet.
             args, kwargs = materialize((args, kwargs))
             if torch.is_grad_enabled():
-                self._enter(body, start(body, args, kwargs))
+                saver = start(region, args, kwargs)
+                hooks = saved_tensors_hooks(saver.pack, saver.unpack)
+                hooks.__enter__()
+                self._open.append((region, saver, hooks))
             return args, kwargs
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._leave(body)
+            # Not where gradients were off at the entry, and not after ``abandon``.
+            if self._open and self._open[-1][0] is region:
+                _, saver, hooks = self._open.pop()
+                hooks.__exit__()
+                saver.leave()
 
-        first, last = body.modules[0], body.modules[-1]
+        first, last = region.modules[0], region.modules[-1]
         first.register_forward_pre_hook(OfThisModel(enter), with_kwargs=True)
         # Where one module is both ends, its exit hook runs even if its forward raises. Of several
         # modules the last may never be reached; ``abandon`` then leaves the region.
-        single = len(body.modules) == 1
+        single = len(region.modules) == 1
         last.register_forward_hook(OfThisModel(leave), prepend=True, always_call=single)
-
-    def _enter(self, body: Body, saver: Saver) -> None:
-        hooks = Hooks(saver.pack, saver.unpack)
-        hooks.__enter__()
-        self._open.append((body, saver, hooks))
-
-    def _leave(self, body: Body) -> None:
-        if self._open and self._open[-1][0] is body:
-            _, saver, hooks = self._open.pop()
-            hooks.__exit__()
-            saver.leave()
 
     def abandon(self) -> None:
         """Leaves the regions that a forward has entered and, as it failed, not left."""
@@ -110,8 +105,4 @@ class OfThisModel:
         return self._hook(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-
-def _nothing(*args: Any) -> None:
-    """A hook that changes nothing."""
+        return lambda *args: None

@@ -142,7 +142,7 @@ class LazySteps:
             try:
                 for p in rest:
                     sent = gradients[p]
-                    dense = sent.average.dense() if isinstance(sent, SparseGradient) else None
+                    dense = sent.dense() if isinstance(sent, SparseGradient) else None
                     p.parameter.grad = p.show(sent) if dense is None else dense
                 self._apply(_only(groups, before))
             finally:
@@ -205,7 +205,7 @@ class LazySteps:
         groups = self._optimizer.param_groups
         if self._momentum is None:
             return groups
-        self._momentum.step()
+        self._momentum.stepped = True
         return self._momentum.without_momentum(groups)
 
     def _step_at_once(self, closure: Any) -> Any:
@@ -299,7 +299,7 @@ def _postpone_sharded(
     suspended = parameters
     if isinstance(grad_group, FullyShardedGradGroup):
         suspended = []  # they wait to be unsharded anyway, which waits for the pipeline
-        exchange.unshard_manager.start_step(grad_group)
+        exchange.unshard_manager.reshard(grad_group)
     grad_group.start_step(pipeline)
 
     def update() -> None:

@@ -16,7 +16,7 @@ straight to where it is needed. Ranks that a move gives nothing to do not wait f
 #   (``Bursts.describe``). So every rank comes to every redistribution.
 # - Backward, autograd runs only what leads to a leaf that requires a gradient. On an idle rank the
 #   unit's parameters are not in the graph. So every unit's output is tied (``_Tie`` in
-#   burst_unit.py) to what entered the unit and to the ``anchor``, a leaf that requires a gradient
+#   boundary.py) to what entered the unit and to the ``anchor``, a leaf that requires a gradient
 #   on every rank: all ranks have the same moves in their graphs, and issue those of backward in the
 #   reverse order of forward's. Idle ranks contribute gradients of no samples.
 # - Two things keep parallel branches on different ranks from waiting for each other. What leaves a
@@ -66,23 +66,21 @@ class Bursts:
         }
         self._descriptions: dict[tuple[object, ...], Any] = {}
 
-    # -- moves ---------------------------------------------------------------------------------
-
     def redistribute(self, tensor: Tensor, need: UnitInput, *, changes: bool = False) -> Tensor:
         """The tensor as it is needed, by a unit that ``changes`` it in place or not. Collective."""
         return self._cache.get(tensor, need, self._move, changes=changes)
 
     def _move(self, tensor: Tensor, need: UnitInput) -> Tensor:
-        if isinstance(tensor, LazyRedistributed) and (
-            tensor.changes or not _slices_fit(tensor, need)
-        ):
+        if isinstance(tensor, LazyRedistributed):
+            dim = tensor.sharded_dim
+            # A move slices one dim: slices of another one are put together before.
+            fits = need.dim is None or dim is None or need.takes_slices_of(tensor)
+            if fits and not tensor.changes:
+                if dim is not None:
+                    need = need._replace(features=int(tensor.shape[dim]), dim=dim)
+                return self.move(tensor.local, tensor.source, need)
             tensor = tensor.materialize()
-        if not isinstance(tensor, LazyRedistributed):
-            return self.move(tensor, self.outside_units, need)
-        if tensor.sharded_dim is not None:
-            features = int(tensor.shape[tensor.sharded_dim])
-            need = need._replace(features=features, dim=tensor.sharded_dim)
-        return self.move(tensor.local, tensor.source, need)
+        return self.move(tensor, self.outside_units, need)
 
     def move(self, local: Tensor, source: TensorPlacement, need: UnitInput) -> Tensor:
         """What this rank has of a tensor as ``source`` says, moved to where it is needed; the
@@ -103,8 +101,6 @@ class Bursts:
                 return one.positions
         return range(self.world.size)
 
-    # -- shapes --------------------------------------------------------------------------------
-
     def describe(self, layout: Layout, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
         """What a unit's output looks like: ``make()`` of the layout's first position, on every
         rank. Collective the first time for each ``key``; it is kept then."""
@@ -112,6 +108,7 @@ class Bursts:
         if key not in self._descriptions:
             first = self.world.position == layout.first
             text = pickle.dumps(make()) if first else b""
+            # The length goes first: others must have room for the text before it comes.
             length = torch.tensor([len(text)])
             self._broadcast(length, layout.first)
             wire = torch.frombuffer(bytearray(text or int(length)), dtype=torch.uint8)
@@ -129,11 +126,3 @@ class Bursts:
         self.watch.wait(work, group, doing)
         if on_device is not tensor:
             tensor.copy_(on_device)
-
-
-def _slices_fit(lazy: LazyRedistributed, need: UnitInput) -> bool:
-    """Whether the slices can go to where they are needed without being put together before."""
-    if need.dim is None or lazy.sharded_dim is None:
-        return True
-    same = need.dim % len(lazy.shape) == lazy.sharded_dim
-    return same and lazy.shape[lazy.sharded_dim] == need.features

@@ -18,7 +18,7 @@ from ...models.spec import SplitSpec
 from ...planner.cost.ownership import Form, TensorPlacement, data_parallel_placement
 from ...planner.cost.redistribution import SharedRedistribution, shared_redistribution
 from ...planner.schema.plan import UnitPlan
-from .lazy import LazyRedistributed
+from .lazy import LazyRedistributed, version_of
 
 
 class UnitInput(NamedTuple):
@@ -32,6 +32,13 @@ class UnitInput(NamedTuple):
     dim: int | None
     doing: str
 
+    def takes_slices_of(self, lazy: LazyRedistributed) -> bool:
+        """Whether the same dim is sliced here and in ``lazy``, which has slices of features."""
+        dim = lazy.sharded_dim
+        assert dim is not None
+        assert self.dim is not None
+        return self.dim % len(lazy.shape) == dim and lazy.shape[dim] == self.features
+
 
 def unit_input(unit: UnitPlan, spec: SplitSpec | None, form: Form, number: int = 0) -> UnitInput:
     """What ``unit`` needs of its input ``number`` in that form."""
@@ -43,9 +50,9 @@ def unit_input(unit: UnitPlan, spec: SplitSpec | None, form: Form, number: int =
     return UnitInput(unit.name, number, TensorPlacement(unit.layout, form), features, dim, doing)
 
 
+# The first use of a tensor in a forward: the unit, which of its inputs, which of its calls, and
+# whether gradients are wanted. Tensors are new in each forward, and this tells them again.
 FirstUse = tuple[str, int, int, bool]
-"""The first use of a tensor in a forward: the unit, which of its inputs, which of its calls, and
-whether gradients are wanted."""
 
 
 class _Moved(NamedTuple):
@@ -110,7 +117,9 @@ class RedistributionCache:
             return move(tensor, need)  # in backward, what runs again holds nothing beyond its unit
         entry = self._entries.get(id(tensor))
         if entry is None or entry.version != version_of(tensor):
-            first = self._first_use(need)
+            use = need.unit, need.number
+            self._calls[use] += 1
+            first = *use, self._calls[use], torch.is_grad_enabled()
             users = self._users.get(first)
             if not self._prefetch and users is not None and len(users) == 1:
                 return move(tensor, need)
@@ -135,15 +144,3 @@ class RedistributionCache:
             arrived = move(tensor, need)
             known = entry.moved[key] = _Moved(arrived, version_of(arrived))
         return known.tensor
-
-    def _first_use(self, need: UnitInput) -> FirstUse:
-        key = need.unit, need.number
-        self._calls[key] += 1
-        return *key, self._calls[key], torch.is_grad_enabled()
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been changed in place."""
-    if isinstance(tensor, LazyRedistributed):
-        return tensor.changes
-    return 0 if tensor.is_inference() else tensor._version

@@ -40,7 +40,7 @@ class LazyRedistributed(Tensor):
         redistribute: Callable[[], Tensor],
         source: TensorPlacement,
     ) -> LazyRedistributed:
-        """A stand-in for the tensor of ``shape`` that ``redistribute()`` makes of ``local``."""
+        """What stands for the tensor of ``shape`` that ``redistribute()`` makes of ``local``."""
         # A wrapper without storage: torch sees shape, dtype and device, and nothing can read values
         # past ``__torch_function__``. Autograd follows the materialized tensor, not this one.
         lazy = Tensor._make_wrapper_subclass(
@@ -59,7 +59,7 @@ class LazyRedistributed(Tensor):
                 with torch.set_grad_enabled(self.local.requires_grad):
                     # The closure holds ``local``'s graph: it goes as soon as it has run.
                     self._materialized, self._redistribute = self._redistribute(), None
-                    self._first_version = _version(self._materialized)
+                    self._first_version = version_of(self._materialized)
             return self._materialized
 
     @property
@@ -69,7 +69,7 @@ class LazyRedistributed(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if self._materialized is None:
                 return 0
-            return _version(self._materialized) - self._first_version
+            return version_of(self._materialized) - self._first_version
 
     @classmethod
     def __torch_function__(
@@ -85,13 +85,19 @@ class LazyRedistributed(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # ``__torch_function__`` above has materialized whatever Python calls; what comes here past
+        # it would read memory that a wrapper does not have.
         raise AssertionError(f"{func} met a tensor that has not been materialized")
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor has been changed in place."""
+    if isinstance(tensor, LazyRedistributed):
+        return tensor.changes
+    return 0 if tensor.is_inference() else tensor._version  # torch counts none of inference mode
 
 
+# What can be answered without the values.
 _SHAPE = {
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
@@ -103,7 +109,6 @@ _SHAPE = {
     Tensor.__len__,
     Tensor.is_floating_point,
 }
-"""What can be answered without the values."""
 
 
 def materialize(tree: Any) -> Any:
@@ -112,22 +117,22 @@ def materialize(tree: Any) -> Any:
 
 
 def materialize_for_backward_hooks(model: nn.Module, units: Iterable[str]) -> None:
-    """Materializes what goes into and comes out of modules that have backward hooks: torch ties
-    those to the tensors themselves, which a stand-in is not. ``units`` are the modules of units,
-    inside which no tensor is lazy."""
+    """Materializes what goes into and comes out of modules that have backward hooks. ``units`` are
+    the modules of units, inside which no tensor is lazy."""
     inside = tuple(f"{path}." for path in units)
 
+    # Torch ties backward hooks to the tensors themselves, which a lazy one is not. Whether a module
+    # has some is asked in each forward: the user may add them at any time.
+    def hooked(module: nn.Module) -> bool:
+        return bool(module._backward_hooks or module._backward_pre_hooks)
+
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return materialize((args, kwargs)) if _has_backward_hooks(module) else None
+        return materialize((args, kwargs)) if hooked(module) else None
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        return materialize(output) if _has_backward_hooks(module) else None
+        return materialize(output) if hooked(module) else None
 
     for name, module in model.named_modules():
         if not name.startswith(inside):
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(leave)
-
-
-def _has_backward_hooks(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -30,10 +30,9 @@ results in forward is that same transpose, and the gather is its backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.cost.ownership import Box, Form, TensorPlacement
-from ...planner.cost.redistribution import Transfer, position_transfers
+from ...planner.cost.redistribution import PositionTransfers, Transfer, position_transfers
 from ...planner.schema.errors import RunError
 from ...planner.schema.layout import Layout, data_parallel
 from ..comm.buffers import alias_for_comm, release_comm_buffers
@@ -49,21 +48,17 @@ from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 
 
-class Route(NamedTuple):
+class Route(PositionTransfers):
     """One member's ``PositionTransfers``: peers are members of the group, and boxes count from the
     start of the tensor that the member holds."""
 
-    have: Box
-    need: Box
-    send: tuple[Transfer, ...]
-    receive: tuple[Transfer, ...]
-    quiet: bool = False
+    __slots__ = ()
 
     def reversed(self) -> Route:
-        """The same boxes the other way."""
         return Route(self.need, self.have, self.receive, self.send, self.quiet)
 
 
+# Of one forward after another only the counts of samples change, and those seldom.
 @lru_cache(maxsize=4096)
 def route(
     counts: tuple[int, ...],
@@ -79,13 +74,9 @@ def route(
     have, need, send, receive, quiet = position_transfers(
         counts, source, target, features, position
     )
-    return Route(
-        have,
-        need,
-        tuple(Transfer(t.peer - first, _inside(t.box, have)) for t in send),
-        tuple(Transfer(t.peer - first, _inside(t.box, need)) for t in receive),
-        quiet,
-    )
+    sends = tuple(Transfer(t.peer - first, _inside(t.box, have)) for t in send)
+    receives = tuple(Transfer(t.peer - first, _inside(t.box, need)) for t in receive)
+    return Route(have, need, sends, receives, quiet)
 
 
 def group_route(
@@ -93,14 +84,13 @@ def group_route(
 ) -> Route:
     """The part of ``member`` in a move inside one group, whose members feed ``counts`` samples: the
     group is a world of its own."""
-    ends = (_in_group(form, len(counts)) for form in (source, target))
+    degree = len(counts)
+    by_samples, whole = data_parallel(degree), Layout(groups=1, degree=degree)
+    ends = (
+        TensorPlacement(by_samples if form == "batch_shard" else whole, form)
+        for form in (source, target)
+    )
     return route(counts, *ends, features, member)
-
-
-def _in_group(form: Form, degree: int) -> TensorPlacement:
-    batch = form == "batch_shard"
-    layout = data_parallel(degree) if batch else Layout(groups=1, degree=degree)
-    return TensorPlacement(layout, form)
 
 
 def _inside(box: Box, outer: Box) -> Box:
@@ -141,10 +131,7 @@ class Mover:
         *,
         outside: bool = False,
     ) -> None:
-        self.group = group
-        self.outside = outside
-        self.watch = watch
-        self.meter = meter
+        self.group, self.outside, self.watch, self.meter = group, outside, watch, meter
         self._issued = issued
 
     def move(
@@ -177,7 +164,7 @@ class Mover:
         result = tensor.new_zeros(size) if step.add else tensor.new_empty(size)
         received = {}
         if not (quiet or self.outside):
-            received = self._all_to_all(tensor, step, size)
+            received = self._all_to_all(tensor, step, result)
         for member, box in receive:  # in the order of members, so that sums repeat in every run
             part = _part(result, box, dim)
             if member == self.group.member:
@@ -191,13 +178,13 @@ class Mover:
                 part.copy_(arrived)
         return result
 
-    def _all_to_all(self, tensor: Tensor, step: _Step, size: Sequence[int]) -> dict[int, Tensor]:
-        """Sends the boxes of other members; what these send, flat, by member. ``size`` is the
-        result's."""
+    def _all_to_all(self, tensor: Tensor, step: _Step, result: Tensor) -> dict[int, Tensor]:
+        """Sends the boxes of other members; what these send for ``result``, flat, by member."""
         (_, _, send, receive, _), dim, doing, _ = step
         me, slots = self.group.member, self.group.slots
         sends = {t.peer: _part(tensor, t.box, dim) for t in send if t.peer != me}
-        expects = {t.peer: _numel(size, t.box, dim) for t in receive if t.peer != me}
+        expects = {t.peer: _part(result, t.box, dim).numel() for t in receive if t.peer != me}
+        # Torch splits the buffers in the order of ranks, which is not always that of members.
         order = sorted(range(self.group.size), key=slots.__getitem__)
         width = tensor.element_size()
         flat = [sends[m].reshape(-1) for m in order if m in sends]
@@ -252,11 +239,3 @@ class _Move(torch.autograd.Function):
 def _part(tensor: Tensor, box: Box, dim: int | None) -> Tensor:
     part = tensor[box.lo : box.hi]
     return part if dim is None else part.narrow(dim, box.left, box.right - box.left)
-
-
-def _numel(size: Sequence[int], box: Box, dim: int | None) -> int:
-    """The elements of a box of a tensor of that size."""
-    shape = [box.hi - box.lo, *size[1:]]
-    if dim is not None:
-        shape[dim] = box.right - box.left
-    return prod(shape)

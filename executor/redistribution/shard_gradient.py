@@ -1,8 +1,8 @@
-"""The gradient of a divided parameter: a shard that knows the norm of the whole.
+"""The gradient of a divided parameter: a shard that answers with the norm of the whole.
 
 ``torch.nn.utils.clip_grad_norm_`` asks every gradient for its norm. A shard that answered with its
-own would clip by too little, and differently on each rank; this one answers with the norm over all
-members of its group, so that unmodified clipping and logging are right under every plan.
+own would clip by too little, and differently on each rank. With the norm over all members of its
+group unmodified clipping and logging are right under every plan.
 """
 
 # ruff: noqa: A002, N803 - arguments are named as torch names them
@@ -26,9 +26,7 @@ class Members:
     several in the ``group`` that hold the same shard one is ``counted``."""
 
     def __init__(self, group: Group, watch: Watchdog, *, counted: bool = True) -> None:
-        self.group = group
-        self.watch = watch
-        self.counted = counted
+        self.group, self.watch, self.counted = group, watch, counted
 
     def reduce(self, values: Tensor, op: Any) -> Tensor:
         """All members' ``values`` combined, in place. Collective over the group."""
@@ -66,15 +64,14 @@ class ShardGradient(Tensor):
 
 
 def full_norms(shards: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each gradient whose shard (or, as a plain tensor, whole) is given: scalars.
-
-    One all-reduce for each group whose shards are among them.
-    """
+    """The norm of each gradient whose shard (or, as a plain tensor, whole) is given: scalars."""
     norms = [_own_norm(shard, order, dtype) for shard in shards]
     groups: dict[int, list[int]] = {}
     for i, shard in enumerate(shards):
         if isinstance(shard, ShardGradient):
             groups.setdefault(id(shard.members.group), []).append(i)
+    # One all-reduce for each group, in the order of its first shard: parameters have one order on
+    # every rank, so the groups' collectives do too.
     for indices in groups.values():
         members = shards[indices[0]].members  # type: ignore[attr-defined]
         own = torch.stack([norms[i] for i in indices])
@@ -87,6 +84,7 @@ def _own_norm(shard: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
     if shard.numel() == 0:  # the largest of nothing is an error in torch
         return torch.zeros((), dtype=dtype or shard.dtype, device=shard.device)
     norm: Tensor = torch.linalg.vector_norm(shard, order, dtype=dtype)
+    # Of ranks that hold the same shard all but one add nothing, or it would count several times.
     counted = not isinstance(shard, ShardGradient) or shard.members.counted
     return norm if counted else torch.zeros_like(norm)
 
@@ -176,6 +174,8 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }
 
+# What gives a copy or an alias of the same shard, which keeps its knowledge. All else (a sum, say)
+# is no gradient of this parameter any more, and a plain tensor.
 _KEEPING = {
     Tensor.detach,
     Tensor.clone,
@@ -188,4 +188,3 @@ _KEEPING = {
     Tensor.bfloat16,
     Tensor.data.__get__,  # type: ignore[attr-defined]
 }
-"""What gives a copy or an alias of the same shard, which keeps its knowledge."""

@@ -1,8 +1,15 @@
-"""Divided parameters and buffers: which slice this rank holds, and the whole from all slices."""
+"""Divided parameters and buffers: which slice this rank holds, the whole from all slices, and both
+in a ``state_dict``.
+
+Divided entries of ``model.state_dict()`` (or of any submodule's) are DTensors over the group's
+members, made from what this rank holds, without communication: saving them on one rank cannot hang.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,14 +40,24 @@ class LocalShard(Tensor):
     member: int
     full_shape: tuple[int, ...]
 
+    @staticmethod
+    def of(
+        local: Tensor, full_shape: torch.Size, dim: int, blocks: int, degree: int, member: int
+    ) -> LocalShard:
+        """``local``, sharing its memory, with what says which slice it is."""
+        shard = local.as_subclass(LocalShard)
+        shard.dim_cut, shard.blocks, shard.degree, shard.member = dim, blocks, degree, member
+        shard.full_shape = tuple(full_shape)
+        return shard
+
     @property
     def place(self) -> tuple[int, int, int, int, tuple[int, ...]]:
         """All that says which slice it is."""
         return self.dim_cut, self.blocks, self.degree, self.member, self.full_shape
 
 
+# The ``member`` of a ``LocalShard`` on a rank that its unit leaves idle.
 NOWHERE = -1
-"""The ``member`` of a ``LocalShard`` on a rank that its unit leaves idle."""
 
 
 class LocalPart(Tensor):
@@ -49,17 +66,15 @@ class LocalPart(Tensor):
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One member's slice of a parameter or buffer. ``names`` are all its names in the model."""
+    """One member's slice of a parameter or buffer, which ``degree`` members divide. ``names`` are
+    all its names in the model."""
 
     names: tuple[str, ...]
     cut: ParameterCut
+    degree: int
     group: Group
     full_shape: torch.Size
     full_stride: tuple[int, ...]
-
-    @property
-    def degree(self) -> int:
-        return self.group.size
 
     def take(self, full: Tensor) -> Tensor:
         """This member's slice of the whole."""
@@ -81,14 +96,11 @@ class Shard:
         handle = self.group.handle
         assert handle is not None
         mesh = DeviceMesh.from_group(handle, local.device.type)
+        # Unchecked, as a check communicates; with shape and stride, as slices may be uneven.
         return DTensor.from_local(
-            local,
-            mesh,
-            [placement],
-            run_check=False,
-            shape=self.full_shape,
-            stride=self.full_stride,
-        )
+            local, mesh, [placement], run_check=False,
+            shape=self.full_shape, stride=self.full_stride,
+        )  # fmt: skip
 
     def _placement(self) -> Placement | None:
         """How DTensor would call this division, None where it has no word for it."""
@@ -101,11 +113,8 @@ class Shard:
         return _StridedShard(self.cut.dim, split_factor=self.cut.blocks)
 
     def _mark(self, local: Tensor) -> LocalShard:
-        shard = local.as_subclass(LocalShard)
-        shard.dim_cut, shard.blocks = self.cut.dim, self.cut.blocks
-        shard.degree, shard.member = self.degree, self.group.member
-        shard.full_shape = tuple(self.full_shape)
-        return shard
+        cut, member = self.cut, self.group.member
+        return LocalShard.of(local, self.full_shape, cut.dim, cut.blocks, self.degree, member)
 
     def accept(self, value: Tensor) -> Tensor:
         """The slice out of what a ``state_dict`` offers: the whole, or the same slice."""
@@ -124,12 +133,18 @@ class Shard:
 
     def gather(self, local: Tensor, watch: Watchdog) -> Tensor:
         """The whole, on every member. Collective over the group."""
-        shapes = [self._shape(member) for member in range(self.degree)]
-        longest = max(shape.numel() for shape in shapes)
-        padded = local.new_zeros(longest)
+        length = self.full_shape[self.cut.dim]
+        shapes = []
+        for member in range(self.degree):
+            shape = list(self.full_shape)
+            bounds = self.cut.bounds(length, self.degree, member)
+            shape[self.cut.dim] = sum(right - left for left, right in bounds)
+            shapes.append(torch.Size(shape))
+        # Padded to the longest: gloo gathers tensors of one size only.
+        padded = local.new_zeros(max(shape.numel() for shape in shapes))
         padded[: local.numel()] = local.reshape(-1)
         parts = [torch.empty_like(padded) for _ in shapes]
-        wire = [part.view(torch.uint8) for part in parts]
+        wire = [part.view(torch.uint8) for part in parts]  # bytes, so that every dtype travels
         doing = f"gathering {self.names[0]!r}"
         watch.issued(doing, self.group)
         work = dist.all_gather(
@@ -140,13 +155,6 @@ class Shard:
         shards = [parts[slots[m]][: s.numel()].view(s) for m, s in enumerate(shapes)]
         return join_parameter(shards, self.cut, self.full_shape)
 
-    def _shape(self, member: int) -> torch.Size:
-        """The shape of a member's slice."""
-        shape = list(self.full_shape)
-        bounds = self.cut.bounds(shape[self.cut.dim], self.degree, member)
-        shape[self.cut.dim] = sum(right - left for left, right in bounds)
-        return torch.Size(shape)
-
 
 @dataclass(frozen=True, eq=False)
 class SubsetShard(Shard):
@@ -156,42 +164,47 @@ class SubsetShard(Shard):
     first position to all; ``state_dict``, which never communicates, has an empty ``LocalShard`` on
     idle ranks.
 
-    ``group`` are all ranks, in the order of positions; ``slice_`` is this rank's slice where
-    ``members`` of each group divide the tensor."""
+    ``group`` are all ranks, in the order of positions; ``slice_`` is this rank's slice where the
+    tensor is divided."""
 
     layout: Layout
     world: World
-    members: int = 1
     slice_: Shard | None = None
 
-    @property
-    def degree(self) -> int:
-        """Over how many members it is divided."""
-        return self.members
+    @staticmethod
+    def of(
+        world: World,
+        layout: Layout,
+        name: str,
+        names: tuple[str, ...],
+        tensor: Tensor,
+        cut: ParameterCut | None,
+    ) -> SubsetShard:
+        """That of ``tensor``, a unit's own ``name`` for it being one of its ``names``."""
+        full, part = (tensor.shape, tensor.stride()), None
+        if cut is not None and layout.place(world.position) is not None:
+            part = Shard(names, cut, layout.degree, world.redistribution[layout], *full)
+        everyone = world.crossings[range(world.size)]
+        degree = layout.degree if cut is not None else 1
+        whole = cut or ParameterCut(name, 0)
+        return SubsetShard(names, whole, degree, everyone, *full, layout, world, part)
 
     @property
     def here(self) -> bool:
-        """Whether this rank has it, or a slice of it."""
         return self.layout.place(self.world.position) is not None
 
     def take(self, full: Tensor) -> Tensor:
-        """What this rank has of the whole."""
         self._check_shape(full)
         if not self.here:
             return full.new_empty(0)
         return full if self.slice_ is None else self.slice_.take(full)
 
     def describe(self, local: Tensor) -> Tensor:
-        """What this rank has as it stands in a ``state_dict``."""
         if self.here:
             return local if self.slice_ is None else self.slice_.describe(local)
-        shard = local.as_subclass(LocalShard)
-        shard.dim_cut, shard.blocks, shard.degree, shard.member = 0, 0, self.degree, NOWHERE
-        shard.full_shape = tuple(self.full_shape)
-        return shard
+        return LocalShard.of(local, self.full_shape, 0, 0, self.degree, NOWHERE)
 
     def accept(self, value: Tensor) -> Tensor:
-        """What this rank has out of what a ``state_dict`` offers."""
         if isinstance(value, LocalShard) and (value.member == NOWHERE) == self.here:
             raise InputError(
                 f"{self.names[0]!r} lives on other ranks in the state that is loaded: load a "
@@ -221,12 +234,14 @@ class SubsetShard(Shard):
 
 @dataclass
 class ModelShards:
-    """What this rank holds of the parameters and buffers that a plan divides.
+    """What this rank holds of the parameters and buffers that a plan divides. ``names`` are all
+    names of each tensor of the model, by its identity (``aliases``).
 
     ``places`` and ``styles`` are those of the unit that a module belongs to, by the module's name,
     where the unit is divided or leaves ranks idle.
     """
 
+    names: dict[int, list[str]]
     parameters: dict[nn.Parameter, Shard] = field(default_factory=dict)
     buffers: dict[int, Shard] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)
@@ -235,6 +250,9 @@ class ModelShards:
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self.buffers or tensor in self.parameters
+
+    def names_of(self, tensor: Tensor) -> tuple[str, ...]:
+        return tuple(self.names[id(tensor)])
 
     def add(self, tensor: Tensor, shard: Shard) -> None:
         """Notes what this rank keeps of a tensor that is about to be sliced."""
@@ -274,3 +292,67 @@ def aliases(model: nn.Module) -> dict[int, list[str]]:
     ):
         names.setdefault(id(tensor), []).append(name)
     return names
+
+
+# -- state dicts -------------------------------------------------------------------------------
+
+
+def install(model: nn.Module, shards: dict[str, Shard]) -> None:
+    """Makes the modules that hold divided tensors save and load them as such."""
+    owned: dict[str, dict[str, Shard]] = {}
+    for name, shard in shards.items():
+        path, _, leaf = name.rpartition(".")
+        owned.setdefault(path, {})[leaf] = shard
+    for path, entries in owned.items():
+        _install_on(model.get_submodule(path), entries)
+
+
+def _install_on(module: nn.Module, entries: dict[str, Shard]) -> None:
+    # Closures, as at the ends of units: ``copy.deepcopy`` of a module takes functions as they
+    # are, and would copy what a bound method or a partial holds, down to process groups.
+    def describe(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for leaf, shard in entries.items():
+            value = state.get(prefix + leaf)
+            # ``keep_vars`` asks for the parameters themselves.
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter | LocalPart):
+                state[prefix + leaf] = shard.describe(value)
+
+    def accept(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for leaf, shard in entries.items():
+            value = state.get(prefix + leaf)
+            if isinstance(value, Tensor) and not isinstance(value, LocalPart):
+                state[prefix + leaf] = shard.accept(value)
+
+    module.register_state_dict_post_hook(describe)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(accept)  # type: ignore[no-untyped-call]
+
+
+def gather_state(
+    state: Iterable[tuple[str, Any]],
+    shards: dict[str, Shard],
+    watch: Watchdog,
+    *,
+    rank: int,
+    only: int | None,
+) -> dict[str, Any]:
+    """A state with every divided entry whole: plain tensors, new ones where they were divided.
+
+    With ``only`` that rank alone gets it, and groups without it need not gather.
+    """
+    whole: dict[str, Any] = {}
+    done: dict[int, Tensor] = {}
+    wanted = only is None or only == rank
+    for name, value in state:
+        shard = shards.get(name)
+        if shard is None:
+            whole[name] = value
+        elif only is None or only in shard.group.ranks:
+            if id(shard) not in done:
+                with torch.no_grad():
+                    local = value.to_local() if isinstance(value, DTensor) else value
+                    plain = local.as_subclass(Tensor) if isinstance(local, LocalShard) else local
+                full = shard.gather(plain, watch)
+                # Where nobody asked for it the memory goes at once, tensor by tensor.
+                done[id(shard)] = full if wanted else full.new_empty(0)
+            whole[name] = done[id(shard)]
+    return whole if wanted else {}

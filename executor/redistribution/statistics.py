@@ -24,9 +24,7 @@ class Statistics:
     """All-reduces statistics among the ranks that hold other samples of the same channels."""
 
     def __init__(self, group: Group, watch: Watchdog, meter: Meter) -> None:
-        self.group = group
-        self.watch = watch
-        self.meter = meter
+        self.group, self.watch, self.meter = group, watch, meter
 
     def sum(self, vector: Tensor, doing: str) -> Tensor:
         """The sum over ranks, in place. Collective."""
@@ -36,7 +34,7 @@ class Statistics:
         work = dist.all_reduce(vector, group=self.group.handle, async_op=True)
         self.meter.seconds += self.watch.wait(work, self.group, doing)
         shares = 2 * (self.group.size - 1) / self.group.size  # what a ring sends of the vector
-        self.meter.sent_bytes += int(shares * vector.numel() * vector.element_size())
+        self.meter.sent_bytes += int(shares * vector.nbytes)
         return vector
 
 
@@ -46,14 +44,8 @@ def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) ->
     def forward(x: Tensor) -> Tensor:
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
         if not _by_batch(module):
-            return F.batch_norm(
-                x,
-                module.running_mean,
-                module.running_var,
-                module.weight,
-                module.bias,
-                eps=module.eps,
-            )
+            kept = module.running_mean, module.running_var
+            return F.batch_norm(x, *kept, module.weight, module.bias, eps=module.eps)
         moments = _moments(x, module.running_mean, statistics, f"batch statistics of {name!r}")
         _update(module, *moments)
         return _Normalise.apply(  # type: ignore[no-any-return, no-untyped-call]
@@ -94,6 +86,8 @@ def _moments(
     channels = x.shape[1]
     with torch.no_grad():
         about = torch.zeros(channels, device=x.device) if point is None else point
+        # Deviations from a point that all ranks have alike and that is near the mean can be added
+        # up without cancelling: running statistics are one.
         about = about.double()
         n = x.numel() // channels if channels else 0
         vector = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
@@ -106,17 +100,12 @@ def _moments(
         statistics.sum(vector, doing)
         total, offsets, squares = vector[0], vector[1 : channels + 1], vector[channels + 1 :]
         count = float(total)
-        if count <= 1:
-            _refuse_one(count, x)
+        if count == 1:  # as torch says for one process
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {x.size()}"
+            )
         shift = offsets / max(count, 1.0)
         return count, about + shift, (squares / max(count, 1.0) - shift.square()).clamp_min(0)
-
-
-def _refuse_one(count: float, x: Tensor) -> None:
-    if count == 1:  # as torch says for one process
-        raise ValueError(
-            f"Expected more than 1 value per channel when training, got input size {x.size()}"
-        )
 
 
 def _others(x: Tensor) -> list[int]:
@@ -169,8 +158,11 @@ class _Normalise(torch.autograd.Function):
         centred = x - mean.to(x.dtype).view(shape)
         channels = x.shape[1]
         sums = torch.cat((gradient.sum(_others(x)), (gradient * centred).sum(_others(x)))).double()
+        # This rank's own: gradients of parameters are averaged by the exchange. Cloned, as the sums
+        # over ranks are made in place below.
         own_bias, own_weight = sums[:channels].clone(), sums[channels:] * inverse
         into_x = None
+        # Wanted alike on every rank, as all ranks have the same graph, so the sum meets.
         if ctx.needs_input_grad[0]:
             doing = f"batch statistics of {ctx.name!r}, backward"
             all_g, all_gx = (ctx.statistics.sum(sums, doing) / max(ctx.count, 1.0)).chunk(2)

@@ -11,7 +11,14 @@ from ...planner.schema.profile import UnitKind
 from ..spec import Reduce, SplitSpec
 from .blocks import AttentionRecipe, MLPRecipe, MultiheadRecipe
 from .leaves import ConvolutionRecipe, EmbeddingRecipe, LinearRecipe, is_lookalike
-from .recipe import GroupMember, Recipe, cut_in_place, join_parameter, slice_parameter
+from .recipe import (
+    GroupMember,
+    Modules,
+    Recipe,
+    cut_in_place,
+    join_parameter,
+    slice_parameter,
+)
 
 __all__ = [
     "apply_split",
@@ -34,7 +41,8 @@ LEAVES: tuple[Recipe, ...] = (LinearRecipe(), EmbeddingRecipe(), ConvolutionReci
 
 def block_kind(model: nn.Module, module: str) -> UnitKind | None:
     """The kind of unit that a module with children is as a whole, None if it is not known."""
-    return next((kind for kind, recipe in BLOCKS if recipe.specs(model, [module])), None)
+    modules = {module: model.get_submodule(module)}
+    return next((kind for kind, recipe in BLOCKS if recipe.specs(modules)), None)
 
 
 def find_splits(model: nn.Module, modules: Sequence[str]) -> tuple[SplitSpec, ...]:
@@ -44,21 +52,26 @@ def find_splits(model: nn.Module, modules: Sequence[str]) -> tuple[SplitSpec, ..
     Discovery offers only those that compute what the whole unit does (see [Note: Splits are
     proved] in models/splits/check.py).
     """
-    found = _find(model, modules)
+    found = _find(_modules(model, modules))
     return tuple(s for s in found[1] if s.parts > 1) if found else ()
 
 
 def guessed(model: nn.Module, modules: Sequence[str]) -> bool:
     """Whether ``find_splits`` goes by names and shapes here, not by types that it knows."""
-    if any(recipe.specs(model, modules) for _, recipe in BLOCKS):
+    named = _modules(model, modules)
+    if any(recipe.specs(named) for _, recipe in BLOCKS):
         return True
-    return any(is_lookalike(model.get_submodule(name)) for name in modules[1:])
+    return any(is_lookalike(module) for module in list(named.values())[1:])
 
 
-def _find(model: nn.Module, modules: Sequence[str]) -> tuple[Recipe, tuple[SplitSpec, ...]] | None:
+def _modules(model: nn.Module, names: Sequence[str]) -> Modules:
+    return {name: model.get_submodule(name) for name in names}
+
+
+def _find(modules: Modules) -> tuple[Recipe, list[SplitSpec]] | None:
     for recipe in (*(recipe for _, recipe in BLOCKS), *LEAVES):
-        if specs := recipe.specs(model, modules):
-            return recipe, tuple(specs)
+        if specs := recipe.specs(modules):
+            return recipe, specs
     return None
 
 
@@ -77,7 +90,8 @@ def apply_split(
     and leaves. Raises ``InputError`` where the unit cannot be divided so, or a tied parameter has
     been divided in another way.
     """
-    found = _find(model, modules)
+    named = _modules(model, modules)
+    found = _find(named)
     if found is None or spec.style not in [s.style for s in found[1]]:
         raise InputError(
             f"unit {modules[0]!r} cannot be divided by {spec.style}: plan it anew for this model"
@@ -90,4 +104,4 @@ def apply_split(
     # Before the patch: recipes expect parameters in their new shapes.
     for cut in spec.cuts:
         cut_in_place(model, cut, degree, member)
-    found[0].patch(model, modules, spec, GroupMember(degree, member, reduce))
+    found[0].patch(named, spec, GroupMember(degree, member, reduce))

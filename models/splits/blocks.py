@@ -4,10 +4,9 @@ Attention has its queries, keys and values cut by columns, the output projection
 recognised by the names of its projections, which most code shares: packed (``c_attn``), or
 ``q_proj``, ``k_proj``, ``v_proj`` (``query``, ``key``, ``value``), with the output projection
 inside the module (``pair``) or, as in BERT, in another (``column``: the mixed heads are left as
-features for it). The module's own forward runs on fewer heads. Attention weights, where a module
-returns them beside its result, are of the member's heads only: they are left out of a divided
-unit's output. ``nn.MultiheadAttention`` gets a forward of our own, because its own passes all
-weights to one function that takes them whole.
+features for it). The module's own forward runs on fewer heads; attention weights, where it returns
+them beside its result, are left out of a divided unit's output. ``nn.MultiheadAttention`` gets a
+forward of our own, because its own passes all weights to one function that takes them whole.
 
 An MLP is linear layers, elementwise functions, one more linear layer; nothing is exchanged between
 them. It is recognised by the module's children: two linear layers, or three where two make the
@@ -30,9 +29,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.cost.ownership import feature_bounds
-from ..spec import ParameterCut, SplitSpec
+from ..spec import ParameterCut, Reduce, SplitSpec
 from .leaves import features_of, is_elementwise, is_linear, out_dim, patch_row, sync_width
-from .recipe import GroupMember, cuts_of, qualified
+from .recipe import GroupMember, Modules, cuts_of, qualified
 
 
 class Names(NamedTuple):
@@ -44,7 +43,6 @@ class Names(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many equal blocks one input projection packs."""
         return 3 if len(self.ins) == 1 else 1
 
 
@@ -72,43 +70,53 @@ def _names_of(module: nn.Module) -> Names | None:
     return None
 
 
-class AttentionRecipe:
-    """See the module's docstring."""
+def _cuts(
+    name: str, module: nn.Module, ins: Sequence[str], out: str | None, blocks: int = 1
+) -> tuple[ParameterCut, ...]:
+    """Cuts of the layers ``ins`` of a module by columns and of ``out``, if it is there, by rows."""
+    cuts: list[ParameterCut] = []
+    for layer in ins:
+        child = module.get_submodule(layer)
+        dims = {"weight": out_dim(child), "bias": 0}
+        cuts += cuts_of(qualified(name, layer), child, dims, blocks)
+    if out is not None:
+        last = module.get_submodule(out)
+        cuts += cuts_of(qualified(name, out), last, {"weight": 1 - out_dim(last)})
+    return tuple(cuts)
 
-    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+
+def _patch(module: nn.Module, ins: Sequence[str], out: str | None, reduce: Reduce) -> None:
+    for layer in ins:
+        sync_width(module.get_submodule(layer))
+    if out is not None:
+        patch_row(module.get_submodule(out), reduce)
+
+
+class AttentionRecipe:
+    def specs(self, modules: Modules) -> list[SplitSpec]:
         """A pair where the output projection is inside, else column."""
-        module = model.get_submodule(modules[0])
+        (root, module), *rest = modules.items()
         names = _names_of(module)
         heads = _heads(module, names) if names else 0
-        if names is None or heads < 2 or len(modules) > 1:
+        if names is None or heads < 2 or rest:
             return []
-        cuts: list[ParameterCut] = []
-        for name in names.ins:
-            dims = {"weight": out_dim(module.get_submodule(name)), "bias": 0}
-            cuts += cuts_of(model, qualified(modules[0], name), dims, names.blocks)
+        cuts = _cuts(root, module, names.ins, names.out, names.blocks)
         if names.out is None:
             width = features_of(module.get_submodule(names.ins[0]))[1]
-            return [SplitSpec("column", heads, False, width, -1, tuple(cuts))]
-        last = module.get_submodule(names.out)
-        cuts += cuts_of(model, qualified(modules[0], names.out), {"weight": 1 - out_dim(last)})
-        return [SplitSpec("pair", heads, False, features_of(last)[1], -1, tuple(cuts))]
+            return [SplitSpec("column", heads, False, width, -1, cuts)]
+        width = features_of(module.get_submodule(names.out))[1]
+        return [SplitSpec("pair", heads, False, width, -1, cuts)]
 
-    def patch(
-        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
-    ) -> None:
-        """See ``Recipe.patch``."""
-        module = model.get_submodule(modules[0])
+    def patch(self, modules: Modules, spec: SplitSpec, member: GroupMember) -> None:
+        (module,) = modules.values()
         names = _names_of(module)
         assert names is not None
-        for name in names.ins:
-            sync_width(module.get_submodule(name))
+        _patch(module, names.ins, names.out, member.reduce)
         # Forwards reshape by these attributes, so they must be those of the member's heads.
         for attribute in (*_HEAD_COUNTS, *_WIDTHS):
             value = getattr(module, attribute, None)
             if isinstance(value, int) and value % member.degree == 0:
                 setattr(module, attribute, value // member.degree)
-        if names.out is not None:
-            patch_row(module.get_submodule(names.out), member.reduce)
         _return_first_only(module)
 
 
@@ -128,6 +136,7 @@ def _heads(module: nn.Module, names: Names) -> int:
 def _return_first_only(module: nn.Module) -> None:
     original = module.forward
 
+    # What else it returns, attention weights, are of the member's heads only.
     def forward(*args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(output)
@@ -137,28 +146,23 @@ def _return_first_only(module: nn.Module) -> None:
 
 
 class MultiheadRecipe:
-    """See the module's docstring."""
-
-    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+    def specs(self, modules: Modules) -> list[SplitSpec]:
         """A pair, for packed projections with the batch first and nothing added to the keys."""
-        module = model.get_submodule(modules[0])
-        if type(module) is not nn.MultiheadAttention or len(modules) > 1:
+        (name, module), *rest = modules.items()
+        if type(module) is not nn.MultiheadAttention or rest:
             return []
         plain = module.bias_k is None and not module.add_zero_attn
         if not (plain and module.batch_first and module._qkv_same_embed_dim):
             return []
         packed = {"in_proj_weight": 0, "in_proj_bias": 0}
-        cuts = [
-            *cuts_of(model, modules[0], packed, blocks=3),
-            *cuts_of(model, qualified(modules[0], "out_proj"), {"weight": 1}),
-        ]
-        return [SplitSpec("pair", module.num_heads, False, module.embed_dim, -1, tuple(cuts))]
+        cuts = (
+            *cuts_of(name, module, packed, blocks=3),
+            *cuts_of(qualified(name, "out_proj"), module.out_proj, {"weight": 1}),
+        )
+        return [SplitSpec("pair", module.num_heads, False, module.embed_dim, -1, cuts)]
 
-    def patch(
-        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
-    ) -> None:
-        """See ``Recipe.patch``."""
-        module = model.get_submodule(modules[0])
+    def patch(self, modules: Modules, spec: SplitSpec, member: GroupMember) -> None:
+        (module,) = modules.values()
         assert isinstance(module, nn.MultiheadAttention)
         patch_row(module.out_proj, member.reduce)
         heads = slice(*feature_bounds(module.num_heads, member.degree, member.index))
@@ -179,10 +183,14 @@ def _forward(module: nn.MultiheadAttention, heads: slice) -> Callable[..., tuple
         attn_mask: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
+        # Queries, keys and values, a third each: they are cut alike, so a member's are thirds too.
         weights = module.in_proj_weight.chunk(3)
         biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+        # Each [sample, head, position, size]. The number of heads is said, as torch could not tell
+        # it of a group that has no samples.
+        own = len(weights[0]) // module.head_dim
         q, k, v = (
-            _by_head(F.linear(x, w, b), module.head_dim)
+            F.linear(x, w, b).view(*x.shape[:-1], own, module.head_dim).transpose(1, 2)
             for x, w, b in zip((query, key, value), weights, biases, strict=True)
         )
         mask = _mask(attn_mask, key_padding_mask, len(query), heads, query.dtype)
@@ -193,18 +201,11 @@ def _forward(module: nn.MultiheadAttention, heads: slice) -> Callable[..., tuple
     return forward
 
 
-def _by_head(x: Tensor, head_dim: int) -> Tensor:
-    """[sample, position, head × size] as [sample, head, position, size]."""
-    heads = x.shape[-1] // head_dim  # torch could not tell of a group that has no samples
-    return x.view(*x.shape[:-1], heads, head_dim).transpose(1, 2)
-
-
 def _mask(
     scores: Tensor | None, padding: Tensor | None, samples: int, heads: slice, dtype: torch.dtype
 ) -> Tensor | None:
     """What is added to the scores [sample, head, to, from]. ``scores`` is [to, from] or, with all
-    heads of all samples in dim 0, [·, to, from]; ``padding`` is [sample, from].
-    """
+    heads of all samples in dim 0, [·, to, from]; ``padding`` is [sample, from]."""
     parts = []
     if scores is not None:
         per_head = scores.dim() == 3
@@ -213,15 +214,14 @@ def _mask(
         parts.append(whole[:, heads] if per_head else whole)
     if padding is not None:
         parts.append(padding[:, None, None, :])
-    added = [_additive(part, dtype) for part in parts]
+    added = [
+        # True means "do not look".
+        torch.zeros_like(part, dtype=dtype).masked_fill(part, float("-inf"))
+        if part.dtype == torch.bool
+        else part.to(dtype)
+        for part in parts
+    ]
     return sum(added[1:], added[0]) if added else None
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """True means "do not look"."""
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
 def layers_of(module: nn.Module) -> tuple[list[str], str] | None:
@@ -236,33 +236,20 @@ def layers_of(module: nn.Module) -> tuple[list[str], str] | None:
 
 
 class MLPRecipe:
-    """See the module's docstring."""
-
-    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+    def specs(self, modules: Modules) -> list[SplitSpec]:
         """A pair, if it is one."""
-        module = model.get_submodule(modules[0])
+        (root, module), *rest = modules.items()
         found = layers_of(module)
-        if found is None or len(modules) > 1 or isinstance(module, nn.Sequential):
+        if found is None or rest or isinstance(module, nn.Sequential):
             return []
-        last = module.get_submodule(found[1])
-        inner, outputs = features_of(last)
+        inner, outputs = features_of(module.get_submodule(found[1]))
         shapes = {features_of(module.get_submodule(name)) for name in found[0]}
         if len(shapes) != 1 or shapes.pop()[1] != inner:
             return []
-        cuts: list[ParameterCut] = []
-        for name in found[0]:
-            dims = {"weight": out_dim(module.get_submodule(name)), "bias": 0}
-            cuts += cuts_of(model, qualified(modules[0], name), dims)
-        cuts += cuts_of(model, qualified(modules[0], found[1]), {"weight": 1 - out_dim(last)})
-        return [SplitSpec("pair", inner, True, outputs, -1, tuple(cuts))]
+        return [SplitSpec("pair", inner, True, outputs, -1, _cuts(root, module, *found))]
 
-    def patch(
-        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
-    ) -> None:
-        """See ``Recipe.patch``."""
-        module = model.get_submodule(modules[0])
+    def patch(self, modules: Modules, spec: SplitSpec, member: GroupMember) -> None:
+        (module,) = modules.values()
         found = layers_of(module)
         assert found is not None
-        for name in found[0]:
-            sync_width(module.get_submodule(name))
-        patch_row(module.get_submodule(found[1]), member.reduce)
+        _patch(module, *found, member.reduce)

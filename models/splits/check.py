@@ -10,6 +10,8 @@ import contextlib
 import copy
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from .recipe import slice_parameter
 # which the members draw for themselves; and with random parameters, because zeros and ones (fresh
 # biases and norms) hide terms that are added twice or forgotten.
 
+# Seconds that members wait for each other: one may never come.
 _WAIT_S = 60.0
 # Sequences of more positions are tried with so many.
 _LONG, _SHORT = 256, 16
@@ -64,14 +67,13 @@ class _ThreadReduce:
         self._barrier.abort()
 
 
+@dataclass(eq=False)
 class Member:
     """One member's copy of a unit, and what it made."""
 
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        self.model = module
-        self.names = names
-        self.output: Any = None
-        self.error: BaseException | None = None
+    model: nn.Module
+    output: Any = None
+    error: BaseException | None = None
 
 
 def run_members(
@@ -82,16 +84,22 @@ def run_members(
     ``holder`` has the unit's modules under their names. Outputs keep their graphs.
     """
     meeting = _ThreadReduce(degree)
-    members = [Member(copy.deepcopy(holder), unit.modules) for _ in range(degree)]
+    members = [Member(copy.deepcopy(holder)) for _ in range(degree)]
+
+    def work(member: Member, given: UnitCall) -> None:
+        try:
+            member.output = run_modules(member.model, unit.modules, given)
+        except BaseException as error:
+            member.error = error
+            meeting.abort()
+
     threads = []
     for index, member in enumerate(members):
-
-        def reduce(partial: Tensor, index: int = index) -> Tensor:
-            return meeting.reduce(index, partial)
-
+        reduce = partial(meeting.reduce, index)
         apply_split(member.model, unit.modules, spec, degree, index, reduce)
         given = member_call(unit, spec, call, degree, index)
-        threads.append(threading.Thread(target=_work, args=(member, given, meeting), daemon=True))
+        # Daemons: one that hangs in a look-alike's forward must not keep the process.
+        threads.append(threading.Thread(target=work, args=(member, given), daemon=True))
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -101,14 +109,6 @@ def run_members(
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     return members
-
-
-def _work(member: Member, call: UnitCall, meeting: _ThreadReduce) -> None:
-    try:
-        member.output = run_modules(member.model, member.names, call)
-    except BaseException as error:
-        member.error = error
-        meeting.abort()
 
 
 def member_call(
@@ -142,22 +142,22 @@ def is_equivalent(
     """Whether the split's output and gradients equal the whole unit's on ``call``'s inputs."""
     if not spec.uneven and spec.parts % degree:
         return False
-    try:
-        with torch.device("cpu"):  # a default device such as meta may be set
-            holder = _prepared(isolated(model, unit.modules))
-            short = _shortened(call, holder)
-            if short is not call:
-                with contextlib.suppress(Exception):  # its forward may need the whole length
-                    return _agrees(holder, unit, spec, _with_values(short).double(), degree)
-            return _agrees(holder, unit, spec, _with_values(call).double(), degree)
-    except Exception:
-        return False  # a look-alike, whose own forward may fail in any way on its parts
+    # A look-alike's own forward may fail in any way on its parts.
+    with contextlib.suppress(Exception), torch.device("cpu"):  # the default device may be meta
+        holder = _prepared(isolated(model, unit.modules))
+        short = _shortened(call, holder)
+        if short is not call:
+            with contextlib.suppress(Exception):  # its forward may need the whole length
+                return _agrees(holder, unit, spec, _with_values(short).double(), degree)
+        return _agrees(holder, unit, spec, _with_values(call).double(), degree)
+    return False
 
 
 def _shortened(call: UnitCall, holder: nn.Module) -> UnitCall:
-    """The call with the first few positions of long sequences: what a split computes does not
-    depend on how many there are, and the time that it takes does. The call itself where nothing is
+    """The call with the first few positions of long sequences. The call itself where nothing is
     long, or where a length is also that of a parameter."""
+    # What a split computes does not depend on how many positions there are, and the time that it
+    # takes does.
     first = next((t for t in call.tensors() if t.ndim > 2), None)
     length = first.shape[1] if first is not None else 0
     known = {size for p in (*holder.parameters(), *holder.buffers()) for size in p.shape}
@@ -170,8 +170,7 @@ def _shortened(call: UnitCall, holder: nn.Module) -> UnitCall:
                 tensor = tensor.narrow(dim, 0, _SHORT)
         return tensor.detach().requires_grad_(tensor.requires_grad)
 
-    args, kwargs = pytree.tree_map_only(Tensor, cut, (call.args, dict(call.kwargs)))
-    return UnitCall(args, kwargs)
+    return call.map(cut)
 
 
 def isolated(model: nn.Module, modules: Sequence[str]) -> nn.Module:
@@ -192,13 +191,13 @@ def isolated(model: nn.Module, modules: Sequence[str]) -> nn.Module:
 
 
 def _prepared(holder: nn.Module) -> nn.Module:
-    """Without dropout, in double precision, with other parameters and statistics: many start as
-    zeros or ones, which would hide a bias that is added twice. Also gives meta tensors memory.
-    """
+    """Without dropout, in double precision, with other parameters and statistics; meta tensors get
+    memory."""
     holder.double().eval()
     if any(t.is_meta for t in (*holder.parameters(), *holder.buffers())):
         holder.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
+    # Many start as zeros or ones, which would hide a bias that is added twice.
     with torch.no_grad():
         for parameter in holder.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.double))
@@ -222,8 +221,7 @@ def _with_values(call: UnitCall) -> UnitCall:
         drawn = torch.randn(t.shape, generator=generator, dtype=torch.double)
         return drawn.to(t.dtype).requires_grad_(t.requires_grad)
 
-    args, kwargs = pytree.tree_map_only(Tensor, fill, (call.args, dict(call.kwargs)))
-    return UnitCall(args, kwargs)
+    return call.map(fill)
 
 
 def _agrees(
@@ -245,6 +243,7 @@ def _agrees(
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    # A gradient that one side did not compute and zeros of the other are the same.
     if a is None or b is None:
         return (a is None or not a.any()) and (b is None or not bool(b.any()))
     return torch.allclose(a, b, 1e-9, 1e-10)
@@ -261,7 +260,7 @@ def _same_parameters(holder: nn.Module, spec: SplitSpec, members: Sequence[Membe
         elif name in cuts:
             for j, gradient in enumerate(own):
                 part = slice_parameter(parameter.grad, cuts[name], len(members), j)
-                if part.numel() and not _same(part, gradient):
+                if part.numel() and not _same(part, gradient):  # an empty slice may have none
                     return False
         else:
             total = sum((g for g in own if g is not None), torch.zeros_like(parameter))

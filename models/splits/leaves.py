@@ -20,7 +20,7 @@ normalisation that follows is cut along with the output channels, which it treat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from ...planner.cost.ownership import feature_bounds
 from ..spec import ParameterCut, Reduce, SplitSpec
-from .recipe import GroupMember, cuts_of, qualified
+from .recipe import GroupMember, Modules, cuts_of, qualified
 
 # Work on each element by itself.
 ELEMENTWISE = (
@@ -52,39 +52,32 @@ _ACTIVATION_SUFFIXES = ("Activation", "GELU", "GELUTanh", "ReLU", "SiLU", "Swish
 
 
 def is_elementwise(module: nn.Module) -> bool:
-    """Whether a module without parameters works on each element by itself.
-
-    Libraries bring activations of their own, known by their names (``GELUActivation``); that the
-    guess is right is checked numerically with every split.
-    """
+    """Whether a module without parameters works on each element by itself."""
     return isinstance(module, ELEMENTWISE) or is_lookalike(module)
 
 
 def is_lookalike(module: nn.Module) -> bool:
     """Whether a module is taken for elementwise because of its name."""
+    # Libraries bring activations of their own (``GELUActivation``); that the guess is right is
+    # checked numerically with every split.
     if isinstance(module, ELEMENTWISE):
         return False
     leaf = not any(True for _ in module.children()) and not any(True for _ in module.parameters())
     return leaf and type(module).__name__.endswith(_ACTIVATION_SUFFIXES)
 
 
-def is_per_channel(module: nn.Module) -> bool:
-    """Whether a module works on each channel of [sample, channel, ...] by itself."""
-    return is_elementwise(module) or isinstance(module, (*PER_CHANNEL, *BATCH_NORMS))
-
-
 def may_follow(first: nn.Module, module: nn.Module) -> bool:
     """Whether ``module`` joins the unit that ``first`` begins."""
-    if isinstance(first, CONVOLUTIONS):
-        return is_per_channel(module)
+    if isinstance(module, BATCH_NORMS):
+        return isinstance(first, CONVOLUTIONS)
     return is_elementwise(module) or isinstance(module, PER_CHANNEL)
 
 
 def works_on_slices(first: nn.Module, rest: Sequence[nn.Module]) -> bool:
     """Whether all that follows ``first`` works on a slice of its features as on the whole."""
-    if isinstance(first, CONVOLUTIONS):
-        return all(is_per_channel(m) for m in rest)
-    return all(is_elementwise(m) for m in rest)
+    # After other layers the last dim is sliced, along which pooling works.
+    channels = (*PER_CHANNEL, *BATCH_NORMS) if isinstance(first, CONVOLUTIONS) else ()
+    return all(is_elementwise(m) or isinstance(m, channels) for m in rest)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -111,6 +104,7 @@ def features_of(module: nn.Module) -> tuple[int, int]:
 
 def sync_width(module: nn.Module) -> None:
     """Tells the layer how many outputs it has now, where its forward asks."""
+    # ``nn.Linear`` goes by its weight; transformers' Conv1D shapes its output by an attribute.
     if is_transposed(module):
         module.nf = cast(Tensor, module.weight).shape[1]  # type: ignore[assignment]
 
@@ -127,61 +121,62 @@ def patch_row(module: nn.Module, reduce: Reduce) -> None:
     module.forward = forward
 
 
-class LinearRecipe:
-    """See the module's docstring."""
+_PER_CHANNEL = {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}
 
-    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
-        """Column where all that follows is elementwise; row always."""
-        first, *rest = (model.get_submodule(m) for m in modules)
+
+def _columns_and_rows(
+    modules: Modules, inputs: int, outputs: int, out: int, feature_dim: int
+) -> list[SplitSpec]:
+    """Column where what follows the first layer allows it; row always. ``out`` is the dimension of
+    output features of its weight, ``feature_dim`` that of features of the tensors."""
+    (name, first), *rest = modules.items()
+    row = cuts_of(name, first, {"weight": 1 - out})
+    found = [SplitSpec("row", inputs, True, inputs, feature_dim, tuple(row))]
+    if works_on_slices(first, [module for _, module in rest]):
+        column = cuts_of(name, first, {"weight": out, "bias": 0})
+        for follower, module in rest:
+            if isinstance(module, BATCH_NORMS):
+                column += cuts_of(follower, module, _PER_CHANNEL)
+        found.insert(0, SplitSpec("column", outputs, True, outputs, feature_dim, tuple(column)))
+    return found
+
+
+class LinearRecipe:
+    def specs(self, modules: Modules) -> list[SplitSpec]:
+        first = next(iter(modules.values()))
         if not is_linear(first):
             return []
-        inputs, outputs = features_of(first)
-        out = out_dim(first)
-        row = cuts_of(model, modules[0], {"weight": 1 - out})
-        found = [SplitSpec("row", inputs, True, inputs, -1, tuple(row))]
-        if works_on_slices(first, rest):
-            column = cuts_of(model, modules[0], {"weight": out, "bias": 0})
-            found.insert(0, SplitSpec("column", outputs, True, outputs, -1, tuple(column)))
-        return found
+        return _columns_and_rows(modules, *features_of(first), out_dim(first), -1)
 
-    def patch(
-        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
-    ) -> None:
-        """See ``Recipe.patch``."""
-        module = model.get_submodule(modules[0])
-        sync_width(module)
+    def patch(self, modules: Modules, spec: SplitSpec, member: GroupMember) -> None:
+        first = next(iter(modules.values()))
+        sync_width(first)
         if spec.style == "row":
-            patch_row(module, member.reduce)
+            patch_row(first, member.reduce)
 
 
 class EmbeddingRecipe:
-    """See the module's docstring."""
-
-    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+    def specs(self, modules: Modules) -> list[SplitSpec]:
         """None where vectors are renormalised (that needs them whole) or gradients sparse."""
-        first, *rest = (model.get_submodule(m) for m in modules)
+        (name, first), *rest = modules.items()
         if type(first) is not nn.Embedding:
             return []
-        assert isinstance(first, nn.Embedding)
         if first.max_norm is not None or first.sparse or first.scale_grad_by_freq:
             return []
         symbols, width = first.num_embeddings, first.embedding_dim
-        name = qualified(modules[0], "weight")
-        by_symbol = (ParameterCut(name, 0),)
-        found = [SplitSpec("pair", symbols, True, width, -1, by_symbol)]
-        if works_on_slices(first, rest):
-            found.insert(0, SplitSpec("column", width, True, width, -1, (ParameterCut(name, 1),)))
+        weight = qualified(name, "weight")
+        found = [SplitSpec("pair", symbols, True, width, -1, (ParameterCut(weight, 0),))]
+        if works_on_slices(first, [module for _, module in rest]):
+            cut = (ParameterCut(weight, 1),)
+            found.insert(0, SplitSpec("column", width, True, width, -1, cut))
         return found
 
-    def patch(
-        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
-    ) -> None:
-        """See ``Recipe.patch``."""
+    def patch(self, modules: Modules, spec: SplitSpec, member: GroupMember) -> None:
         if spec.style == "pair":
-            module = model.get_submodule(modules[0])
-            assert isinstance(module, nn.Embedding)
-            first, _ = feature_bounds(module.num_embeddings, member.degree, member.index)
-            _patch_symbols(module, first, member.reduce)
+            first = next(iter(modules.values()))
+            assert isinstance(first, nn.Embedding)
+            symbol, _ = feature_bounds(first.num_embeddings, member.degree, member.index)
+            _patch_symbols(first, symbol, member.reduce)
 
 
 def _patch_symbols(module: nn.Embedding, first: int, reduce: Reduce) -> None:
@@ -195,6 +190,7 @@ def _patch_symbols(module: nn.Embedding, first: int, reduce: Reduce) -> None:
         if count == 0:
             zeros = module.weight.new_zeros(*input.shape, module.weight.shape[1])
             return reduce(zeros + module.weight.sum())
+        # The padding symbol's vector gets no gradient; it may lie in another member's slice.
         inside = padding if padding is not None and 0 <= padding < count else None
         vectors = F.embedding(local.clamp(0, count - 1), module.weight, inside)
         return reduce(vectors * mine.unsqueeze(-1))
@@ -211,37 +207,28 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 # make the same collectives.
 
 
-def allow_no_channels(module: nn.Module) -> None:
+def _allow_no_channels(module: nn.Module) -> None:
     """Lets a module of a column unit (convolution, normalisation, pooling) work on no channels."""
     original = module.forward
 
     def forward(x: Tensor) -> Tensor:
         if isinstance(module, CONVOLUTIONS):
-            return _attach(_one_channel_out(module, x)[:, :0], module)
+            kernel = module.weight.new_zeros(1, *module.weight.shape[1:])
+            channel: Tensor = module._conv_forward(x, kernel, None)
+            return _attach(channel[:, :0], module)
         if isinstance(module, BATCH_NORMS):
-            return _attach(_counted(module, x), module)
-        empty: Tensor = original(_stand_in(x))[:, :0]
+            # The batch is counted as on the members that have channels.
+            if module.training and isinstance(module.num_batches_tracked, Tensor):
+                module.num_batches_tracked.add_(1)
+            return _attach(x, module)
+        empty: Tensor = original(_one_channel(x))[:, :0]
         return empty + x.sum()
 
     if isinstance(module, (*CONVOLUTIONS, *BATCH_NORMS, *PER_CHANNEL)):
         module.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def partial_without_channels(module: Convolution, x: Tensor) -> Tensor:
-    """The partial sums of a convolution without input channels: zeros of the full shape."""
-    weight = module.weight
-    kernel = weight.new_zeros(weight.shape[0], 1, *weight.shape[2:])
-    zeros: Tensor = module._conv_forward(_stand_in(x), kernel, None)
-    return zeros + x.sum() + weight.sum()
-
-
-def _one_channel_out(module: Convolution, x: Tensor) -> Tensor:
-    kernel = module.weight.new_zeros(1, *module.weight.shape[1:])
-    channel: Tensor = module._conv_forward(x, kernel, None)
-    return channel
-
-
-def _stand_in(x: Tensor) -> Tensor:
+def _one_channel(x: Tensor) -> Tensor:
     return torch.zeros(x.shape[0], 1, *x.shape[2:], dtype=x.dtype, device=x.device)
 
 
@@ -252,53 +239,24 @@ def _attach(x: Tensor, module: nn.Module) -> Tensor:
     return x
 
 
-def _counted(module: nn.Module, x: Tensor) -> Tensor:
-    """The batch is counted as on the members that have channels."""
-    count = getattr(module, "num_batches_tracked", None)
-    if module.training and isinstance(count, Tensor):
-        count.add_(1)
-    return x
-
-
-_PER_CHANNEL = {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}
-
-
 # DTensor is not used for the computation: in torch 2.13 it returns wrong results for a convolution
 # with sharded channels, without an error.
 class ConvolutionRecipe:
-    """See the module's docstring."""
-
-    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+    def specs(self, modules: Modules) -> list[SplitSpec]:
         """None for grouped convolutions."""
-        first, *rest = (model.get_submodule(m) for m in modules)
-        if type(first) not in CONVOLUTIONS:
+        first: Any = next(iter(modules.values()))
+        if type(first) not in CONVOLUTIONS or first.groups != 1:
             return []
-        assert isinstance(first, CONVOLUTIONS)
-        if first.groups != 1:
-            return []
-        assert isinstance(first, CONVOLUTIONS)
-        outputs, inputs = first.out_channels, first.in_channels
-        row = cuts_of(model, modules[0], {"weight": 1})
-        found = [SplitSpec("row", inputs, True, inputs, 1, tuple(row))]
-        if works_on_slices(first, rest):
-            column = cuts_of(model, modules[0], {"weight": 0, "bias": 0})
-            for name, module in zip(modules[1:], rest, strict=True):
-                if isinstance(module, BATCH_NORMS):
-                    column += cuts_of(model, name, _PER_CHANNEL)
-            found.insert(0, SplitSpec("column", outputs, True, outputs, 1, tuple(column)))
-        return found
+        return _columns_and_rows(modules, first.in_channels, first.out_channels, 0, 1)
 
-    def patch(
-        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
-    ) -> None:
-        """See ``Recipe.patch``."""
-        first = model.get_submodule(modules[0])
+    def patch(self, modules: Modules, spec: SplitSpec, member: GroupMember) -> None:
+        first = next(iter(modules.values()))
         assert isinstance(first, CONVOLUTIONS)
         if spec.style == "row":
             _patch_convolution_row(first, member.reduce)
         elif not first.weight.shape[0]:
-            for name in modules:
-                allow_no_channels(model.get_submodule(name))
+            for module in modules.values():
+                _allow_no_channels(module)
 
 
 def _patch_convolution_row(module: Convolution, reduce: Reduce) -> None:
@@ -306,7 +264,10 @@ def _patch_convolution_row(module: Convolution, reduce: Reduce) -> None:
         if module.weight.shape[1]:
             total = reduce(module._conv_forward(input, module.weight, None))
         else:
-            total = reduce(partial_without_channels(module, input))
+            weight = module.weight
+            kernel = weight.new_zeros(weight.shape[0], 1, *weight.shape[2:])
+            zeros: Tensor = module._conv_forward(_one_channel(input), kernel, None)
+            total = reduce(zeros + input.sum() + weight.sum())
         if module.bias is None:
             return total
         return total + module.bias.view(-1, *(1 for _ in module.kernel_size))

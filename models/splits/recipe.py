@@ -17,7 +17,7 @@ The conventions that all recipes keep, for a member of a group:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,28 +37,29 @@ class GroupMember:
     reduce: Reduce
 
 
-class Recipe(Protocol):
-    """How one kind of unit is divided. ``modules`` are fully qualified names, the unit's own."""
+# A unit's modules by their fully qualified names, in the order in which they are called.
+Modules = Mapping[str, nn.Module]
 
-    def specs(self, model: nn.Module, modules: Sequence[str]) -> list[SplitSpec]:
+
+class Recipe(Protocol):
+    """How one kind of unit is divided."""
+
+    def specs(self, modules: Modules) -> list[SplitSpec]:
         """The splits that the unit has, none if this recipe is not for it."""
 
-    def patch(
-        self, model: nn.Module, modules: Sequence[str], spec: SplitSpec, member: GroupMember
-    ) -> None:
+    def patch(self, modules: Modules, spec: SplitSpec, member: GroupMember) -> None:
         """Changes the modules of a unit whose parameters have just been cut, so that they compute a
         member's part. Cut parameters have their new shapes, attributes of modules not yet."""
 
 
 def cuts_of(
-    model: nn.Module, module: str, dims: dict[str, int], blocks: int = 1
+    name: str, module: nn.Module, dims: dict[str, int], blocks: int = 1
 ) -> list[ParameterCut]:
-    """Cuts of those of a module's parameters and buffers that are there, by name and dimension."""
-    holder = model.get_submodule(module)
+    """Cuts of those of a module's parameters and buffers that are there, by their dimensions."""
     return [
-        ParameterCut(qualified(module, name), dim, blocks)
-        for name, dim in dims.items()
-        if getattr(holder, name, None) is not None
+        ParameterCut(qualified(name, leaf), dim, blocks)
+        for leaf, dim in dims.items()
+        if getattr(module, leaf, None) is not None
     ]
 
 
@@ -67,6 +68,7 @@ def qualified(module: str, name: str) -> str:
     return f"{module}.{name}" if module else name
 
 
+# An attribute of what was cut that says how: another use of a tied parameter comes to it again.
 _MARK = "_meshwright_cut"
 
 
@@ -95,8 +97,8 @@ def join_parameter(
 def cut_in_place(model: nn.Module, cut: ParameterCut, degree: int, member: int) -> None:
     """Replaces the content of a parameter or buffer by a member's slice; the object stays.
 
-    A parameter tied between units is cut by the first of them, and the others must agree. A
-    gradient that is there would not fit any more and is refused.
+    A parameter tied between units is cut by the first of them, and the others must agree. Raises
+    ``InputError`` where they do not, or where a gradient is there, which would not fit any more.
     """
     holder, _, name = cut.name.rpartition(".")
     tensor: Tensor = getattr(model.get_submodule(holder), name)
@@ -114,17 +116,16 @@ def cut_in_place(model: nn.Module, cut: ParameterCut, degree: int, member: int) 
             "call zero_grad() before dividing it"
         )
     shard = slice_parameter(tensor.detach(), cut, degree, member)
+    # Through ``.data``: the object is what optimizers, ties and the user's own code hold.
     forget_accumulator(tensor)
     tensor.data = shard
     setattr(tensor, _MARK, wanted)
 
 
 def forget_accumulator(tensor: Tensor) -> None:
-    """Lets the next backward make the tensor's gradient accumulator anew.
-
-    A graph that is still alive (of a forward before, in profiling or the user's own) keeps the
-    accumulator, which remembers the shape from before the cut; torch 2.13 then refuses the
-    gradient. Storing data of another type makes torch drop it.
-    """
+    """Lets the next backward make the tensor's gradient accumulator anew; its data are lost."""
+    # A graph that is still alive (of a forward before, in profiling or the user's own) keeps the
+    # accumulator, which remembers the shape from before the cut; torch 2.13 then refuses the
+    # gradient. Storing data of another type makes torch drop it.
     other = torch.float16 if tensor.dtype != torch.float16 else torch.float32
     tensor.data = torch.empty(0, dtype=other, device=tensor.device)

@@ -58,7 +58,6 @@ class Discovery:
     pieces: tuple[PieceProfile, ...] = ()
 
     def unit(self, name: str) -> UnitSpec:
-        """The unit of that name."""
         return next(u for u in self.units if u.name == name)
 
 
@@ -72,7 +71,8 @@ def discover(
     own inputs before it is listed. Raises ``InputError`` where the model fails on its batch. The
     model is left as it was.
     """
-    other = other or another_size(batch)
+    # One sample more, as one less could be one, which batch normalisation refuses.
+    other = other or batch.take(torch.arange(batch.size + 1) % batch.size)
     traces = record(model, batch), record(model, other)
     trial = _Trial(model, batch) if check else None
     refused: set[str] = set()
@@ -101,22 +101,20 @@ def _discovery(
 ) -> Discovery:
     """Puts units and edges together; the flows differ by so many ``samples``."""
     slopes = _slopes(flows[0], flows[1], samples)
+    # What does not grow with the batch is no activation: weights, tables of positions.
     nodes, ends = pruned(flows[0], {e for e, (whole, _) in slopes.items() if whole > 0})
     names = {node: node for node in nodes}
     glue = [node for node in nodes if node.startswith(GLUE)]
     names.update({node: f"{GLUE}{i}" for i, node in enumerate(glue)})
-    units = tuple(specs[n] if n in specs else _fixed(names[n]) for n in nodes)
+    kinds: dict[str, UnitKind] = {INPUT: "input", OUTPUT: "output"}
+    units = tuple(
+        specs[n] if n in specs else UnitSpec(names[n], kinds.get(n, "glue"), ()) for n in nodes
+    )
     numbers = tensor_numbers(flows[0], ends)
     edges = tuple(_edge(e, slopes[e], names, specs, numbers[e]) for e in ends)
     pieces = pieces_of(trace, traced, names)
     unused = unused_parameters(model, traced)
     return Discovery(units, edges, unused, fingerprint(model, units), pieces)
-
-
-def another_size(batch: Batch) -> Batch:
-    """A batch of one sample more than ``batch``, of the same samples. (One less could be one, which
-    batch normalisation refuses.)"""
-    return batch.take(torch.arange(batch.size + 1) % batch.size)
 
 
 def fingerprint(model: nn.Module, units: Sequence[UnitSpec]) -> str:
@@ -127,20 +125,15 @@ def fingerprint(model: nn.Module, units: Sequence[UnitSpec]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _fixed(name: str) -> UnitSpec:
-    kinds: dict[str, UnitKind] = {INPUT: "input", OUTPUT: "output"}
-    return UnitSpec(name=name, kind=kinds.get(name, "glue"), modules=())
-
-
 def _slopes(flow: Flow, other: Flow, samples: int) -> dict[Ends, tuple[float, float]]:
     """(bytes, gradient bytes) for each sample of each edge, by two forwards of different size."""
-    found = {}
-    for ends in flow.edges:
-        if ends in other.edges:
-            whole = (flow.bytes(ends) - other.bytes(ends)) / samples
-            back = (flow.gradient_bytes(ends) - other.gradient_bytes(ends)) / samples
-            found[ends] = (max(0.0, whole), max(0.0, back))
-    return found
+
+    def slope(ends: Ends, gradient: bool) -> float:
+        more = flow.bytes(ends, gradient=gradient) - other.bytes(ends, gradient=gradient)
+        # What is smaller for more samples does not grow with them, so it is no activation.
+        return max(0.0, more / samples)
+
+    return {e: (slope(e, False), slope(e, True)) for e in flow.edges if e in other.edges}
 
 
 def _edge(
@@ -151,6 +144,8 @@ def _edge(
     tensors: int,
 ) -> EdgeProfile:
     source, target = ends
+    # A source that is divided by columns leaves slices of its features, a target that is divided by
+    # rows takes some: either may say how many there are.
     sliced = [
         split.features
         for name, style in ((source, "column"), (target, "row"))
@@ -183,14 +178,9 @@ def _specs(
             and not draws_early(traces[0], unit)
         )
         splits = find_splits(model, unit.modules) if batched and plain else ()
-        found[unit.name] = UnitSpec(
-            name=unit.name,
-            kind=unit.kind,
-            modules=unit.modules,
-            batched_inputs=batched,
-            splits=tuple(s for s in splits if _fits(unit, s)),
-            batch_statistics=any(isinstance(x, BATCH_NORMS) for m in modules for x in m.modules()),
-        )
+        fitting = tuple(s for s in splits if _fits(unit, s))
+        norms = any(isinstance(inner, BATCH_NORMS) for m in modules for inner in m.modules())
+        found[unit.name] = UnitSpec(unit.name, unit.kind, unit.modules, batched, fitting, norms)
     return found
 
 
@@ -206,7 +196,7 @@ def _batched(unit: TracedUnit, twin: TracedUnit | None, sizes: Sequence[int]) ->
             continue
         if a.shape[:1] == (sizes[0],) and b.shape[:1] == (sizes[1],):
             found.append(i)
-        elif a.shape != b.shape:
+        elif a.shape != b.shape:  # it grows with the batch, along another dim
             return ()
     return tuple(found)
 
@@ -215,8 +205,7 @@ def _leaves_samples(
     unit: TracedUnit, twin: TracedUnit | None, sizes: Sequence[int], flow: Flow
 ) -> bool:
     """Whether the unit's first output has its samples in dim 0, and no other is used."""
-    outputs = [s for s in unit.calls[-1].outputs if s is not None]
-    others = [s for s in twin.calls[-1].outputs if s is not None] if twin else []
+    outputs, others = unit.calls[-1].made, twin.calls[-1].made if twin else []
     if not outputs or not others:
         return False
     if outputs[0].shape[:1] != (sizes[0],) or others[0].shape[:1] != (sizes[1],):
@@ -257,10 +246,12 @@ class _Trial:
     def _holds(self, unit: UnitSpec, split: SplitSpec, call: UnitCall) -> bool:
         """``check.is_equivalent``, once for each kind of unit: equal modules on equal shapes behave
         alike."""
+        # By what a module prints: its class and settings, those of all modules inside it too.
         modules = [self.model.get_submodule(name) for name in unit.modules]
         inside = [(repr(m), [tuple(p.shape) for p in m.parameters()]) for m in modules]
         key = (split.style, split.parts, str(inside), str([t.shape for t in call.tensors()]))
         if key not in self._tried:
+            # The fewest members that can share it: each is a copy of the unit, and a thread.
             degree = next((d for d in (2, 3, 5, 7) if split.uneven or split.parts % d == 0), 0)
             self._tried[key] = bool(degree) and is_equivalent(self.model, unit, split, call, degree)
         return self._tried[key]

@@ -6,7 +6,7 @@ edges and no cycle can arise: edges follow the order of execution. What leads no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from .select import TracedUnit
@@ -29,13 +29,10 @@ class Flow:
     edges: dict[Ends, dict[int, TracedTensor]] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)
 
-    def bytes(self, ends: Ends) -> int:
-        """All bytes of an edge."""
-        return sum(seen.bytes for seen in self.edges[ends].values())
-
-    def gradient_bytes(self, ends: Ends) -> int:
-        """Bytes of an edge's tensors that have a gradient."""
-        return sum(seen.bytes for seen in self.edges[ends].values() if seen.gradient)
+    def bytes(self, ends: Ends, *, gradient: bool = False) -> int:
+        """All bytes of an edge, or those of tensors that have a ``gradient``."""
+        tensors = self.edges[ends].values()
+        return sum(seen.bytes for seen in tensors if seen.gradient or not gradient)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +51,7 @@ class _Walk:
         self.flow = Flow()
         self.origins: dict[int, _Origin] = {}
         self.views: dict[int, set[int]] = {}
-        self._make(_Origin(INPUT), trace.inputs)
+        self._make(_Origin(INPUT), trace.given)
 
     def run(self) -> Flow:
         position, order = 0, [INPUT]
@@ -65,7 +62,7 @@ class _Walk:
             order += [f"{GLUE}{i}", unit.name]
         last = f"{GLUE}{len(self.traced)}"
         self._between(position, len(self.trace.events), last)
-        self._arrive(OUTPUT, self.trace.outputs)
+        self._arrive(OUTPUT, self.trace.made)
         linked = {node for ends in self.flow.edges for node in ends}
         order += [last, OUTPUT]
         self.flow.nodes = [n for n in order if not n.startswith(GLUE) or n in linked]
@@ -79,47 +76,44 @@ class _Walk:
     def _operation(self, event: Event, node: str) -> None:
         """An operation outside of units makes edges only when something uses its result."""
         made = _Origin(node)
-        for seen in event.inputs:
-            origin = self.origins.get(seen.key) if seen is not None else None
-            if seen is None or origin is None:
+        for seen in event.given:
+            origin = self.origins.get(seen.key)
+            if origin is None:
                 continue  # a constant, a parameter
             if origin.node == node:
                 made.sources.update(origin.sources)
             else:
                 made.sources[origin.node, seen.key] = origin, seen
-        self._note(event.inputs)
-        changed = {s.key for s in event.inputs if s is not None}
+        self._note(event.given)
         if made.sources:
-            self._make(made, event.outputs, changed)
+            self._make(made, event.made, {seen.key for seen in event.given})
         else:
-            self._note(event.outputs)
+            self._note(event.made)
 
     def _unit(self, unit: TracedUnit) -> None:
-        given = unit.calls[0].inputs
+        given = unit.calls[0].given
         for seen in given:
-            if seen is not None and seen.key not in self.origins:
-                # Made from nothing but the batch's size, if it has a batch dim: it comes with it.
-                self.origins[seen.key] = _Origin(INPUT)
+            # Made from nothing but the batch's size, if it has a batch dim: it comes with it.
+            self.origins.setdefault(seen.key, _Origin(INPUT))
         self._note(given)
         self._arrive(unit.name, given)
-        known = {s.key for s in given if s is not None}
+        entered = {seen.key for seen in given}
+        known = set(entered)
         for event in self.trace.events[unit.start : unit.end]:
-            if event.module is None:
-                self._check_inside(unit, event, known)
-                known.update(s.key for s in event.outputs if s is not None)
-        changed = {s.key for s in given if s is not None}
-        self._make(_Origin(unit.name), unit.calls[-1].outputs, changed)
+            if event.module is not None:
+                continue
+            # What it reads and neither got nor made: an edge, though no hook can move it there.
+            foreign = [s for s in event.given if s.key in self.origins and s.key not in known]
+            if foreign:
+                self.flow.inside.add(unit.name)
+                self._arrive(unit.name, foreign)
+            known.update(seen.key for seen in event.made)
+        self._make(_Origin(unit.name), unit.calls[-1].made, entered)
 
-    def _check_inside(self, unit: TracedUnit, event: Event, known: set[int]) -> None:
-        foreign = [s for s in event.inputs if s and s.key in self.origins and s.key not in known]
-        if foreign:
-            self.flow.inside.add(unit.name)
-            self._arrive(unit.name, foreign)
-
-    def _arrive(self, node: str, tensors: Iterable[TracedTensor | None]) -> None:
+    def _arrive(self, node: str, tensors: Iterable[TracedTensor]) -> None:
         for seen in tensors:
-            origin = self.origins.get(seen.key) if seen is not None else None
-            if seen is not None and origin is not None and origin.node != node:
+            origin = self.origins.get(seen.key)
+            if origin is not None and origin.node != node:
                 self._connect(origin, node, seen)
 
     def _connect(self, origin: _Origin, node: str, seen: TracedTensor) -> None:
@@ -127,29 +121,26 @@ class _Walk:
         if seen.key in tensors and tensors[seen.key] is seen:
             return
         tensors[seen.key] = seen
+        # Glue has edges only now that something uses what it made, back to where that came from.
         for before, through in origin.sources.values():
             self._connect(before, origin.node, through)
 
-    def _note(self, tensors: Iterable[TracedTensor | None]) -> None:
+    def _note(self, tensors: Iterable[TracedTensor]) -> None:
         for seen in tensors:
-            if seen is not None:
-                self.views.setdefault(seen.storage, set()).add(seen.key)
+            self.views.setdefault(seen.storage, set()).add(seen.key)
 
     def _make(
-        self, origin: _Origin, tensors: Iterable[TracedTensor | None], changed: Iterable[int] = ()
+        self, origin: _Origin, tensors: Iterable[TracedTensor], changed: Container[int] = ()
     ) -> None:
-        """Gives tensors their origin; of those changed in place, all views of their memory too."""
-        changed = set(changed)
+        """Gives tensors their origin; of those ``changed`` in place, all views of their memory."""
         for seen in tensors:
-            if seen is None:
-                continue
             self._note([seen])
+            # Whoever reads an older view of that memory gets what was written through this one.
             keys = self.views[seen.storage] if seen.key in changed else {seen.key}
             self.origins.update(dict.fromkeys(keys, origin))
 
 
 def flow_of(trace: Trace, traced: list[TracedUnit]) -> Flow:
-    """The nodes and edges of one forward."""
     return _Walk(trace, traced).run()
 
 

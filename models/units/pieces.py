@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...planner.schema.profile import PieceProfile
 from .flow import GLUE
 from .select import TracedUnit
-from .trace import Event, Trace, TracedTensor
+from .trace import Event, Trace
 
 # The calls of modules one after another.
 _Calls = tuple[Event, ...]
@@ -36,7 +36,7 @@ class _Forward:
         self.operations = [e.index for e in trace.events if e.module is None]
 
     def pieces(self) -> tuple[PieceProfile, ...]:
-        """See ``pieces_of``."""
+        # Of those that begin together the longest first: a container before what is in it.
         stretches = sorted(
             [*(unit.calls for unit in self.traced), *((call,) for call in self._containers())],
             key=lambda calls: (calls[0].index, -calls[-1].end),
@@ -99,14 +99,10 @@ class _Forward:
 
     def _changes_input(self, calls: _Calls) -> bool:
         """Whether an operation in a piece returns, changed, memory that entered it."""
-        entered = {seen.storage for seen in calls[0].inputs if seen is not None}
+        entered = {seen.storage for seen in calls[0].given}
         return any(
-            seen is not None and seen.storage in entered and _same(event, seen)
+            seen.storage in entered and any(seen.key == given.key for given in event.given)
             for event in self.trace.events[calls[0].index : calls[-1].end]
             if event.module is None
-            for seen in event.outputs
+            for seen in event.made
         )
-
-
-def _same(event: Event, output: TracedTensor) -> bool:
-    return any(seen is not None and seen.key == output.key for seen in event.inputs)

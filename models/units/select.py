@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...planner.schema.profile import UnitKind
 from ..splits import block_kind
@@ -45,6 +46,10 @@ class TracedUnit:
     @property
     def end(self) -> int:
         return self.calls[-1].end
+
+    def parameters(self, model: nn.Module) -> set[int]:
+        """Identities of the parameters that its modules have."""
+        return {id(p) for name in self.modules for p in model.get_submodule(name).parameters()}
 
 
 def select_units(model: nn.Module, trace: Trace, refused: Collection[str] = ()) -> list[TracedUnit]:
@@ -85,12 +90,11 @@ def _called_children(model: nn.Module, trace: Trace, name: str) -> Iterator[str]
 
 def _enterable(model: nn.Module, trace: Trace, name: str, children: list[str]) -> bool:
     """Whether a module has parameters in ``children`` only (as far as it uses them), each of which
-    is called once. Its own code may use theirs, as output layers use an embedding's.
-    """
+    is called once."""
     if any(len(trace.calls(child)) != 1 for child in children):
         return False
     inside = set(children)
-    # An output layer that is tied to an embedding uses the embedding's weight in its own code.
+    # Its own code may use theirs: an output layer that is tied to an embedding has its weight.
     theirs = {id(p) for child in children for p in model.get_submodule(child).parameters()}
     return all(
         inside & set(event.stack)
@@ -104,28 +108,20 @@ def parameters_used_outside(model: nn.Module, trace: Trace, traced: list[TracedU
     """Identities of the parameters that are used where they are not registered: outside of units,
     or in a unit that does not have them. They cannot be divided.
     """
-    owned = [
-        (
-            unit.start,
-            unit.end,
-            {id(p) for m in unit.modules for p in model.get_submodule(m).parameters()},
-        )
-        for unit in traced
-    ]
+    owned = [(unit, unit.parameters(model)) for unit in traced]
     found: set[int] = set()
     for event in trace.events:
         used = {id(model.get_parameter(p)) for p in event.parameters}
-        for start, end, own in owned:
-            if start <= event.index < end:
+        for unit, own in owned:
+            if unit.start <= event.index < unit.end:
                 used -= own
         found |= used
     return found
 
 
 def draws_early(trace: Trace, unit: TracedUnit) -> bool:
-    """Whether a unit draws random numbers (dropout) before it uses a parameter: every member of a
-    group would draw them for itself, on an input that all have alike.
-    """
+    """Whether a unit draws random numbers (dropout) before it uses a parameter."""
+    # Every member of a group would draw them for itself, on an input that all have alike.
     for event in trace.events[unit.start : unit.end]:
         if event.parameters:
             return False
@@ -177,34 +173,23 @@ def _next_call(model: nn.Module, trace: Trace, unit: TracedUnit) -> Event | None
         return None
     # It belongs to the unit only if the result goes there and nowhere else: a residual connection
     # that starts between the two would otherwise be cut off from its tensor.
-    given, made = _only(event.inputs), _only(unit.calls[-1].outputs)
-    if given is None or made is None or given.key != made.key or _only(event.outputs) is None:
+    made = unit.calls[-1].made
+    if not len(made) == len(event.given) == len(event.made) == 1:
         return None
-    return None if _used_elsewhere(trace, made, event) else event
-
-
-def _only(leaves: list[TracedTensor | None]) -> TracedTensor | None:
-    """The tensor among the leaves, if there is just one."""
-    tensors = [leaf for leaf in leaves if leaf is not None]
-    return tensors[0] if len(tensors) == 1 else None
+    if event.given[0].key != made[0].key or _used_elsewhere(trace, made[0], event):
+        return None
+    return event
 
 
 def _used_elsewhere(trace: Trace, tensor: TracedTensor, event: Event) -> bool:
     """Whether anything after ``event`` uses the tensor that went into it."""
-    out = _only(event.outputs)
-    if out is not None and out.key == tensor.key:
+    if event.made[0].key == tensor.key:
         return False  # changed in place: what comes later uses the result
-    later = (e for e in trace.events[event.end :])
-    if any(s is not None and s.key == tensor.key for e in later for s in e.inputs):
-        return True
-    return any(s is not None and s.key == tensor.key for s in trace.outputs)
+    later = (seen for after in trace.events[event.end :] for seen in after.given)
+    return any(seen.key == tensor.key for seen in chain(later, trace.made))
 
 
 def unused_parameters(model: nn.Module, traced: list[TracedUnit]) -> tuple[str, ...]:
     """Names of parameters that belong to no unit, because the forward does not use them."""
-    owned: set[int] = set()
-    for unit in traced:
-        for name in unit.modules:
-            owned.update(id(p) for p in model.get_submodule(name).parameters())
-    found: list[tuple[str, Tensor]] = list(model.named_parameters())
-    return tuple(name for name, parameter in found if id(parameter) not in owned)
+    owned = {one for unit in traced for one in unit.parameters(model)}
+    return tuple(name for name, p in model.named_parameters() if id(p) not in owned)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -57,7 +58,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         # FSDP2 and the executor free a parameter's storage by resizing it to nothing and back: the
         # storage object stays, so no weak reference would tell.
-        if func is torch.ops.inductor.resize_storage_bytes_.default:  # freed or filled in place
+        if func is torch.ops.inductor.resize_storage_bytes_.default:
             self._forget(_key(args[0]))
             self.add(args[:1])
         self.add(t for t in pytree.tree_leaves(result) if isinstance(t, Tensor))
@@ -78,32 +79,30 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Never counts the storages of ``tensors``, which somebody else holds."""
         for tensor in tensors:
-            key, size, label = _key(tensor), 0, ""
-            if key not in self._known:
+            if _key(tensor) not in self._known:
                 # Noted with no bytes, so that a later ``add`` finds it known.
-                storage = tensor.untyped_storage()
-                self._known[key] = (weakref.ref(storage, self._freed(key)), size, label)
+                self._know(tensor.untyped_storage(), 0, "")
 
     def bytes_by_label(self) -> dict[str, int]:
         """Bytes alive now, by what was at work when they were made."""
-        found: dict[str, int] = {}
-        for _, size, label in list(self._known.values()):
-            found[label] = found.get(label, 0) + size
-        return found
+        found: Counter[str] = Counter()
+        for _, size, label in list(self._known.values()):  # a copy: one may be freed meanwhile
+            found[label] += size
+        return dict(found)
 
     def _note(self, tensor: Tensor, label: str) -> int:
         """The bytes of a storage that was not known, else 0."""
-        key = _key(tensor)
-        if key in self._known:
-            return 0
         storage = tensor.untyped_storage()
-        size = storage.nbytes()
+        size = 0 if _key(tensor) in self._known else storage.nbytes()
         if size:
-            self._known[key] = (weakref.ref(storage, self._freed(key)), size, label)
+            self._know(storage, size, label)
         return size
 
-    def _freed(self, key: int) -> Callable[[Any], None]:
-        return lambda _: self._forget(key)
+    def _know(self, storage: torch.UntypedStorage, size: int, label: str) -> None:
+        key = int(storage._cdata)
+        # Told when it is freed: the number may then be another storage's.
+        reference = weakref.ref(storage, lambda _: self._forget(key))
+        self._known[key] = (reference, size, label)
 
     def _forget(self, key: int) -> None:
         with self._lock:
@@ -116,5 +115,28 @@ def _key(tensor: Tensor) -> int:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of nested containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def peak_bytes(
+    work: Callable[[], object],
+    lasting: Iterable[Tensor],
+    device: torch.device,
+    excluded: Iterable[Tensor] = (),
+) -> int:
+    """The most memory that tensors take during ``work()``, in bytes: with the ``lasting`` tensors
+    that live throughout and without the ``excluded`` ones, which are there for the measurement
+    only.
+
+    On CUDA what the allocator gave out; elsewhere what ``LiveStorages`` counts.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        return int(torch.cuda.max_memory_allocated(device))
+    live = LiveStorages()
+    with live:
+        live.ignore(excluded)
+        live.add(lasting)
+        work()
+    return live.peak

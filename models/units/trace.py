@@ -41,7 +41,8 @@ class Event:
     """An operation of torch, or a module's call, whose events lie between ``index`` and ``end``.
 
     ``module`` is the module's name, None for an operation; ``name`` is the operation's.
-    ``inputs`` and ``outputs`` keep the places of leaves that are no tensors, as None. ``stack`` are
+    ``inputs`` and ``outputs`` keep the places of leaves that are no tensors, as None; ``given`` and
+    ``made`` are the tensors among them. ``stack`` are
     the names of the modules in whose call it happens, the model itself (``""``) first. Of a module
     ``takes_one`` says that it is called with one positional argument and nothing else,
     ``makes_one`` that it returns one tensor by itself.
@@ -58,32 +59,37 @@ class Event:
     takes_one: bool = False
     makes_one: bool = False
 
+    # Asked once the event is over, and then often.
+    @cached_property
+    def given(self) -> list[TracedTensor]:
+        return [seen for seen in self.inputs if seen is not None]
+
+    @cached_property
+    def made(self) -> list[TracedTensor]:
+        return [seen for seen in self.outputs if seen is not None]
+
 
 @dataclass
 class Trace:
-    """One forward: its events in order, the model's inputs and outputs."""
+    """One forward on ``size`` samples: its events in order, the tensors that entered the model and
+    that it returned."""
 
     events: list[Event]
-    inputs: list[TracedTensor | None]
-    outputs: list[TracedTensor | None]
+    given: list[TracedTensor]
+    made: list[TracedTensor]
     size: int
 
-    def calls(self, module: str) -> list[Event]:
-        """The calls of a module."""
-        return self._calls.get(module, [])
-
-    @cached_property
-    def _calls(self) -> dict[str, list[Event]]:
-        found: dict[str, list[Event]] = {}
+    def __post_init__(self) -> None:
+        self._calls: dict[str, list[Event]] = {}
         for event in self.events:
             if event.module is not None:
-                found.setdefault(event.module, []).append(event)
-        return found
+                self._calls.setdefault(event.module, []).append(event)
+
+    def calls(self, module: str) -> list[Event]:
+        return self._calls.get(module, [])
 
 
 class _Recorder(TorchFunctionMode):
-    """Records the events of a forward."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.events: list[Event] = []
@@ -98,9 +104,9 @@ class _Recorder(TorchFunctionMode):
     def _seen(self, tensor: Tensor) -> TracedTensor:
         # id() and the storage's address tell tensors apart only while all of them are alive.
         self._alive.append(tensor)
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction():  # or these questions would be recorded as operations
             gradient = tensor.requires_grad and tensor.is_floating_point()
-            size = tensor.numel() * tensor.element_size()
+            size = tensor.nbytes
             return TracedTensor(id(tensor), _storage(tensor), tuple(tensor.shape), size, gradient)
 
     @property
@@ -164,13 +170,11 @@ def _hooked(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
 
 def record(model: nn.Module, batch: Batch) -> Trace:
-    """The trace of one forward of the model on ``batch``; the model is left as it was.
-
-    A model in evaluation mode is traced in training mode, as that is how it will be run.
-    Raises ``InputError`` with the model's own error where it fails on its batch.
-    """
+    """The trace of one forward of the model on ``batch``, in training mode; the model is left as it
+    was. Raises ``InputError`` with the model's own error where it fails on its batch."""
     recorder = _Recorder(model)
     with preserved(model), torch.enable_grad():
+        # Only where the whole is in evaluation mode: the user may have frozen parts of it.
         if not model.training:
             model.train()
         try:
@@ -182,4 +186,4 @@ def record(model: nn.Module, batch: Batch) -> Trace:
                 f"{type(error).__name__}: {error}; mend make_batch or the model's forward"
             ) from error
     root = next(e for e in recorder.events if e.module == "")
-    return Trace(recorder.events, root.inputs, root.outputs, batch.size)
+    return Trace(recorder.events, root.given, root.made, batch.size)

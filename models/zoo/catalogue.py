@@ -60,17 +60,14 @@ def build(name: str) -> Workload:
     if name in _BUILDERS:
         return _BUILDERS[name](name)
     if name not in hugging_face.BUILDERS:
-        raise ValueError(f"unknown workload {name!r}: {_suggestion(name)}")
+        near = get_close_matches(name.lower(), names(), n=3)
+        remedy = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(names())}"
+        raise ValueError(f"unknown workload {name!r}: {remedy}")
     if not _has_transformers():
         raise ValueError(
             f"workload {name!r} needs the package transformers: pip install 'meshwright[hf]'"
         )
     return hugging_face.BUILDERS[name](name)
-
-
-def _suggestion(name: str) -> str:
-    near = get_close_matches(name.lower(), names(), n=3)
-    return f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(names())}"
 
 
 def _has_transformers() -> bool:

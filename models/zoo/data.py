@@ -53,6 +53,7 @@ def windows(split: str, length: int) -> Tensor:
     """
     if split not in ("train", "test"):
         raise ValueError(f"unknown split {split!r}: choose 'train' or 'test'")
+    # A bytearray, as torch warns of memory that must not be written.
     text = torch.frombuffer(bytearray(_reference()), dtype=torch.uint8).long()
     whole = text[: len(text) // length * length].view(-1, length)
     is_test = torch.arange(len(whole), device="cpu") % TEST_EVERY == TEST_EVERY - 1
@@ -67,7 +68,8 @@ def _reference() -> bytes:
         raise ValueError(
             "the text data set needs pydoc_data, which this Python was installed without"
         ) from error
-    return "\n".join(topics[name] for name in sorted(topics)).encode().replace(b"\0", b" ")
+    text = "\n".join(topics[name] for name in sorted(topics))
+    return text.encode().replace(b"\0", b" ")  # so that ``NO_BYTE`` is none of its bytes
 
 
 def next_symbol_workload(name: str, model: nn.Module, vocabulary: int, length: int) -> Workload:
@@ -124,6 +126,7 @@ def digits(split: str, pictures: Pictures) -> Batch:
     parts = {"test": order[:TEST_SAMPLES], "train": order[TEST_SAMPLES:]}
     if split not in parts:
         raise ValueError(f"unknown split {split!r}: choose 'train' or 'test'")
+    # The test part by the training part's figures, of which a model may know.
     known, wanted = images[parts["train"]], images[parts[split]]
     wanted = ((wanted - known.mean()) / known.std())[:, None]
     if pictures.pixels != wanted.shape[-1]:

@@ -100,7 +100,7 @@ class GPT(nn.Module):
         self.h = nn.Sequential(*(Block(shape.width, shape.heads) for _ in range(shape.layers)))
         self.ln_f = nn.LayerNorm(shape.width)
         self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        self.lm_head.weight = self.wte.weight
+        self.lm_head.weight = self.wte.weight  # tied, as published
         self._initialise(shape.layers)
 
     def forward(self, symbols: Tensor) -> Tensor:

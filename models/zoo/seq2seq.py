@@ -63,6 +63,7 @@ class Decoder(nn.Module):
         self.lstm = nn.LSTM(width, width, layers, batch_first=True)
 
     def forward(self, target: Tensor, hidden: Tensor, cell: Tensor) -> Tensor:
+        # Contiguous, as cuDNN refuses a state that is not.
         state = (hidden.transpose(0, 1).contiguous(), cell.transpose(0, 1).contiguous())
         outputs: Tensor = self.lstm(self.embedding(target), state)[0]
         return outputs

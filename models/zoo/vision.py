@@ -130,7 +130,15 @@ _CLASSIFIER_WIDTH = 4096
 
 def _vgg(depth: Depth, grid: int, classes: int, narrowing: int = 1) -> ConvNet:
     """``narrowing`` divides all widths. Dropout as published."""
-    features = nn.Sequential(*_feature_layers(depth, narrowing))
+    layers: list[nn.Module] = []
+    channels = 3
+    for count, published in zip(_CONVOLUTIONS_PER_STAGE[depth], _STAGE_CHANNELS, strict=True):
+        width = published // narrowing
+        for _ in range(count):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    features = nn.Sequential(*layers)
     inputs, width = _STAGE_CHANNELS[-1] // narrowing * grid * grid, _CLASSIFIER_WIDTH // narrowing
     classifier = _classifier(inputs, width, classes, dropout_first=False)
     network = ConvNet(features, grid, classifier)
@@ -161,18 +169,6 @@ def narrow_vgg_thumbnail(depth: Depth) -> ConvNet:
     return _vgg(depth, grid=1, classes=10, narrowing=4)
 
 
-def _feature_layers(depth: Depth, narrowing: int) -> list[nn.Module]:
-    layers: list[nn.Module] = []
-    channels = 3
-    for count, published in zip(_CONVOLUTIONS_PER_STAGE[depth], _STAGE_CHANNELS, strict=True):
-        width = published // narrowing
-        for _ in range(count):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    return layers
-
-
 # A block's output is four times as wide as its stage's base width.
 EXPANSION = 4
 
@@ -182,6 +178,7 @@ class Bottleneck(nn.Module):
 
     def __init__(self, in_channels: int, width: int, out_channels: int, stride: int) -> None:
         super().__init__()
+        # Without biases: each convolution is followed by a normalisation, which has one.
         self.conv1 = nn.Conv2d(in_channels, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu1 = nn.ReLU()
@@ -190,7 +187,10 @@ class Bottleneck(nn.Module):
         self.relu2 = nn.ReLU()
         self.conv3 = nn.Conv2d(width, out_channels, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(out_channels)
-        self.downsample = _shortcut(in_channels, out_channels, stride)
+        self.downsample: nn.Module = nn.Identity()
+        if in_channels != out_channels or stride != 1:
+            projection = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+            self.downsample = nn.Sequential(projection, nn.BatchNorm2d(out_channels))
         self.relu3 = nn.ReLU()
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -260,14 +260,6 @@ def _stage(in_channels: int, width: int, count: int, widening: int, stride: int)
     first = Bottleneck(in_channels, width * widening, out_channels, stride)
     others = (Bottleneck(out_channels, width * widening, out_channels, 1) for _ in range(count - 1))
     return nn.Sequential(first, *others)
-
-
-def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
-    if in_channels == out_channels and stride == 1:
-        return nn.Identity()
-    return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels)
-    )
 
 
 def _initialise(module: nn.Module) -> None:

@@ -127,7 +127,8 @@ def _steps_and_share(collective: Collective, ranks: int) -> tuple[int, float]:
     return rounds * (ranks - 1), rounds * (ranks - 1) / ranks
 
 
-def _ring_s(fabric: Fabric, ring: Rings, collective: Collective, size_bytes: float) -> float:
+def collective_s(fabric: Fabric, ring: Rings, collective: Collective, size_bytes: float) -> float:
+    """Seconds of a collective over a ring, with ``size_bytes`` as in the table at the top."""
     if ring.ranks < 2 or size_bytes <= 0:
         return 0.0
     level = fabric.level(ring.level)
@@ -139,21 +140,6 @@ def _ring_s(fabric: Fabric, ring: Rings, collective: Collective, size_bytes: flo
         return steps * level.latency_s + wire_s
     # Curves were measured over some pairs of ranks, and this ring may have a slower one.
     return max(measured, wire_s) if ring.paired else measured
-
-
-def all_reduce_s(fabric: Fabric, ring: Rings, tensor_bytes: float) -> float:
-    """Seconds to sum a tensor of ``tensor_bytes`` (the full tensor, as each rank holds it)."""
-    return _ring_s(fabric, ring, "all_reduce", tensor_bytes)
-
-
-def all_gather_s(fabric: Fabric, ring: Rings, gathered_bytes: float) -> float:
-    """Seconds until each rank has all ``gathered_bytes``, of which it held its n-th part."""
-    return _ring_s(fabric, ring, "all_gather", gathered_bytes)
-
-
-def reduce_scatter_s(fabric: Fabric, ring: Rings, tensor_bytes: float) -> float:
-    """Seconds to sum tensors of ``tensor_bytes`` (before scattering) and keep the n-th part."""
-    return _ring_s(fabric, ring, "reduce_scatter", tensor_bytes)
 
 
 def all_to_all_s(level: Level, partners: int, busiest_bytes: float) -> float:
@@ -168,13 +154,6 @@ def all_to_all_s(level: Level, partners: int, busiest_bytes: float) -> float:
     if measured is not None:
         return measured
     return partners * level.latency_s + busiest_bytes / level.bytes_per_s
-
-
-def p2p_s(fabric: Fabric, source: int, target: int, message_bytes: float) -> float:
-    """Seconds of one message of ``message_bytes`` from a position to another."""
-    if source == target or message_bytes <= 0:
-        return 0.0
-    return _ring_s(fabric, rings(fabric, np.array([[source, target]])), "p2p", message_bytes)
 
 
 def measured_s(level: Level, collective: Collective, ranks: int, size_bytes: float) -> float | None:

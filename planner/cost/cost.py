@@ -27,7 +27,7 @@ from ..schema.layout import data_parallel
 from ..schema.options import Decisions, Option, segments_of
 from ..schema.plan import MIRRORS, Plan
 from ..schema.profile import EdgeProfile, ModelProfile
-from .collectives import Fabric, all_gather_s, all_reduce_s, reduce_scatter_s
+from .collectives import Fabric, collective_s
 from .compute import backward_s, batch_counts, busiest_samples, forward_s, saved_bytes, shard_bytes
 from .exchange import Exchanges
 from .ownership import TensorPlacement, input_placement, output_placement
@@ -116,7 +116,7 @@ class CostModel(Exchanges):
         """Plain data parallelism."""
         return (Option(data_parallel(self.world_size)),) * len(self.profile.units)
 
-    def of(self, profile: ModelProfile) -> CostModel:
+    def with_profile(self, profile: ModelProfile) -> CostModel:
         """The costs of another profile of the same model, all else being equal."""
         made = CostModel(
             profile, self.cluster, self.goal, micro_batches=self.micro_batches,
@@ -192,15 +192,15 @@ class CostModel(Exchanges):
         statistics = forward = backward = OnLink()
         if unit.batch_statistics and self.goal.batch_statistics == "global":
             ring = self.ring(layout, "all")
-            seconds = all_reduce_s(self.fabric, ring, unit.statistics_bytes)
+            seconds = collective_s(self.fabric, ring, "all_reduce", unit.statistics_bytes)
             statistics = OnLink(seconds, LINKS.index(ring.level), 2.0 * unit.statistics_bytes)
         if option.style in ("row", "pair") and layout.degree > 1:
             ring = self.ring(layout, "groups")
             link, part = LINKS.index(ring.level), (layout.degree - 1) / layout.degree
             out, back = (size * samples for size in self.output_bytes_per_sample(k))
             own_s = self.cluster.overhead.move_s
-            scatter_s = own_s + reduce_scatter_s(self.fabric, ring, out)
-            gather_s = own_s + all_gather_s(self.fabric, ring, back)
+            scatter_s = own_s + collective_s(self.fabric, ring, "reduce_scatter", out)
+            gather_s = own_s + collective_s(self.fabric, ring, "all_gather", back)
             forward = OnLink(scatter_s, link, out * part)
             backward = OnLink(gather_s, link, back * part)
         return after(statistics, forward), after(statistics, backward)

@@ -9,16 +9,7 @@ from typing import NamedTuple
 from ..schema.layout import Layout
 from ..schema.options import Option
 from ..schema.profile import ModelProfile, ParameterProfile
-from .collectives import (
-    Fabric,
-    Rings,
-    all_gather_s,
-    all_reduce_s,
-    groups_of,
-    peers_of,
-    reduce_scatter_s,
-    rings,
-)
+from .collectives import Fabric, Rings, collective_s, groups_of, peers_of, rings
 from .compute import shard_bytes
 from .step_time import LINKS, OnLink
 from .structure import Structure
@@ -133,14 +124,14 @@ class Exchanges(Structure):
         ring = self.ring(option.layout, "peers")
         link, part = LINKS.index(ring.level), (ring.ranks - 1) / ring.ranks
         if option.exchange == "topk":
-            seconds = all_gather_s(self.fabric, ring, payload_bytes)
+            seconds = collective_s(self.fabric, ring, "all_gather", payload_bytes)
             return OnLink(seconds, link, part * payload_bytes)
         if option.shards:
             gathers = 2 * self.micro_batches if option.gathers else 1
-            seconds = reduce_scatter_s(self.fabric, ring, payload_bytes)
-            seconds += gathers * all_gather_s(self.fabric, ring, payload_bytes)
+            seconds = collective_s(self.fabric, ring, "reduce_scatter", payload_bytes)
+            seconds += gathers * collective_s(self.fabric, ring, "all_gather", payload_bytes)
             return OnLink(seconds, link, (1 + gathers) * part * payload_bytes)
-        seconds = all_reduce_s(self.fabric, ring, payload_bytes)
+        seconds = collective_s(self.fabric, ring, "all_reduce", payload_bytes)
         return OnLink(seconds, link, 2 * part * payload_bytes)
 
     def exchanged(self, option: Option, payload_bytes: int) -> tuple[OnLink, float]:

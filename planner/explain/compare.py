@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import msgspec
 
 from ..schema.goal import Pin
-from ..schema.plan import (
-    LOSSY,
-    ExchangePolicy,
-    FeedbackPolicy,
-    MemoryPolicy,
-    Plan,
-    Prediction,
-    UnitPlan,
-)
+from ..schema.plan import LOSSY, ExchangePolicy, Plan, Prediction, UnitPlan
 from ..schema.record import Record
+from .why import Alternative, UnitExplanation
 
 _FIGURES = (
     "step_s",
@@ -89,22 +80,7 @@ def segment_words(unit: UnitPlan) -> list[str]:
     return [f"as {' to '.join(ends)}"] if ends else []
 
 
-class Policies(Protocol):
-    """Whatever says what is done about memory and exchange."""
-
-    @property
-    def memory(self) -> MemoryPolicy: ...
-    @property
-    def exchange(self) -> ExchangePolicy: ...
-    @property
-    def exchange_ratio(self) -> float: ...
-    @property
-    def early_release(self) -> bool: ...
-    @property
-    def feedback(self) -> FeedbackPolicy: ...
-
-
-def policy_words(one: Policies) -> list[str]:
+def policy_words(one: UnitPlan | Alternative | UnitExplanation) -> list[str]:
     """Its policies in few words, those that are not plain."""
     words: list[str] = [one.memory] if one.memory != "keep" else []
     words += ["early release"] if one.early_release else []
@@ -116,19 +92,18 @@ def policy_words(one: Policies) -> list[str]:
 
 
 def _difference(name: str, first: UnitPlan | None, second: UnitPlan | None) -> UnitDifference:
+    def seconds(unit: UnitPlan | None) -> float:
+        if unit is None:
+            return 0.0
+        return unit.forward_s + unit.backward_s + unit.blocking_s + unit.exchange_s
+
     return UnitDifference(
         name=name,
         first=decision_text(first) if first else None,
         second=decision_text(second) if second else None,
-        first_s=_seconds(first),
-        second_s=_seconds(second),
+        first_s=seconds(first),
+        second_s=seconds(second),
     )
-
-
-def _seconds(unit: UnitPlan | None) -> float:
-    if unit is None:
-        return 0.0
-    return unit.forward_s + unit.backward_s + unit.blocking_s + unit.exchange_s
 
 
 def _figures(first: Prediction, second: Prediction) -> tuple[Figure, ...]:
@@ -142,18 +117,12 @@ def _figures(first: Prediction, second: Prediction) -> tuple[Figure, ...]:
 
 
 def _settings(first: Plan, second: Plan) -> tuple[tuple[str, str, str], ...]:
-    rows = []
-    for name in ("target", "world_size", "micro_batches", "bucket_bytes", "schedule", "placement"):
-        a, b = getattr(first, name), getattr(second, name)
-        if a != b:
-            rows.append((name, _text(a), _text(b)))
+    plan = ("target", "world_size", "micro_batches", "bucket_bytes", "schedule", "placement")
+    asked = [(name, getattr(first, name), getattr(second, name)) for name in plan]
     for name in first.goal.__struct_fields__:
-        a, b = getattr(first.goal, name), getattr(second.goal, name)
-        if a != b:
-            rows.append((f"goal.{name}", _text(a), _text(b)))
-    if first.provenance.solver != second.provenance.solver:
-        rows.append(("solver", first.provenance.solver, second.provenance.solver))
-    return tuple(rows)
+        asked.append((f"goal.{name}", getattr(first.goal, name), getattr(second.goal, name)))
+    asked.append(("solver", first.provenance.solver, second.provenance.solver))
+    return tuple((name, _text(a), _text(b)) for name, a, b in asked if a != b)
 
 
 def _text(value: object) -> str:

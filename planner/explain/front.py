@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from ..cost.budget import single_device_batch_s
 from ..cost.cost import CostModel
-from ..schema.goal import Goal
 from ..schema.record import Count, Record, Seconds
 from ..solve.answer import choice
 from ..solve.problem import Problem, Result
 from ..solve.solver import solve
 
 
-class Point(NamedTuple):
+class FoundPoint(NamedTuple):
     """A plan's seconds of a step and its device-seconds by formula, the answer it came with, and
     the limit on device-seconds under which it was searched (None at the ends)."""
 
@@ -30,11 +29,6 @@ class Point(NamedTuple):
     gpu_seconds: float
     result: Result
     limit_gpu_s: float | None = None
-
-    def beats(self, other: Point) -> bool:
-        """Whether this is no worse in both and better in one."""
-        better = self.step_s < other.step_s or self.gpu_seconds < other.gpu_seconds
-        return better and self.step_s <= other.step_s and self.gpu_seconds <= other.gpu_seconds
 
 
 class FrontPoint(Record, frozen=True, kw_only=True):
@@ -64,33 +58,34 @@ class Front(Record, frozen=True, kw_only=True):
     points: tuple[FrontPoint, ...]
 
 
-PointT = TypeVar("PointT", Point, FrontPoint)
+PointT = TypeVar("PointT", FoundPoint, FrontPoint)
 
 
 def described_front(
     problem: Problem, points: int = 8, solver: str = "auto", time_limit_s: float | None = None
 ) -> Front:
     """``front`` as data, by what the plans predict; raises ``InfeasibleError`` where none fits."""
-    found = [_described(problem, p) for p in front(problem, points, solver, time_limit_s)]
+    alone_s = _single_device_s(problem)
+    found = [_described(p, alone_s) for p in front(problem, points, solver, time_limit_s)]
     if not found:
         solve(problem, solver, time_limit_s).checked()
     return Front(
         target=problem.profile.target,
         batch=problem.goal.batch,
         ranks=problem.cluster.world_size,
-        alone_s=_single_device_s(problem),
+        alone_s=alone_s,
         # The plans were searched by formula. Their simulated steps may be beaten again.
         points=undominated(found),
     )
 
 
-def _described(problem: Problem, point: Point) -> FrontPoint:
+def _described(point: FoundPoint, alone_s: float) -> FrontPoint:
     plan = point.result.checked()
     layouts = (str(u.layout) for u in plan.units if u.kind not in ("input", "output"))
     return FrontPoint(
         step_s=plan.prediction.step_s,
         gpu_seconds=plan.prediction.gpu_seconds,
-        amplification=plan.prediction.gpu_seconds / max(_single_device_s(problem), 1e-300),
+        amplification=plan.prediction.gpu_seconds / max(alone_s, 1e-300),
         samples_per_s=plan.prediction.samples_per_s,
         speedup=plan.speedup,
         layouts=tuple(dict.fromkeys(layouts)),
@@ -102,20 +97,21 @@ def _described(problem: Problem, point: Point) -> FrontPoint:
 
 def front(
     problem: Problem, points: int = 8, solver: str = "auto", time_limit_s: float | None = None
-) -> tuple[Point, ...]:
+) -> tuple[FoundPoint, ...]:
     """At most ``points`` points, fastest first; none where no plan fits. ``time_limit_s`` is for
     each of them."""
     problem = problem.placed()
-    ends = [
-        _asked(problem, goal, solver, time_limit_s)
-        for goal in (with_goal(problem, objective="time"), _economical(problem))
-    ]
+    ends = (
+        _asked(problem, solver, time_limit_s, objective="time"),
+        # A limit on the step's time would cut the front off before its economical end.
+        _asked(problem, solver, time_limit_s, objective="gpu_seconds", time_limit_s=None),
+    )
     found = [p for p in ends if p is not None]
     if len(found) == 2:
         most, least = found[0].gpu_seconds, found[1].gpu_seconds
         for i in range(1, points - 1):
             problem.report(f"point {i + 2} of {points}", i / points)
-            # equal ratios, as device-seconds of two ends may differ by orders of magnitude
+            # Equal ratios, as device-seconds of two ends may differ by orders of magnitude.
             limit = most * (least / most) ** (i / (points - 1)) if least > 0 else most
             point = within(problem, limit, solver, time_limit_s)
             found += [point] if point is not None else []
@@ -134,20 +130,18 @@ def undominated(points: Sequence[PointT]) -> tuple[PointT, ...]:
 
 def within(
     problem: Problem, limit_gpu_s: float, solver: str = "auto", time_limit_s: float | None = None
-) -> Point | None:
+) -> FoundPoint | None:
     """The fastest plan that uses at most so many device-seconds, None where none was found."""
     limit = limit_gpu_s / _single_device_s(problem)
-    goal = with_goal(problem, objective="time", amplification_limit=limit)
-    point = _asked(problem, goal, solver, time_limit_s)
+    point = _asked(problem, solver, time_limit_s, objective="time", amplification_limit=limit)
     return None if point is None else point._replace(limit_gpu_s=limit_gpu_s)
 
 
 def cheapest_within(
     problem: Problem, limit_s: float, solver: str = "auto", time_limit_s: float | None = None
-) -> Point | None:
+) -> FoundPoint | None:
     """The plan with the fewest device-seconds whose step takes at most ``limit_s``."""
-    goal = with_goal(problem, objective="gpu_seconds", time_limit_s=limit_s)
-    return _asked(problem, goal, solver, time_limit_s)
+    return _asked(problem, solver, time_limit_s, objective="gpu_seconds", time_limit_s=limit_s)
 
 
 def _single_device_s(problem: Problem) -> float:
@@ -155,21 +149,12 @@ def _single_device_s(problem: Problem) -> float:
     return single_device_batch_s(CostModel(problem.profile, problem.cluster, problem.goal))
 
 
-def with_goal(problem: Problem, **changes: object) -> Goal:
-    """The problem's goal with other fields."""
-    return msgspec.structs.replace(problem.goal, **changes)
-
-
-def _economical(problem: Problem) -> Goal:
-    return with_goal(problem, objective="gpu_seconds", time_limit_s=None)
-
-
-def _asked(problem: Problem, goal: Goal, solver: str, time_limit_s: float | None) -> Point | None:
-    asked = replace(problem, goal=goal)
-    result = solve(asked, solver, time_limit_s)
+def _asked(problem: Problem, solver: str, search_s: float | None, **goal: Any) -> FoundPoint | None:
+    """The plan for the problem with other fields of its ``goal``, None where none was found."""
+    asked = replace(problem, goal=msgspec.structs.replace(problem.goal, **goal))
+    result = solve(asked, solver, search_s)
     if result.plan is None or result.decisions is None:
         return None
-    plan = result.plan
-    model = CostModel.of_plan(plan, asked.profile, asked.cluster, goal)
-    found = choice(model, result.decisions, plan.schedule)
-    return Point(found.step_s, found.gpu_seconds, result)
+    model = CostModel.of_plan(result.plan, asked.profile, asked.cluster, asked.goal)
+    found = choice(model, result.decisions, result.plan.schedule)
+    return FoundPoint(found.step_s, found.gpu_seconds, result)

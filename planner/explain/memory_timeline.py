@@ -22,7 +22,6 @@ class RankTimeline(Record, frozen=True, kw_only=True):
 
     @property
     def peak(self) -> Moment:
-        """The moment at which most is alive."""
         return max(self.moments, key=lambda m: m.total)
 
 

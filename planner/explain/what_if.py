@@ -98,11 +98,11 @@ def gains(
         problem.report(change, len(found) / 4)
         if isinstance(asked, str):
             gain = Gain(change=change, before_s=before, after_s=None, method="", reason=asked)
-            found.append(gain)
-            continue
-        # Its own progress would start anew with each question.
-        after = solve(replace(asked, progress=None), solver, time_limit_s).objective_s
-        found.append(Gain(change=change, before_s=before, after_s=after))
+        else:
+            # Its own progress would start anew with each question.
+            after = solve(replace(asked, progress=None), solver, time_limit_s).objective_s
+            gain = Gain(change=change, before_s=before, after_s=after)
+        found.append(gain)
     return tuple(found)
 
 
@@ -124,7 +124,8 @@ def gains_of(plan: Plan, problem: Problem, time_limit_s: float | None = None) ->
 def _changes(problem: Problem) -> list[tuple[str, Problem | str]]:
     """The questions, or why one cannot be asked; levels that no two ranks use are left out."""
     cluster = problem.cluster
-    several = {"inter": len(cluster.nodes) > 1, "intra": _shared_node(cluster)}
+    shared = any(len(node.devices) > 1 for node in cluster.nodes)
+    several = {"inter": len(cluster.nodes) > 1, "intra": shared}
     found: list[tuple[str, Problem | str]] = []
     for level in cluster.levels:
         if several[level.name]:
@@ -140,15 +141,8 @@ def _changes(problem: Problem) -> list[tuple[str, Problem | str]]:
     return found
 
 
-def _shared_node(cluster: Cluster) -> bool:
-    return any(len(node.devices) > 1 for node in cluster.nodes)
-
-
 def sizes(
-    problem: Problem,
-    ranks: Sequence[int],
-    solver: str = "auto",
-    time_limit_s: float | None = None,
+    problem: Problem, ranks: Sequence[int], solver: str = "auto", time_limit_s: float | None = None
 ) -> Sizes:
     """Plans for clusters of so many ranks, built of the same nodes; the global batch stays. Sizes
     that take links which the cluster does not state are rows that do not fit; raises ``InputError``
@@ -204,33 +198,31 @@ def _size(problem: Problem, solver: str, time_limit_s: float | None) -> Size:
 
 
 def with_bandwidth(cluster: Cluster, name: LevelName, more_bytes_per_s: float) -> Cluster:
-    """The cluster with faster links of one level; measured curves shrink above their latency as the
-    line does, measured pairs on that level gain as much."""
-    levels = tuple(
-        _faster(level, more_bytes_per_s) if level.name == name else level
-        for level in cluster.levels
-    )
+    """The cluster with faster links of one level, by formula and where they were measured."""
+
+    def faster(level: Level) -> Level:
+        if level.name != name:
+            return level
+        rate = level.bytes_per_s + more_bytes_per_s
+        curves = tuple(_shrunk(curve, level.bytes_per_s / rate) for curve in level.curves)
+        return msgspec.structs.replace(level, bytes_per_s=rate, curves=curves)
+
+    def gained(i: int, j: int) -> float:
+        on_level = i != j and (node[i] == node[j]) == (name == "intra")
+        return more_bytes_per_s if on_level else 0.0
+
     node = cluster.node_of_rank
     pairs = tuple(
-        tuple(
-            rate + more_bytes_per_s
-            if i != j and (node[i] == node[j]) == (name == "intra")
-            else rate
-            for j, rate in enumerate(row)
-        )
+        tuple(rate + gained(i, j) for j, rate in enumerate(row))
         for i, row in enumerate(cluster.pair_bytes_per_s)
     )
+    levels = tuple(map(faster, cluster.levels))
     return msgspec.structs.replace(cluster, levels=levels, pair_bytes_per_s=pairs)
 
 
-def _faster(level: Level, more_bytes_per_s: float) -> Level:
-    rate = level.bytes_per_s + more_bytes_per_s
-    share = level.bytes_per_s / rate
-    curves = tuple(_shrunk(curve, share) for curve in level.curves)
-    return msgspec.structs.replace(level, bytes_per_s=rate, curves=curves)
-
-
 def _shrunk(curve: CollectiveCurve, share: float) -> CollectiveCurve:
+    # A faster link moves the bytes sooner; it does not answer sooner. So only what a measurement
+    # took beyond the latency shrinks.
     start = curve.latency_s
     seconds = tuple(min(y, start) + max(y - start, 0.0) * share for y in curve.seconds.y)
     return msgspec.structs.replace(
@@ -242,6 +234,7 @@ def _shrunk(curve: CollectiveCurve, share: float) -> CollectiveCurve:
 
 def _with_memory(problem: Problem, more_bytes: int) -> Problem:
     limit = problem.goal.memory_limit_bytes
+    # The goal's limit replaces that of every device, so with one more memory alone buys nothing.
     if limit is not None:
         goal = msgspec.structs.replace(problem.goal, memory_limit_bytes=limit + more_bytes)
         return replace(problem, goal=goal)
@@ -258,16 +251,13 @@ def _with_memory(problem: Problem, more_bytes: int) -> Problem:
     return replace(problem, cluster=msgspec.structs.replace(problem.cluster, nodes=nodes))
 
 
-# A plan that had to recompute, to shard or to divide so as to fit may be slower than the same batch
-# in more micro-batches, which hold fewer feature maps at a time. The training loop goes through
-# them, so they are the user's to allow: they are tried and named, not taken.
 def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
     """The number of micro-batches beyond those that the goal allows with which a plan by the
     heuristic is quickest, by so much that it is worth the change; None where there is none, or
-    where memory does not hold the plan back.
-
-    ``problem`` is the one that ``plan`` answers. Every number is planned for.
-    """
+    where memory does not hold the plan back. ``problem`` is the one that ``plan`` answers."""
+    # A plan that had to recompute, to shard or to divide so as to fit may be slower than the same
+    # batch in more micro-batches, which hold fewer feature maps at a time. The training loop goes
+    # through them, so they are the user's to allow: they are tried and named, not taken.
     allowed = problem.goal.micro_batches
     if not (problem.capability.micro_batches and limited_by_memory(plan)):
         return None
@@ -284,22 +274,19 @@ def quicker_in_parts(problem: Problem, plan: Plan) -> Relaxation | None:
         count *= 2
         if time.perf_counter() > end:
             break
-    return None if best is None else _named(plan, best)
-
-
-def _named(plan: Plan, better: Plan) -> Relaxation:
-    count = better.micro_batches
+    if best is None:
+        return None
+    count = best.micro_batches
     counts = ",".join(map(str, dict.fromkeys((*plan.goal.micro_batches, count))))
-    took, takes = (_milliseconds(p.prediction.step_s) for p in (plan, better))
+    took, takes = (
+        f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+        for seconds in (plan.prediction.step_s, best.prediction.step_s)
+    )
     sentence = (
         f"in {count} micro-batches the same batch would take {takes} a step under this memory "
         f"limit, where this plan takes {took}: allow them with --micro-batches {counts}"
     )
     return Relaxation("micro_batches", count, sentence)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def quicker_on_single_device_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float | None:

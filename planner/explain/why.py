@@ -3,12 +3,15 @@
 One unit at a time (with the units tied to it) is given every other option that it could have, the
 formula ranks them, and the best are simulated. Nothing else changes with it: what the whole plan
 would gain from more of anything is ``what_if``'s, which plans again.
+
+Device-seconds are told beside what one device would take by itself; their ratio is DeepPool's
+amplification (Park et al., arXiv 2112.10065).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -17,7 +20,9 @@ from ..cost.budget import (
     gpu_seconds,
     gpu_seconds_limit,
     lost_energy,
+    single_device_batch_s,
     unit_amplification,
+    unit_s,
 )
 from ..cost.cost import CostModel
 from ..cost.step_time import LINKS, binding_term
@@ -29,23 +34,14 @@ from ..schema.options import Decisions, Option
 from ..schema.plan import ExchangePolicy, FeedbackPolicy, MemoryPolicy, Plan, ScheduleName
 from ..schema.profile import ModelProfile
 from ..schema.record import Bytes, Index, Record, Seconds
-from ..simulate.events import Simulation
+from ..simulate.events import Simulation, gaps
 from ..simulate.schedule import COMPUTE
 from ..solve.evaluate import Evaluation, decisions_of, evaluation, excess
 from ..solve.heuristic.space import OptionSpace, ScoredDecisions
-from .device_time import DeviceTime, device_time
 from .what_if import Gain, with_bandwidth
 
+# Limits may be overdrawn by this much: sums of floats differ by their order.
 ROUNDING = 1 + 1e-9
-MEMORY, GPU_SECONDS, UNIT, STEP, FIDELITY, PINS = (
-    "memory_limit_bytes",
-    "amplification_limit",
-    "unit_amplification_limit",
-    "time_limit_s",
-    "min_fidelity",
-    "pins",
-)
-
 
 Part = Literal["compute", "blocking", "exchange"]
 
@@ -70,7 +66,6 @@ class LimitUse(Record, frozen=True, kw_only=True):
 
     @property
     def kept(self) -> bool:
-        """Whether the plan keeps it."""
         return self.used <= self.available * ROUNDING + 1e-12
 
 
@@ -102,7 +97,34 @@ class Alternative(Record, frozen=True, kw_only=True):
     @property
     def fits(self) -> bool:
         """Whether it keeps the limit on memory."""
-        return MEMORY not in self.breaks
+        return "memory_limit_bytes" not in self.breaks
+
+
+class DeviceTime(Record, frozen=True, kw_only=True):
+    """Device-seconds of a step. ``used_s`` is their sum; ``alone_s`` is what one device would take
+    to compute the whole batch and update once, and the others are what the division costs, or saves
+    where they are negative:
+
+    ``shares_s``    units at smaller shares of the batch (a kernel's fixed cost is paid on each
+                    device), divided, or run again
+    ``updates_s``   the update on every device that holds a parameter
+    ``executor_s``  the executor's own work, as the probe measured it
+    ``slowing_s``   computing beside communication, where each slows the other
+    ``waiting_s``   redistribution, collectives inside units, exposed gradient exchange
+    """
+
+    used_s: Seconds
+    alone_s: Seconds
+    shares_s: float
+    updates_s: float
+    executor_s: Seconds
+    slowing_s: float
+    waiting_s: float
+
+    @property
+    def amplification(self) -> float:
+        """Device-seconds as a multiple of what one device takes."""
+        return self.used_s / self.alone_s if self.alone_s else 0.0
 
 
 class UnitExplanation(Record, frozen=True, kw_only=True):
@@ -160,8 +182,7 @@ def explain(
     capability: Capability = PLAIN,
     best: int = 3,
 ) -> Explanation:
-    """Explains ``plan``, made from ``profile`` and ``cluster``, with ``best`` alternatives of each
-    unit."""
+    """``best`` is how many alternatives of each unit are told."""
     check_belongs(plan, profile, cluster)
     model, schedule = CostModel.of_plan(plan, profile, cluster), plan.schedule
     decisions = decisions_of(plan)
@@ -174,8 +195,7 @@ def explain(
     units = []
     for k in range(len(decisions)):
         scored.move_to(decisions)
-        nearest = _nearest(scored, k, best)
-        found = tuple(_alternative(model, k, d, schedule) for d in nearest)
+        found = [_alternative(model, k, d, schedule) for d in _nearest(scored, k, best)]
         units.append(_unit(done, k, tuple(sorted(found, key=lambda a: a.step_s))))
     tight = excess(model, done.memory)
     return Explanation(
@@ -198,25 +218,18 @@ def explain(
 
 def _binding(done: Evaluation, units: Sequence[UnitExplanation]) -> Iterator[str]:
     """The limits that alternatives break which would be better without them."""
-    economical = done.model.goal.objective == "gpu_seconds"
-    ours = done.prediction.gpu_seconds if economical else done.prediction.step_s
-    better = [
-        a
-        for unit in units
-        for a in unit.alternatives
-        if (a.gpu_seconds if economical else a.step_s) < ours * (1 - 1e-9)
-    ]
-    yield from dict.fromkeys(limit for a in better for limit in a.breaks)
+    what = "gpu_seconds" if done.model.goal.objective == "gpu_seconds" else "step_s"
+    ours = getattr(done.prediction, what) * (1 - 1e-9)
+    every = (a for unit in units for a in unit.alternatives)
+    yield from dict.fromkeys(b for a in every if getattr(a, what) < ours for b in a.breaks)
 
 
 class Bottleneck(NamedTuple):
     """The largest part of a step of ``step_s``, and what would shorten it with the same decisions.
-
     ``link`` is where most of the communication that the rank waits for goes over, and ``faster_s``
     the step with twice its bandwidth; None where nothing is waited for. ``recompute_s`` is
     computing that is done again for lack of memory. ``may_drop`` says that a lossy exchange was not
-    allowed although it was measured what it would keep.
-    """
+    allowed although it was measured what it would keep."""
 
     part: Part
     part_s: float
@@ -244,18 +257,16 @@ def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Bottlenec
     level = cluster.level(max(waited, key=lambda name: waited[name])) if waited else None
     if level is None:
         return found
-    faster = CostModel.of_plan(
-        plan, profile, with_bandwidth(cluster, level.name, level.bytes_per_s)
-    )
-    after = evaluation(faster, decisions, schedule=plan.schedule)
+    faster = with_bandwidth(cluster, level.name, level.bytes_per_s)
+    after = evaluation(CostModel.of_plan(plan, profile, faster), decisions, schedule=plan.schedule)
     return found._replace(link=level.name, faster_s=after.prediction.step_s)
 
 
 def _waited(done: Evaluation) -> Iterator[tuple[LevelName, float]]:
-    """Seconds for which the rank waits for each link: exposed messages and blocking communication
-    (under the schedule by priority several steps of it, which does not change what is most)."""
+    """Seconds for which the rank waits for each link: exposed messages, blocking communication."""
     for exposed in exposures(done):
         yield exposed.link, exposed.seconds  # type: ignore[misc]
+    # By priority there are several steps of spans, which does not change what is most.
     for span in done.simulation.spans:
         if span.phase != "exchange" and span.resource != COMPUTE:
             yield span.resource, span.end_s - span.start_s  # type: ignore[misc]
@@ -263,9 +274,8 @@ def _waited(done: Evaluation) -> Iterator[tuple[LevelName, float]]:
 
 def check_belongs(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
     """Raises where a plan is of another model or of another number of ranks."""
-    if plan.model != profile.model or [u.name for u in plan.units] != [
-        u.name for u in profile.units
-    ]:
+    planned, measured = ([u.name for u in each.units] for each in (plan, profile))
+    if plan.model != profile.model or planned != measured:
         raise InputError(
             f"the plan is of {plan.target} ({plan.model}) and the profile of {profile.target} "
             f"({profile.model}): plan again from this profile"
@@ -288,7 +298,8 @@ def _nearest(scored: ScoredDecisions, k: int, best: int) -> list[Decisions]:
         if candidate is not None:
             found.append(candidate)
     fitting = sorted(found, key=lambda f: f[0])[:best]
-    quickest = sorted(found, key=lambda f: f[0].step_s)[:1]  # even if a limit forbids it
+    # The quickest too, even if a limit forbids it: that tells what the limit costs.
+    quickest = sorted(found, key=lambda f: f[0].step_s)[:1]
     return list(dict.fromkeys(d for _, d in [*fitting, *quickest]))
 
 
@@ -296,33 +307,28 @@ def _alternative(
     model: CostModel, k: int, decisions: Decisions, schedule: ScheduleName
 ) -> Alternative:
     done = evaluation(model, decisions, schedule=schedule)
-    option: Option = decisions[k]
     return Alternative(
-        layout=option.layout,
-        style=option.style,
-        memory=option.memory,
-        exchange=option.exchange,
-        exchange_ratio=option.ratio,
-        early_release=option.early_release,
-        feedback=option.feedback,
+        **_fields(decisions[k]),
         step_s=done.prediction.step_s,
         gpu_seconds=done.prediction.gpu_seconds,
         peak_bytes=max(done.prediction.peak_bytes),
-        breaks=broken(done),
+        breaks=_broken(done),
     )
 
 
+def _fields(option: Option) -> dict[str, Any]:
+    """What documents say of an option; segments are not changed unit by unit."""
+    found = option._asdict()
+    found["exchange_ratio"] = found.pop("ratio")
+    del found["segment"]
+    return found
+
+
 def _unit(done: Evaluation, k: int, alternatives: tuple[Alternative, ...]) -> UnitExplanation:
-    units, chain, option = done.model.profile.units, done.chain, done.decisions[k]
+    units, chain = done.model.profile.units, done.chain
     return UnitExplanation(
         name=units[k].name,
-        layout=option.layout,
-        style=option.style,
-        memory=option.memory,
-        exchange=option.exchange,
-        exchange_ratio=option.ratio,
-        early_release=option.early_release,
-        feedback=option.feedback,
+        **_fields(done.decisions[k]),
         forward_s=float(chain.forward_s[k]),
         backward_s=float(chain.backward_s[k]),
         redistribute_s=float((chain.entry_forward_s + chain.entry_backward_s)[:, k].sum()),
@@ -335,8 +341,8 @@ def _unit(done: Evaluation, k: int, alternatives: tuple[Alternative, ...]) -> Un
 
 
 def term_of(done: Evaluation, schedule: ScheduleName) -> BindingTerm | None:
-    """The term that binds a plan's step; None where units begin at other positions than the first
-    (branches side by side), for which there is no formula."""
+    """The term that binds a plan's step; None where there is no formula for it."""
+    # Branches side by side overlap on different ranks: their step is a critical path.
     if any(option.layout.first for option in done.decisions):
         return None
     found = binding_term(done.chain, priority=schedule == "priority")
@@ -351,35 +357,33 @@ def limit_uses(done: Evaluation) -> tuple[LimitUse, ...]:
     them by the formula)."""
     model, decisions, goal = done.model, done.decisions, done.model.goal
     tight = excess(model, done.memory)
-    found = [_use(MEMORY, tight.needed_bytes, tight.available_bytes)]
     step_s = done.prediction.step_s
+    found: list[tuple[str, float, float]] = [
+        ("memory_limit_bytes", tight.needed_bytes, tight.available_bytes)
+    ]
     if goal.amplification_limit is not None:
         used = gpu_seconds(model, decisions, step_s)
-        found.append(_use(GPU_SECONDS, used, gpu_seconds_limit(model)))
+        found.append(("amplification_limit", used, gpu_seconds_limit(model)))
     if goal.unit_amplification_limit is not None:
         most = max(unit_amplification(model, k, o) for k, o in enumerate(decisions))
-        found.append(_use(UNIT, most, goal.unit_amplification_limit))
+        found.append(("unit_amplification_limit", most, goal.unit_amplification_limit))
     if goal.time_limit_s is not None:
-        found.append(_use(STEP, step_s * goal.slowdown, goal.time_limit_s))
+        found.append(("time_limit_s", step_s * goal.slowdown, goal.time_limit_s))
     if goal.allow_lossy:
         lost = sum(lost_energy(model, k, o) for k, o in enumerate(decisions))
-        found.append(_use(FIDELITY, lost, energy_budget(model)))
-    return tuple(found)
+        found.append(("min_fidelity", lost, energy_budget(model)))
+    return tuple(
+        LimitUse(limit=limit, used=float(used), available=float(most))
+        for limit, used, most in found
+    )
 
 
-def _use(limit: str, used: float, available: float) -> LimitUse:
-    return LimitUse(limit=limit, used=float(used), available=float(available))
-
-
-def broken(done: Evaluation) -> tuple[str, ...]:
+def _broken(done: Evaluation) -> tuple[str, ...]:
     """The limits that a plan does not keep, pins among them."""
-    over = [use.limit for use in limit_uses(done) if not use.kept]
-    return (*over, PINS) if _unpinned(done.model, done.decisions) else tuple(over)
-
-
-def _unpinned(model: CostModel, decisions: Sequence[Option]) -> bool:
-    units = zip(model.profile.units, decisions, strict=True)
-    return not all(model.goal.permits(u.name, o.layout, o.style) for u, o in units)
+    over = tuple(use.limit for use in limit_uses(done) if not use.kept)
+    units = zip(done.model.profile.units, done.decisions, strict=True)
+    pinned = all(done.model.goal.permits(u.name, o.layout, o.style) for u, o in units)
+    return over if pinned else (*over, "pins")
 
 
 def largest_part(simulation: Simulation) -> tuple[Part, float]:
@@ -394,14 +398,18 @@ def largest_part(simulation: Simulation) -> tuple[Part, float]:
 
 def exposures(done: Evaluation) -> Iterator[Exposure]:
     """Each message's part in the stalls of the step, those without one left out."""
-    units = done.model.profile.units
-    stalls = list(_stalls(done.simulation))
+    units, spans = done.model.profile.units, done.simulation.spans
+    end_s = max((s.end_s for s in spans), default=0.0)
+    # A stall is when the rank neither computes nor communicates for itself. One may be the last of
+    # a step: where no parameter is trained there is no update, and nothing follows the exchange.
+    busy = [(s.start_s, s.end_s) for s in spans if s.phase != "exchange"]
+    stalls = list(gaps(busy, 0.0, end_s))
     # A message is exposed for as long as it is under way while the rank does nothing. Messages on
     # two links at once share a stall, so these seconds may add up to more than the step's.
     for index, message in enumerate(done.step.messages):
         seconds = sum(
             max(min(span.end_s, end) - max(span.start_s, start), 0.0)
-            for span in done.simulation.spans
+            for span in spans
             if span.message == index
             for start, end in stalls
         )
@@ -409,15 +417,38 @@ def exposures(done: Evaluation) -> Iterator[Exposure]:
             yield Exposure(tuple(units[k].name for k in message.units), message.link, seconds)
 
 
-def _stalls(simulation: Simulation) -> Iterator[tuple[float, float]]:
-    """When the rank neither computes nor communicates for itself."""
-    last = 0.0
-    for span in simulation.spans:
-        if span.phase == "exchange":
-            continue
-        if span.start_s > last:
-            yield last, span.start_s
-        last = max(last, span.end_s)
-    end = max((s.end_s for s in simulation.spans), default=0.0)
-    if end > last:  # Nothing follows the exchange: without trained parameters there is no update.
-        yield last, end
+def device_time(done: Evaluation) -> DeviceTime:
+    """The parts of what an evaluated plan uses. A step keeps all devices for its time, less those
+    that a burst leaves idle while its units compute."""
+    model, decisions = done.model, done.decisions
+    units = range(len(decisions))
+    sizes = [option.layout.size for option in decisions]
+    seconds = [unit_s(model, k, decisions[k]) for k in units]
+    computing_s = sum(sizes[k] * seconds[k] for k in units)
+    executor_s = sum(sizes[k] * model.micro_batches * _executor_s(model, k, o)
+                     for k, o in enumerate(decisions))  # fmt: skip
+    updates_s = sum(sizes[k] * model.unit(k, decisions[k]).update_s for k in units)
+    # One device has no executor and nothing to wait for.
+    alone_s = single_device_batch_s(model)
+    trained = sum(p.bytes for owned in model.owned for p in owned if p.trainable)
+    once_s = trained * model.profile.update_seconds_per_byte(model.goal.optimizer)
+    # With branches side by side the step is a critical path, on which the units of a rank do not
+    # add up: what is slowed by communication is then counted as waiting.
+    branches = any(option.layout.first for option in decisions)
+    slowed_s = 0.0 if branches else done.prediction.compute_s - sum(seconds)
+    slowing_s = model.world_size * max(slowed_s, 0.0)
+    return DeviceTime(
+        used_s=done.prediction.gpu_seconds,
+        alone_s=alone_s,
+        shares_s=computing_s - executor_s - updates_s - (alone_s - once_s),
+        updates_s=updates_s - once_s,
+        executor_s=executor_s,
+        slowing_s=slowing_s,
+        waiting_s=done.prediction.gpu_seconds - computing_s - slowing_s,
+    )
+
+
+def _executor_s(model: CostModel, k: int, option: Option) -> float:
+    """The executor's own seconds in one backward of unit ``k``."""
+    sent = model.unit(k, option).trained_bytes if option.layout.groups > 1 else 0
+    return model.overhead_s(k, sent)

@@ -81,7 +81,7 @@ class MemoryModel:
             for q in _QUANTITIES
         )
         resident = self._resident(k, option, samples, saved)
-        own_input = self.gathered_bytes(k, option, samples)
+        own_input = self.own_input_bytes(k, option, samples)
         saved += own_input
         if option.memory != "offload":
             resident += own_input
@@ -95,17 +95,18 @@ class MemoryModel:
             feedback = feedback._replace(computed=max(feedback.computed, trained - spared))
             spared = max(spared - trained, 0.0)
         part = gathered(self.model, k, option)
-        chunked = 0 if many else part.saved  # a gradient of which the rank's part alone stays
+        sharded = 0 if many else part.saved  # a gradient of which the rank's part alone stays
         summed = self.summed_bytes(k, option.layout)
         state = trained * self.model.goal.state_copies
-        # What enters a unit and nobody saves for backward: a segment that begins there does.
-        units, edges = self.model.profile.units, self.model.profile.edges
-        unsaved_input = sum(
-            edges[e].bytes_per_sample
-            for e in self.model.edges_into[k]
-            if not units[self.model.ends[e][0]].output_kept
-        )
-        after = self.model.passing_bytes[k + 1 : k + 2]  # none after the last unit
+        segment_input = output_gradients = 0.0
+        if option.segment:
+            # What enters a unit and nobody saves for backward: a segment that begins there does.
+            units, edges = self.model.profile.units, self.model.profile.edges
+            entering = ((edges[e], self.model.ends[e][0]) for e in self.model.edges_into[k])
+            unsaved = (edge for edge, source in entering if not units[source].output_kept)
+            segment_input = samples * sum(edge.bytes_per_sample for edge in unsaved)
+            after = self.model.passing_bytes[k + 1 : k + 2]  # none after the last unit
+            output_gradients = samples * sum(after)
         return UnitBytes(
             Persistent(
                 weights=cost.shard_bytes + unit.state_bytes - part.saved,
@@ -113,13 +114,13 @@ class MemoryModel:
                 residual=feedback.always,
             ),
             PerPhase(
-                gradients=feedback.gradients - chunked,
+                gradients=feedback.gradients - sharded,
                 comm_buffers=comm_buffer_bytes(self.model, k, option),
                 saved=resident,
                 map_gradients=maps
                 + (feedback.computed if sliced else feedback.moment)
                 + part.backward_more
-                + chunked,
+                + sharded,
                 new_grad=((fresh or largest) if self.makes_new(option.layout) else 0.0) + summed,
                 never_together=spared,
                 workspace=workspace + gone + part.forward,
@@ -129,8 +130,8 @@ class MemoryModel:
                 ),
                 update_temp=self._update_temp(k, option, trained),
                 recomputed=gone if option.memory == "recompute" else 0.0,
-                segment_input=unsaved_input * samples if option.segment else 0.0,
-                output_gradients=after[0] * samples if option.segment and after else 0.0,
+                segment_input=segment_input,
+                output_gradients=output_gradients,
             ),
             Neighbours(
                 unsharded=part.unsharded,
@@ -159,7 +160,7 @@ class MemoryModel:
             taken += trained / option.layout.groups
         return taken + self.model.passing_bytes[k] * samples
 
-    def gathered_bytes(self, k: int, option: Option, samples: int | None) -> float:
+    def own_input_bytes(self, k: int, option: Option, samples: int | None) -> float:
         """The input of a divided unit, which its members have put together (or a slice of it) and
         keep for backward."""
         # An upper bound: more than there is where the input comes in that form already.
@@ -226,13 +227,17 @@ class MemoryModel:
         # A feature map counts to the unit that made it. What the next unit needs to run again, or
         # has saved itself, is this unit's output: it stays where somebody saves it, or may have to
         # run again from it.
-        units = self.model.profile.units
-        targets = (units[self.model.ends[e][1]] for e in self.model.edges_from[k])
-        if not (units[k].output_kept or any(unit.modules for unit in targets)):
+        if not self.keeps_output(k):
             return 0.0
         whole = self.model.output_bytes_per_sample(k)[0] * samples
         split = option.layout.degree if option.style == "column" else 1
         return min(whole / split, saved)
+
+    def keeps_output(self, k: int) -> bool:
+        """Whether somebody saves the unit's output for backward, or may run again from it."""
+        units = self.model.profile.units
+        targets = (units[self.model.ends[e][1]] for e in self.model.edges_from[k])
+        return units[k].output_kept or any(unit.modules for unit in targets)
 
     # -- all units of a position -----------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""What a simulated cluster reached: throughput of each job, how busy devices were, and when.
+"""What a simulated cluster reached: throughput of each job, how busy devices were, and when; as
+figures, and as a trace that Perfetto and chrome://tracing open.
 
 Cluster throughput is told in two ways. ``ratio`` adds samples of foregrounds and backgrounds and
 divides by those of data parallelism alone: it has no upper bound where data parallelism mostly
@@ -8,13 +9,17 @@ the mean over devices of the share of its speed alone that the background keeps.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
 import numpy as np
 
 from ..cost.step_time import Vector
 from ..schema.record import Count, Index, Record, Seconds, Share
-from .gaps import Interval
+from ..simulate.events import Interval
 from .jobs import Assumptions
-from .simulation import ClusterRun, DeviceClass, Run
+from .simulation import ClusterRun, DeviceClass
 
 BINS = 200
 
@@ -64,7 +69,7 @@ class ClassReport(Record, frozen=True, kw_only=True):
     idle_s: Seconds
 
 
-class Moment(Record, frozen=True, kw_only=True):
+class Utilisation(Record, frozen=True, kw_only=True):
     """Shares of all devices' time from ``start_s`` on, up to the next."""
 
     start_s: Seconds
@@ -81,14 +86,13 @@ class ClusterReport(Record, frozen=True, kw_only=True):
     foregrounds: tuple[ForegroundReport, ...]
     backgrounds: tuple[BackgroundReport, ...]
     classes: tuple[ClassReport, ...]
-    utilisation: tuple[Moment, ...]
+    utilisation: tuple[Utilisation, ...]
     samples_per_s: float
     ratio: float | None = None
     bounded_ratio: float | None = None
 
 
 def report(run: ClusterRun, bins: int = BINS) -> ClusterReport:
-    """The figures of a run."""
     foregrounds = tuple(_foreground(run, i) for i in range(len(run.foregrounds)))
     backgrounds = tuple(_background(run, i) for i in range(len(run.backgrounds)))
     ratio, bounded = _ratios(run, foregrounds, backgrounds)
@@ -100,18 +104,19 @@ def report(run: ClusterRun, bins: int = BINS) -> ClusterReport:
         backgrounds=backgrounds,
         classes=tuple(_class(run, each) for each in run.classes),
         utilisation=utilisation(run, bins),
-        samples_per_s=_samples_s(run, foregrounds) + sum(b.samples_per_s for b in backgrounds),
+        # Foregrounds count while they ran; a background's rate is over the horizon already.
+        samples_per_s=sum(
+            f.samples_per_s * (f.end_s - f.start_s) / run.horizon_s for f in foregrounds
+        )
+        + sum(b.samples_per_s for b in backgrounds),
         ratio=ratio,
         bounded_ratio=bounded,
     )
 
 
-def _run_of(run: ClusterRun, job: int) -> Run | None:
-    return next((each for each in run.runs if each.job == job), None)
-
-
 def _foreground(run: ClusterRun, job: int) -> ForegroundReport:
-    one, step, ran = run.foregrounds[job], run.steps_of(job), _run_of(run, job)
+    one, step = run.foregrounds[job], run.steps[job]
+    ran = next((each for each in run.runs if each.job == job), None)
     return ForegroundReport(
         name=one.name,
         devices=one.devices,
@@ -155,18 +160,14 @@ def _class(run: ClusterRun, one: DeviceClass) -> ClassReport:
     )
 
 
-def _samples_s(run: ClusterRun, foregrounds: tuple[ForegroundReport, ...]) -> float:
-    """Samples per second of all foregrounds over the whole horizon."""
-    return sum(f.samples_per_s * (f.end_s - f.start_s) / run.horizon_s for f in foregrounds)
-
-
 def _ratios(
     run: ClusterRun,
     foregrounds: tuple[ForegroundReport, ...],
     backgrounds: tuple[BackgroundReport, ...],
 ) -> tuple[float | None, float | None]:
     """Both forms; none where a foreground's data parallel speed is not known, or where one did not
-    run through: what data parallelism would have done meanwhile is then another question."""
+    run through."""
+    # What data parallelism would have done while a job waited or was over is another question.
     through = all(f.end_s - f.start_s >= run.horizon_s * (1 - 1e-9) for f in foregrounds)
     if not foregrounds or not through or not all(f.data_parallel_samples_s for f in foregrounds):
         return None, None
@@ -178,7 +179,7 @@ def _ratios(
     return ours / plain, sum(speeds) / used + shares
 
 
-def utilisation(run: ClusterRun, bins: int = BINS) -> tuple[Moment, ...]:
+def utilisation(run: ClusterRun, bins: int = BINS) -> tuple[Utilisation, ...]:
     """The share of all devices' time that goes to foregrounds and to backgrounds, in ``bins`` equal
     parts of the horizon."""
     edges = np.linspace(0.0, run.horizon_s, bins + 1)
@@ -188,13 +189,16 @@ def utilisation(run: ClusterRun, bins: int = BINS) -> tuple[Moment, ...]:
         ahead += weight * _covered([i for i, _, _ in one.computing], edges)
         behind += weight * _covered([(f.start_s, f.end_s) for f in one.filled], edges)
     return tuple(
-        Moment(start_s=float(start), foreground=min(float(a), 1.0), background=min(float(b), 1.0))
+        Utilisation(
+            start_s=float(start), foreground=min(float(a), 1.0), background=min(float(b), 1.0)
+        )
         for start, a, b in zip(edges, ahead, behind, strict=False)
     )
 
 
 def _covered(intervals: list[Interval], edges: Vector) -> Vector:
     """Seconds between one edge and the next that the intervals (in order, apart) cover."""
+    # np.interp takes no empty list of points.
     if not intervals:
         return np.zeros(len(edges) - 1)
     ends = np.array(intervals, dtype=np.float64)
@@ -202,3 +206,56 @@ def _covered(intervals: list[Interval], edges: Vector) -> Vector:
     # Seconds covered up to any time: a piecewise linear function, so bins are its differences.
     values = np.repeat(done, 2)[1:-1]  # at each start what was done before, at each end also it
     return np.diff(np.interp(edges, ends.ravel(), values))
+
+
+# -- the trace -------------------------------------------------------------------------------------
+
+# Of the Trace Event Format (complete events, phase ``X``): a process for each class of devices, and
+# in it a thread for each of these rows. Times are in microseconds, the format's only unit.
+ROWS = ("foreground", "communication", "background")
+MICRO = 1e6
+Event = dict[str, Any]
+
+
+def trace(run: ClusterRun) -> bytes:
+    events: list[Event] = []
+    for number, one in enumerate(run.classes):
+        events += _names(number, one)
+        events += _spans(run, number, one)
+    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}) + b"\n"
+
+
+def devices_of(devices: tuple[int, ...]) -> str:
+    """Numbers of devices in few words."""
+    first, last = devices[0], devices[-1]
+    if len(devices) == 1:
+        return f"device {first}"
+    dense = last - first + 1 == len(devices)
+    return f"devices {first} to {last}" + ("" if dense else f" ({len(devices)} of them)")
+
+
+def _names(process: int, one: DeviceClass) -> Iterator[Event]:
+    def about(what: str, thread: int, **args: object) -> Event:
+        return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+
+    yield about("process_name", 0, name=devices_of(one.devices))
+    yield about("process_sort_index", 0, sort_index=process)
+    for thread, name in enumerate(ROWS):
+        yield about("thread_name", thread, name=name)
+
+
+def _spans(run: ClusterRun, process: int, one: DeviceClass) -> Iterator[Event]:
+    def span(row: int, name: str, low: float, high: float, **args: object) -> Event:
+        return {
+            "ph": "X", "name": name, "pid": process, "tid": row, "ts": low * MICRO,
+            "dur": (high - low) * MICRO, "args": args,
+        }  # fmt: skip
+
+    for row, found in enumerate((one.computing, one.communicating)):
+        for (low, high), job, busy in found:
+            name = f"{busy.phase} {run.steps[job].units[busy.unit]}"
+            yield span(row, name, low, high, job=run.foregrounds[job].name)
+    for filled in one.filled:
+        if filled.pieces and one.background is not None:
+            mine, times = run.backgrounds[one.background], (filled.start_s, filled.end_s)
+            yield span(2, mine.name, *times, pieces=filled.pieces, batch=mine.batch)

@@ -1,29 +1,120 @@
 """An event simulation of a cluster: jobs come and go, backgrounds fill what these leave.
 
 Foregrounds take whole devices, those of higher priority first; one that finds too few waits, and
-smaller ones may go before it. Devices with the same past are one class and are simulated once, so
-that thousands cost no more than a few. Backgrounds are dealt to the devices that are idle most.
+smaller ones may go before it. Backgrounds are dealt to the devices that are idle most.
+
+A gap is a longest stretch in which the foreground does not compute. The background gets its device
+back ``switch_s`` after the gap begins, then runs pieces one after another, each ``piece_s`` of its
+own time, slower while the foreground communicates; it starts none that would not end in the gap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import floor
 from typing import NamedTuple
 
+import msgspec
+
+from ..cost.cost import CostModel
 from ..explain.why import check_belongs
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
 from ..schema.plan import Plan
 from ..schema.profile import ModelProfile
+from ..simulate.events import Interval, gaps
 from ..solve.evaluate import decisions_of
-from .gaps import Filled, Interval, fill, gaps, merged, undisturbed
-from .jobs import Assumptions, Background, Foreground, best_background, foreground_of
-from .timeline import Busy, StepTimelines
+from .jobs import (
+    Assumptions,
+    Background,
+    Busy,
+    DeviceTimeline,
+    Foreground,
+    StepTimelines,
+    best_background,
+    foreground,
+)
 
 # Steps of the longest job that are simulated where nothing else is asked.
 STEPS = 8
 # Steps of one job that may be simulated: beyond, seconds become minutes.
 MOST_STEPS = 2_000
+# A piece that passes the end of its gap by this share of itself still fits: sums of floats.
+ROUNDING = 1e-9
+
+# -- gaps of one device ----------------------------------------------------------------------------
+
+
+class Filled(NamedTuple):
+    """A gap with ``pieces`` of a background in it, at work from ``start_s`` to ``end_s``."""
+
+    start_s: float
+    end_s: float
+    pieces: int
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points as few intervals, in order and apart."""
+    found: list[Interval] = []
+    for low, high in sorted(intervals):
+        if found and low <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], high)
+        elif high > low:
+            found.append((low, high))
+    return found
+
+
+def fill(gap: Interval, communicating: Sequence[Interval], given: Assumptions) -> Filled:
+    """What a background does in one gap, in which ``communicating`` (in order, apart, of this gap
+    or of more) says when its device takes part in communication."""
+    start_s = min(gap[0] + given.switch_s, gap[1])
+    stretches = _speeds((start_s, gap[1]), communicating, given)
+    own_s = sum((high - low) * speed for low, high, speed in stretches)
+    pieces = floor(own_s / given.piece_s + ROUNDING)
+    if not pieces:
+        return Filled(start_s, start_s, 0)
+    left_s = pieces * given.piece_s
+    for low, high, speed in stretches:
+        done = (high - low) * speed
+        # A stretch at speed 0 is passed even where nothing is left to do: it divides by nothing.
+        if speed > 0 and left_s <= done:
+            return Filled(start_s, min(low + left_s / speed, high), pieces)
+        left_s -= done
+    return Filled(start_s, gap[1], pieces)
+
+
+def _speeds(
+    gap: Interval, communicating: Sequence[Interval], given: Assumptions
+) -> list[tuple[float, float, float]]:
+    """(from, to, speed of the background) through a gap, in order."""
+    talking = [(max(low, gap[0]), min(high, gap[1])) for low, high in communicating]
+    talking = [(low, high) for low, high in talking if low < high]
+    slower = [(low, high, given.communicating_speed) for low, high in talking]
+    return sorted(slower + [(low, high, given.idle_speed) for low, high in gaps(talking, *gap)])
+
+
+def _at_full_speed(given: Assumptions) -> Assumptions:
+    """The assumptions for devices on which a foreground never computes."""
+    return msgspec.structs.replace(given, idle_speed=1.0)
+
+
+def background_share(kind: DeviceTimeline, step_s: float, given: Assumptions) -> float:
+    """The share of its speed alone that a background has in the gaps of a step that goes on and on;
+    a gap at the step's end continues in the next."""
+    talking = merged((b.start_s, b.end_s) for b in kind.communicating)
+    # Where nothing ever computes there are no gaps: no piece is cut off at the end of one.
+    if not kind.computing:
+        speeds = _speeds((0.0, step_s), talking, _at_full_speed(given))
+        return sum((high - low) * speed for low, high, speed in speeds) / step_s
+    # The step is turned to begin where it first computes, so that no gap lies across its end.
+    turn_s = kind.computing[0].start_s
+    computing = [(b.start_s, b.end_s) for b in kind.computing]
+    both = merged([*talking, *((low + step_s, high + step_s) for low, high in talking)])
+    found = (fill(gap, both, given).pieces for gap in gaps(computing, turn_s, turn_s + step_s))
+    return sum(found) * given.piece_s / step_s
+
+
+# -- the cluster -----------------------------------------------------------------------------------
 
 
 class Visit(NamedTuple):
@@ -35,7 +126,7 @@ class Visit(NamedTuple):
     end_s: float
 
 
-class Run(NamedTuple):
+class ForegroundRun(NamedTuple):
     """A foreground as it ran: on ``devices`` from ``start_s`` to ``end_s``."""
 
     job: int
@@ -52,8 +143,8 @@ class DeviceClass(NamedTuple):
     visits: tuple[Visit, ...]
     computing: tuple[tuple[Interval, int, Busy], ...]
     communicating: tuple[tuple[Interval, int, Busy], ...]
-    background: int | None
-    filled: tuple[Filled, ...]
+    background: int | None = None
+    filled: tuple[Filled, ...] = ()
 
     @property
     def foreground_s(self) -> float:
@@ -63,31 +154,27 @@ class DeviceClass(NamedTuple):
     @property
     def background_s(self) -> float:
         """Seconds in which it runs its background."""
-        return sum(each.background_s for each in self.filled)
+        return sum(each.end_s - each.start_s for each in self.filled)
 
     @property
     def pieces(self) -> int:
-        """Pieces of its background that were done."""
         return sum(each.pieces for each in self.filled)
 
 
 class ClusterRun(NamedTuple):
-    """All that was simulated of ``devices`` from 0 to ``horizon_s``; ``waiting`` are foregrounds
-    that never got their devices."""
+    """All that was simulated of ``devices`` from 0 to ``horizon_s``: the foregrounds, the step that
+    each has here (beside backgrounds where there are any), when they ran, and those that never got
+    their devices (``waiting``)."""
 
     devices: int
     horizon_s: float
     given: Assumptions
     foregrounds: tuple[Foreground, ...]
     backgrounds: tuple[Background, ...]
-    runs: tuple[Run, ...]
+    steps: tuple[StepTimelines, ...]
+    runs: tuple[ForegroundRun, ...]
     waiting: tuple[int, ...]
     classes: tuple[DeviceClass, ...]
-
-    def steps_of(self, job: int) -> StepTimelines:
-        """The step that a foreground has here: beside backgrounds where there are any."""
-        one = self.foregrounds[job]
-        return one.shared if self.backgrounds else one.unshared
 
 
 def simulate_cluster(
@@ -100,46 +187,45 @@ def simulate_cluster(
     """Runs the jobs for ``horizon_s`` (default: eight steps of the longest). Raises ``InputError``
     for a job that needs more devices than there are."""
     given = given or Assumptions()
-    _check(devices, foregrounds, horizon_s)
-    steps = [one.shared if backgrounds else one.unshared for one in foregrounds]
-    horizon_s = horizon_s or STEPS * max((s.step_s for s in steps), default=1.0)
-    _check_length(foregrounds, steps, horizon_s)
+    steps = tuple(one.shared if backgrounds else one.unshared for one in foregrounds)
+    if horizon_s is None:
+        horizon_s = STEPS * max((s.step_s for s in steps), default=1.0)
+    _check(devices, foregrounds, steps, horizon_s)
     runs, waiting = _placed(devices, foregrounds, steps, horizon_s)
-    classes = []
-    for members, visits in _histories(devices, runs, steps):
-        classes.append(_foreground_class(members, visits, steps))
-    dealt = _dealt(classes, backgrounds, horizon_s)
+    # Devices with the same past are simulated once, so that thousands cost no more than a few.
+    classes = [_foreground_class(*history, steps) for history in _histories(devices, runs, steps)]
     return ClusterRun(
         devices,
         horizon_s,
         given,
         tuple(foregrounds),
         tuple(backgrounds),
+        steps,
         tuple(runs),
         waiting,
-        tuple(_with_background(each, given, horizon_s) for each in dealt),
+        tuple(_with_background(each, given, horizon_s) for each in _dealt(classes, backgrounds)),
     )
 
 
-def _check(devices: int, foregrounds: Sequence[Foreground], horizon_s: float | None) -> None:
+def _check(
+    devices: int,
+    foregrounds: Sequence[Foreground],
+    steps: Sequence[StepTimelines],
+    horizon_s: float,
+) -> None:
     if devices < 1:
         raise InputError(f"a cluster of {devices} devices runs nothing: give at least 1")
-    for one in foregrounds:
+    for one, step in zip(foregrounds, steps, strict=True):
         if one.devices > devices:
             raise InputError(
                 f"the plan of {one.name} is for {one.devices} devices and the cluster has "
                 f"{devices}: give it at least as many"
             )
-    if horizon_s is not None and not 0 < horizon_s < float("inf"):
-        raise InputError(f"a horizon of {horizon_s:g} s shows nothing: give more than 0")
-
-
-def _check_length(
-    foregrounds: Sequence[Foreground], steps: Sequence[StepTimelines], horizon_s: float
-) -> None:
-    for one, step in zip(foregrounds, steps, strict=True):
         if step.step_s <= 0:
             raise InputError(f"a step of {one.name} takes no time: its profile says nothing")
+    if not 0 < horizon_s < float("inf"):
+        raise InputError(f"a horizon of {horizon_s:g} s shows nothing: give more than 0")
+    for one, step in zip(foregrounds, steps, strict=True):
         if horizon_s / step.step_s > MOST_STEPS:
             raise InputError(
                 f"{horizon_s:g} s are {horizon_s / step.step_s:,.0f} steps of {one.name}: ask for "
@@ -152,15 +238,13 @@ def _placed(
     foregrounds: Sequence[Foreground],
     steps: Sequence[StepTimelines],
     horizon_s: float,
-) -> tuple[list[Run], tuple[int, ...]]:
-    """When and where each job runs: at every arrival and end those that wait start, as far as
-    there are devices."""
-    runs: list[Run] = []
-    order = sorted(
-        range(len(foregrounds)),
-        key=lambda i: (-foregrounds[i].priority, foregrounds[i].arrival_s, i),
-    )
-    waiting, events = order, {one.arrival_s for one in foregrounds}
+) -> tuple[list[ForegroundRun], tuple[int, ...]]:
+    """When and where each job runs, and which never do."""
+    runs: list[ForegroundRun] = []
+    # At every arrival and every end those that wait may start; between these nothing changes.
+    jobs = range(len(foregrounds))
+    waiting = sorted(jobs, key=lambda i: (-foregrounds[i].priority, foregrounds[i].arrival_s, i))
+    events = {one.arrival_s for one in foregrounds}
     while waiting and events:
         now_s = min(events)
         events.discard(now_s)
@@ -175,22 +259,22 @@ def _placed(
                 continue
             took = float("inf") if one.steps is None else one.steps * steps[i].step_s
             end_s = min(now_s + took, horizon_s)
-            runs.append(Run(i, tuple(free[: one.devices]), now_s, end_s))
+            runs.append(ForegroundRun(i, tuple(free[: one.devices]), now_s, end_s))
             events.add(end_s)
             free = free[one.devices :]
-            waiting = [j for j in waiting if j != i]
+            waiting.remove(i)
     return runs, tuple(waiting)
 
 
 def _histories(
-    devices: int, runs: Iterable[Run], steps: Sequence[StepTimelines]
+    devices: int, runs: Iterable[ForegroundRun], steps: Sequence[StepTimelines]
 ) -> Iterator[tuple[tuple[int, ...], tuple[Visit, ...]]]:
     """Devices with equal visits together."""
     visits: list[list[Visit]] = [[] for _ in range(devices)]
     for run in sorted(runs, key=lambda r: r.start_s):
         for number, kind in enumerate(steps[run.job].kinds):
+            visit = Visit(run.job, number, run.start_s, run.end_s)
             for position in kind.positions:
-                visit = Visit(run.job, number, run.start_s, run.end_s)
                 visits[run.devices[position]].append(visit)
     alike: dict[tuple[Visit, ...], list[int]] = {}
     for device, past in enumerate(visits):
@@ -210,8 +294,7 @@ def _foreground_class(
         kind = step.kinds[visit.kind]
         computing += _repeated(visit, step.step_s, kind.computing)
         communicating += _repeated(visit, step.step_s, kind.communicating)
-    communicating.sort(key=lambda each: each[0])
-    return DeviceClass(members, visits, tuple(computing), tuple(communicating), None, ())
+    return DeviceClass(members, visits, tuple(computing), tuple(communicating))
 
 
 def _repeated(
@@ -224,20 +307,18 @@ def _repeated(
             low, high = at_s + busy.start_s, min(at_s + busy.end_s, visit.end_s)
             if high > low:
                 yield (low, high), visit.job, busy
+        # Multiplied, not added up: rounding must not grow with the number of steps.
         number += 1
         at_s = visit.start_s + number * step_s
 
 
-def _dealt(
-    classes: Sequence[DeviceClass], backgrounds: Sequence[Background], horizon_s: float
-) -> list[DeviceClass]:
+def _dealt(classes: Sequence[DeviceClass], backgrounds: Sequence[Background]) -> list[DeviceClass]:
     """Classes with their backgrounds: each job takes the devices that are idle most and have none;
     a class that it takes only a part of becomes two."""
     # The idlest devices first, and of equal ones the lowest, so that a simulation repeats itself.
     left = sorted(classes, key=lambda c: (c.foreground_s, c.devices))
     done: list[DeviceClass] = []
-    order = sorted(range(len(backgrounds)), key=lambda i: (-backgrounds[i].priority, i))
-    for i in order:
+    for i in sorted(range(len(backgrounds)), key=lambda i: (-backgrounds[i].priority, i)):
         wanted = backgrounds[i].copies
         while left and wanted != 0:
             one = left.pop(0)
@@ -252,12 +333,11 @@ def _dealt(
 def _with_background(one: DeviceClass, given: Assumptions, horizon_s: float) -> DeviceClass:
     if one.background is None:
         return one
-    computing = [interval for interval, _, _ in one.computing]
     talking = merged(interval for interval, _, _ in one.communicating)
     found, at = [], 0
-    given = given if computing else undisturbed(given)
+    given = given if one.computing else _at_full_speed(given)
     # Gaps and communication both are in order, so one walk through both of them is enough.
-    for gap in gaps(merged(computing), 0.0, horizon_s):
+    for gap in gaps(merged(interval for interval, _, _ in one.computing), 0.0, horizon_s):
         while at < len(talking) and talking[at][1] <= gap[0]:
             at += 1
         until = at
@@ -265,6 +345,9 @@ def _with_background(one: DeviceClass, given: Assumptions, horizon_s: float) -> 
             until += 1
         found.append(fill(gap, talking[at:until], given))
     return one._replace(filled=tuple(found))
+
+
+# -- plans on a cluster ----------------------------------------------------------------------------
 
 
 def simulate_plans(
@@ -282,27 +365,18 @@ def simulate_plans(
     jobs = []
     for plan, profile, cluster in plans:
         check_belongs(plan, profile, cluster)
-        jobs.append(foreground_of(plan, profile, cluster, decisions_of(plan), slowdown))
+        model = CostModel.of_plan(plan, profile, cluster)
+        job = foreground(plan.target, model, decisions_of(plan), plan.schedule, slowdown)
+        jobs.append(job._replace(data_parallel_samples_s=plan.baseline.samples_per_s))
     count = sum(job.devices for job in jobs) if devices is None else devices
-    held = max(job.shared.peak_bytes for job in jobs)
-    made = _backgrounds(plans, backgrounds, held, count)
-    return simulate_cluster(count, jobs, made, given, horizon_s)
-
-
-def _backgrounds(
-    plans: Sequence[tuple[Plan, ModelProfile, Cluster]],
-    models: Sequence[ModelProfile],
-    held_bytes: int,
-    devices: int,
-) -> list[Background]:
-    """Each model's job at its best batch on the device that has least memory; several of them share
-    the devices evenly."""
+    # A background may land on any device: it has the room that the fullest foreground leaves on
+    # the device with least memory.
     every = [device for _, _, cluster in plans for device in cluster.devices]
     device = min(every, key=lambda d: d.memory_bytes)
-    least, more = divmod(devices, max(len(models), 1))
-    made = []
-    for i, model in enumerate(models):
-        one = best_background(model, device, plans[0][0].goal.optimizer, held_bytes)
-        copies = least + (i < more)
-        made.append(one._replace(copies=copies if len(models) > 1 else None))
-    return made
+    held_bytes = max(job.shared.peak_bytes for job in jobs)
+    optimizer = plans[0][0].goal.optimizer
+    made = [best_background(model, device, optimizer, held_bytes) for model in backgrounds]
+    if len(made) > 1:
+        least, more = divmod(count, len(made))
+        made = [one._replace(copies=least + (i < more)) for i, one in enumerate(made)]
+    return simulate_cluster(count, jobs, made, given, horizon_s)

@@ -18,6 +18,7 @@ def cache_folder() -> Path:
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named)
+    # The XDG base directory specification's default where the variable is not set.
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "meshwright"
 

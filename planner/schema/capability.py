@@ -44,6 +44,7 @@ class Capability(Record, frozen=True, kw_only=True):
         self, layout: Layout, world_size: int, exchange: ExchangePolicy, early_release: bool
     ) -> bool:
         """Whether a unit of that layout may have that exchange of its gradients."""
+        # A burst leaves ranks idle: an executor may have fewer policies there.
         if layout.size == world_size:
             return True
         return exchange in self.idle_exchange and (self.idle_release or not early_release)

@@ -143,6 +143,7 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
         """All devices in rank order."""
         return tuple(d for n in self.nodes for d in n.devices)
 
+    # Ranks are numbered through the nodes in order, as torchrun numbers them.
     @property
     def node_of_rank(self) -> tuple[int, ...]:
         """The node's index of each rank."""

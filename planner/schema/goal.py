@@ -186,6 +186,8 @@ def make_goal(
         raise InputError("no counts of micro-batches: name at least one, such as 1")
     for count in micro_batches:
         _at_least_one("number of micro-batches", count)
+    for size in slice_bytes:
+        _at_least_one("slice size", size)
     _one_of("optimizer", optimizer, OPTIMIZERS)
     _one_of("batch statistics", batch_statistics, get_args(BatchStatistics))
     _one_of("objective", objective, OBJECTIVES)

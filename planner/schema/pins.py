@@ -75,6 +75,7 @@ def _parts(text: str, *, everywhere: bool = False) -> tuple[str, tuple[Layout, .
     ``LAYOUT/LAYOUT:STYLE`` for all units where it holds ``everywhere``."""
     unit, what = ("*", text) if everywhere else text.rpartition("=")[::2]
     first, _, second = what.partition(":")
+    # A style may stand alone: the last word is looked at first.
     words = [w for w in (first.strip(), second.strip()) if w]
     style = next((s for s in STYLES if words and s == words[-1]), None)
     if style:

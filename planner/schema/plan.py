@@ -177,6 +177,7 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
                     f"unit {unit.name!r} has layout {unit.layout}, which needs more than "
                     f"{self.world_size} ranks"
                 )
+        # The executor and every report find a unit's decision by its name.
         names = [u.name for u in self.units]
         if len(set(names)) != len(names):
             raise ValueError("a unit is listed twice")

@@ -95,6 +95,7 @@ class FidelityProfile(Record, frozen=True, kw_only=True):
                 f"fidelity needs as many kept as ratios, got {len(self.kept)} and "
                 f"{len(self.ratios)}"
             )
+        # A ratio of zero would send nothing, and what is kept would never come.
         if min(self.ratios) <= 0 or sorted(set(self.ratios)) != list(self.ratios):
             raise ValueError(f"ratios must be positive and rising, got {self.ratios}")
 
@@ -129,6 +130,7 @@ class UnitProfile(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # ``whole`` reads the first, and ``cost.compute.share_of`` measures all others by it.
         if not self.shares or self.shares[0].style != "none" or self.shares[0].degree != 1:
             raise ValueError(f"shares of unit {self.name!r} must begin with the undivided unit")
 
@@ -237,6 +239,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     def __post_init__(self) -> None:
         super().__post_init__()
         names = [u.name for u in self.units]
+        # Edges, pieces, pins and plans name units: a second one of a name could not be meant.
         if len(set(names)) != len(names):
             twice = next(n for n in names if names.count(n) > 1)
             raise ValueError(f"unit {twice!r} is listed twice")

@@ -14,12 +14,13 @@ import msgspec
 
 from .errors import InputError
 
+# Raised when a field goes or means something else: files of another version are refused by name.
 SCHEMA_VERSION = 1
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
+# Bytes per sample and the like need not be whole.
 BytesReal = Annotated[float, msgspec.Meta(ge=0)]
-"""Bytes per sample and the like, which need not be whole."""
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Index = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -28,6 +29,7 @@ Slowdown = Annotated[float, msgspec.Meta(gt=1)]
 """How many times as long something may take."""
 
 
+# Unknown fields are refused: a misspelt one would in silence be its default.
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An immutable record. Subclasses check in ``__post_init__`` what types cannot say."""
 
@@ -147,7 +149,7 @@ def write_whole(path: str | Path, data: bytes) -> None:
         os.umask(umask)
         Path(name).chmod(0o666 & ~umask)
         Path(name).replace(target)
-    except BaseException:
+    except BaseException:  # Ctrl-C as well leaves no temporary file
         Path(name).unlink(missing_ok=True)
         raise
 

@@ -28,6 +28,7 @@ def size(count: float) -> str:
 
 
 def rate(bytes_per_s: float) -> str:
-    """A bandwidth in bits, as networks are sold."""
+    """A bandwidth in bits."""
+    # Networks are sold by the bit, memory and messages are counted by the byte.
     gigabits = bytes_per_s * 8 / 1e9
     return f"{gigabits:.2f} Gbit/s" if gigabits < 100 else f"{gigabits:.0f} Gbit/s"

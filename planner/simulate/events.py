@@ -11,7 +11,7 @@ step formulas are held against, and what a plan predicts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from ..schema.cluster import Interference
 from .schedule import COMPUTE, Message, ScheduleName, Step, Work
 
 ALONE = Interference()
+Interval = tuple[float, float]
+"""From when to when, in seconds."""
 
 
 class Span(NamedTuple):
@@ -186,3 +188,16 @@ def simulate(
         ends.append(run.now_s)
     work = [span for span in run.spans if span.start_s >= ends[-2] and span.message < 0]
     return Simulation.of(ends[-1] - ends[-2], work, run.spans)
+
+
+def gaps(busy: Sequence[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
+    """What intervals in the order of their starts leave between ``start_s`` and ``end_s``."""
+    at = start_s
+    for low, high in busy:
+        if high <= start_s or low >= end_s:
+            continue
+        if low > at:
+            yield at, low
+        at = max(at, min(high, end_s))
+    if end_s > at:
+        yield at, end_s

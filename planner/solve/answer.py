@@ -27,7 +27,7 @@ from ..schema.options import Decisions
 from ..schema.plan import Plan, Status
 from ..simulate.events import simulate
 from ..simulate.schedule import ScheduleName, Step, plain_messages, slice_messages, work_of
-from .evaluate import limits_bytes, memory_of, plan_by, provenance_of
+from .evaluate import limits_bytes, memory_of, plan_by
 from .problem import Problem, Result
 
 Proof = Literal["optimal", "feasible", "heuristic"]
@@ -126,14 +126,10 @@ def _agree(what: str, low: float, high: float, *, exact: bool) -> None:
 def plan_of(
     problem: Problem, chosen: Choice, solver: str, status: Status, **proof: float | None
 ) -> Plan:
-    """The Plan of a choice; ``proof`` as in ``provenance_of``."""
-    return plan_by(
-        chosen.model,
-        chosen.decisions,
-        provenance_of(problem.profile, problem.cluster, solver, status, **proof),
-        schedule=problem.schedule,
-        executor=problem.executor or problem.capability,
-    )
+    """The Plan of a choice; ``proof`` as in ``evaluate.plan_by``."""
+    executor = problem.executor or problem.capability
+    model, decisions = chosen.model, chosen.decisions
+    return plan_by(model, decisions, problem.schedule, executor, solver, status, **proof)
 
 
 def answer(

@@ -222,7 +222,6 @@ def make_plan(
     micro_batches: int = 1,
     placement: Sequence[int] | None = None,
     *,
-    provenance: Provenance | None = None,
     schedule: ScheduleName = "barrier",
     bucket_bytes: int = BUCKET_BYTES,
     executor: Capability = PLAIN,
@@ -237,19 +236,20 @@ def make_plan(
         sliced=schedule == "priority",
     )  # fmt: skip
     chosen = model.baseline if decisions is None else tuple(decisions)
-    provenance = provenance or provenance_of(profile, cluster, "manual", "manual")
-    return plan_by(model, chosen, provenance, schedule=schedule, executor=executor)
+    return plan_by(model, chosen, schedule, executor)
 
 
 def plan_by(
     model: CostModel,
     decisions: Decisions,
-    provenance: Provenance,
-    *,
     schedule: ScheduleName,
     executor: Capability,
+    solver: str = "manual",
+    status: Status = "manual",
+    **proof: float | None,
 ) -> Plan:
-    """``make_plan`` by the costs of a model."""
+    """``make_plan`` by the costs of a model; ``proof`` may name ``bound_s``, ``gap`` and
+    ``solve_s``."""
     profile, cluster, goal = model.profile, model.cluster, model.goal
     ours = evaluation(model, decisions, schedule=schedule)
     plain = _baseline(model, schedule)
@@ -266,7 +266,14 @@ def plan_by(
         prediction=ours.prediction,
         baseline=plain.prediction,
         baseline_fits=excess(plain.model, plain.memory).over_bytes <= 0,
-        provenance=provenance,
+        provenance=Provenance(
+            solver=solver,
+            status=status,
+            profile=fingerprint(profile),
+            cluster=fingerprint(cluster),
+            software=profile.software,
+            **{name: value for name, value in proof.items() if value is not None},
+        ),
     )
     return msgspec.structs.replace(plan, hypothetical=executor.refusals(plan))
 
@@ -285,20 +292,6 @@ def _baseline(model: CostModel, schedule: ScheduleName) -> Evaluation:
         )  # fmt: skip
         found.append(evaluation(plain, plain.baseline, schedule=name))
     return min(found, key=lambda done: done.prediction.step_s)
-
-
-def provenance_of(
-    profile: ModelProfile, cluster: Cluster, solver: str, status: Status, **proof: float | None
-) -> Provenance:
-    """Where a plan came from; ``proof`` may name ``bound_s``, ``gap`` and ``solve_s``."""
-    return Provenance(
-        solver=solver,
-        status=status,
-        profile=fingerprint(profile),
-        cluster=fingerprint(cluster),
-        software=profile.software,
-        **{name: value for name, value in proof.items() if value is not None},
-    )
 
 
 def _unit_plan(done: Evaluation, k: int) -> UnitPlan:

@@ -27,9 +27,8 @@ from ..schema.capability import Capability
 from ..schema.layout import Layout
 from ..schema.options import Decisions, Option, allowed, ties_agree
 from .choices import STYLES, exchange_options, layouts_of, memory_policies, unit_options
-from .edge_table import EdgeFigures, EdgeTable, SharedEdges
 from .evaluate import memory_of
-from .unit_figures import Numbers, Reals, State, UnitFigures
+from .figures import EdgeFigures, Numbers, Reals, SharedEdges, State, UnitFigures
 
 Mask = npt.NDArray[np.bool_]
 Policy = tuple[tuple[str, Any], ...]
@@ -37,12 +36,11 @@ Policy = tuple[tuple[str, Any], ...]
 
 
 class ListedUnit(NamedTuple):
-    """One unit's options one by one: the number of each one's state, the states, and the figures
+    """One unit's options one by one: the number of each one's state, and the figures
     [option, figure]."""
 
     options: tuple[Option, ...]
     state_of: tuple[int, ...]
-    states: tuple[State, ...]
     figures: Matrix
 
 
@@ -56,10 +54,11 @@ class Block(NamedTuple):
     allowed: Mask
     lost: Reals
 
-    @property
-    def free(self) -> bool:
-        """Whether every policy may be had in every state."""
-        return bool(self.allowed.all())
+    def priced(self, price: Reals, states: int | slice = slice(None)) -> Reals:
+        """[state, policy] what the policies cost at a price of each figure, infinite where one may
+        not be had."""
+        found = self.figures[states] @ price + self.lost * price[LOST_FIGURE]
+        return np.where(self.allowed[states], found, np.inf)
 
 
 class UnitTable(NamedTuple):
@@ -77,19 +76,21 @@ class UnitTable(NamedTuple):
         return state, memory, exchange
 
     def number(self, state: int, memory: int, exchange: int) -> int:
-        """The option's number."""
+        """The opposite of ``split``."""
         count = len(self.memory.policies)
         return (state * count + memory) * len(self.exchange.policies) + exchange
 
+    def state(self, number: int) -> int:
+        return self.split(number)[0]
+
     def figures(self, number: int) -> Reals:
-        """The option's figures."""
+        """An option's figures, energy as a share of all."""
         state, memory, exchange = self.split(number)
         found: Reals = self.memory.figures[state, memory] + self.exchange.figures[state, exchange]
         found[LOST_FIGURE] = self.memory.lost[memory] + self.exchange.lost[exchange]
         return found
 
     def option(self, number: int) -> Option:
-        """The option itself."""
         state, memory, exchange = self.split(number)
         fields = (*self.memory.policies[memory], *self.exchange.policies[exchange])
         return Option(*self.states[state])._replace(**dict(fields))
@@ -103,18 +104,24 @@ class UnitTable(NamedTuple):
         for memory, first in enumerate(self.memory.policies):
             for exchange, second in enumerate(self.exchange.policies):
                 fits = all(fields[name] == value for name, value in (*first, *second))
-                if fits and self.memory.allowed[at, memory] and self.exchange.allowed[at, exchange]:
+                if fits and self.may(at, memory, exchange):
                     return self.number(at, memory, exchange)
         return -1
 
     def may(self, state: int, memory: int, exchange: int) -> bool:
-        """Whether the option may be had."""
         return bool(self.memory.allowed[state, memory] and self.exchange.allowed[state, exchange])
 
     def numbers(self) -> list[int]:
-        """The numbers of all options."""
         pairs = self.memory.allowed[:, :, None] & self.exchange.allowed[:, None, :]
         return [int(n) for n in np.flatnonzero(pairs)]
+
+
+class EdgeTable(NamedTuple):
+    """One edge's ``EDGE_FIGURES``, [figure, source's state, target's state]."""
+
+    source: int
+    target: int
+    figures: Reals
 
 
 class TieTable(NamedTuple):
@@ -126,8 +133,7 @@ class TieTable(NamedTuple):
 
 
 class OptionTable:
-    """The options of a cost model's units within a capability, their bytes as they are at the
-    ``position`` that is judged."""
+    """The options of a cost model's units within a capability; bytes are those at ``position``."""
 
     def __init__(self, model: CostModel, capability: Capability, position: int = 0) -> None:
         self.model, self.capability = model, capability
@@ -141,20 +147,22 @@ class OptionTable:
 
     @cached_property
     def options(self) -> tuple[tuple[Option, ...], ...]:
-        """All options of each unit."""
-        units = range(len(self.model.profile.units))
-        return tuple(unit_options(self.model, k, self.capability) for k in units)
+        return tuple(unit_options(self.model, k, self.capability) for k in self._every)
+
+    @property
+    def _every(self) -> range:
+        return range(len(self.model.profile.units))
 
     @cached_property
     def listed(self) -> tuple[ListedUnit, ...]:
-        """The options of each unit, one by one."""
-        return tuple(self._listed(k, options) for k, options in enumerate(self.options))
-
-    def _listed(self, k: int, options: tuple[Option, ...]) -> ListedUnit:
-        number = {state: i for i, state in enumerate(self.states[k])}
-        state_of = tuple(number[o.layout, o.style] for o in options)
-        figures = np.array([self.figures.of(k, option) for option in options])
-        return ListedUnit(options, state_of, self.states[k], figures)
+        """The options of each unit with their figures."""
+        found = []
+        for k, options in enumerate(self.options):
+            number = {state: i for i, state in enumerate(self.states[k])}
+            state_of = tuple(number[o.layout, o.style] for o in options)
+            figures = np.array([self.figures.of(k, option) for option in options])
+            found.append(ListedUnit(options, state_of, figures))
+        return tuple(found)
 
     def bytes_at(self, k: int, samples: dict[Layout, int | None]) -> Matrix:
         """[option, figure] of what a position holds of unit ``k`` that has so many ``samples``."""
@@ -167,12 +175,10 @@ class OptionTable:
 
     @cached_property
     def states(self) -> tuple[tuple[State, ...], ...]:
-        """The states of each unit."""
-        if self._limits_units:
-            return tuple(
-                tuple(dict.fromkeys((o.layout, o.style) for o in row)) for row in self.options
-            )
-        return tuple(self._states_of(k) for k in range(len(self.model.profile.units)))
+        if not self._limits_units:
+            return tuple(self._states_of(k) for k in self._every)
+        # A unit's own limit may forbid a state under every policy.
+        return tuple(tuple(dict.fromkeys((o.layout, o.style) for o in row)) for row in self.options)
 
     @property
     def _limits_units(self) -> bool:
@@ -183,6 +189,7 @@ class OptionTable:
         unit = self.model.profile.units[k]
         cuts = tuple((s.style, s.parts, s.uneven) for s in unit.splits)
         pins = tuple(pin for pin in goal.pins if pin.unit == unit.name)
+        # Of a thousand units most are alike in all that decides which states they may have.
         key = (unit.fixed, unit.batch_statistics, cuts, pins)
         if key not in self._states:
             self._states[key] = tuple(
@@ -196,52 +203,50 @@ class OptionTable:
 
     @cached_property
     def units(self) -> tuple[UnitTable, ...]:
-        """The tables of all units."""
-        make = self._pairs if self._limits_units else self._product
-        return tuple(make(k) for k in range(len(self.model.profile.units)))
-
-    def _product(self, k: int) -> UnitTable:
-        return UnitTable(self.states[k], self._memory_block(k), self._exchange_block(k))
+        if self._limits_units:
+            return tuple(self._pairs(k) for k in self._every)
+        return tuple(
+            UnitTable(self.states[k], self._memory_block(k), self._exchange_block(k))
+            for k in self._every
+        )
 
     def _pairs(self, k: int) -> UnitTable:
-        """The table of a unit of which not every pair of policies may be had."""
-        unit = self.listed[k]
+        """The table of a unit of which not every pair of policies may be had: all pairs stand in
+        the first block, and the second has nothing to choose."""
+        unit, states = self.listed[k], self.states[k]
         fields = [tuple(o._asdict().items())[2:] for o in unit.options]
         policies = tuple(dict.fromkeys(fields))
-        figures = np.zeros((len(unit.states), len(policies), len(FIGURES)))
+        figures = np.zeros((len(states), len(policies), len(FIGURES)))
         open_ = np.zeros(figures.shape[:2], dtype=bool)
         for state, field, row in zip(unit.state_of, fields, unit.figures, strict=True):
             at = state, policies.index(field)
             figures[at], open_[at] = row, True
         every = Block(policies, figures, open_, self._lost(k, policies))
-        return UnitTable(unit.states, every, _no_choice(len(unit.states)))
+        nothing = np.zeros((len(states), 1, len(FIGURES)))
+        none = Block(((),), nothing, np.ones((len(states), 1), dtype=bool), np.zeros(1))
+        return UnitTable(states, every, none)
 
     def _memory_block(self, k: int) -> Block:
         states, unit = self.states[k], self.model.profile.units[k]
         plain = self.figures.plain(k, states)
+        ways = {"keep": lambda *_: plain, "recompute": self.figures.recomputed,
+                "offload": self.figures.offloaded}  # fmt: skip
+        # Whether anything is saved does not depend on how many samples there are, or on the state.
         saved = saved_bytes(unit, "none", 1, 1.0)
         names = memory_policies(self.model, unit, saved, self.capability)
-        parts = []
-        for name in names:
-            if name == "recompute":
-                parts.append(self.figures.recomputed(k, states, plain))
-            elif name == "offload":
-                host_bytes_per_s = self.model.cluster.host_bytes_per_s
-                assert host_bytes_per_s is not None, "offered only where the rate is known"
-                parts.append(self.figures.offloaded(k, states, plain, host_bytes_per_s))
-            else:
-                parts.append(plain)
+        parts = [ways[name](k, states, plain) for name in names]
         open_ = np.ones((len(states), len(names)), dtype=bool)
         policies: tuple[Policy, ...] = tuple((("memory", name),) for name in names)
         return Block(policies, np.stack(parts, axis=1), open_, np.zeros(len(names)))
 
     def _exchange_block(self, k: int) -> Block:
-        """Every exchange policy, as what it adds to the plain one. Units that are alike in all that
-        these figures depend on share one block."""
+        """Every exchange policy, as what it adds to the plain one."""
         model, unit = self.model, self.model.profile.units[k]
         offered = tuple(exchange_options(model, k, model.baseline[0], self.capability))
         around = neighbours_bytes(model, k), model.passing_bytes[k]
         spared = tuple(share.spared for share in unit.shares)  # zero for most units
+        # All that these figures depend on: units that are alike in it share one block, but for the
+        # energy that they lose.
         key = self.states[k], self.figures.shape(k), around, offered, spared
         if key not in self._exchanges:
             self._exchanges[key] = self._exchange(k)
@@ -256,6 +261,7 @@ class OptionTable:
         ]
         policies = tuple(dict.fromkeys(_exchange_of(o) for options in offered for o in options))
         figures = np.zeros((len(states), len(policies), len(FIGURES)))
+        # Where nothing is exchanged there is no choice, and bursts have fewer than other layouts.
         open_ = np.zeros(figures.shape[:2], dtype=bool)
         for i, (state, options) in enumerate(zip(states, offered, strict=True)):
             plain = self.figures.of(k, Option(*state))
@@ -279,7 +285,7 @@ class OptionTable:
 
     @cached_property
     def edges(self) -> tuple[EdgeTable, ...]:
-        """The tables of all edges."""
+        """What each edge costs between the states at its ends."""
         return tuple(
             EdgeTable(a, b, self._edge_figures.of(e, self.states[a], self.states[b]))
             for e, (a, b) in enumerate(self.model.ends)
@@ -287,16 +293,15 @@ class OptionTable:
 
     @cached_property
     def shared(self) -> SharedEdges:
-        """Which of the edges bring the same."""
+        """Which of the edges may share a redistribution."""
         return SharedEdges(self.model, self.states)
 
     @cached_property
     def ties(self) -> tuple[TieTable, ...]:
         """For each unit tied to others, which states agree with the first of them."""
         found = []
-        for k, group in enumerate(self.model.ties):
-            if group[0] != k:
-                a = group[0]
+        for k, (a, *_) in enumerate(self.model.ties):
+            if a != k:
                 pair = self.model.profile.units[a], self.model.profile.units[k]
                 agree = [
                     [ties_agree(pair, (Option(*x), Option(*y))) for y in self.states[k]]
@@ -325,13 +330,9 @@ class OptionTable:
         found = [u.find(o) for u, o in zip(self.units, decisions, strict=True)]
         return None if -1 in found else np.array(found)
 
-    def unit_figures(self, k: int, number: int) -> Reals:
-        """The figures of unit ``k`` under an option's number, energy as a share of all."""
-        return self.units[k].figures(number)
-
     def plan_figures(self, numbers: Numbers) -> Matrix:
         """[unit, figure] of a plan."""
-        figures = np.array([self.unit_figures(k, int(n)) for k, n in enumerate(numbers)])
+        figures = np.array([u.figures(n) for u, n in zip(self.units, numbers, strict=True)])
         for k in range(len(figures)):
             self.write_entry(figures, numbers, k)
         write_neighbours(figures, self.memory.overlaps)
@@ -342,7 +343,7 @@ class OptionTable:
         add up, and the largest is received."""
 
         def state(unit: int) -> int:
-            return self.units[unit].split(numbers[unit])[0]
+            return self.units[unit].state(numbers[unit])
 
         entry = slice(ENTRY[0], ENTRY[-1] + 1)
         figures[k, entry] = figures[k, RECEIVED] = 0.0
@@ -350,7 +351,7 @@ class OptionTable:
             edge = self.edges[e]
             cost = edge.figures[:, state(edge.source), state(k)]
             # Most edges cost nothing: only for the others is it worth asking who came before.
-            if cost.any() and not self.shared.came_before(e, state):
+            if cost.any() and not self.shared.redistributed_before(e, state):
                 figures[k, entry] += cost[:-1]
                 figures[k, RECEIVED] = max(figures[k, RECEIVED], cost[-1])
 
@@ -359,9 +360,3 @@ def _exchange_of(option: Option) -> Policy:
     """The fields of an option that are about its exchange."""
     names = ("exchange", "ratio", "early_release", "feedback")
     return tuple((name, getattr(option, name)) for name in names)
-
-
-def _no_choice(states: int) -> Block:
-    """A choice of one policy that adds nothing."""
-    figures = np.zeros((states, 1, len(FIGURES)))
-    return Block(((),), figures, np.ones((states, 1), dtype=bool), np.zeros(1))

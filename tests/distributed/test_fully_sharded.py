@@ -15,8 +15,8 @@ import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.fully_sharded import FullyShardedGradGroup
 from meshwright.executor.gradients.reshard import LocalChunk
-from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import full_state_dict, run_of
+from meshwright.models.units.storages import peak_bytes
 from meshwright.planner.explain.compare import with_exchange
 from meshwright.planner.schema.errors import InputError, RunError
 from plans import plan, unit

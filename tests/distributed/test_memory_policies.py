@@ -17,10 +17,10 @@ import torch.distributed as dist
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients.release import ReleasedGradient
 from meshwright.executor.memory import offload as hosts
-from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import run_of
 from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
+from meshwright.models.units.storages import peak_bytes
 from meshwright.models.workload import Batch
 from meshwright.models.zoo.gpt import GPT, Shape
 from meshwright.planner.schema.errors import InputError
@@ -235,7 +235,7 @@ def gatherings(rank: int) -> list[tuple[int, int]]:
         exchange = run_of(model).priority
         assert exchange is not None
         told: list[str] = []
-        exchange.unshard_manager._announce = lambda text, *_, told=told: told.append(text)
+        exchange.unshard_manager._issued = lambda text, *_, told=told: told.append(text)
         for _ in range(2):
             told.clear()
             loss = model(torch.ones(4, 256)).square().mean()
@@ -250,6 +250,7 @@ def gatherings(rank: int) -> list[tuple[int, int]]:
 def test_recompute_gathers_no_more(ranks):
     for found in ranks(2)(gatherings):
         assert len(set(found)) == 1, found
+        assert all(found[0]), "none was seen"
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from lossy import Training, assert_equal_on_all_ranks, lossy_plan, net, share
 from meshwright.executor.apply import apply
 from meshwright.executor.gradients import feedback as feedback_module
 from meshwright.executor.gradients.feedback import HostMirror, Lossy
-from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.parallel import exchange_state_dict, load_exchange_state_dict, run_of
+from meshwright.models.units.storages import peak_bytes
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.plan import FeedbackPolicy
 from test_dropped import resumes, unused_on_some_ranks

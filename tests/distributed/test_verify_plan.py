@@ -13,8 +13,7 @@ import msgspec
 import pytest
 import torch
 from meshwright.executor.launch import verify as verification
-from meshwright.executor.launch.equality import LOSS, STATE, Yardstick, deviations
-from meshwright.executor.launch.verify import verify_on_ranks
+from meshwright.executor.launch.verify import LOSS, STATE, Yardstick, deviations, verify_on_ranks
 from meshwright.models.units.discover import discover
 from meshwright.models.zoo import build
 from meshwright.planner.schema.layout import Layout

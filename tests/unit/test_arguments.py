@@ -64,6 +64,11 @@ def test_a_batch_beyond_all_counts_is_refused():
         make_goal(99999999999999999999)
 
 
+def test_a_slice_of_nothing_is_refused():
+    with pytest.raises(InputError, match="a slice size of 0 cannot be: give at least 1"):
+        make_goal(8, slice_bytes=[2**20, 0])
+
+
 def test_an_optimizer_of_another_model_is_refused():
     mine, other = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.raises(InputError, match="SGD holds no parameter of this Linear: make it with"):

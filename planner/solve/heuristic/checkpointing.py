@@ -27,7 +27,6 @@ from ...cost.step_time import Vector
 from ...memory.checkpoint_segments import any_window, windows
 from ...memory.timeline import Persistent, PositionMemory, Table, fullest_bytes
 from ...schema.capability import Capability
-from ...schema.layout import data_parallel
 from ...schema.options import Decisions, Option
 from ...schema.plan import MemoryPolicy, Plan
 from ..answer import choice
@@ -90,7 +89,6 @@ class Checkpointing:
             option._replace(memory="keep" if unit.fixed else option.memory, segment=())
             for unit, option in zip(model.profile.units, decisions, strict=True)
         )
-        self.home = data_parallel(model.world_size)
         self._samples = {o.layout: busiest_samples(model.counts, o.layout) for o in self.decisions}
         self._received = np.array([
             self.memory.received(k, self.decisions, self._samples[o.layout])
@@ -136,7 +134,7 @@ class Checkpointing:
         labels: list[list[Label]] = [[] for _ in range(count + 1)]
         labels[0] = [Label(0.0, start)]
         for k in range(count):
-            for label in _worthwhile(labels[k], most):
+            for label in _undominated(labels[k], most):
                 for move in self.moves[k]:
                     if label.saved + move.bytes <= limit_bytes:
                         saved = label.saved + move.saved
@@ -231,7 +229,7 @@ class Checkpointing:
         # redistributions would run again as well; nor one whose parameters are whole only while
         # they are used, as a segment uses them once more.
         option, kind = self.decisions[k], self.model.profile.units[k].kind
-        plain = option.layout == self.home and option.style == "none" and not option.gathers
+        plain = option[:2] == self.model.baseline[k][:2] and not option.gathers
         return plain and option.memory != "offload" and kind not in ("input", "output")
 
     def _again_s(self, k: int, option: Option) -> float:
@@ -260,7 +258,7 @@ class Checkpointing:
         return np.maximum(working, updating) if held.sliced else working
 
 
-def _worthwhile(labels: list[Label], most: int) -> list[Label]:
+def _undominated(labels: list[Label], most: int) -> list[Label]:
     """The labels that are not beaten in both, by what they saved; of very many an even choice, the
     ends among them."""
     kept: list[Label] = []

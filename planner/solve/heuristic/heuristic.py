@@ -30,7 +30,7 @@ class Heuristic:
         start = time.perf_counter()
         problem = problem.placed()
         chosen = _best(problem, time_limit_s)
-        if not _kept(chosen):
+        if not _keeps_limits(chosen):
             rescued = fitting_in_segments(problem, self.name, start)
             if rescued is not None:
                 return rescued
@@ -87,7 +87,7 @@ class Heuristic:
         unit_limit = "unit_amplification_limit"
         if problems[-1].goal.unit_amplification_limit is not None:
             free = [with_limit(problem, unit_limit, None) for problem in problems]
-            if any(_kept(_best(one)) for one in free):
+            if any(_keeps_limits(_best(one)) for one in free):
                 return None  # the limit on each unit is to blame
         free = [replace(lifted(problem, what), progress=None) for problem in problems]
         left_s = max(deadline - time.perf_counter(), 1e-3)
@@ -97,7 +97,7 @@ class Heuristic:
         # As in ``_least_limit``: under the limit the search may miss the plan that needs it.
         for _ in range(TRIES):
             limit = higher(what, least, proved=False).value
-            if any(_kept(_best(with_limit(problem, what, limit))) for problem in problems):
+            if any(_keeps_limits(_best(with_limit(problem, what, limit))) for problem in problems):
                 return Closest(chosen, least)
             least *= 1.02
         return None
@@ -118,6 +118,6 @@ def _best(problem: Problem, time_limit_s: float | None = None) -> Choice:
     return _choice(_found(problem, time_limit_s), problem)
 
 
-def _kept(chosen: Choice) -> bool:
+def _keeps_limits(chosen: Choice) -> bool:
     """Whether all limits and pins are kept."""
     return chosen.feasible and permitted(chosen.model, chosen.decisions)

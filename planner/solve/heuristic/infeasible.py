@@ -81,7 +81,7 @@ def explain(
     deadline = time.perf_counter() + EXPLAIN_S if deadline is None else deadline
     pinned = _pinned(problems[-1])
     if pinned is not None:
-        return _unnamed(problems[-1])._replace(unit=pinned, limit="pins")
+        return _several_limits(problems[-1])._replace(unit=pinned, limit="pins")
     for what in LIMITS:
         if what == "memory_limit_bytes" or getattr(problems[-1].goal, what) is not None:
             closest = evidence.closest(problems, what, deadline)
@@ -89,7 +89,7 @@ def explain(
                 return _memory_report(problems, closest, evidence, deadline)
             if closest is not None:
                 return _limit_report(problems, closest, what, evidence, deadline)
-    why = _unnamed(problems[-1])
+    why = _several_limits(problems[-1])
     if problems[-1].goal.unit_amplification_limit is None:
         return why
     unit_limit = higher_unit_limit(problems, evidence, deadline)
@@ -106,7 +106,7 @@ def _memory_report(
     found.append(_smaller_batch(problems[-1], evidence, deadline))
     if closest.limit is not None:
         found.append(more_memory(int(closest.limit), proved=closest.proved))
-    return _at(closest.choice)._replace(
+    return _tightest(closest.choice)._replace(
         relaxations=tuple(change for change in found if change is not None),
         enlargement=more_nodes(problems[-1], evidence, deadline),
     )
@@ -120,10 +120,12 @@ def _limit_report(
     found = () if least is None else (higher(what, least, proved=closest.proved),)
     # More ranks may shorten a step; they never save device-seconds.
     larger = more_nodes(problems[-1], evidence, deadline) if what == "time_limit_s" else None
-    return _at(closest.choice)._replace(kind="", limit=what, relaxations=found, enlargement=larger)
+    return _tightest(closest.choice)._replace(
+        kind="", limit=what, relaxations=found, enlargement=larger
+    )
 
 
-def _at(chosen: Choice) -> Infeasibility:
+def _tightest(chosen: Choice) -> Infeasibility:
     """The tightest rank and unit of a choice."""
     model = chosen.model
     tight = excess(model, rank_memory(model, chosen.decisions))
@@ -136,11 +138,11 @@ def _at(chosen: Choice) -> Infeasibility:
     )
 
 
-def _unnamed(problem: Problem) -> Infeasibility:
+def _several_limits(problem: Problem) -> Infeasibility:
     """No single limit is to blame: several exclude each other, or which it is was not found out."""
     model = next(problem.cost_models())
     plain = choice(model, model.baseline, problem.schedule)
-    why, over = _at(plain)._replace(kind=""), plain.over_bytes > 0
+    why, over = _tightest(plain)._replace(kind=""), plain.over_bytes > 0
     asked = [what for what in DEVICE_LIMITS if getattr(problem.goal, what) is not None]
     if over and not asked:
         return why

@@ -51,8 +51,8 @@ def any_schedule(problem: Problem, search: Search) -> Result | None:
     if other is None or other.plan is None:
         return plain
     if _clearly_better(problem, other.plan.prediction, plain.plan):
-        return _said(other, "priority", plain)
-    return _said(plain, "barrier", other)
+        return _with_reason(other, "priority", plain)
+    return _with_reason(plain, "barrier", other)
 
 
 def shard_if_needed(problem: Problem, search: Search) -> Result | None:
@@ -71,7 +71,9 @@ def shard_if_needed(problem: Problem, search: Search) -> Result | None:
                 problem, other.plan.prediction, found.plan
             ):
                 return found
-            return _said(other, "sharded exchange", found, "without and with sharded exchange")
+            return _with_reason(
+                other, "sharded exchange", found, "without and with sharded exchange"
+            )
         more = [] if plain is allowed else [sharded]
         if sharded is not allowed:
             more.append(_without_offload(allowed))
@@ -185,7 +187,7 @@ def _clearly_better(problem: Problem, prediction: Prediction, plan: Plan) -> boo
     return prediction.gpu_seconds < plan.prediction.gpu_seconds * (1 - WORTHWHILE)
 
 
-def _said(
+def _with_reason(
     result: Result, taken: str, other: Result, planned: str = "by barrier and by priority"
 ) -> Result:
     assert result.plan is not None

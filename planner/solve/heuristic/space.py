@@ -72,7 +72,7 @@ class OptionSpace:
     def __init__(self, model: CostModel, capability: Capability) -> None:
         self.model, self.capability = model, capability
         self.layouts = layouts_of(model, capability)
-        self.home = model.baseline[0]
+        self.plain = model.baseline[0]
 
     @cached_property
     def options(self) -> tuple[tuple[Option, ...], ...]:
@@ -236,7 +236,7 @@ def pairs(scored: ScoredDecisions) -> Iterator[dict[int, Option]]:
     units with most parameters, two at a time."""
     space, decisions = scored.space, scored.taken()
     for k, option in enumerate(decisions):
-        back = space.tied(k, space.home) if option != space.home else None
+        back = space.tied(k, space.plain) if option != space.plain else None
         # By itself that may not help: what the unit leaves open in a bucket another may fill.
         for changes in moves(space) if back else ():
             if back and not back.keys() & changes.keys():

@@ -172,7 +172,7 @@ def split_plans(space: OptionSpace, layout: Layout) -> Iterator[Decisions]:
     able = [
         k
         for k, row in enumerate(space.options)
-        if any(o.layout == layout and o != space.home for o in row)
+        if any(o.layout == layout and o != space.plain for o in row)
     ]
     stride = max(len(able) / SPLIT_POINTS, 1.0)
     points = sorted({able[int(i * stride)] for i in range(int(len(able) / stride))})

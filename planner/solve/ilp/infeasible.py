@@ -22,15 +22,15 @@ from ..evaluate import rank_memory
 from ..heuristic.checkpointing import fits_in_segments
 from ..heuristic.infeasible import Closest, needed
 from ..heuristic.least_memory import LeastMemory, least_memory, memory_models, never_fits
+from ..highs import Interruption, Solved, run
+from ..option_table import OptionTable
 from ..problem import Problem
-from .backend import Interruption, Solved, run
-from .cases import case
 from .integer import Program
 
+# A relaxed limit is this share above what the plan needs, against rounding.
 MARGIN = 1e-6
-"""A relaxed limit is this share above what the plan needs, against rounding."""
-MOST_S = 1.0
-"""Seconds that a program may take at least, though the deadline is near."""
+# Seconds that a program may take at least, though the deadline is near.
+LAST_S = 1.0
 
 
 class IntegerEvidence:
@@ -39,14 +39,12 @@ class IntegerEvidence:
     proves = True
 
     def closest(self, problems: Sequence[Problem], what: str, deadline: float) -> Closest | None:
-        """The plan that needs the least of ``what`` and keeps every other limit."""
         if what == "memory_limit_bytes":
             memory = [(p, model) for p in problems for model in memory_models(p)]
             return _least_memory(memory, deadline)
-        every = [(problem, model) for problem in problems for model in problem.cost_models()]
         best: Closest | None = None
         proved = True
-        for problem, model in every:
+        for problem, model in ((p, m) for p in problems for m in p.cost_models()):
             chosen, known = _least(problem, model, what, deadline)
             proved &= known
             if chosen is not None:
@@ -56,10 +54,10 @@ class IntegerEvidence:
         return None if best is None else best._replace(proved=proved)
 
     def fits(self, problem: Problem, deadline: float) -> bool:
-        """Whether a plan keeps all limits."""
-        models = [m for m in memory_models(problem) if not never_fits(problem, m)]
-        bounds = [least_memory(problem, model) for model in models]
-        known = [(m, bound) for m, bound in zip(models, bounds, strict=True) if bound is not None]
+        models = (m for m in memory_models(problem) if not never_fits(problem, m))
+        bounds = [(model, least_memory(problem, model)) for model in models]
+        known = [(model, bound) for model, bound in bounds if bound is not None]
+        # The program is asked only where the bound from below does not rule a plan out.
         return any(
             _has_plan(problem, model, deadline, bound.decisions)
             for model, bound in known
@@ -72,13 +70,13 @@ class IntegerEvidence:
 
 
 def _least_memory(every: Sequence[tuple[Problem, CostModel]], deadline: float) -> Closest | None:
-    """The plan that is least over the memory limits of its ranks. A program is solved only where
-    the bound from below leaves room for a plan that is better than those known."""
-    bounds = [(least_memory(problem, model), problem, model)
-              for problem, model in every]  # fmt: skip
+    """The plan that is least over the memory limits of its ranks."""
     best: Choice | None = None
     proved = True
+    bounds = ((least_memory(problem, model), problem, model) for problem, model in every)
     known = [(bound, problem, model) for bound, problem, model in bounds if bound is not None]
+    # A program is solved only where the bound from below leaves room for a plan that is better than
+    # those known; the lowest bound first, so that few are.
     for bound, problem, model in sorted(known, key=lambda each: each[0].over_bytes):
         if best is not None and bound.over_bytes >= best.over_bytes:
             break
@@ -116,20 +114,18 @@ def _least(
     """The plan of one model that needs the least of a limit and keeps the others, and whether the
     program for it was solved to the end. ``bound`` is known of memory."""
     free = msgspec.structs.replace(problem.goal, **{what: None})
-    this = case(problem, _with_goal(problem, model, free))
-    if not all(this.table.options):
+    table = OptionTable(_with_goal(problem, model, free), problem.capability)
+    if not all(table.options):
         return None, True
-    lifts_memory = what == "memory_limit_bytes"
     limits = model
     if bound is not None and model.goal.memory_limit_bytes is not None and bound.over_bytes > 0:
         # The largest limit that every plan is known to be over changes no order of plans. Bytes are
         # counted in units of the limit, and thousands of millions of them are no numbers to solve
         # with.
         scaled = model.goal.memory_limit_bytes + bound.over_bytes
-        limits = _with_goal(
-            problem, model, msgspec.structs.replace(model.goal, memory_limit_bytes=scaled)
-        )
-    program = this.program(problem, excess=lifts_memory, limits_of=limits)
+        higher = msgspec.structs.replace(model.goal, memory_limit_bytes=scaled)
+        limits = _with_goal(problem, model, higher)
+    program = Program(problem, table, excess=what == "memory_limit_bytes", limits_of=limits)
     program.minimise(what)
     solved = _run(program, deadline)
     done = solved.outcome in ("optimal", "infeasible")
@@ -139,7 +135,7 @@ def _least(
 
 
 def _run(program: Program, deadline: float) -> Solved:
-    left_s = max(deadline - time.perf_counter(), MOST_S)
+    left_s = max(deadline - time.perf_counter(), LAST_S)
     return run(program.problem, left_s, Interruption())
 
 
@@ -153,14 +149,15 @@ def _has_plan(problem: Problem, model: CostModel, deadline: float, easiest: Deci
     tried = choice(model, easiest, problem.schedule)
     if _is_plan(tried) and tried.feasible:
         return True
-    this = case(problem, model)
-    if not all(this.table.options):
+    table = OptionTable(model, problem.capability)
+    if not all(table.options):
         return False
-    program = this.program(problem)
+    program = Program(problem, table)
     program.minimise("memory_limit_bytes")  # without excess there is nothing to make small
     if _run(program, deadline).value is None:
         return False
     if choice(model, program.chosen(), problem.schedule).feasible:
         return True
-    closest, _ = _least(problem, model, "memory_limit_bytes", deadline)  # over it by rounding
+    # The solution is over the limit by rounding: another may not be.
+    closest, _ = _least(problem, model, "memory_limit_bytes", deadline)
     return closest is not None and closest.feasible

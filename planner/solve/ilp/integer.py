@@ -18,11 +18,11 @@ family of constraints, with the function that adds it:
                          for every j in forward, in backward (+ h_j),
                          and Σ_k update·f_k for the update, for each
                          class of positions; v = 0 but where it is
-                         what shall be least                           ``Timeline.add``
- (7) bytes received      r_k ≥ what each edge brings to unit k         ``Timeline._received``
+                         what shall be least                           ``MemoryRows.add``
+ (7) bytes received      r_k ≥ what each edge brings to unit k         ``MemoryRows._received``
  (8) open buckets        h_k ≥ min(Σ_{i<k} sent_i,
                                    (layouts in use - those that the
-                                   unit closes) · bucket)              ``Timeline._buckets``
+                                   unit closes) · bucket)              ``MemoryRows._buckets``
  (9) device-seconds      W·T - Σ_k idle_k ≤ amplification · single     ``Program._budgets``
 (10) fidelity            Σ_k lost_k ≤ 1 - the floor                    ``Program._budgets``
 (11) step time limit     T ≤ limit                                     ``Program._budgets``
@@ -38,88 +38,98 @@ al., Applied Sciences 10(24):8846, 2020), reconstructed from their abstracts. Th
 GHP's groups (Joo & Youn, IEEE Access 9:52601, 2021; the abstract) and DeepPool's narrower layouts.
 
 The objective is T, or W·T - Σ_k idle_k. Of the y, which are not integer, none needs to be: once x
-is, each edge has one pair left. Sums over k < j and k > j are running sums (``Linear.track``), so
-that a row has few terms. Times are in units of ``time_unit_s``, bytes in units of the limit.
+is, each edge has one pair left. Sums over k < j and k > j are running sums (``Variables.track``).
+Times are in units of ``time_unit_s``, bytes in units of the limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pulp
 
 from ...cost.budget import energy_budget, gpu_seconds_limit, lost_energy
+from ...cost.cost import CostModel
 from ...cost.step_time import LINKS, Vector
-from ...memory.rows import AT, SLICES, rows
+from ...memory.rows import AT, RECEIVED, SLICES, rows
 from ...schema.options import Option
-from ...simulate.schedule import ScheduleName
+from ..answer import choice
+from ..figures import EDGE_FIGURES
 from ..option_table import OptionTable
-from .timeline import MemoryClass, Timeline
+from ..problem import Problem
+from .memory_rows import MemoryRows, memory_classes
 from .variables import Terms, Variables, summed
+
+# The step of plain data parallelism is so many units of time: see [Note: Tolerances of HiGHS].
+SCALE = 100.0
 
 
 class Program(Variables):
-    """The program of one option table. ``classes`` are the positions whose memory may bind."""
+    """The program of one option table. With ``excess`` memory may be exceeded, by a variable share;
+    the limits on memory may be those of another model's goal (``limits_of``)."""
 
     def __init__(
         self,
+        problem: Problem,
         table: OptionTable,
-        classes: Sequence[MemoryClass],
-        schedule: ScheduleName,
-        time_unit_s: float,
         *,
         excess: bool = False,
+        limits_of: CostModel | None = None,
     ) -> None:
         super().__init__(table)
-        self.unit_s = time_unit_s
+        plain = choice(self.model, self.model.baseline, problem.schedule)
+        self.time_unit_s = max(plain.step_s, 1e-9) / SCALE
         self.rows = rows(
-            self.model.micro_batches, schedule, 0.0, together=table.memory.updates_together
+            self.model.micro_batches, problem.schedule, 0.0, together=table.memory.updates_together
         )
         self.step = self.new("T")
-        self._step(schedule)
+        self._step(waits_for_slices=problem.schedule == "priority")
         self.excess = self.new("v") if excess else None
-        timeline = Timeline(self, self.rows, self.excess)
-        for i, each in enumerate(classes):
-            timeline.add(i, each)
+        memory = MemoryRows(self, self.rows, self.excess)
+        for i, each in enumerate(memory_classes(table, limits_of or self.model)):
+            memory.add(i, each)
         self._budgets()
 
     # -- seconds -------------------------------------------------------------------------------
 
-    def _step(self, schedule: ScheduleName) -> None:
-        """T in units of ``unit_s`` is at least every row of seconds."""
-        units = range(len(self.x))
-        figures = [u.figures / self.unit_s for u in self.table.listed]
-        self.scale_pairs(1 / self.unit_s)
+    def _step(self, *, waits_for_slices: bool) -> None:
+        """T in units of time is at least every row of seconds."""
+        figures = [u.figures / self.time_unit_s for u in self.table.listed]
+        # The seconds of edges likewise; their bytes stay.
+        scale = [1.0 if f == RECEIVED else 1 / self.time_unit_s for f in EDGE_FIGURES]
+        self.moves = [
+            [p._replace(figures=p.figures * np.array(scale)) for p in row] for row in self.moves
+        ]
         always = summed(
-            item for k in units for item in self.form(k, self.rows.totals[0], figures[k]).items()
+            item
+            for k, own in enumerate(figures)
+            for item in self.form(k, self.rows.totals[0], own).items()
         )
         self._bound(always)
         for link in range(self.rows.timed):
-            sends = [self._sends(k, link) for k in units]
+            sends = [u.figures[:, AT[f"exchange.{LINKS[link]}"]] for u in self.table.listed]
+            # The terms of a link, or of a unit, that gradients do not use are never the largest.
             if not any(s.any() for s in sends):
                 continue
-            family = (self.rows.before[link], self.rows.at[link], self.rows.after[link])
-            parts = [tuple(self.form(k, w, figures[k]) for w in family) for k in units]
-            delay = self._slices(link, sends) if schedule == "priority" else {}
-            for j, row in enumerate(self.track(f"t{link}", parts)):  # type: ignore[arg-type]
+            delay = {}
+            if waits_for_slices:
+                delay = self._slices(link, sends, [f[:, SLICES[link]] for f in figures])
+            for j, row in enumerate(self.track(f"t{link}", self.rows, link, figures)):
                 if sends[j].any():
                     self._bound(row | ({delay[j]: 1.0} if j in delay else {}))
 
     def _bound(self, row: Terms) -> None:
         self.at_most(row | {self.step: row.get(self.step, 0.0) - 1.0}, 0.0)
 
-    def _sends(self, k: int, link: int) -> Vector:
-        """For each option the seconds of exchange on a link."""
-        seconds: Vector = self.table.listed[k].figures[:, AT[f"exchange.{LINKS[link]}"]]
-        return seconds
-
-    def _slices(self, link: int, sends: Sequence[Vector]) -> dict[int, pulp.LpVariable]:
+    def _slices(
+        self, link: int, sends: Sequence[Vector], slices: Sequence[Vector]
+    ) -> dict[int, pulp.LpVariable]:
         """For each unit j the longest slice that may be on the wire before its own go."""
-        count, found = len(sends), {}
-        slices = [self._slice_s(k, link) for k in range(count)]
-        longest = 0.0
+        found, longest = {}, 0.0
         following: pulp.LpVariable | None = None  # the longest slice of the units after j
-        for j in reversed(range(count - 1)):
+        # From the last unit back, so that one variable is enough for all units after another.
+        for j in reversed(range(len(sends) - 1)):
             if slices[j + 1].any():
                 wait = self.new(f"w{link}_{j}")
                 own = summed(zip(self.x[j + 1], slices[j + 1], strict=True))
@@ -129,15 +139,12 @@ class Program(Variables):
                 longest, following = max(longest, slices[j + 1].max()), wait
             if following is not None and sends[j].any():
                 delay = found[j] = self.new(f"d{link}_{j}")
+                # An option that sends nothing waits for nothing: it takes the longest off.
                 idle = [x for x, s in zip(self.x[j], sends[j], strict=True) if not s]
                 self.at_most(
                     {following: 1.0, delay: -1.0} | dict.fromkeys(idle, -float(longest)), 0.0
                 )
         return found
-
-    def _slice_s(self, k: int, link: int) -> Vector:
-        slices: Vector = self.table.listed[k].figures[:, SLICES[link]] / self.unit_s
-        return slices
 
     # -- limits --------------------------------------------------------------------------------
 
@@ -145,25 +152,24 @@ class Program(Variables):
         """Device-seconds, fidelity, and the time that a step may take."""
         goal, limit = self.model.goal, gpu_seconds_limit(self.model)
         if limit < float("inf"):
-            self.at_most(self.device_seconds(), limit / self.unit_s)
+            self.at_most(self.device_seconds(), limit / self.time_unit_s)
         if goal.undisturbed_limit_s is not None:
-            self.at_most({self.step: 1.0}, goal.undisturbed_limit_s / self.unit_s)
+            self.at_most({self.step: 1.0}, goal.undisturbed_limit_s / self.time_unit_s)
         lost = self.lost()
         if lost:
             self.at_most(lost, energy_budget(self.model))
 
     def lost(self) -> Terms:
-        """The share of the gradient's energy that is left for later."""
         return summed(
             (x, lost_energy(self.model, k, option))
             for k, row in enumerate(self.x)
-            for x, option in zip(row, self.table.listed[k].options, strict=True)
+            for x, option in zip(row, self.table.options[k], strict=True)
         )
 
     def device_seconds(self) -> Terms:
         """W·T less what is idle."""
         idle = summed(
-            (x, -figure / self.unit_s)
+            (x, -figure / self.time_unit_s)
             for row, unit in zip(self.x, self.table.listed, strict=True)
             for x, figure in zip(row, unit.figures[:, AT["idle"]], strict=True)
         )
@@ -178,7 +184,7 @@ class Program(Variables):
 
     @property
     def objective(self) -> Terms:
-        """What is to be least, in units of ``unit_s``."""
+        """What is to be least, in units of ``time_unit_s``."""
         if self.model.goal.objective == "time":
             return {self.step: 1.0}
         return self.device_seconds()
@@ -186,9 +192,9 @@ class Program(Variables):
     def within(self, most_s: float) -> None:
         """Only what is at most that good counts from now on."""
         if self.model.goal.objective == "time":
-            self.step.upBound = most_s / self.unit_s
+            self.step.upBound = most_s / self.time_unit_s
         else:
-            self.at_most(self.device_seconds(), most_s / self.unit_s)
+            self.at_most(self.device_seconds(), most_s / self.time_unit_s)
 
     def minimise(self, what: str) -> None:
         """Makes what a limit of the goal bounds the objective."""
@@ -205,10 +211,10 @@ class Program(Variables):
         counts a little, so that none is chosen for nothing."""
         parts: list[tuple[pulp.LpVariable, float]] = [(v, 0.5 * c) for v, c in self.lost().items()]
         for edge, pairs in zip(self.table.edges, self.pairs, strict=True):
-            source, target = (self.table.listed[k].states for k in (edge.source, edge.target))
+            source, target = (self.table.states[k] for k in (edge.source, edge.target))
             parts += [(p.variable, 1.0) for p in pairs if source[p.source] != target[p.target]]
         policies = sum(len(row) for row in self.x)
-        for row, unit in zip(self.x, self.table.listed, strict=True):
-            for x, option in zip(row, unit.options, strict=True):
+        for row, options in zip(self.x, self.table.options, strict=True):
+            for x, option in zip(row, options, strict=True):
                 parts.append((x, 0.4 / policies * (option[2:] != Option(option.layout)[2:])))
         self.problem.setObjective(pulp.LpAffineExpression(summed(parts)))

@@ -10,7 +10,7 @@ one that loses least.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pulp
@@ -22,20 +22,20 @@ from ..evaluate import evaluation
 from ..heuristic.infeasible import explain
 from ..heuristic.segmented import fitting_in_segments
 from ..heuristic.splits import search
+from ..highs import Interruption, Solved, run
+from ..option_table import OptionTable
 from ..problem import Infeasibility, Problem, Result
-from .backend import Interruption, Solved, run
-from .cases import Case, case
 from .infeasible import IntegerEvidence
 from .integer import Program
 
 ROUNDING = 1e-6
+# A program must reach the best objective so far, with this much room for rounding.
 AT_LEAST_AS_GOOD = 1e-5
-"""A program must reach the best objective so far, with this much room for rounding."""
+# Of a step, what the program may have it shorter or longer than the formula: integers are such to
+# ``highs.INTEGRAL``, times what the options of a unit differ by.
 AGREES = 1e-5
-"""Of a step, what the program may have it shorter or longer than the formula: integers are such to
-``backend.INTEGRAL``, times what the options of a unit differ by."""
+# How often a solution over a limit by rounding is excluded before that is taken for a bug.
 CUTS = 50
-"""How often a solution over a limit by rounding is excluded before that is taken for a bug."""
 
 
 class Integer:
@@ -45,14 +45,14 @@ class Integer:
 
     def solve(self, problem: Problem, time_limit_s: float | None = None) -> Result:
         """See ``solver.Solver``."""
-        return Search(problem.placed(), time_limit_s).result()
+        return IntegerSearch(problem.placed(), time_limit_s).result()
 
     def explain(self, problems: Sequence[Problem]) -> Infeasibility:
         """See ``solver.Solver``."""
         return explain([problem.placed() for problem in problems], IntegerEvidence())
 
 
-class Search:
+class IntegerSearch:
     """One search: the cases, the best choice so far, what is proved, the time that is left."""
 
     def __init__(self, problem: Problem, time_limit_s: float | None) -> None:
@@ -67,11 +67,9 @@ class Search:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the time limit."""
         return self.deadline - time.perf_counter()
 
     def result(self) -> Result:
-        """The best plan, or why there is none."""
         with self.interruption.listening():
             every = list(self.problem.cost_models())
             self._begin(every)
@@ -137,31 +135,31 @@ class Search:
         """Solves one program against the best so far, and takes its bound."""
         label = f"{model.micro_batches} micro-batches, slices of {model.message_bytes:,} bytes"
         self.problem.report(label, done)
-        this = case(self.problem, model)
-        if not all(this.table.options):
+        table = OptionTable(model, self.problem.capability)
+        if not all(table.options):
             return  # a unit's own limit leaves it no option
-        program = this.program(self.problem)
+        program = Program(self.problem, table)
         program.problem.setObjective(pulp.LpAffineExpression(program.objective))
         if self.best is not None:
             program.within(self.best.objective_s * (1 + AT_LEAST_AS_GOOD))
 
         def progress(gap: float) -> None:
+            # HiGHS gives infinity until it has a solution.
             if 0 <= gap < 1e6:
                 self.problem.report(f"{label}: gap {gap:.1%}", done + part * max(1 - gap, 0.0))
 
-        solved = self._solve(program, this, progress)
+        solved = self._solve(program, progress)
         self.proved &= solved.outcome in ("optimal", "infeasible")
-        self.bound_s = min(self.bound_s, solved.bound * this.time_unit_s)
+        self.bound_s = min(self.bound_s, solved.bound * program.time_unit_s)
 
-    def _solve(self, program: Program, this: Case, progress: object = None) -> Solved:
+    def _solve(self, program: Program, progress: Callable[[float], None]) -> Solved:
         """Solves until the solution is one that keeps the limits to the byte."""
-        listen = progress if callable(progress) else lambda gap: None
         for _ in range(CUTS):
-            solved = run(program.problem, self.left_s, self.interruption, listen)
+            solved = run(program.problem, self.left_s, self.interruption, progress)
             if solved.value is None:
                 return solved
-            new = choice(this.model, program.chosen(), self.problem.schedule)
-            self._compare(new, program, this, solved)
+            new = choice(program.model, program.chosen(), self.problem.schedule)
+            self._compare(new, program, solved)
             if self._offer(new):
                 return solved
             program.forbid(new.decisions)
@@ -170,11 +168,11 @@ class Search:
             "this is a bug of the planner, please report it with the profile and the cluster"
         )
 
-    def _compare(self, new: Choice, program: Program, this: Case, solved: Solved) -> None:
-        """Holds the program's step against the formula's; ``T`` may be above it where nothing
-        presses it down."""
-        said = (program.step.value() or 0.0) * this.time_unit_s
-        near = AGREES * new.step_s + 1e-9 * this.time_unit_s
+    def _compare(self, new: Choice, program: Program, solved: Solved) -> None:
+        """Holds the program's step against the formula's."""
+        said = (program.step.value() or 0.0) * program.time_unit_s
+        near = AGREES * new.step_s + 1e-9 * program.time_unit_s
+        # T may be above the formula where nothing presses it down.
         if said < new.step_s - near or (
             solved.outcome == "optimal" and said > new.step_s + near and program.presses
         ):
@@ -187,8 +185,7 @@ class Search:
         """A plan nearly as good that changes layout less and loses less, if time is left."""
         if self.problem.near <= 0 or self.left_s <= 0 or not self.proved:
             return best
-        this = case(self.problem, best.model)
-        program = this.program(self.problem)
+        program = Program(self.problem, OptionTable(best.model, self.problem.capability))
         program.within(best.objective_s * (1 + self.problem.near))
         program.simplest()
         solved = run(program.problem, min(self.left_s, 10.0), self.interruption)

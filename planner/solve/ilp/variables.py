@@ -13,9 +13,9 @@ import numpy as np
 import pulp
 
 from ...cost.step_time import Vector
-from ...memory.rows import RECEIVED, Matrix
+from ...memory.rows import RECEIVED, Matrix, Rows
 from ...schema.options import Decisions
-from ..edge_table import EDGE_FIGURES
+from ..figures import EDGE_FIGURES
 from ..option_table import OptionTable
 
 Terms = dict[pulp.LpVariable, float]
@@ -31,11 +31,27 @@ def summed(parts: Iterable[tuple[pulp.LpVariable, float]]) -> Terms:
     return total
 
 
-class Linear:
-    """A program that rows are added to."""
+class Pair(NamedTuple):
+    """One variable of an edge and what it adds to the target: ``EDGE_FIGURES``.
+    ``source`` and ``target`` are the numbers of the ends' states."""
 
-    def __init__(self) -> None:
+    variable: pulp.LpVariable
+    figures: Vector
+    source: int
+    target: int
+
+
+class Variables:
+    """A program with the variables of an option table: x for each option of each unit, the pairs of
+    each edge."""
+
+    def __init__(self, table: OptionTable) -> None:
         self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
+        self.table, self.model = table, table.model
+        self._options()
+        self._ties()
+        self.pairs = [self._pairs(e) for e in range(len(table.edges))]
+        self.moves = [self._moves(e) for e in range(len(table.edges))]
 
     def new(self, name: str) -> pulp.LpVariable:
         return pulp.LpVariable(name, lowBound=0)
@@ -49,76 +65,37 @@ class Linear:
         form = pulp.LpAffineExpression(terms)
         self.problem += pulp.LpConstraint(form, pulp.LpConstraintEQ, rhs=value)
 
-    def track(self, name: str, parts: Sequence[tuple[Terms, Terms, Terms]]) -> list[Terms]:
-        """The rows of a track from each unit's (before, at, after)."""
-        count = len(parts)
-        ahead = [self.new(f"{name}_ahead_{j}") for j in range(count)]
-        behind = [self.new(f"{name}_behind_{j}") for j in range(count)]
-        for j in range(1, count):
-            self.running(ahead[j], ahead[j - 1], parts[j - 1][0])
-            self.running(behind[j - 1], behind[j], parts[j][2])
-        found = []
-        for j in range(count):
-            row = dict(parts[j][1])
-            if j:
-                row[ahead[j]] = 1.0
-            if j + 1 < count:
-                row[behind[j]] = 1.0
-            found.append(row)
-        self.equal({ahead[0]: 1.0}, 0.0)
-        self.equal({behind[-1]: 1.0}, 0.0)
-        return found
-
-    def running(self, now: pulp.LpVariable, last: pulp.LpVariable, added: Terms) -> None:
-        self.equal({now: 1.0, last: -1.0} | {v: -c for v, c in added.items()}, 0.0)
-
-
-class Pair(NamedTuple):
-    """One variable of an edge and what it adds to the target: ``EDGE_FIGURES``.
-    ``source`` and ``target`` are the numbers of the ends' states."""
-
-    variable: pulp.LpVariable
-    figures: Vector
-    source: int
-    target: int
-
-
-class Variables(Linear):
-    """The variables of an option table: x for each option of each unit, the pairs of each edge."""
-
-    def __init__(self, table: OptionTable) -> None:
-        super().__init__()
-        self.table, self.model = table, table.model
-        self._options()
-        self._ties()
-        self.pairs = [self._pairs(e) for e in range(len(table.edges))]
-        self.moves = [self._moves(e) for e in range(len(table.edges))]
-
     def _options(self) -> None:
         self.x = [
-            [pulp.LpVariable(f"x_{k}_{o}", cat="Binary") for o in range(len(unit.options))]
-            for k, unit in enumerate(self.table.listed)
+            [pulp.LpVariable(f"x_{k}_{o}", cat="Binary") for o in range(len(options))]
+            for k, options in enumerate(self.table.options)
         ]
         for row in self.x:
             self.equal(dict.fromkeys(row, 1.0), 1.0)
 
     def in_state(self, k: int, state: int) -> list[pulp.LpVariable]:
-        """The options of a unit that have a state."""
         numbers = enumerate(self.table.listed[k].state_of)
         return [self.x[k][n] for n, theirs in numbers if theirs == state]
 
     def _pairs(self, e: int) -> list[Pair]:
-        """An edge's pairs of states: products of sums of x, by their marginals. Where one end has
-        one state only, the other end's x are the pairs."""
+        """An edge's pairs of states: products of sums of x, by their marginals."""
         edge = self.table.edges[e]
         a, b = edge.source, edge.target
-        sources, targets = edge.figures.shape[1:]
-        if sources == 1:
-            each = ((x, 0, t) for t in range(targets) for x in self.in_state(b, t))
-        elif targets == 1:
-            each = ((x, s, 0) for s in range(sources) for x in self.in_state(a, s))
+        sources, targets = (range(count) for count in edge.figures.shape[1:])
+        # Where one end has one state only, the other end's x are the pairs.
+        if len(sources) == 1:
+            each = [(x, 0, t) for t in targets for x in self.in_state(b, t)]
+        elif len(targets) == 1:
+            each = [(x, s, 0) for s in sources for x in self.in_state(a, s)]
         else:
-            each = ((y, s, t) for (s, t), y in self._products(e, sources, targets).items())
+            y = {(s, t): self.new(f"y_{e}_{s}_{t}") for s in sources for t in targets}
+            each = [(variable, s, t) for (s, t), variable in y.items()]
+            for s in sources:
+                row = dict.fromkeys((y[s, t] for t in targets), 1.0)
+                self.equal(row | dict.fromkeys(self.in_state(a, s), -1.0), 0.0)
+            for t in targets:
+                row = dict.fromkeys((y[s, t] for s in sources), 1.0)
+                self.equal(row | dict.fromkeys(self.in_state(b, t), -1.0), 0.0)
         return [Pair(v, edge.figures[:, s, t], s, t) for v, s, t in each]
 
     def _moves(self, e: int) -> list[Pair]:
@@ -126,15 +103,16 @@ class Variables(Linear):
         earlier unit may have got alike has a variable of its own, which is 0 where one has."""
         if not self.model.same_tensors_before[e]:
             return self.pairs[e]
-        found: dict[tuple[int, int], Pair] = {}
         same: dict[tuple[int, int], list[Pair]] = {}
         for pair in self.pairs[e]:
             same.setdefault((pair.source, pair.target), []).append(pair)
-        for states, pairs in same.items():
-            found[states] = pairs[0]
-            if pairs[0].figures.any():
-                found[states] = pairs[0]._replace(variable=self._charged(e, states, pairs))
-        return list(found.values())
+        # A pair that moves nothing needs none: its variable multiplies zeros.
+        return [
+            pairs[0]._replace(variable=self._charged(e, states, pairs))
+            if pairs[0].figures.any()
+            else pairs[0]
+            for states, pairs in same.items()
+        ]
 
     def _charged(self, e: int, states: tuple[int, int], pairs: Sequence[Pair]) -> pulp.LpVariable:
         """At least 1 where an edge has these states and no earlier one moves the same."""
@@ -142,52 +120,59 @@ class Variables(Linear):
         row = dict.fromkeys((pair.variable for pair in pairs), 1.0) | {charged: -1.0}
         for other in self.model.same_tensors_before[e]:
             target = self.model.ends[other][1]
-            for state in self.table.shared.bringing(e, other, *states):
+            for state in self.table.shared.states_that_share(e, other, *states):
                 row |= dict.fromkeys(self.in_state(target, state), -1.0)
         self.at_most(row, 0.0)
         return charged
 
-    def _products(
-        self, e: int, sources: int, targets: int
-    ) -> dict[tuple[int, int], pulp.LpVariable]:
-        edge = self.table.edges[e]
-        y = {(s, t): self.new(f"y_{e}_{s}_{t}") for s in range(sources) for t in range(targets)}
-        for s in range(sources):
-            row = dict.fromkeys((y[s, t] for t in range(targets)), 1.0)
-            self.equal(row | dict.fromkeys(self.in_state(edge.source, s), -1.0), 0.0)
-        for t in range(targets):
-            row = dict.fromkeys((y[s, t] for s in range(sources)), 1.0)
-            self.equal(row | dict.fromkeys(self.in_state(edge.target, t), -1.0), 0.0)
-        return y
-
     def _ties(self) -> None:
-        for k, units in enumerate(self.model.ties):
-            for other in units:
-                if k < other:
-                    self._tie(k, other)
-
-    def _tie(self, a: int, b: int) -> None:
         """Units share a layout, and the cut of each parameter that both have."""
-        keys = [self._cuts(a, b), self._cuts(b, a)]
-        for key in dict.fromkeys((*keys[0], *keys[1])):
-            left = dict.fromkeys(keys[0].get(key, ()), 1.0)
-            self.equal(left | dict.fromkeys(keys[1].get(key, ()), -1.0), 0.0)
+        tied = ((k, other) for k, units in enumerate(self.model.ties) for other in units)
+        for a, b in tied:
+            if a < b:
+                one, two = self._cuts(a, b), self._cuts(b, a)
+                for key in dict.fromkeys((*one, *two)):
+                    left = dict.fromkeys(one.get(key, ()), 1.0)
+                    self.equal(left | dict.fromkeys(two.get(key, ()), -1.0), 0.0)
 
     def _cuts(self, k: int, other: int) -> dict[object, list[pulp.LpVariable]]:
         """The x of a unit by layout and by the dimension in which it cuts what both have."""
         unit, theirs = self.model.profile.units[k], self.model.profile.units[other]
         names = sorted({p.shared for p in unit.parameters} & {p.shared for p in theirs.parameters})
         found: dict[object, list[pulp.LpVariable]] = {}
-        for x, option in zip(self.x[k], self.table.listed[k].options, strict=True):
+        for x, option in zip(self.x[k], self.table.options[k], strict=True):
             split = unit.split(option.style) if option.layout.degree > 1 else None
             sharded = dict(split.sharded) if split else {}
             key = option.layout, tuple(sharded.get(name) for name in names)
             found.setdefault(key, []).append(x)
         return found
 
+    def track(self, name: str, rows: Rows, track: int, figures: Sequence[Matrix]) -> list[Terms]:
+        """The rows of a track, one for each unit; ``figures`` [option, figure] are units' own."""
+        before, at, after = (
+            [self.form(k, weights, own) for k, own in enumerate(figures)]
+            for weights in (rows.before[track], rows.at[track], rows.after[track])
+        )
+        # Running sums: a row has its own terms and two more, not those of all units.
+        last = len(figures) - 1
+        ahead = [self.new(f"{name}_ahead_{j}") for j in range(last + 1)]
+        behind = [self.new(f"{name}_behind_{j}") for j in range(last + 1)]
+        for j in range(1, last + 1):
+            self.running(ahead[j], ahead[j - 1], before[j - 1])
+            self.running(behind[j - 1], behind[j], after[j])
+        for j, row in enumerate(at):
+            row |= {ahead[j]: 1.0} if j else {}
+            row |= {behind[j]: 1.0} if j < last else {}
+        self.equal({ahead[0]: 1.0}, 0.0)
+        self.equal({behind[-1]: 1.0}, 0.0)
+        return at
+
+    def running(self, now: pulp.LpVariable, last: pulp.LpVariable, added: Terms) -> None:
+        self.equal({now: 1.0, last: -1.0} | {v: -c for v, c in added.items()}, 0.0)
+
     def form(self, k: int, weights: Vector, figures: Matrix) -> Terms:
-        """weights·f_k; ``figures`` [option, figure] are the unit's own. Bytes received are left out
-        (see ``_received``)."""
+        """weights·f_k; ``figures`` [option, figure] are the unit's own."""
+        # Without bytes received: of several edges the largest counts (``MemoryRows._received``).
         own = zip(self.x[k], figures @ weights, strict=True)
         into = [w for w in EDGE_FIGURES if w != RECEIVED]
         entry = weights[into]
@@ -198,20 +183,13 @@ class Variables(Linear):
         ]
         return summed([*own, *(edges if entry.any() else ())])
 
-    def scale_pairs(self, factor: float) -> None:
-        """Edges' seconds in units of time; bytes stay."""
-        scale = np.array([1.0 if f == RECEIVED else factor for f in EDGE_FIGURES])
-        self.moves = [[p._replace(figures=p.figures * scale) for p in row] for row in self.moves]
-
     def chosen(self) -> Decisions:
-        """The decisions of the solution found."""
         return tuple(
-            unit.options[int(np.argmax([x.value() or 0.0 for x in row]))]
-            for unit, row in zip(self.table.listed, self.x, strict=True)
+            options[int(np.argmax([x.value() or 0.0 for x in row]))]
+            for options, row in zip(self.table.options, self.x, strict=True)
         )
 
     def forbid(self, decisions: Decisions) -> None:
-        """Excludes one set of decisions."""
         chosen = [
             row[options.index(option)]
             for row, options, option in zip(self.x, self.table.options, decisions, strict=True)

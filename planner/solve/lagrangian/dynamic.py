@@ -7,7 +7,7 @@ through the graph holds (units with one state count nothing). The order is chose
 smallest table first. Nonserial dynamic programming after Bertelè and Brioschi, 1972.
 
 Where a table would be too large, edges are *relaxed*: such an edge costs each state of its source
-what it costs to the best state of its target. What is found is then still a lower bound.
+what it costs to the best state of its target.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy.typing as npt
 Reals = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 
+# Entries of a table that may be made (32 MB of floats); more are relaxed away.
 LARGEST_TABLE = 4_000_000
-"""Entries of a table that may be made; more are relaxed away."""
 
 
 class Elimination(NamedTuple):
@@ -40,7 +40,7 @@ class Order(NamedTuple):
     kept: frozenset[int]
 
 
-class Answer(NamedTuple):
+class Assignment(NamedTuple):
     """The least price and an assignment that has it: one state for each unit."""
 
     price: float
@@ -55,7 +55,12 @@ def order_of(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> Order:
         worst = max(eliminations, key=lambda one: _entries(sizes, one), default=None)
         if worst is None or _entries(sizes, worst) <= LARGEST_TABLE:
             return Order(tuple(eliminations), frozenset(kept))
-        kept.remove(_longest(ends, kept, worst, sizes))
+        # Of the edges at these units the one that spans most is relaxed: it is in the scopes of all
+        # that lies between its ends.
+        inside = {worst.unit, *worst.scope}
+        free = [e for e in kept if sizes[ends[e][0]] > 1 and sizes[ends[e][1]] > 1]
+        near = [e for e in free if inside & set(ends[e])]
+        kept.remove(max(near, key=lambda e: (ends[e][1] - ends[e][0], e)))
 
 
 def _entries(sizes: Sequence[int], one: Elimination) -> int:
@@ -63,16 +68,6 @@ def _entries(sizes: Sequence[int], one: Elimination) -> int:
     for k in one.scope:
         entries *= sizes[k]
     return entries
-
-
-def _longest(
-    ends: Sequence[tuple[int, int]], kept: set[int], one: Elimination, sizes: Sequence[int]
-) -> int:
-    """The edge to relax: of those at the units of an elimination the one that spans most."""
-    inside = {one.unit, *one.scope}
-    free = [e for e in kept if sizes[ends[e][0]] > 1 and sizes[ends[e][1]] > 1]
-    near = [e for e in free if inside & set(ends[e])]
-    return max(near, key=lambda e: (ends[e][1] - ends[e][0], e))
 
 
 def _greedy(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> list[Elimination]:
@@ -102,12 +97,14 @@ def _greedy(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> list[Elimi
 
 def minimise(
     order: Order, units: Sequence[Reals], edges: Sequence[tuple[int, int, Reals]]
-) -> Answer:
+) -> Assignment:
     """The least Σ units[k][s_k] + Σ edges[s_a, s_b] over the kept edges, relaxed ones at their
     least."""
     factors: list[list[tuple[tuple[int, ...], Reals]]] = [[((k,), u)] for k, u in enumerate(units)]
     rank = {one.unit: i for i, one in enumerate(order.eliminations)}
     for e, (a, b, price) in enumerate(edges):
+        # A relaxed edge costs no more here than in any assignment: what is found is still a lower
+        # bound. A unit with one state leaves nothing to relax.
         if len(units[a]) == 1 or len(units[b]) == 1 or e not in order.kept:
             k = a if len(units[b]) == 1 or e not in order.kept else b
             factors[k].append(((k,), price.min(axis=1 if k == a else 0)))
@@ -125,13 +122,19 @@ def minimise(
             factors[min(one.scope, key=rank.__getitem__)].append((one.scope, least))
         else:
             least_price += float(least)
-    return Answer(least_price, _read_back(order, choices, len(units)))
+    # A unit's best state is known for every combination of the states of those that its table
+    # depends on. They were eliminated after it, so the states are read off from the last one back.
+    states = np.zeros(len(units), dtype=np.int64)
+    for one, choice in zip(reversed(order.eliminations), reversed(choices), strict=True):
+        states[one.unit] = choice[tuple(states[list(one.scope)])]
+    return Assignment(least_price, states)
 
 
 def _joined(one: Elimination, factors: Sequence[tuple[tuple[int, ...], Reals]]) -> Reals:
     """The sum of the factors over (the unit, its scope)."""
     axes = (one.unit, *one.scope)
     total: Reals | None = None
+    # Small tables first: what is added up stays small until a large one comes.
     for scope, table in sorted(factors, key=lambda f: len(f[0])):
         if scope != axes:
             here = sorted(range(len(scope)), key=lambda i: axes.index(scope[i]))
@@ -143,10 +146,3 @@ def _joined(one: Elimination, factors: Sequence[tuple[tuple[int, ...], Reals]]) 
         total = table if total is None else total + table
     assert total is not None
     return total
-
-
-def _read_back(order: Order, choices: Sequence[Numbers], count: int) -> Numbers:
-    states = np.zeros(count, dtype=np.int64)
-    for one, choice in zip(reversed(order.eliminations), reversed(choices), strict=True):
-        states[one.unit] = choice[tuple(states[list(one.scope)])]
-    return states

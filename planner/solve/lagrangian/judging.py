@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
+import networkx as nx
 import numpy as np
 
 from ...memory.rows import (
@@ -21,12 +22,17 @@ from ...memory.rows import (
     values,
     write_neighbours,
 )
+from ..figures import Numbers
 from ..option_table import OptionTable
-from ..unit_figures import Numbers
 
 INFINITE = float("inf")
+# Limits may be overdrawn by this share: sums of floats differ by their order.
 ROUNDING = 5e-10
-"""Limits may be overdrawn by this share: sums of floats differ by their order."""
+IDLE = AT["idle"]
+# Blocks and windows of one other plan that are tried, the larger first: each costs a judgement.
+MOST_WINDOWS = 400
+# Options of all units up to which each is tried one by one.
+MOST_OPTIONS = 4000
 
 
 class Limits(NamedTuple):
@@ -59,23 +65,8 @@ class Score(NamedTuple):
         return self.objective < other.objective - 1e-9 * abs(other.objective)
 
 
-def score(limits: Limits, plan: Values, step_s: float, idle_s: float, timed: int) -> Score:
-    """The score of a plan with those rows, seconds and idle device-seconds."""
-    over = _over(plan.peak_bytes(timed), limits.memory_bytes)
-    over += _over(float(plan.totals[LOST]), limits.lost)
-    over += _over(limits.devices * step_s - idle_s, limits.gpu_s) + _over(step_s, limits.step_s)
-    return Score(over, limits.objective(step_s, idle_s))
-
-
 def _over(value: float, limit: float) -> float:
     return max(value - limit * (1 + ROUNDING), 0.0) / max(limit, 1e-12) if limit < INFINITE else 0.0
-
-
-IDLE = AT["idle"]
-MOST_WINDOWS = 400
-"""Blocks and windows of one other plan that are tried, the larger first."""
-MOST_OPTIONS = 4000
-"""Options of all units up to which each is tried one by one."""
 
 
 class JudgedPlan(NamedTuple):
@@ -97,34 +88,27 @@ class PlanJudge:
 
     def __init__(self, table: OptionTable, rows: Rows, limits: Limits) -> None:
         self.table, self.rows, self.limits = table, rows, limits
-        self.neighbours = [(e.source, e.target) for e in table.edges]
-        self.neighbours += [(t.source, t.target) for t in table.ties]
+        self.neighbours = nx.Graph((e.source, e.target) for e in table.edges)
+        self.neighbours.add_edges_from((t.source, t.target) for t in table.ties)
+        self.neighbours.add_nodes_from(range(len(table.units)))
 
     def judged(self, numbers: Numbers) -> JudgedPlan:
-        """A plan with everything known of it."""
         figures = self.table.plan_figures(numbers)
         return self._scored(numbers, figures, values(self.rows, figures))
 
     def _scored(self, numbers: Numbers, figures: Matrix, rows: Values) -> JudgedPlan:
+        limits, units = self.limits, self.table.units
         step = rows.step_s(slice_waits(figures))
         idle = float(figures[:, IDLE].sum())
-        found = score(self.limits, rows, step, idle, self.rows.timed)
-        return JudgedPlan(
-            numbers, figures, rows, found._replace(over=found.over + self._broken_ties(numbers))
+        over = _over(rows.peak_bytes(self.rows.timed), limits.memory_bytes)
+        over += _over(float(rows.totals[LOST]), limits.lost)
+        over += _over(limits.devices * step - idle, limits.gpu_s) + _over(step, limits.step_s)
+        # A broken tie counts as much as going over a limit by all of it.
+        over += sum(
+            not tie.agree[tuple(units[k].state(numbers[k]) for k in (tie.source, tie.target))]
+            for tie in self.table.ties
         )
-
-    def _broken_ties(self, numbers: Numbers) -> int:
-        """How many ties a plan breaks."""
-        if not self.table.ties:
-            return 0
-        units = self.table.units
-        return sum(
-            not t.agree[
-                units[t.source].split(numbers[t.source])[0],
-                units[t.target].split(numbers[t.target])[0],
-            ]
-            for t in self.table.ties
-        )
+        return JudgedPlan(numbers, figures, rows, Score(over, limits.objective(step, idle)))
 
     def take_over(
         self, plan: JudgedPlan, other: Numbers, deadline: float, enough: float = 0.0
@@ -144,7 +128,8 @@ class PlanJudge:
 
     def polish(self, plan: JudgedPlan, deadline: float) -> JudgedPlan:
         """The plan after giving single units (with those tied to them) whatever option helps, until
-        none does; not where there are many options and the plan keeps all limits."""
+        none does."""
+        # With many options that takes long: only a plan that is over a limit is worth it.
         count = sum(u.memory.allowed.size * u.exchange.allowed.shape[1] for u in self.table.units)
         if count > MOST_OPTIONS and not plan.score.over:
             return plan
@@ -169,7 +154,7 @@ class PlanJudge:
             return None
         units, numbers, block = self.table.units, plan.numbers.copy(), [k]
         numbers[k] = number
-        state, tied = units[k].split(number)[0], self.table.model.ties[k]
+        state, tied = units[k].state(number), self.table.model.ties[k]
         for other in tied:
             if other == k:
                 continue
@@ -198,34 +183,22 @@ class PlanJudge:
         """Units that differ, those together whose states differ along edges and ties."""
         units = self.table.units
         differ = [int(k) for k in np.flatnonzero(one != other)]
-        moved = {k for k in differ if units[k].split(one[k])[0] != units[k].split(other[k])[0]}
-        root = {k: k for k in moved}
-
-        def find(k: int) -> int:
-            while root[k] != k:
-                root[k] = root[root[k]]
-                k = root[k]
-            return k
-
-        for source, target in self.neighbours:
-            if source in moved and target in moved:
-                a, b = find(source), find(target)
-                root[max(a, b)] = min(a, b)
-        blocks: dict[int, list[int]] = {}
-        for k in sorted(moved):
-            blocks.setdefault(find(k), []).append(k)
-        return [*blocks.values(), *([k] for k in differ if k not in moved)]
+        moved = [k for k in differ if units[k].state(one[k]) != units[k].state(other[k])]
+        # Half of a stretch of units that moved together would redistribute in its middle.
+        together = self.neighbours.subgraph(moved)
+        blocks = sorted(sorted(block) for block in nx.connected_components(together))
+        return [*blocks, *([k] for k in differ if k not in together)]
 
     def _changed(self, plan: JudgedPlan, numbers: Numbers, block: list[int]) -> JudgedPlan:
-        """The plan with other options for the units of a block."""
         figures = plan.figures.copy()
         touched = set(block)
         for k in block:
-            figures[k] = self.table.unit_figures(k, int(numbers[k]))
+            figures[k] = self.table.units[k].figures(numbers[k])
             touched.update(self.table.model.entered_after[k])
         for k in touched:
             self.table.write_entry(figures, numbers, k)
         write_neighbours(figures, self.table.memory.overlaps)
+        # What others have at a unit's points may change far from the block.
         others = list(NEIGHBOURS)
         moved = (figures[:, others] != plan.figures[:, others]).any(axis=1)
         changed = sorted(touched | {int(k) for k in np.flatnonzero(moved)})

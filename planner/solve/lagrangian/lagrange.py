@@ -3,7 +3,7 @@
 A step is the largest of many sums, so no unit can be decided alone. With a weight on each of these
 sums, and on each limit, it is one sum, and the cheapest plan is found by dynamic programming over
 the units (``dynamic``). A small linear program over the plans found so far sets the weights
-(``master``); each guess is drawn back toward the weights that proved most so far (smoothing,
+(``Master``); each guess is drawn back toward the weights that proved most so far (smoothing,
 Wentges 1997). The plans of that mixture take over blocks of units from each other (``judging``),
 a restricted integer program decides among their states and policies (``restricted_program``), and
 what single units can still improve is tried one by one.
@@ -16,46 +16,71 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.sparse import csr_array
 
 from ...cost.step_time import Vector
-from ...memory.rows import ALWAYS, AT, LOST_FIGURE, Matrix, Rows, prices
-from ..edge_table import EDGE_FIGURES
-from ..option_table import Block, OptionTable, UnitTable
-from ..unit_figures import Numbers, Reals
-from .dynamic import Order, minimise, order_of
-from .judging import JudgedPlan, Limits, PlanJudge
-from .master import Master, Mixture, Weights
+from ...memory.rows import ALWAYS, AT, LOST, UPDATE, Matrix, Rows, Values, prices
+from ..figures import EDGE_FIGURES, Numbers, Reals
+from ..highs import ArrayProgram
+from ..option_table import OptionTable
+from .dynamic import minimise, order_of
+from .judging import IDLE, INFINITE, JudgedPlan, Limits, PlanJudge
 from .restricted_program import RestrictedProgram
 
+# Price of going over a limit by all of it, in steps.
+PENALTY = 50.0
+# Of the master program: rounds of taking in rows, and by what share one may be violated.
+ROUNDS = 12
+TOLERANCE = 1e-7
 ITERATIONS = 400
+# How far each guess of weights is drawn back to the best ones yet.
 SMOOTHING = 0.5
-"""How far each guess of weights is drawn back to the best ones yet."""
+# Iterations between restricted programs.
 RESTRICTED_EVERY = 6
-"""Iterations between restricted programs."""
+# Plans of the mixture, those with the largest shares, that the restricted program takes states and
+# policies from.
 LARGEST = 4
-"""Plans of the mixture, those with the largest shares, that the restricted program takes states and
-policies from."""
+# Seconds that it may take, each time, and more for each unit.
 RESTRICTED_S = 1.0
 RESTRICTED_UNIT_S = 0.004
-"""Seconds that it may take, each time, and more for each unit."""
-IDLE = AT["idle"]
 
 
-class Priced(NamedTuple):
-    """The cheapest plan for some weights, and the bound that it proves."""
+class Weights(NamedTuple):
+    """Weights on the rows, shaped as ``rows.Values``; ``gpu`` on the limit of device-seconds and
+    ``step`` on that of seconds."""
 
-    numbers: Numbers
-    bound: float
+    tracks: Matrix
+    totals: Vector
+    gpu: float = 0.0
+    step: float = 0.0
+
+    def mixed(self, other: Weights, share: float) -> Weights:
+        """``share`` of these and the rest of the others."""
+        rest = 1.0 - share
+        return Weights(
+            share * self.tracks + rest * other.tracks,
+            share * self.totals + rest * other.totals,
+            share * self.gpu + rest * other.gpu,
+            share * self.step + rest * other.step,
+        )
+
+    def charge(self, limits: Limits, timed: int) -> float:
+        """What keeping to the limits is worth: each weight times its limit."""
+        memory = float(self.tracks[timed:].sum() + self.totals[UPDATE])
+        charged = memory * limits.memory_bytes + float(self.totals[LOST]) * limits.lost
+        for weight, limit in ((self.gpu, limits.gpu_s), (self.step, limits.step_s)):
+            charged += weight * limit if weight else 0.0  # 0 · ∞ where there is no limit
+        return charged
 
 
-class Outcome(NamedTuple):
-    """What a search found: the best plan and what it is, the bound on the objective of every plan
-    that keeps the limits (infinite where none does), and how often weights were tried."""
+class Mixture(NamedTuple):
+    """The best mixture: the share of each plan, its seconds, the share that it is over its limits,
+    and the weights that prove that no mixture of these plans is better."""
 
-    best: JudgedPlan
-    bound: float
-    iterations: int
-    weights: Weights | None
+    shares: Vector
+    step_s: float
+    over: float
+    weights: Weights
 
 
 # [Note: The bound that the Lagrangian proves]
@@ -79,25 +104,29 @@ class Lagrangian:
         sizes = [len(u.states) for u in table.units]
         ends = [(e.source, e.target) for e in table.edges]
         ends += [(t.source, t.target) for t in table.ties]
-        self.order: Order = order_of(sizes, ends)
+        self.order = order_of(sizes, ends)
         self._ties = [(t.source, t.target, np.where(t.agree, 0.0, np.inf)) for t in table.ties]
         self._edge_prices = EdgePrices(table)
 
-    def cheapest(self, weights: Weights) -> Priced:
-        """The cheapest plan for the weights."""
-        price = self.prices(weights)
-        choices = [_choices(u, p) for u, p in zip(self.table.units, price, strict=True)]
+    def cheapest(self, weights: Weights) -> tuple[Numbers, float]:
+        """The cheapest plan for the weights, and the bound that it proves."""
+        price, units = self.prices(weights), self.table.units
+        # Memory and exchange add up, so that each is chosen by itself in each state.
+        priced = [
+            (u.memory.priced(p), u.exchange.priced(p)) for u, p in zip(units, price, strict=True)
+        ]
         edges = [
             (edge.source, edge.target, self._edge_prices.of(e, price))
             for e, edge in enumerate(self.table.edges)
         ]
-        answer = minimise(self.order, [c.least for c in choices], [*edges, *self._ties])
+        least = [memory.min(axis=1) + exchange.min(axis=1) for memory, exchange in priced]
+        answer = minimise(self.order, least, [*edges, *self._ties])
         numbers = [
-            u.number(int(s), int(c.memory[s]), int(c.exchange[s]))
-            for u, c, s in zip(self.table.units, choices, answer.states, strict=True)
+            u.number(int(s), int(memory[s].argmin()), int(exchange[s].argmin()))
+            for u, (memory, exchange), s in zip(units, priced, answer.states, strict=True)
         ]
         charge = weights.charge(self.limits, self.rows.timed)
-        return Priced(np.array(numbers), answer.price - charge)
+        return np.array(numbers), answer.price - charge
 
     def prices(self, weights: Weights) -> Matrix:
         """What one of each figure of each unit costs, [unit, figure]."""
@@ -112,28 +141,23 @@ class Lagrangian:
         count = len(self.table.units)
         shape = len(self.rows.before), count
         one = float(self.limits.devices) if self.limits.economical else 1.0
-        found = []
-        for track in range(self.rows.timed):
-            weights = Weights(np.zeros(shape), np.zeros(3))
+        links = [Weights(np.zeros(shape), np.zeros(3)) for _ in range(self.rows.timed)]
+        for track, weights in enumerate(links):
             weights.tracks[track] = one / count
-            found.append(weights)
-        serial = np.zeros(3)
-        serial[ALWAYS] = one
-        small = Weights(np.zeros(shape), serial.copy())
-        scale = max(self.limits.memory_bytes, 1.0)
-        small.tracks[self.rows.timed :] = one / count / scale
-        return [Weights(np.zeros(shape), serial), *found, small]
+        serial, small = (Weights(np.zeros(shape), np.zeros(3)) for _ in range(2))
+        serial.totals[ALWAYS] = small.totals[ALWAYS] = one
+        small.tracks[self.rows.timed :] = one / count / max(self.limits.memory_bytes, 1.0)
+        return [serial, *links, small]
 
 
+# [Note: Prices of shared redistributions]
+# A plan is charged for the first only of several edges that move the same. Which one that is
+# depends on more than the states at an edge's two ends, so the charge is divided: where n units
+# could need a tensor in one form, each is charged an n-th of the redistribution, at the least price
+# that any of them has. Those g ≤ n that do need it so then pay g/n of it at most, and never more
+# than the first of them by itself: the bound stays one.
 class EdgePrices:
-    """What edges cost at prices of figures.
-
-    A plan is charged for the first only of several edges that bring the same. Which one that is
-    depends on more than the states at an edge's two ends, so the charge is divided: where n units
-    could need a tensor in one form, each is charged an n-th of the redistribution, at the least
-    price that any of them has. Those g ≤ n that do need it so then pay g/n of it at most, and never
-    more than the first of them by itself: the bound stays one.
-    """
+    """What edges cost at prices of figures."""
 
     def __init__(self, table: OptionTable) -> None:
         self.edges, self.shared = table.edges, table.shared
@@ -157,7 +181,7 @@ class EdgePrices:
         count = self.sharers[e]
         if count is None:
             return unshared
-        targets = [self.edges[other].target for other in self.shared.with_load[e]]
+        targets = [self.edges[other].target for other in self.shared.same_tensors[e]]
         least = price[np.ix_(targets, EDGE_FIGURES)].min(axis=0)
         least[-1] = 0.0
         shared = np.tensordot(least, edge.figures, axes=1) / count
@@ -165,25 +189,115 @@ class EdgePrices:
         return found
 
 
-class _Choice(NamedTuple):
-    """The least price of each state of a unit, and the policies that have it."""
+# [Note: The master program]
+#     minimise    T + penalty · v, or in place of T the device-seconds W·T - Σ w_i · idle(i)
+#     over        w_i ≥ 0 with Σ w_i = 1 (a mixture of the plans i), v ≥ 0
+#     such that   Σ w_i · row_r(i) ≤ T                     for every row r of seconds
+#                 Σ w_i · row_r(i) ≤ limit_r · (1 + v)     for every row r of bytes, and energy
+#                 W·T - Σ w_i · idle(i) ≤ budget · (1 + v) device-seconds, where they are limited
+#                 T ≤ limit · (1 + v)                      seconds, where they are limited
+#
+# Its optimal duals are weights on the rows. For any such weights the cheapest plan at their prices
+# is a lower bound (Lagrange), and, if it is new, a plan that the next mixture can use: column
+# generation after Dantzig and Wolfe, 1960.
+class Master:
+    """The small linear program that sets the weights: which mixture of plans found so far is best.
+    It holds the plans, and the rows that have mattered."""
 
-    least: Reals
-    memory: Numbers
-    exchange: Numbers
+    def __init__(self, rows: Rows, units: int, limits: Limits) -> None:
+        self.limits = limits
+        self.plans: list[Vector] = []
+        self.idle: list[float] = []
+        # Of the thousands of rows few ever bind: rows enter when a mixture violates them.
+        self.active: list[int] = []
+        self.scale = 1.0
+        self.shape = len(rows.before), units
+        self.end = len(rows.before) * units
+        tracks = [slice(a, a + units) for a in range(0, self.end, units)]
+        self.families = [*tracks, *(slice(i, i + 1) for i in range(self.end, self.end + 3))]
+        self.seconds = np.zeros(self.end + 3, dtype=bool)
+        self.seconds[: rows.timed * units] = self.seconds[self.end + ALWAYS] = True
+
+    def add(self, plan: Values, idle_s: float) -> None:
+        """Adds a plan and the rows in which it is largest."""
+        flat = np.concatenate([plan.tracks.ravel(), plan.totals])
+        if not self.plans:
+            self.scale = max(float(flat[self.seconds].max()), 1e-12)
+        self.plans.append(flat / self._unit())
+        self.idle.append(idle_s / (self.limits.devices * self.scale))
+        self._activate(self.plans[-1])
+
+    def _unit(self) -> Vector:
+        """What each row is counted in: the first plan's step, or the row's limit."""
+        unit = np.where(self.seconds, self.scale, max(self.limits.memory_bytes, 1.0))
+        unit[self.end + LOST] = max(self.limits.lost, 1e-12)
+        return unit
+
+    def _activate(self, flat: Vector) -> bool:
+        """Takes in the largest row of each family; says whether one of them is new."""
+        known = set(self.active)
+        largest = (family.start + int(flat[family].argmax()) for family in self.families)
+        self.active += [row for row in largest if row not in known]
+        return len(self.active) > len(known)
+
+    def solve(self) -> Mixture:
+        table = np.array(self.plans)
+        for _ in range(ROUNDS):
+            shares, step, over, duals = self._program(table[:, self.active])
+            rows = shares @ table
+            beyond = np.where(self.seconds, rows - step, rows - 1 - over)
+            if beyond.max() <= TOLERANCE or not self._activate(beyond):
+                break
+        return Mixture(shares, step * self.scale, over, self._weights(duals))
+
+    def _program(self, table: Matrix) -> tuple[Vector, float, float, Vector]:
+        """(shares, T, v, duals: of the active rows, of device-seconds, of seconds)."""
+        (plans, count), seconds = table.shape, self.seconds[self.active]
+        idle, limits = np.array(self.idle), self.limits
+        rows = np.zeros((count + 3, plans + 2))
+        rows[:count, :plans] = table.T
+        rows[:count, plans] = np.where(seconds, -1.0, 0.0)
+        rows[:count, plans + 1] = np.where(seconds, 0.0, -1.0)
+        rows[count + 2, :plans] = 1.0
+        right = np.append(np.where(seconds, 0.0, 1.0), [0.0, 0.0, 1.0])
+        limited = ((-idle, limits.gpu_s / limits.devices), (0 * idle, limits.step_s))
+        for row, (own, limit_s) in enumerate(limited, count):
+            # The row of a limit that there is not stays empty: duals keep their places.
+            if limit_s < INFINITE:
+                right[row] = limit_s / self.scale
+                rows[row] = [*own, 1.0, -right[row]]
+        cost = np.append(-idle if limits.economical else 0 * idle, [1.0, PENALTY])
+        lower = np.append(np.full(count + 2, -np.inf), 1.0)
+        top = np.full(plans + 2, np.inf)
+        program = ArrayProgram(cost, csr_array(rows), lower, right, top, whole=0)
+        found, prices = program.relaxed()
+        # HiGHS's duals of rows with an upper side are at most 0, but for rounding.
+        shares, duals = np.maximum(found[:plans], 0.0), np.maximum(-prices[:-1], 0.0)
+        return shares / shares.sum(), float(found[plans]), float(found[plans + 1]), duals
+
+    def _weights(self, duals: Vector) -> Weights:
+        """Duals in the units of the objective for each unit of a row."""
+        per = float(self.limits.devices) if self.limits.economical else 1.0
+        flat = np.zeros(self.end + 3)
+        flat[self.active] = duals[:-2]
+        gpu, step = (float(d) for d in duals[-2:])
+        # Rounding in the duals must not leave weights that prove nothing: those of seconds have to
+        # add up to what one second is worth.
+        flat[self.seconds] *= (1.0 + gpu + step) / flat[self.seconds].sum()
+        flat *= per * self.scale / self._unit()
+        tracks = flat[: self.end].reshape(self.shape)
+        return Weights(tracks, flat[self.end :], gpu * per / self.limits.devices, step * per)
 
 
-def _choices(unit: UnitTable, price: Vector) -> _Choice:
-    memory, exchange = _priced(unit.memory, price), _priced(unit.exchange, price)
-    return _Choice(memory.min(axis=1) + exchange.min(axis=1), memory.argmin(1), exchange.argmin(1))
+class SearchOutcome(NamedTuple):
+    """What a search found: the best plan, and the bound on the objective of every plan that keeps
+    the limits (infinite where none does)."""
+
+    best: JudgedPlan
+    bound: float
 
 
-def _priced(block: Block, price: Vector) -> Reals:
-    found: Reals = block.figures @ price + block.lost * price[LOST_FIGURE]
-    return found if block.free else np.where(block.allowed, found, np.inf)
-
-
-class Search:
+class LagrangianSearch:
     """The loop of pricing and mixing, and the best of each so far. A plan whose objective
     is at most ``target`` is good enough."""
 
@@ -194,7 +308,7 @@ class Search:
         self.target = target
         table, rows, limits = lagrangian.table, lagrangian.rows, lagrangian.limits
         self.judge = PlanJudge(table, rows, limits)
-        self.master = Master(rows.timed, limits)
+        self.master = Master(rows, len(table.units), limits)
         self.seen: list[JudgedPlan] = []
         self._known: set[bytes] = set()
         self.best: JudgedPlan | None = None
@@ -203,7 +317,7 @@ class Search:
         self.iterations = 0
         self._last_restricted: JudgedPlan | None = None
 
-    def run(self, first: Sequence[Numbers], cutoff: float = float("inf")) -> Outcome:
+    def run(self, first: Sequence[Numbers], cutoff: float = INFINITE) -> SearchOutcome:
         """All of it, from the plans ``first`` on; ends early once no plan can be better than an
         objective of ``cutoff``."""
         for numbers in first:
@@ -213,9 +327,9 @@ class Search:
         mixture = self.master.solve()
         while not self._done(cutoff):
             self.iterations += 1
-            guess = mixture.weights
-            if self.centre is not None:
-                guess = self.centre.mixed(guess, SMOOTHING)
+            assert self.centre is not None
+            guess = self.centre.mixed(mixture.weights, SMOOTHING)
+            # A guess that was drawn back may find nothing new where the mixture's own weights do.
             if not self._price(guess) and not self._price(mixture.weights):
                 break
             mixture = self.master.solve()
@@ -225,17 +339,15 @@ class Search:
         if not self._done(cutoff):
             self._combine(mixture)
             self._solve_restricted(mixture)
-        if not self._done(cutoff) and self.best is not None:
-            self._offer(self.judge.polish(self.best, self.deadline))
-        return self._outcome()
-
-    def _outcome(self) -> Outcome:
         assert self.best is not None
+        if not self._done(cutoff):
+            self._offer(self.judge.polish(self.best, self.deadline))
         score = self.best.score
-        bound = min(self.bound, score.objective) if not score.over else self.bound
-        return Outcome(self.best, bound, self.iterations, self.centre)
+        return SearchOutcome(
+            self.best, self.bound if score.over else min(self.bound, score.objective)
+        )
 
-    def _done(self, cutoff: float) -> bool:
+    def _done(self, cutoff: float = INFINITE) -> bool:
         assert self.best is not None
         over, value = self.best.score
         closed = not over and value <= max(self.target, self.bound + self.gap * value)
@@ -245,8 +357,7 @@ class Search:
     def _promising(self, mixture: Mixture) -> bool:
         """Whether a plan as good as the mixture would end the search."""
         idle = sum(float(w) * p.idle_s for w, p in zip(mixture.shares, self.seen, strict=True))
-        value = self.lagrangian.limits.objective(mixture.step_s, idle)
-        return value <= self.enough
+        return self.lagrangian.limits.objective(mixture.step_s, idle) <= self.enough
 
     @property
     def enough(self) -> float:
@@ -255,22 +366,25 @@ class Search:
 
     def _price(self, weights: Weights) -> bool:
         """Finds the cheapest plan for the weights; says whether it is new."""
-        found = self.lagrangian.cheapest(weights)
-        if self.centre is None or found.bound > self.bound:
-            self.bound, self.centre = max(found.bound, self.bound), weights
-        return self._add(self.judge.judged(found.numbers))
+        numbers, bound = self.lagrangian.cheapest(weights)
+        if self.centre is None or bound > self.bound:
+            self.bound, self.centre = max(bound, self.bound), weights
+        return self._add(self.judge.judged(numbers))
 
     def _solve_restricted(self, mixture: Mixture) -> None:
         """Decides states and policies of all units together."""
         assert self.best is not None
-        left = self.deadline - time.perf_counter()
-        if not self._done(float("inf")) and self.best is not self._last_restricted:
-            largest = [self.seen[i] for i in np.argsort(-mixture.shares)[:LARGEST]]
-            prices = None if self.centre is None else self.lagrangian.prices(self.centre)
-            program = RestrictedProgram(self.judge, self.best, largest, prices)
-            most = RESTRICTED_S + RESTRICTED_UNIT_S * len(self.best.numbers)
-            self._offer(program.run(max(min(left / 4, most), 0.01), self.enough))
-            self._last_restricted = self.best
+        assert self.centre is not None
+        # From the same plan much the same program would follow.
+        if self._done() or self.best is self._last_restricted:
+            return
+        largest = [self.seen[i] for i in np.argsort(-mixture.shares)[:LARGEST]]
+        prices = self.lagrangian.prices(self.centre)
+        program = RestrictedProgram(self.judge, self.best, largest, prices)
+        most_s = RESTRICTED_S + RESTRICTED_UNIT_S * len(self.best.numbers)
+        left_s = self.deadline - time.perf_counter()
+        self._offer(program.run(max(min(left_s / 4, most_s), 0.01), self.enough))
+        self._last_restricted = self.best
 
     def _add(self, plan: JudgedPlan) -> bool:
         key = plan.numbers.tobytes()
@@ -294,7 +408,7 @@ class Search:
         shares = mixture.shares
         parts = [self.seen[i] for i in np.argsort(-shares)[: int((shares > 1e-9).sum())]]
         for start in (self.best, *parts[:2]):
-            if self._done(float("inf")):
+            if self._done():
                 return
             plan, before = start, None
             for _ in range(3):

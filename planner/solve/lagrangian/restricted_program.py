@@ -9,132 +9,76 @@ prove most; and a share w of each pair of states along an edge, which is 0 or 1 
 
 Only the few rows that matter are in it; rows that turn out to be violated are added. It is solved
 to a share of a percent, and the plan is judged like any other. Redistributions that units share
-(``edge_table.SharedEdges``) count for each of them here.
+(``figures.SharedEdges``) count for each of them here.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from scipy.sparse import coo_array, csr_array, vstack
 
 from ...cost.step_time import Vector
-from ...memory.rows import (
-    ALWAYS,
-    AT,
-    LOST,
-    LOST_FIGURE,
-    SLICES,
-    Matrix,
-    slice_waits,
-)
-from ..edge_table import EDGE_FIGURES
+from ...memory.rows import ALWAYS, AT, LOST, SLICES, Matrix, slice_waits
+from ..figures import EDGE_FIGURES, Numbers
+from ..highs import ArrayProgram
 from ..option_table import UnitTable
-from ..unit_figures import Numbers
-from .array_program import ArrayProgram
 from .judging import IDLE, INFINITE, JudgedPlan, PlanJudge
 
+# The share of the objective within which the program is solved.
 CLOSE = 1e-3
-"""The share of the objective within which the program is solved."""
 ROUNDS = 12
+# Rows of each track that enter at a time.
 TOGETHER = 3
-"""Rows of each track that enter at a time."""
+# Policies of each unit and state that are taken for their price.
 CHEAPEST = 3
-"""Policies of each unit and state that are taken for their price."""
 Row = tuple[int, int, int]
 """(track, unit, a later unit whose slice it may have to wait for, or -1), or (-1, total, -1)."""
-
-
-class PolicyColumn(NamedTuple):
-    """One policy of a unit in a state: the option's number."""
-
-    unit: int
-    state: int
-    number: int
-
-
-class PairColumn(NamedTuple):
-    """The states at both ends of an edge."""
-
-    edge: int
-    source: int
-    target: int
-
-
-class Equations:
-    """Equations that are put together entry by entry."""
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[int, int, float]] = []
-        self.right: list[float] = []
-
-    def add(self, terms: Sequence[tuple[int, float]], right: float) -> None:
-        """One equation: Σ coefficient · variable = right."""
-        row = len(self.right)
-        self.entries += [(row, variable, value) for variable, value in terms]
-        self.right.append(right)
-
-    def table(self, variables: int) -> tuple[csr_array, Vector]:
-        """All of them, and their right sides."""
-        rows, columns, data = zip(*self.entries, strict=True)
-        table = coo_array((data, (rows, columns)), shape=(len(self.right), variables))
-        return csr_array(table), np.array(self.right)
+Equation = tuple[list[int], list[int], float]
+"""Σ of some variables - Σ of others = a number."""
 
 
 class RestrictedProgram:
     """The program for one plan; ``others`` are the plans that states and policies are taken from,
-    ``prices`` [unit, figure] those at which more are chosen."""
+    ``prices`` [unit, figure] those at which more are chosen.
+
+    Its variables are the ``policies`` (unit, number of an option), then the ``pairs`` (edge, its
+    source's state, its target's), then T."""
 
     def __init__(
-        self,
-        judge: PlanJudge,
-        plan: JudgedPlan,
-        others: Sequence[JudgedPlan],
-        prices: Matrix | None = None,
+        self, judge: PlanJudge, plan: JudgedPlan, others: Sequence[JudgedPlan], prices: Matrix
     ) -> None:
         self.judge, self.plan = judge, plan
         table = judge.table
-        self.policies = self._policy_columns([plan, *others], prices)
-        self.states: dict[tuple[int, int], list[int]] = {}
-        for i, column in enumerate(self.policies):
-            self.states.setdefault((column.unit, column.state), []).append(i)
-        self.pairs = self._pairs()
-        ends = [table.edges[p.edge].target for p in self.pairs]
-        self.unit_of = np.array([*(column.unit for column in self.policies), *ends])
-        self.figures = np.zeros((len(self.unit_of), plan.figures.shape[1]))
-        for i, column in enumerate(self.policies):
-            self.figures[i] = table.unit_figures(column.unit, column.number)
-        for i, pair in enumerate(self.pairs, len(self.policies)):
-            cost = table.edges[pair.edge].figures[:, pair.source, pair.target]
-            self.figures[i, EDGE_FIGURES] = cost
-        self.rows: list[Row] = []
-
-    def _policy_columns(
-        self, plans: Sequence[JudgedPlan], prices: Matrix | None
-    ) -> list[PolicyColumn]:
-        columns = []
-        for k, unit in enumerate(self.judge.table.units):
-            seen = {int(p.numbers[k]) for p in plans}
-            for state in sorted({unit.split(n)[0] for n in seen}):
-                mine = {n for n in seen if unit.split(n)[0] == state}
-                if prices is not None:
-                    mine |= set(_cheap(unit, state, prices[k]))
-                columns += [PolicyColumn(k, state, n) for n in sorted(mine)]
-        return columns
-
-    def _pairs(self) -> list[PairColumn]:
-        may: dict[int, list[int]] = {}
-        for unit, state in self.states:
-            may.setdefault(unit, []).append(state)
-        return [
-            PairColumn(e, a, b)
-            for e, edge in enumerate(self.judge.table.edges)
-            for a in may[edge.source]
-            for b in may[edge.target]
+        self.policies: list[tuple[int, int]] = []
+        self.states: dict[tuple[int, int], list[int]] = {}  # (unit, state): its policies
+        self.states_of: dict[int, list[int]] = {}
+        for k, unit in enumerate(table.units):
+            seen = {int(p.numbers[k]) for p in (plan, *others)}
+            for state in sorted({unit.state(n) for n in seen}):
+                mine = {n for n in seen if unit.state(n) == state}
+                mine |= set(_cheap(unit, state, prices[k]))
+                self.states_of.setdefault(k, []).append(state)
+                first = len(self.policies)
+                self.policies += [(k, n) for n in sorted(mine)]
+                self.states[k, state] = list(range(first, len(self.policies)))
+        self.pairs = [
+            (e, a, b)
+            for e, edge in enumerate(table.edges)
+            for a in self.states_of[edge.source]
+            for b in self.states_of[edge.target]
         ]
+        # An edge's figures are its target's.
+        ends = [table.edges[e].target for e, _, _ in self.pairs]
+        self.unit_of = np.array([*(k for k, _ in self.policies), *ends])
+        self.figures = np.zeros((len(self.unit_of), plan.figures.shape[1]))
+        for i, (k, number) in enumerate(self.policies):
+            self.figures[i] = table.units[k].figures(number)
+        for i, (e, a, b) in enumerate(self.pairs, len(self.policies)):
+            self.figures[i, EDGE_FIGURES] = table.edges[e].figures[:, a, b]
+        self.rows: list[Row] = []
 
     def run(self, seconds: float, enough: float = 0.0) -> JudgedPlan:
         """The better of the plan and what the program found; ends early with an objective of
@@ -156,20 +100,16 @@ class RestrictedProgram:
 
     def _take_in(self, plan: JudgedPlan) -> bool:
         """Adds the rows in which a plan is largest; says whether one of them is new."""
-        tracks, known = plan.rows.tracks.copy(), len(self.rows)
+        tracks, known, rows = plan.rows.tracks.copy(), len(self.rows), list(self.rows)
         waits = slice_waits(plan.figures)
         tracks[: len(waits)] += waits
         for t, track in enumerate(tracks):
             for j in (*np.argsort(-track)[:TOGETHER], len(track) - 1):
                 unit = int(j)
-                self._add((t, unit, _longest(plan.figures, t, unit) if t < len(waits) else -1))
-        for total in range(len(plan.rows.totals)):
-            self._add((-1, total, -1))
+                rows.append((t, unit, _longest(plan.figures, t, unit) if t < len(waits) else -1))
+        rows += [(-1, total, -1) for total in range(len(plan.rows.totals))]
+        self.rows = list(dict.fromkeys(rows))
         return len(self.rows) > known
-
-    def _add(self, row: Row) -> None:
-        if row not in self.rows:
-            self.rows.append(row)
 
     def _coefficients(self, row: Row) -> Vector:
         """What each policy and each pair adds to a row."""
@@ -199,6 +139,7 @@ class RestrictedProgram:
                 upper.append(0.0)
                 continue
             limit = limits.lost if row[:2] == (-1, LOST) else limits.memory_bytes
+            # Where nothing may be lost and nothing is, the row says nothing.
             if limit <= 0 and not line.any():
                 continue
             lines.append(np.append(line, 0.0) / max(limit, 1e-12))
@@ -214,36 +155,40 @@ class RestrictedProgram:
         return idle
 
     def _choices(self) -> tuple[csr_array, Vector]:
-        """One policy of each unit; pairs of states as the units at both ends have them."""
-        made = Equations()
+        """One policy of each unit; pairs of states as the units at both ends have them; tied units
+        in states that agree."""
+        found: list[Equation] = []
         units: dict[int, list[int]] = {}
-        for i, column in enumerate(self.policies):
-            units.setdefault(column.unit, []).append(i)
-        for members in units.values():
-            made.add([(i, 1.0) for i in members], 1.0)
+        for i, (k, _) in enumerate(self.policies):
+            units.setdefault(k, []).append(i)
+        found += [(members, [], 1.0) for members in units.values()]
         sides: dict[tuple[int, int, int], list[int]] = {}
-        for i, pair in enumerate(self.pairs, len(self.policies)):
-            edge = self.judge.table.edges[pair.edge]
-            sides.setdefault((pair.edge, edge.source, pair.source), []).append(i)
-            sides.setdefault((pair.edge, edge.target, pair.target), []).append(i)
-        for (_, unit, state), pairs in sides.items():
-            policies = [(i, 1.0) for i in self.states[unit, state]]
-            made.add([*policies, *((i, -1.0) for i in pairs)], 0.0)
-        self._tie(made)
-        return made.table(len(self.unit_of) + 1)
+        for i, (e, a, b) in enumerate(self.pairs, len(self.policies)):
+            edge = self.judge.table.edges[e]
+            sides.setdefault((e, edge.source, a), []).append(i)
+            sides.setdefault((e, edge.target, b), []).append(i)
+        found += [(self.states[k, state], pairs, 0.0) for (_, k, state), pairs in sides.items()]
+        found += self._ties()
+        entries = [
+            (row, i, sign)
+            for row, (plus, minus, _) in enumerate(found)
+            for sign, members in ((1.0, plus), (-1.0, minus))
+            for i in members
+        ]
+        rows, columns, data = zip(*entries, strict=True)
+        table = coo_array((data, (rows, columns)), shape=(len(found), len(self.unit_of) + 1))
+        return csr_array(table), np.array([right for _, _, right in found])
 
-    def _tie(self, made: Equations) -> None:
-        """Tied units: the states of one that agree with the same states of the other are taken
+    def _ties(self) -> Iterator[Equation]:
+        """The states of a unit that agree with the same states of the unit tied to it are taken
         together or not at all."""
         for tie in self.judge.table.ties:
-            mine = [s for u, s in self.states if u == tie.source]
-            theirs = [s for u, s in self.states if u == tie.target]
+            mine, theirs = self.states_of[tie.source], self.states_of[tie.target]
             for state in mine:
                 fits = [s for s in theirs if tie.agree[state, s]]
                 others = [s for s in mine if s != state and any(tie.agree[s, f] for f in fits)]
                 left = [i for s in (state, *others) for i in self.states[tie.source, s]]
-                right = [i for s in fits for i in self.states[tie.target, s]]
-                made.add([*((i, 1.0) for i in left), *((i, -1.0) for i in right)], 0.0)
+                yield left, [i for s in fits for i in self.states[tie.target, s]], 0.0
 
     def _solve(self, seconds: float, enough: float) -> Numbers | None:
         limits = self.judge.limits
@@ -261,13 +206,14 @@ class RestrictedProgram:
             top=np.append(np.ones(count), limits.step_s / scale),
             whole=policies,
         )
-        # T stands for the step here, or for it and idle devices: both are counted in ``scale``
+        # T stands for the step here, or for it and idle devices: both are counted in ``scale``.
         found = program.solve(max(seconds, 0.01), CLOSE, enough / self.plan.score.objective)
         if found is None:
             return None
         numbers = self.plan.numbers.copy()
         for i in np.flatnonzero(found[:policies] > 0.5):
-            numbers[self.policies[i].unit] = self.policies[i].number
+            k, number = self.policies[i]
+            numbers[k] = number
         return numbers
 
 
@@ -279,11 +225,8 @@ def _longest(figures: Matrix, track: int, j: int) -> int:
 
 def _cheap(unit: UnitTable, state: int, price: Vector) -> list[int]:
     """The numbers of the cheapest policies of a unit in a state."""
-    parts = []
-    for block in (unit.memory, unit.exchange):
-        found = block.figures[state] @ price + block.lost * price[LOST_FIGURE]
-        parts.append(np.where(block.allowed[state], found, np.inf))
-    both = parts[0][:, None] + parts[1][None]
+    memory, exchange = unit.memory.priced(price, state), unit.exchange.priced(price, state)
+    both = memory[:, None] + exchange[None]
     best = np.argsort(both, axis=None)[:CHEAPEST]
     pairs = zip(*np.unravel_index(best, both.shape), strict=True)
     return [unit.number(state, int(m), int(x)) for m, x in pairs if both[m, x] < np.inf]

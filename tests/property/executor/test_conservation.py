@@ -158,7 +158,7 @@ def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, s
             waiting = None if grad_group.absorb(entry, gradient) else gradient
             continue
         waiting = None
-        if grad_group.fold(entry, gradient) is not None:
+        if grad_group.fold(entry, gradient, lambda: None) is not None:
             values, index = grad_group._chosen.pop(entry)
         else:
             values, index = grad_group._choose(entry, gradient.clone(), 1.0)

@@ -27,7 +27,7 @@ def forked(draw):
             )
         )  # fmt: skip
     profile = msgspec.structs.replace(model.profile, edges=tuple(edges))
-    return model.of(profile), chosen
+    return model.with_profile(profile), chosen
 
 
 @settings(max_examples=200, deadline=None)

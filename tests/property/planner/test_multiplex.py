@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 from meshwright.planner.cost.compute import backward_s, forward_s
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.ownership import group_samples
-from meshwright.planner.multiplex.gaps import background_share
-from meshwright.planner.multiplex.jobs import Assumptions, Background, Foreground
+from meshwright.planner.multiplex.jobs import Assumptions, Background, Foreground, timelines
 from meshwright.planner.multiplex.report import report
-from meshwright.planner.multiplex.simulation import simulate_cluster
-from meshwright.planner.multiplex.timeline import timelines
+from meshwright.planner.multiplex.simulation import background_share, simulate_cluster
 from meshwright.planner.solve.evaluate import evaluation
 
 from tests.strategies import decided

@@ -7,7 +7,7 @@ from meshwright.executor.background.gate import FOREVER, Hold, Opening, Tally, o
 from meshwright.executor.background.law import FIRST_HELD, PAUSE
 from meshwright.executor.background.pacer import Foreground
 from meshwright.executor.background.protocol import Kind, PacerMessage, State, Usage
-from meshwright.executor.launch.outcomes import hardly_ran, sentence
+from meshwright.executor.launch.background import hardly_ran, sentence
 from meshwright.executor.launch.report import background_figures
 
 OPEN = Opening(True, FOREVER)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from meshwright.executor.memory import offload
 from meshwright.executor.memory.install import check_memory, install_memory
-from meshwright.executor.memory.peak import peak_bytes
+from meshwright.models.units.storages import peak_bytes
 from meshwright.planner.schema.errors import InputError, RunError
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import UnitPlan
@@ -221,7 +221,7 @@ def test_offload_calls_the_unit_before_back_early(host):
 
 
 def test_views_of_one_storage_travel_once_and_keep_their_strides(host):
-    saver = offload.Offloaded([], [], host, None)
+    saver = offload.Offloaded([], host, None)
     packed = torch.randn(32, 3, 64)
     q, k, v = packed.unbind(1)
     views = [saver.pack(t) for t in (q, k, v)]

@@ -7,9 +7,10 @@ import warnings
 import msgspec
 import pytest
 import torch
+from meshwright.executor.headroom import check_optimizer_state, state_copies
 from meshwright.executor.launch.train import optimizer_for
-from meshwright.executor.mismatch import MicroBatchCheck, check_optimizer_state, state_copies
 from meshwright.executor.optimizer.state import optimizer_name
+from meshwright.executor.synchronise import MicroBatchCheck
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.memory.unit_memory import MemoryModel
 from meshwright.planner.schema.goal import OPTIMIZERS, STATE_COPIES, Goal

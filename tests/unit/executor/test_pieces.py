@@ -10,10 +10,10 @@ import torch
 from meshwright.executor.comm.control import Row, check_rows
 from meshwright.executor.comm.watchdog import DEFAULT_TIMEOUT_S, time_limit
 from meshwright.executor.forward import Forward, Weight, samples_of, scale_output
-from meshwright.executor.memory.peak import peak_bytes
 from meshwright.executor.micro import _emptied
 from meshwright.executor.redistribution.lazy import LazyRedistributed, materialize
 from meshwright.executor.redistribution.shard_gradient import ShardGradient
+from meshwright.models.units.storages import peak_bytes
 from meshwright.models.workload import Batch
 from meshwright.planner.cost.ownership import TensorPlacement
 from meshwright.planner.schema.errors import InputError, RunError

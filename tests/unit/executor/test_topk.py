@@ -147,8 +147,8 @@ def test_momentum_before_the_choice_is_that_of_torch(options):
         kept, plain.param_groups = plain.param_groups, momentum.without_momentum(plain.param_groups)
         plain.step()
         plain.param_groups = kept
-        momentum.end()
-        momentum.step()
+        momentum.stepped = False
+        momentum.stepped = True
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -158,7 +158,7 @@ def test_what_was_gathered_without_correction_goes_on():
     parameter.grad = torch.tensor([2.0, 4.0])
     optimizer.step()
     momentum = Momentum(optimizer, [parameter])
-    momentum.step()
+    momentum.stepped = True
     momentum.begin()  # the gradient that stands there was stepped with
     velocity, _ = momentum.advance(parameter, None, torch.ones(2))
     assert velocity.tolist() == [2.0, 3.0]
@@ -184,13 +184,13 @@ def test_held_elements_gather_momentum_and_lose_it_when_they_are_sent():
 
 def test_one_step_for_each_exchange():
     grad_group, momentum = corrected()
-    momentum.end()
+    momentum.stepped = False
     momentum.begin()  # gradients were set to None: the step was skipped
     grad_group.params[0].parameter.grad = torch.ones(1, 4)
-    momentum.end()
+    momentum.stepped = False
     with pytest.raises(RunError, match="exchanged twice before one step"):
         momentum.begin()
-    momentum.step()
+    momentum.stepped = True
     momentum.begin()
 
 

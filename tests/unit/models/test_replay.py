@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from meshwright.models import zoo as models
-from meshwright.models.replay import UnitCall, capture, run_unit
+from meshwright.models.replay import UnitCall, capture, run_modules
 from meshwright.models.splits.check import main_output
 from meshwright.models.units.discover import discover
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ def test_a_captured_unit_repeats_its_output(name: str) -> None:
     assert set(calls) == {u.name for u in units}
     for unit in units:
         call = calls[unit.name].fresh()
-        again = main_output(run_unit(model, unit, call))
+        again = main_output(run_modules(model, unit.modules, call))
         torch.testing.assert_close(again.detach(), outputs[unit.name])
         wanted = [t for t in call.tensors() if t.requires_grad]
         if wanted:  # cut from the model's graph, and differentiable by itself

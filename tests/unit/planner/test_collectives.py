@@ -1,16 +1,14 @@
 """Seconds of collectives against hand calculation."""
 
+import numpy as np
 import pytest
 from meshwright.planner.cost.collectives import (
     Fabric,
-    all_gather_s,
-    all_reduce_s,
     all_to_all_s,
+    collective_s,
     groups_of,
     measured_s,
-    p2p_s,
     peers_of,
-    reduce_scatter_s,
     rings,
 )
 from meshwright.planner.schema.cluster import CollectiveCurve
@@ -30,10 +28,12 @@ def fabric(nodes=4, devices=1, **changes):
 def test_ring_formulas():
     f = fabric()
     ring = rings(f, groups_of(Layout(groups=1, degree=4)))
-    assert all_reduce_s(f, ring, 4e6) == pytest.approx(6 * LATENCY + 6 / 4 * 4e6 / RATE)
-    assert all_gather_s(f, ring, 4e6) == pytest.approx(3 * LATENCY + 3 / 4 * 4e6 / RATE)
-    assert reduce_scatter_s(f, ring, 4e6) == pytest.approx(3 * LATENCY + 3 / 4 * 4e6 / RATE)
-    assert p2p_s(f, 0, 3, 4e6) == pytest.approx(LATENCY + 4e6 / RATE)
+    half_s = 3 * LATENCY + 3 / 4 * 4e6 / RATE
+    assert collective_s(f, ring, "all_reduce", 4e6) == pytest.approx(2 * half_s)
+    assert collective_s(f, ring, "all_gather", 4e6) == pytest.approx(half_s)
+    assert collective_s(f, ring, "reduce_scatter", 4e6) == pytest.approx(half_s)
+    pair = rings(f, np.array([[0, 3]]))
+    assert collective_s(f, pair, "p2p", 4e6) == pytest.approx(LATENCY + 4e6 / RATE)
     level = f.level("inter")
     assert all_to_all_s(level, 3, 4e6) == pytest.approx(3 * LATENCY + 4e6 / RATE)
 
@@ -41,9 +41,8 @@ def test_ring_formulas():
 def test_one_rank_and_no_bytes_take_no_time():
     f = fabric()
     alone = rings(f, peers_of(Layout(groups=1, degree=4)))
-    assert all_reduce_s(f, alone, 1e9) == 0
-    assert all_reduce_s(f, rings(f, peers_of(data_parallel(4))), 0) == 0
-    assert p2p_s(f, 2, 2, 1e9) == 0
+    assert collective_s(f, alone, "all_reduce", 1e9) == 0
+    assert collective_s(f, rings(f, peers_of(data_parallel(4))), "all_reduce", 0) == 0
 
 
 def test_a_ring_over_neighbours_leaves_each_node_once():
@@ -59,7 +58,9 @@ def test_exchange_groups_share_the_network_interface():
     inside, across = rings(f, groups_of(layout)), rings(f, peers_of(layout))
     assert (inside.level, inside.load, inside.bytes_per_s) == ("intra", 1, INSIDE)
     assert (across.level, across.load, across.bytes_per_s) == ("inter", 4, RATE / 4)
-    assert all_reduce_s(f, across, 1e6) == pytest.approx(2 * LATENCY + 1e6 / (RATE / 4))
+    assert collective_s(f, across, "all_reduce", 1e6) == pytest.approx(
+        2 * LATENCY + 1e6 / (RATE / 4)
+    )
 
 
 def test_a_slow_link_inside_nodes_holds_a_ring_back():
@@ -92,8 +93,8 @@ def curve(collective, ranks, seconds, latency_s=1e-3, rate=1e8):
 def test_measured_curves_replace_the_formula():
     f = fabric(curves=(curve("all_reduce", 4, (0.02, 0.03)),))
     ring = rings(f, peers_of(data_parallel(4)))
-    assert all_reduce_s(f, ring, 1.5e6) == pytest.approx(0.025)
-    assert all_gather_s(f, ring, 4e6) == pytest.approx(3 * LATENCY + 3e6 / RATE)
+    assert collective_s(f, ring, "all_reduce", 1.5e6) == pytest.approx(0.025)
+    assert collective_s(f, ring, "all_gather", 4e6) == pytest.approx(3 * LATENCY + 3e6 / RATE)
 
 
 def test_between_measured_rank_counts_seconds_are_interpolated():
@@ -117,4 +118,4 @@ def test_curves_that_fall_by_noise_are_lifted():
 def test_rings_that_share_an_interface_read_the_curve_at_more_bytes():
     f = fabric(nodes=2, devices=2, curves=(curve("all_reduce", 2, (0.01, 0.02)),))
     ring = rings(f, peers_of(Layout(groups=2, degree=2)))
-    assert all_reduce_s(f, ring, 1e6) == pytest.approx(0.02)
+    assert collective_s(f, ring, "all_reduce", 1e6) == pytest.approx(0.02)

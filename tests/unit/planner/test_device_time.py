@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.explain.device_time import device_time
+from meshwright.planner.explain.why import device_time
 from meshwright.planner.schema.cluster import Interference, StepOverhead
 from meshwright.planner.schema.curve import Curve
 from meshwright.planner.schema.goal import Goal

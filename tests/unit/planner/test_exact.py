@@ -13,9 +13,10 @@ from meshwright.planner.schema.errors import InfeasibleError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.solve.answer import DisagreementError, check, choice
-from meshwright.planner.solve.ilp.backend import Interruption, run
-from meshwright.planner.solve.ilp.cases import case
+from meshwright.planner.solve.highs import Interruption, run
+from meshwright.planner.solve.ilp.integer import Program
 from meshwright.planner.solve.ilp.solve import Integer
+from meshwright.planner.solve.option_table import OptionTable
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve, solvers
 
@@ -208,8 +209,7 @@ def test_optimal_is_not_said_of_a_search_cut_short(large):
 def test_pulp_says_optimal_where_time_was_up(large):
     """Why the status is read from ``sol_status``: this program is not solved in so little time."""
     made = large.placed()
-    this = case(made, next(made.cost_models()))
-    program = this.program(made)
+    program = Program(made, OptionTable(next(made.cost_models()), made.capability))
     program.problem.setObjective(pulp.LpAffineExpression(program.objective))
     solved = run(program.problem, 0.05, Interruption())
     assert solved.outcome in ("unknown", "feasible")
@@ -219,9 +219,9 @@ def test_pulp_says_optimal_where_time_was_up(large):
 def test_an_interruption_returns_the_best_so_far(large):
     stopped = Interruption()
     stopped.set = True
-    from meshwright.planner.solve.ilp.solve import Search
+    from meshwright.planner.solve.ilp.solve import IntegerSearch
 
-    search = Search(large.placed(), None)
+    search = IntegerSearch(large.placed(), None)
     search.interruption = stopped
     result = search.result()
     assert result.status == "feasible"

@@ -5,12 +5,15 @@ import json
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.multiplex.gaps import background_share, fill
-from meshwright.planner.multiplex.jobs import Assumptions, Background, best_background, foreground
-from meshwright.planner.multiplex.report import report
-from meshwright.planner.multiplex.simulation import simulate_cluster
-from meshwright.planner.multiplex.timeline import timelines
-from meshwright.planner.multiplex.trace import trace
+from meshwright.planner.multiplex.jobs import (
+    Assumptions,
+    Background,
+    best_background,
+    foreground,
+    timelines,
+)
+from meshwright.planner.multiplex.report import report, trace
+from meshwright.planner.multiplex.simulation import background_share, fill, simulate_cluster
 from meshwright.planner.schema.cluster import Device
 from meshwright.planner.schema.curve import Curve
 from meshwright.planner.schema.errors import InputError

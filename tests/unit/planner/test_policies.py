@@ -73,7 +73,7 @@ def test_an_output_that_nobody_saves_does_not_stay_under_recompute(model):
         units[1] = msgspec.structs.replace(units[1], output_kept=kept)
         units[2] = msgspec.structs.replace(units[2], modules=modules)
         other = msgspec.structs.replace(model.profile, units=tuple(units))
-        return holds(model.of(other), again)["saved"]
+        return holds(model.with_profile(other), again)["saved"]
 
     assert stays(True, ()) == stays(False, ("head",)) == 256 * 8  # the head may run again from it
     assert stays(False, ()) == 0

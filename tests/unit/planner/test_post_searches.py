@@ -2,7 +2,7 @@
 
 from meshwright.planner.solve.lagrangian import solver
 from meshwright.planner.solve.lagrangian.judging import PlanJudge
-from meshwright.planner.solve.lagrangian.lagrange import Search
+from meshwright.planner.solve.lagrangian.lagrange import LagrangianSearch
 
 from tests.problems import problem
 
@@ -26,7 +26,7 @@ def test_trying_the_options_of_single_units(monkeypatch):
 
 def test_the_restricted_integer_program(monkeypatch):
     found = best(56)
-    monkeypatch.setattr(Search, "_solve_restricted", lambda self, mixture: None)
+    monkeypatch.setattr(LagrangianSearch, "_solve_restricted", lambda self, mixture: None)
     assert found < 0.997 * best(56)
 
 
