@@ -312,6 +312,7 @@ def multiplex(
     run = simulate_plans(jobs, backgrounds, assumptions or Assumptions(), devices, horizon_s)
     if trace is not None:
         write_whole(trace, trace_of(run))
+    # Loaded where a plot is asked for: it needs matplotlib, which is an extra.
     if plot is not None:
         from .cli.render.multiplexing import plot_cluster
 
@@ -494,6 +495,7 @@ def auto_parallelize(
     # True allows lossy exchange in planning; how it is done is left to the defaults.
     settings = lossy if isinstance(lossy, Lossy) else None
     model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)
+    # Measures only where the launcher asked for a report.
     record_run(model_, optimizer_)
     return model_, optimizer_, chosen
 

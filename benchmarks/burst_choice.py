@@ -1,20 +1,12 @@
 """Burst plans with the background in mind: the most of foreground and background together, with the
 foreground no slower than data parallelism alone.
 
-With N samples in a step of T seconds, r samples per second of a background on an idle device, W
-devices of which the foreground keeps U device-seconds, the cluster makes
-
-    N / T + r · (W · T - U) / T = r · W + (N - r · U) / T
-
-in a second. Where small shares of a batch make a device less efficient than a background is (N < r
-· U), a step that uses fewer device-seconds is worth more than one that is quicker, up to the limit
-on T. So the planner's own search is asked for the fewest device-seconds within the limit on time,
-for the fastest plan under each of several limits on units' amplification, and DeepPool's greedy
-plans are tried beside these; each is then simulated with the background in its gaps, and the best
-is taken. Where nothing keeps the limit beside a background, the fastest plan runs by itself.
-
+The planner's own search is asked for the fewest device-seconds within the limit on time, for the
+fastest plan under each of several limits on units' amplification, and DeepPool's greedy plans are
+tried beside these; each is then simulated with the background in its gaps, and the best is taken.
+Where nothing keeps the limit beside a background, the fastest plan runs by itself.
 Plans are also narrowed: from a plan that keeps the limit, runs of neighbouring units are given
-another number of devices, as long as that helps by formula.
+another number of devices, as long as that helps by formula. See [Note: What a burst is worth].
 """
 
 from __future__ import annotations
@@ -243,6 +235,17 @@ def _starts(
     most = max(judged, key=lambda each: each[:2])
     quickest = max(judged, key=lambda each: each[1])
     return list(dict.fromkeys((most[2], quickest[2])))
+
+
+# [Note: What a burst is worth]
+# With N samples in a step of T seconds, r samples per second of a background on an idle device, and
+# W devices of which the foreground keeps U device-seconds, the cluster makes
+#
+#     N / T + r · (W · T - U) / T = r · W + (N - r · U) / T
+#
+# in a second. Where small shares of a batch make a device less efficient than a background is
+# (N < r · U), a step that uses fewer device-seconds is worth more than one that is quicker, up to
+# the limit on T.
 
 
 class Worth(NamedTuple):

@@ -235,6 +235,9 @@ class Rank:
         mine = {key: mean(values) for key, values in self.rates.items()}
         hosts: list[Any] = [None] * self.world
         dist.all_gather_object(hosts, mine)
+        if not all(host["alone"] for host in hosts):
+            turn_s = self.asked["turn_s"]
+            raise SystemExit(f"a background made no step in {turn_s:g} s: give more by --turn")
         total = {key: sum(host[key] for host in hosts) for key in mine}
         share = {k: mean(h[k] / h["alone"] for h in hosts) for k in ("burst", "dp")}
         # Against the quicker of the two, so that our own slowness is no gain.

@@ -218,7 +218,7 @@ class Comparison:
         return {n: max(r, found[n], key=lambda one: one["samples_per_s"]) for n, r in first.items()}
 
     def keep(self, plan: Plan, name: str) -> None:
-        """Writes a plan, its profile and its cluster, for ``meshwright explain --memory``."""
+        """Writes a plan with what ``meshwright explain --memory`` needs beside it."""
         if dist.get_rank() or not self.asked["plans"]:
             return
         folder = Path(self.asked["plans"]) / f"{self.asked['model']}-{name.replace(' ', '-')}"

@@ -1,12 +1,8 @@
 """How long planning takes, and how close to the best possible: GPT-like models on growing clusters.
 
-The times are a roofline's (150 TFLOP/s, a fixed part for launching kernels, division over members
-less than perfect) with every unit's own deviation of up to 30%, so that no two units are alike and
-nothing can be gained by treating them as repeated. Feature maps are those of attention and
-feed-forward layers in 16-bit numbers; the fidelity of lossy exchange is drawn for each unit. Every
-memory and exchange policy is allowed.
-
-On a machine shared with others seconds count their work too; CPU seconds do not.
+Feature maps are those of attention and feed-forward layers in 16-bit numbers; the fidelity of lossy
+exchange is drawn for each unit. Every memory and exchange policy is allowed. On a machine shared
+with others seconds count their work too; CPU seconds do not.
 ``gap`` is 1 - bound / objective, as the solver proved it.
 
     python benchmarks/planner.py            all rows
@@ -57,6 +53,7 @@ SLICE_BYTES = 4 * 2**20
 WIDTH, TOKENS, VOCABULARY = 2048, 1024, 50304
 # Bytes of a number: bfloat16.
 NUMBER = 2
+# Times are a roofline's, with a fixed part for launching kernels.
 FLOPS_PER_S = 150e12
 LAUNCH_S = 2e-5
 BATCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -134,6 +131,8 @@ def _unit(
     styles: tuple[Style, ...],
 ) -> UnitProfile:
     """``saved`` is what stays for backward, as a multiple of the unit's input."""
+    # Of its own for every unit: no two are alike, and nothing can be gained by treating them as
+    # repeated.
     forward = flops_per_token * TOKENS / FLOPS_PER_S * draw.uniform(0.7, 1.3)
     backward = 2 * forward * draw.uniform(0.9, 1.1)
     maps = NUMBER * TOKENS * WIDTH

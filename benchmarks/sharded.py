@@ -3,10 +3,9 @@
     python benchmarks/sharded.py --models gpt-mini --optimizers momentum adamw
 
 Needs root. Two hosts with a core each, all systems in the same processes, in turns. ``waiting`` is
-sharded exchange whose ``step()`` returns when the last gather has been issued, as it must on NCCL;
-``fully`` shards the parameters too, as FSDP2 does; ``weight_bytes`` are a rank's between steps.
-``predicted`` are the planner's simulations with the times measured here. The last line is one JSON
-object: rows.
+sharded exchange whose ``step()`` returns when the last gather has been issued; ``fully`` shards the
+parameters too, as FSDP2 does; ``weight_bytes`` are a rank's between steps. ``predicted`` are the
+planner's simulations with the times measured here. The last line is one JSON object: rows.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ OPTIMIZERS: dict[str, Optimizing] = {
 
 
 def waiting(measured: Measured, plan: Plan, optimizing: Optimizing) -> System:
-    """A model under ``plan`` whose steps wait until the last gather has been issued, as they must
-    on NCCL. Collective."""
+    """A model under ``plan`` whose steps wait until the last gather has been issued. Collective."""
+    # As they must on NCCL.
     system = System(measured.workload(), optimizing, plan)
     step = system.optimizer.step
 

@@ -27,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+# In the order in which they are used: the help lists them so.
 for _verb in (profile, probe, cluster, plan, explain, compare, multiplex, verify, launch, demo):
     app.command(_verb.__name__)(_verb)
 

@@ -97,12 +97,11 @@ def launch(
 ) -> None:
     """Run a plan, and end with what was predicted beside what was measured."""
     from .. import api
+    from ..executor.launch.launch import differences
 
     # Before the training, which may take days.
     check_out(report)
     made = load(Plan, plan_file, "PLAN")
-    from ..executor.launch.launch import differences
-
     here = nproc or made.world_size // max(nnodes, 1)
     # Another number of ranks is refused by the launch itself.
     if here * nnodes == made.world_size:

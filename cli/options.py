@@ -45,8 +45,7 @@ MemoryLimit = Annotated[
 ]
 Optimizer = Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")]
 MicroBatches = Annotated[
-    Sequence[int],
-    counts("Counts of micro-batches to choose from, such as 1,2,4 (default: 1)."),
+    Sequence[int], counts("Counts of micro-batches to choose from, such as 1,2,4 (default: 1).")
 ]
 BatchStatistics = Annotated[
     str, typer.Option(help="Normalise over each rank's share (local) or the whole batch (global).")
@@ -71,8 +70,7 @@ AllowLossy = Annotated[
     bool, typer.Option("--allow-lossy", help="Allow part of the gradients to wait a step.")
 ]
 MinFidelity = Annotated[
-    float | None,
-    number("Least share of the gradient's energy sent, such as 0.9.", least=0, most=1),
+    float | None, number("Least share of the gradient's energy sent, such as 0.9.", least=0, most=1)
 ]
 
 # -- what may be decided --------------------------------------------------------------------------
@@ -102,8 +100,7 @@ Schedule = Annotated[
     ),
 ]
 Bursts = Annotated[
-    bool,
-    typer.Option("--bursts", help="Units may take a part of the ranks and leave others idle."),
+    bool, typer.Option("--bursts", help="Units may take a part of the ranks and leave others idle.")
 ]
 Hypothetical = Annotated[
     bool, typer.Option("--hypothetical", help="Plan more than the executor can run.")

@@ -35,13 +35,13 @@ from ..planner.schema.layer_times import profile_of_table
 from ..planner.schema.profile import (
     ModelProfile,
     ShareProfile,
-    SplitProfile,
     UnitProfile,
     UpdateRate,
 )
 from .catalogue import GIGA, TERA, Datasheet, datasheet
 from .memory import Footprints, dry, is_dry
 from .model import unit_profile
+from .shares import shard_bytes
 
 # Share of a device's float32 peak that large matrix products are assumed to reach. Convolutions
 # may use TF32, as torch lets them by default, and are faster then: DeepPool's A100 table has
@@ -154,8 +154,10 @@ class _Estimator(NamedTuple):
         unused = self.found.unused if unit is self.found.units[-1] else ()
         base = unit_profile(self.model, unit, whole, unused)
         shares = [
-            self._share(unit, work, split.style, degree, _shard_bytes(base, split, degree))
-            for split in base.splits
+            self._share(
+                unit, work, split.style, degree, shard_bytes(self.model, unit, split, degree)
+            )
+            for split in unit.splits
             for degree in DEGREES
             if degrees(base, split.style, degree)
         ]
@@ -204,12 +206,6 @@ class _Estimator(NamedTuple):
             fresh=footprints.curve("fresh", name, part),
             spared=footprints.curve("spared", name, part),
         )
-
-
-def _shard_bytes(unit: UnitProfile, split: SplitProfile, degree: int) -> int:
-    divided = {name for name, _ in split.sharded}
-    part = -(-split.parts // degree) / split.parts
-    return round(sum(p.bytes * (part if p.shared in divided else 1) for p in unit.parameters))
 
 
 def with_table(profile: ModelProfile, table: ModelProfile) -> ModelProfile:

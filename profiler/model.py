@@ -19,12 +19,7 @@ from ..models.units.discover import Discovery, discover
 from ..models.workload import Batch, Workload
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
-from ..planner.schema.profile import (
-    ModelProfile,
-    ParameterProfile,
-    ShareProfile,
-    UnitProfile,
-)
+from ..planner.schema.profile import ModelProfile, ParameterProfile, ShareProfile, UnitProfile
 from .fidelity import STEPS, measure_fidelity
 from .memory import Footprint, measure_footprint
 from .shares import ShareMeter, split_profiles

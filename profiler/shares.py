@@ -60,7 +60,7 @@ class ShareMeter:
                 # No time was left for it.
                 if ratio is None:
                     continue
-                size = self._shard_bytes(unit, split, degree)
+                size = shard_bytes(self._model, unit, split, degree)
                 part = _over(size, whole.parameter_bytes)
                 found.append(
                     ShareProfile(
@@ -77,20 +77,6 @@ class ShareMeter:
                     )
                 )
         return found
-
-    def _shard_bytes(self, unit: UnitSpec, split: SplitSpec, degree: int) -> int:
-        cuts = {cut.name: cut for cut in split.cuts}
-        total = 0
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if not any(name.startswith(f"{m}.") for m in unit.modules):
-                continue
-            size = parameter.nbytes
-            if name in cuts:
-                length = parameter.shape[cuts[name].dim]
-                kept = sum(r - l_ for l_, r in cuts[name].bounds(length, degree, 0))
-                size = size * kept // max(length, 1)
-            total += size
-        return total
 
     def _ratio(self, unit: UnitSpec, split: SplitSpec, call: UnitCall, degree: int) -> Cost | None:
         modules = [self._model.get_submodule(name) for name in unit.modules]
@@ -120,6 +106,22 @@ class ShareMeter:
         ][1:]
         whole, part = (map(median, zip(*costs, strict=True)) for costs in zip(*rounds, strict=True))
         return Cost(*map(_over, part, whole))
+
+
+def shard_bytes(model: nn.Module, unit: UnitSpec, split: SplitSpec, degree: int) -> int:
+    """Bytes of a unit's parameters on its first member, which has most."""
+    cuts = {cut.name: cut for cut in split.cuts}
+    total = 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not any(name.startswith(f"{m}.") for m in unit.modules):
+            continue
+        size = parameter.nbytes
+        if name in cuts:
+            length = parameter.shape[cuts[name].dim]
+            kept = sum(r - l_ for l_, r in cuts[name].bounds(length, degree, 0))
+            size = size * kept // max(length, 1)
+        total += size
+    return total
 
 
 def _over(part: float, whole: float) -> float:

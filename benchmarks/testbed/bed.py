@@ -1,9 +1,7 @@
 """Hosts as network namespaces on a switch, each with a shaped link, gone again afterwards.
 
-Every host has a namespace of its own with one interface, whose other end is on a bridge. The bridge
-lives in a namespace too, so that nothing outside the bed's namespaces is touched: removing these
-removes all of it. A token bucket (``tc tbf``) on both ends of a link gives it its rate, each way.
-Needs root, and iproute2.
+Every host has a namespace of its own with one interface, whose other end is on a bridge. A token
+bucket (``tc tbf``) on both ends of a link gives it its rate, each way. Needs root, and iproute2.
 """
 
 from __future__ import annotations
@@ -119,6 +117,8 @@ class Bed:
 
     def _build(self) -> None:
         cores = sorted(os.sched_getaffinity(0))
+        # The bridge has a namespace too, so that nothing outside the bed's namespaces is touched:
+        # removing these removes all of it.
         _run("ip", "netns", "add", self.switch)
         _inside(self.switch, "ip", "link", "add", "br0", "type", "bridge")
         _inside(self.switch, "ip", "link", "set", "br0", "up")

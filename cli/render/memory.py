@@ -61,6 +61,7 @@ def _rows(one: RankTimeline, *, fold: bool) -> list[tuple[Moment, str]]:
     rows = []
     for _, group in groupby(one.moments, lambda m: m.phase):
         run = list(group)
+        # Half of the rows for each phase: forward and backward have nearly all moments.
         step = -(-len(run) // (SHOWN // 2))
         for start in range(0, len(run), step):
             part = run[start : start + step]
