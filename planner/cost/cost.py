@@ -23,7 +23,7 @@ import numpy as np
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
 from ..schema.goal import OPTIMIZERS, Goal
-from ..schema.layout import data_parallel
+from ..schema.layout import Style, data_parallel
 from ..schema.options import Decisions, Option, segments_of
 from ..schema.plan import MIRRORS, Plan
 from ..schema.profile import EdgeProfile, ModelProfile
@@ -55,6 +55,15 @@ class UnitCost(NamedTuple):
     shard_bytes: int
     released: OnLink = OnLink()
     slice_s: float = 0.0
+
+
+class _Share(NamedTuple):
+    """What of a unit's cost depends on the share of it alone."""
+
+    forward_s: float
+    backward_s: float
+    trained_bytes: int
+    shard_bytes: int
 
 
 class EdgeCost(NamedTuple):
@@ -96,6 +105,7 @@ class CostModel(Exchanges):
         self.world_size = cluster.world_size
         self.counts = batch_counts(goal.batch, self.world_size, micro_batches)
         self._units: dict[tuple[int, Option], UnitCost] = {}
+        self._shares: dict[tuple[int, Style, int, int], _Share] = {}
         self._edges: dict[tuple[int, Option, Option], EdgeCost] = {}
         self._traffic: dict[tuple[TensorPlacement, TensorPlacement, int], Traffic] = {}
 
@@ -139,8 +149,8 @@ class CostModel(Exchanges):
         refuse_unmodelled(self, k, option)
         unit, (layout, style) = self.profile.units[k], option[:2]
         samples = busiest_samples(self.counts, layout)
-        trainable = tuple(p for p in self.owned[k] if p.trainable)
-        trained = shard_bytes(unit, style, layout.degree, trainable)
+        share = self._share(k, style, layout.degree, samples)
+        trained = share.trained_bytes
         payload = self.payload_bytes(option, trained)
         exchange, slice_s = self.exchanged(option, payload)
         inner_forward, inner_backward = self._inner(k, option, samples)
@@ -149,15 +159,15 @@ class CostModel(Exchanges):
         copies_s = 2.0 * trained / (host_rate or 1.0) if option.feedback == "host_mirror" else 0.0
         own_s = self.overhead_s(k, trained if layout.groups > 1 else 0)
         cost = UnitCost(
-            forward_s=forward_s(unit, style, layout.degree, samples),
-            backward_s=backward_s(unit, style, layout.degree, samples) + own_s + copies_s,
+            forward_s=share.forward_s,
+            backward_s=share.backward_s + own_s + copies_s,
             update_s=self._update_s(option, trained),
             inner_forward=inner_forward,
             inner_backward=inner_backward,
             exchange=exchange,
             gradient_bytes=payload,
             trained_bytes=trained,
-            shard_bytes=shard_bytes(unit, style, layout.degree, self.owned[k]),
+            shard_bytes=share.shard_bytes,
             slice_s=slice_s,
         )
         if option.memory == "recompute":
@@ -166,6 +176,20 @@ class CostModel(Exchanges):
             assert host_rate is not None, "refused where the rate is not known"
             cost = offloaded(cost, saved_bytes(unit, style, layout.degree, samples) / host_rate)
         return released(cost) if option.early_release else cost
+
+    def _share(self, k: int, style: Style, degree: int, samples: int) -> _Share:
+        """A member's share, which a unit's many policies in one layout have in common."""
+        key = (k, style, degree, samples)
+        if key not in self._shares:
+            unit, owned = self.profile.units[k], self.owned[k]
+            trainable = tuple(p for p in owned if p.trainable)
+            self._shares[key] = _Share(
+                forward_s(unit, style, degree, samples),
+                backward_s(unit, style, degree, samples),
+                shard_bytes(unit, style, degree, trainable),
+                shard_bytes(unit, style, degree, owned),
+            )
+        return self._shares[key]
 
     def overhead_s(self, k: int, gradient_bytes: int) -> float:
         """The executor's own work in the backward of unit ``k``: for each of its parameters, for

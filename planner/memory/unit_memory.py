@@ -16,7 +16,7 @@ from ..cost.compute import Quantity, shard_bytes, share_of
 from ..cost.cost import CostModel
 from ..cost.step_time import Vector
 from ..schema.goal import OPTIMIZERS
-from ..schema.layout import Layout
+from ..schema.layout import Layout, Style
 from ..schema.options import Option
 from ..schema.plan import AT_ONCE
 from .checkpoint_segments import write_segments
@@ -54,6 +54,9 @@ class MemoryModel:
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self._units: dict[tuple[int, Option, int | None], UnitBytes] = {}
+        # A unit's many policies in one layout are of the same measured share.
+        self._measured: dict[tuple[int, Style, int, int], tuple[float, ...]] = {}
+        self._sizes: dict[tuple[int, Style, int], list[int]] = {}
 
     @cached_property
     def overlaps(self) -> tuple[PrefetchOverlap, ...]:
@@ -76,10 +79,7 @@ class MemoryModel:
     def _unit(self, k: int, option: Option, samples: int) -> UnitBytes:
         unit, cost = self.model.profile.units[k], self.model.unit(k, option)
         sliced, many = self.model.sliced, self.model.micro_batches > 1
-        saved, maps, workspace, fresh, spared = (
-            share_of(unit, option.style, option.layout.degree, q, samples, divides=False)
-            for q in _QUANTITIES
-        )
+        saved, maps, workspace, fresh, spared = self._share(k, option, samples)
         resident = self._resident(k, option, samples, saved)
         own_input = self.own_input_bytes(k, option, samples)
         saved += own_input
@@ -140,6 +140,17 @@ class MemoryModel:
             ),
         )
 
+    def _share(self, k: int, option: Option, samples: int) -> tuple[float, ...]:
+        """The quantities measured of a member's share."""
+        key = (k, option.style, option.layout.degree, samples)
+        if key not in self._measured:
+            unit = self.model.profile.units[k]
+            self._measured[key] = tuple(
+                share_of(unit, *key[1:3], quantity, samples, divides=False)
+                for quantity in _QUANTITIES
+            )
+        return self._measured[key]
+
     def _exchange_temp(
         self, k: int, option: Option, samples: int, trained: float, moment: float, part: Gathered
     ) -> float:
@@ -172,9 +183,11 @@ class MemoryModel:
 
     def _sizes_bytes(self, k: int, option: Option) -> list[int]:
         """A member's shards of the unit's parameters that have a gradient."""
-        unit, degree = self.model.profile.units[k], option.layout.degree
-        trained = (p for p in self.model.owned[k] if p.trainable)
-        return [shard_bytes(unit, option.style, degree, (p,)) for p in trained]
+        key = (k, option.style, option.layout.degree)
+        if key not in self._sizes:
+            unit, trained = self.model.profile.units[k], self.model.owned[k]
+            self._sizes[key] = [shard_bytes(unit, *key[1:], (p,)) for p in trained if p.trainable]
+        return self._sizes[key]
 
     def makes_new(self, layout: Layout) -> bool:
         """Whether new gradients do not stay as they are: they are copied into a bucket, divided,

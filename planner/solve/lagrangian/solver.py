@@ -63,6 +63,8 @@ TIME_LIMIT_S = 60.0
 REPAIRS = 3
 # Up to here the heuristic's plan is worth its time as one to begin with.
 FEW_UNITS = 60
+# Seconds that the heuristic may take for a plan to begin with.
+BEGIN_S = 1.0
 # To such a share the least that is found is looked for where nothing is proved, and for how long.
 STEP = 0.02
 TIGHTEN_S = 5.0
@@ -184,7 +186,7 @@ def search_part(
         return ModelOutcome(None, INFINITE)
     begin = list(_simple_plans(problem, model))
     if not problem.capability.idle_positions and len(model.baseline) <= FEW_UNITS:
-        begin.append(splits.search(problem, 1.0).evaluation.decisions)
+        begin.append(splits.search(problem, BEGIN_S).evaluation.decisions)
     begin += [] if start is None else [start]
     known = (lagrangian.table.numbers(d) for d in begin)
     first = [n for n in known if n is not None]
