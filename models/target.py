@@ -83,8 +83,6 @@ def _from_factory(target: str) -> Workload:
             f"factory {target!r} returned {type(made).__name__}, expected a meshwright.Workload: "
             "return Workload(name, model, make_batch, loss)"
         )
-    for size in (2, 1):
-        own_batch(made, size)
     return replace(made, name=target)  # plans name it so, and it is found again by that
 
 

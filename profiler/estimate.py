@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..executor.launch.start import software
 from ..models.replay import UnitCall, capture, preserved, run_modules
 from ..models.spec import UnitSpec
+from ..models.target import own_batch
 from ..models.units.discover import Discovery, discover
 from ..models.units.storages import tensors_in
 from ..models.workload import Workload
@@ -109,7 +110,7 @@ def estimate(
 def _counted(
     workload: Workload, sheet: Datasheet, sizes: tuple[int, ...]
 ) -> tuple[Discovery, tuple[UnitProfile, ...]]:
-    batch, other = workload.make_batch(2), workload.make_batch(1)
+    batch, other = own_batch(workload, 2), own_batch(workload, 1)
     found = discover(workload.model, batch, other)
     with preserved(workload.model):
         calls = capture(workload.model, batch, found.units)

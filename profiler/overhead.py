@@ -170,23 +170,26 @@ def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:
     return plan_by_hand(units, goal, schedule, MESSAGE_BYTES[schedule], "toy")
 
 
+# The figures of a plan that nobody predicted.
+UNPREDICTED = Prediction(
+    step_s=0.0,
+    compute_s=0.0,
+    blocking_s=0.0,
+    exposed_s=0.0,
+    update_s=0.0,
+    exchange_s=0.0,
+    wire_bytes=0,
+    peak_bytes=(),
+    gpu_seconds=0.0,
+    samples_per_s=0.0,
+)
+
+
 def plan_by_hand(
     units: Iterable[UnitPlan], goal: Goal, schedule: ScheduleName, bucket_bytes: int, target: str
 ) -> Plan:
     """The plan of these units on the ranks as they are numbered, without predictions."""
     ranks = dist.get_world_size()
-    nothing = Prediction(
-        step_s=0.0,
-        compute_s=0.0,
-        blocking_s=0.0,
-        exposed_s=0.0,
-        update_s=0.0,
-        exchange_s=0.0,
-        wire_bytes=0,
-        peak_bytes=(0,) * ranks,
-        gpu_seconds=0.0,
-        samples_per_s=0.0,
-    )
     return Plan(
         target=target,
         model=target,
@@ -196,7 +199,7 @@ def plan_by_hand(
         goal=goal,
         placement=tuple(range(ranks)),
         units=tuple(units),
-        prediction=nothing,
-        baseline=nothing,
+        prediction=UNPREDICTED,
+        baseline=UNPREDICTED,
         provenance=Provenance(solver="hand", status="manual", profile="", cluster=""),
     )

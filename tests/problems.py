@@ -56,8 +56,9 @@ def varies(made):
     """Whether layouts, memory, exchange, micro-batches and slice size each have two values."""
     every = list(made.placed().cost_models())
     options = [o for row in OptionTable(every[0], made.capability).options for o in row]
-    chosen = [{getattr(o, name) for o in options} for name in ("layout", "memory", "exchange")]
-    sizes = [{getattr(m, name) for m in every} for name in ("micro_batches", "bucket_bytes")]
+    chosen = [{o.layout for o in options}, {o.memory for o in options}]
+    chosen.append({o.exchange for o in options})
+    sizes = [{m.micro_batches for m in every}, {m.message_bytes for m in every}]
     return all(len(kind) > 1 for kind in (*chosen, *sizes))
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from itertools import groupby
-from math import ceil
 
 from rich.table import Table
 
+from ...planner.cost.compute import batch_counts, busiest_samples
 from ...planner.explain.compare import policy_words, segment_words
 from ...planner.explain.why import Bottleneck
 from ...planner.schema.cluster import Cluster, Node
@@ -77,7 +77,8 @@ def origin_sentences(plan: Plan, profile: ModelProfile) -> list[str]:
             "table": "those of a published table",
         }[profile.origin]
         words.append(f"The units' times are {source}, not measured.")
-    largest = max(ceil(plan.goal.batch / u.layout.groups / plan.micro_batches) for u in plan.units)
+    counts = batch_counts(plan.goal.batch, plan.world_size, plan.micro_batches)
+    largest = max(busiest_samples(counts, unit.layout) for unit in plan.units)
     measured = profile.batches[-1]
     if profile.origin == "measured" and largest > EXTRAPOLATED * measured:
         words.append(

@@ -11,22 +11,9 @@ from meshwright.models.spec import SplitSpec, UnitSpec
 from meshwright.models.units.discover import Discovery
 from meshwright.planner.schema.goal import BatchStatistics, Goal
 from meshwright.planner.schema.layout import Layout, Style
-from meshwright.planner.schema.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan
+from meshwright.planner.schema.plan import Plan, Provenance, ScheduleName, UnitPlan
+from meshwright.profiler.overhead import UNPREDICTED
 from torch import nn
-
-NOTHING = Prediction(
-    step_s=0.0,
-    compute_s=0.0,
-    blocking_s=0.0,
-    exposed_s=0.0,
-    update_s=0.0,
-    exchange_s=0.0,
-    wire_bytes=0,
-    peak_bytes=(),
-    gpu_seconds=0.0,
-    samples_per_s=0.0,
-)
-
 
 SCHEDULES: tuple[ScheduleName, ...] = ("barrier", "priority")
 
@@ -82,8 +69,8 @@ def plan(
         micro_batches=micro_batches,
         schedule=_schedules[-1],
         units=tuple(units),
-        prediction=NOTHING,
-        baseline=NOTHING,
+        prediction=UNPREDICTED,
+        baseline=UNPREDICTED,
         provenance=Provenance(solver="hand", status="manual", profile="", cluster=""),
     )
 

@@ -125,6 +125,14 @@ def test_targets_that_are_none(meshwright, factories, tmp_path, target, words):
     assert not (tmp_path / "p.json").exists()
 
 
+def test_an_estimate_says_what_is_wrong_with_batches(meshwright, factories):
+    """It runs the model on batches of its own, without trying it out before."""
+    done = meshwright("profile", "mine.py:pairs", "--device", "a100-sxm-40gb")
+    refused(done, 2, "make_batch(2)", "a tuple", "Batch((x,), target) with 2 samples")
+    done = meshwright("profile", "mine.py:always_eight", "--device", "a100-sxm-40gb")
+    refused(done, 2, "make_batch(2)", "8 samples", "with 2 samples")
+
+
 def test_file_that_does_not_run(meshwright, tmp_path):
     (tmp_path / "mine.py").write_text("def make(:\n")
     refused(meshwright("profile", "mine.py:make"), 2, "SyntaxError", "mine.py")
