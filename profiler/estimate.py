@@ -78,6 +78,8 @@ def estimate(
     sheet = datasheet(device)
     sizes = tuple(sorted(set(batches or BATCHES)))
     with torch.random.fork_rng():
+        for size in (2, 1):
+            own_batch(workload, size)
         try:
             found, units = _counted(dry(workload), sheet, sizes)
         except Exception:
@@ -110,7 +112,7 @@ def estimate(
 def _counted(
     workload: Workload, sheet: Datasheet, sizes: tuple[int, ...]
 ) -> tuple[Discovery, tuple[UnitProfile, ...]]:
-    batch, other = own_batch(workload, 2), own_batch(workload, 1)
+    batch, other = workload.make_batch(2), workload.make_batch(1)
     found = discover(workload.model, batch, other)
     with preserved(workload.model):
         calls = capture(workload.model, batch, found.units)
