@@ -124,7 +124,7 @@ class Relaxation(NamedTuple):
 
 class Enlargement(NamedTuple):
     """A cluster with more nodes of the same kind on which a plan keeps all limits, checked by
-    planning for it, and for one node fewer in vain."""
+    planning for it, and for one node fewer in vain unless the sentence says that it is enough."""
 
     ranks: int
     nodes: int

@@ -225,37 +225,44 @@ def _smaller_batch(problem: Problem, evidence: Evidence, deadline: float) -> Rel
 
 def more_nodes(problem: Problem, evidence: Evidence, deadline: float) -> Enlargement | None:
     """The fewest whole nodes like the first with which a plan keeps all limits, while with one node
-    fewer there is none. None where none was found before the deadline, or the cluster says nothing
-    of links between nodes."""
+    fewer there is none; what is enough where the deadline leaves that open. None where nothing was
+    found, or the cluster says nothing of links between nodes."""
     # A number that is enough for the heuristic by doubling, then by halving what lies between.
     cluster, deadline = problem.cluster, min(deadline, time.perf_counter() + NODES_S)
     if cluster.level("inter") is None:
         return None
     node = cluster.nodes[0]
     each = len(node.devices)
-
-    def enough(nodes: int, *, asks_solver: bool) -> bool:
-        larger = replace(resized_problem(problem, nodes * each), progress=None).placed()
-        if feasible(larger):
-            return True
-        if not (asks_solver and evidence.proves) or time.perf_counter() > deadline:
-            return False
-        return state_pairs(larger) <= INTEGER_PAIRS and evidence.fits(larger, deadline)
-
     low = max(cluster.world_size // each, 1)
     most = min(MOST_RANKS, problem.goal.batch) // each
     high = 2 * low
-    while high <= most and not enough(high, asks_solver=False):
+    while high <= most and not feasible(_on_nodes(problem, high)):
         high = 2 * high if time.perf_counter() < deadline else most + 1
     if high > most:
         return None
     while high - low > 1:
-        if time.perf_counter() > deadline:
-            return None
         middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle, asks_solver=True) else (middle, high)
-    sentence = f"use {high * each} ranks ({high} nodes like {node.name!r})"
+        enough = _enough(_on_nodes(problem, middle), evidence, deadline)
+        if enough is None:
+            break
+        low, high = (low, middle) if enough else (middle, high)
+    words = "" if high - low == 1 else ", which is enough"
+    sentence = f"use {high * each} ranks ({high} nodes like {node.name!r}){words}"
     return Enlargement(high * each, high, sentence)
+
+
+def _on_nodes(problem: Problem, nodes: int) -> Problem:
+    ranks = nodes * len(problem.cluster.nodes[0].devices)
+    return replace(resized_problem(problem, ranks), progress=None).placed()
+
+
+def _enough(larger: Problem, evidence: Evidence, deadline: float) -> bool | None:
+    """Whether a larger cluster has a plan; None where too little time is left to tell."""
+    program = evidence.proves and state_pairs(larger) <= INTEGER_PAIRS
+    # A program is built and has its least time however little is left: not asked then.
+    if time.perf_counter() > deadline - (NODES_S / 2 if program else 0.0):
+        return None
+    return feasible(larger) or (program and evidence.fits(larger, deadline))
 
 
 # -- sentences -----------------------------------------------------------------------------------

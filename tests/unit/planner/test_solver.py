@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 
 import meshwright as mw
 import msgspec
@@ -109,6 +109,7 @@ def test_more_ranks_that_are_named_do_help_and_fewer_do_not(problem, solver, par
     need = solve(limited(problem, memory_limit_bytes=1)).infeasible.needed_bytes
     tight = limited(problem, memory_limit_bytes=int(need * part))
     more = solve(tight, solver).infeasible.enlargement
+    assert "enough" not in more.sentence
     assert more.ranks == more.nodes > 4
     assert more.sentence in solve(tight, solver).infeasible.sentence
     assert solve(resized_problem(tight, more.ranks), solver).plan is not None
@@ -130,6 +131,18 @@ def test_a_shorter_step_may_need_more_ranks():
 def test_no_larger_cluster_is_named_when_time_is_up(problem):
     asked = Problem(problem.profile, cluster(1), limited(problem, memory_limit_bytes=10_000).goal)
     assert more_nodes(asked, Heuristic(), 0.0) is None
+
+
+def test_a_cluster_that_is_enough_is_named_when_time_is_up(problem, monkeypatch):
+    """Doubling has found one; there is no time for the nodes between."""
+    asked = Problem(problem.profile, cluster(2), limited(problem, memory_limit_bytes=10**7).goal)
+    monkeypatch.setattr(infeasible, "NODES_S", 60.0)
+    fewest = more_nodes(asked, Heuristic(), inf)
+    monkeypatch.setattr(infeasible, "_enough", lambda *_: None)
+    more = more_nodes(asked, Heuristic(), inf)
+    assert (fewest.ranks, more.ranks) == (24, 32)
+    assert more.sentence == "use 32 ranks (32 nodes like 'n0'), which is enough"
+    assert solve(resized_problem(asked, more.ranks)).plan is not None
 
 
 def test_no_larger_cluster_is_named_where_links_are_not_known(problem):
