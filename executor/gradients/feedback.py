@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...planner.memory.gradient_buffers import FIRST_RATIO
 from ...planner.schema.errors import InputError
 from ...planner.schema.plan import AT_ONCE, MIRRORS, Plan
 from ...planner.simulate import slicing
@@ -55,7 +56,7 @@ class Lossy:
     """
 
     patience: int = 10
-    first_ratio: float = 0.25
+    first_ratio: float = FIRST_RATIO
     stages: int = 4
     stage_backwards: int = 25
 

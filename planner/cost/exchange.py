@@ -7,7 +7,7 @@ from math import ceil, inf, prod
 from typing import NamedTuple
 
 from ..schema.layout import Layout
-from ..schema.options import Option
+from ..schema.options import Option, cuts
 from ..schema.profile import ModelProfile, ParameterProfile
 from .collectives import Fabric, Rings, collective_s, groups_of, peers_of, rings
 from .compute import shard_bytes
@@ -76,9 +76,7 @@ class Exchanges(Structure):
 
     def _gradient(self, k: int, option: Option, parameter: ParameterProfile) -> Gradient:
         unit, layout = self.profile.units[k], option.layout
-        # Buckets are predicted as if what a style leaves whole were averaged with the rest.
-        split = unit.split(option.style) if self.sliced and layout.degree > 1 else None
-        if split is not None and parameter.shared not in {name for name, _ in split.sharded}:
+        if layout.degree > 1 and cuts(unit, option)[parameter.shared] is None:
             # What a style leaves whole is the same on all members: they are peers of each other.
             layout = Layout(groups=layout.size, degree=1, first=layout.first)
         kind = Option(layout, exchange=option.exchange, ratio=option.ratio)

@@ -36,8 +36,8 @@ from ..cost.cost import CostModel
 from ..schema.options import Option
 from ..simulate.slicing import packed
 
-# The share that top-k sends in its first backwards (the executor's ``Lossy.first_ratio``): more
-# than the plan's ratio, and buffers must hold it.
+# The share that top-k sends in its first backwards: more than the plan's ratio, and buffers must
+# hold it.
 FIRST_RATIO = 0.25
 
 

@@ -93,13 +93,19 @@ def ties_agree(units: Sequence[UnitProfile], options: Sequence[Option]) -> bool:
     # One parameter has one shard on a rank: uses that cut it differently would need several.
     if len({o.layout for o in options}) > 1:
         return False
-    cuts: dict[str, set[int | None]] = {}
+    found: dict[str, set[int | None]] = {}
     for unit, option in zip(units, options, strict=True):
-        split = unit.split(option.style) if option.layout.degree > 1 else None
-        sharded: dict[str, int] = dict(split.sharded) if split else {}
-        for parameter in unit.parameters:
-            cuts.setdefault(parameter.shared, set()).add(sharded.get(parameter.shared))
-    return all(len(dims) == 1 for dims in cuts.values())
+        for name, dim in cuts(unit, option).items():
+            found.setdefault(name, set()).add(dim)
+    return all(len(dims) == 1 for dims in found.values())
+
+
+def cuts(unit: UnitProfile, option: Option) -> dict[str, int | None]:
+    """The dimension along which ``option`` cuts each parameter of a unit, by shared name; None for
+    those that it leaves whole."""
+    split = unit.split(option.style) if option.layout.degree > 1 else None
+    sharded: dict[str, int] = dict(split.sharded) if split else {}
+    return {p.shared: sharded.get(p.shared) for p in unit.parameters}
 
 
 def feedbacks(

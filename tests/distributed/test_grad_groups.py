@@ -109,18 +109,19 @@ def sent_in_buckets(rank: int, name: str, plan: Plan) -> list[tuple[list[str], i
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "degree"),
+    ("name", "world", "degree", "style"),
     [
-        ("gpt-tiny", 2, 1),
-        ("cnn-digits", 2, 1),
-        pytest.param("mlp", 4, 2, marks=pytest.mark.slow),
-        pytest.param("resnet50-32", 2, 1, marks=pytest.mark.slow),
+        ("gpt-tiny", 2, 1, "none"),
+        ("cnn-digits", 2, 1, "none"),
+        pytest.param("mlp", 4, 2, "column", marks=pytest.mark.slow),
+        pytest.param("mlp", 4, 2, "row", marks=pytest.mark.slow),  # biases stay whole
+        pytest.param("resnet50-32", 2, 1, "none", marks=pytest.mark.slow),
     ],
 )
-def test_the_planner_simulates_the_buckets_that_are_sent(ranks, name, world, degree):
+def test_the_planner_simulates_the_buckets_that_are_sent(ranks, name, world, degree, style):
     profile, goal = profiled(name), Goal(batch=8 * world)
     cluster = describe_cluster(device=DEVICE, nodes=world, inter_gbit_s=10.0)
-    decisions = decided(profile, world, degree, ("column",))
+    decisions = decided(profile, world, degree, (style,))
     model = CostModel(profile, cluster, goal, message_bytes=SLICE_BYTES)
     plan = make_plan(profile, cluster, goal, decisions, bucket_bytes=SLICE_BYTES)
     theirs = ranks(world)(sent_in_buckets, name, plan)[0]

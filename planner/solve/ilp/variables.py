@@ -14,7 +14,7 @@ import pulp
 
 from ...cost.step_time import Vector
 from ...memory.rows import RECEIVED, Matrix, Rows
-from ...schema.options import Decisions
+from ...schema.options import Decisions, cuts
 from ..figures import EDGE_FIGURES
 from ..option_table import OptionTable
 
@@ -141,9 +141,8 @@ class Variables:
         names = sorted({p.shared for p in unit.parameters} & {p.shared for p in theirs.parameters})
         found: dict[object, list[pulp.LpVariable]] = {}
         for x, option in zip(self.x[k], self.table.options[k], strict=True):
-            split = unit.split(option.style) if option.layout.degree > 1 else None
-            sharded = dict(split.sharded) if split else {}
-            key = option.layout, tuple(sharded.get(name) for name in names)
+            dims = cuts(unit, option)
+            key = option.layout, tuple(dims[name] for name in names)
             found.setdefault(key, []).append(x)
         return found
 
