@@ -135,10 +135,14 @@ def plan(
         schedule=schedule, progress=progress,
     )  # fmt: skip
     # Patterns in pins are of this profile's units: they are expanded once it is known.
-    found = solve(expand_pins(problem), solver, time_limit_s).checked()
+    return _solved(expand_pins(problem), solver, time_limit_s)
+
+
+def _solved(problem: Problem, solver: str, time_limit_s: float | None) -> Plan:
+    found = solve(problem, solver, time_limit_s).checked()
     # Explaining the plan finds both again by the fingerprints that the plan keeps.
     cache.put(problem.profile)
-    cache.put(cluster)
+    cache.put(problem.cluster)
     return found
 
 
@@ -520,4 +524,4 @@ def _plan_on_ranks(
             workload, batches_for(goal, torch.distributed.get_world_size()), device
         )
         problem = problem_for(profile, cluster_of_ranks(device), goal, CAPABILITY, **how)
-        return rank_zero_decides(lambda: solve(problem, solver, time_limit_s).checked())
+        return rank_zero_decides(lambda: _solved(problem, solver, time_limit_s))

@@ -319,7 +319,8 @@ assert same is model and plan.world_size == 1 and plan.goal.batch == 4
 assert plan.goal.optimizer == "adamw"
 model(torch.randn(4, 6)).sum().backward()
 optimizer.step()
-print("trained alone")
+mw.save(plan, "plan.json")
+print(f"trained alone, {len(mw.explain(plan).units)} units")
 """
 
 
@@ -327,6 +328,7 @@ def run_alone(code: str, tmp_path: Path, **environment: str) -> subprocess.Compl
     mine = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     return subprocess.run(
         [sys.executable, "-c", code],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=100,
@@ -338,7 +340,9 @@ def run_alone(code: str, tmp_path: Path, **environment: str) -> subprocess.Compl
 def test_without_torchrun_it_is_a_world_of_one(tmp_path):
     done = run_alone(ALONE, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "trained alone" in done.stdout
+    assert "trained alone, 4 units" in done.stdout
+    told = run_alone("from meshwright.cli.app import run; run(['explain', 'plan.json'])", tmp_path)
+    assert "Each unit" in told.stdout, told.stderr
 
 
 def test_half_an_environment_is_refused(tmp_path):

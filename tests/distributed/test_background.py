@@ -19,8 +19,9 @@ from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.layout import Layout
 from meshwright.planner.schema.plan import UnitPlan
 from meshwright.planner.schema.record import save
-from plans import NOTHING, scheduled
+from meshwright.profiler.overhead import UNPREDICTED
 from plans import plan as plan_by_hand
+from plans import scheduled
 
 from tests.processes import alive, wait_until
 
@@ -178,7 +179,7 @@ def test_what_a_plan_leaves_idle_is_told():
     wide = msgspec.structs.replace(narrow, name="conv", modules=("conv",), layout=Layout(groups=2))
     made = msgspec.structs.replace(
         plan_by_hand(2, [wide, narrow], placement=(1, 0)),
-        prediction=msgspec.structs.replace(NOTHING, step_s=0.6),
+        prediction=msgspec.structs.replace(UNPREDICTED, step_s=0.6),
     )
     assert idle_share(made, 0) == pytest.approx(0.5)  # at position 1, which fc leaves out
     assert idle_share(made, 1) == 0
