@@ -89,7 +89,8 @@ def test_measures_plans_and_trains_as_one_process_would(ranks, tmp_path):
         torch.testing.assert_close(first[name], expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(first[name], other[name])
     kept = list((tmp_path / "documents").glob("*.json"))
-    assert len(kept) == 2  # the profile and the cluster
+    # The profile and the cluster, each by what it was measured for and by its fingerprint.
+    assert len(kept) == 4
     again = ranks(2)(measure_plan_and_train, str(tmp_path), limit_s=20.0)
     assert fingerprint_of_measurements(again[0][0]) == fingerprint_of_measurements(plan)
 
