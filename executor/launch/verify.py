@@ -9,7 +9,6 @@ say where that changed something.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ...models.replay import preserved
+from ...models.replay import copied, preserved
 from ...models.workload import Batch, Workload
 from ...planner.explain.compare import policy_words
 from ...planner.schema.errors import InputError
@@ -172,7 +171,7 @@ def verify_on_ranks(
     batches = together(lambda: _draw(workload, sizes, dtype, device))
     workload.model.to(device, _DTYPES[dtype]).train()
     # Copied before the plan is applied, which changes the model in place.
-    alone = copy.deepcopy(workload.model) if dist.get_rank() == 0 else None
+    alone = copied(workload.model) if dist.get_rank() == 0 else None
     done, total = len(sizes), 2 * len(sizes)
     ours = _train_together(
         plan, workload, batches, timeout_s, lambda n: progress(n, total, "ranks")
