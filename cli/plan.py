@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..executor.launch.progress import progress
+from ..planner.explain.why import units_told
 from ..planner.schema.cluster import Cluster
 from ..planner.schema.errors import InputError
 from ..planner.schema.goal import make_goal
@@ -223,6 +224,9 @@ def explain(
         found = api.explain(
             made, *made_from, best=best, what_if=what_if, time_limit_s=time_limit, progress=step
         )
+    told = units_told(len(found.units))
+    if told < len(found.units):
+        note(f"alternatives are told of the {told} units of {len(found.units)} that take most")
     tables = explanation_tables(found, made.goal.objective, fold=not all_units)
     deliver(found, None, json, *tables)
 
