@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..models.units.discover import check_gradients
+from ..models.units.discover import altered, check_gradients
 from ..models.workload import device_of
 from ..planner.cost.exchange import sent_whole
 from ..planner.schema.errors import InputError
@@ -202,6 +202,14 @@ def _check_modules(model: nn.Module, plan: Plan) -> None:
             raise InputError(
                 f"the plan is for another model: this {type(model).__name__} has no module "
                 f"{missing!r}; make a plan for it"
+            )
+    for unit, _ in divided(plan):
+        other = next((m for m in unit.modules if altered(model.get_submodule(m))), None)
+        if other is not None:
+            raise InputError(
+                f"the plan divides module {other!r}, which has a hook, another forward or computed "
+                "parameters of yours, that would see a part of it: add these after the plan is "
+                "applied, or make a plan for the model as it is, which keeps it whole"
             )
 
 

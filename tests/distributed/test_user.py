@@ -618,6 +618,8 @@ def says_what_is_wrong(rank: int) -> None:
     lone = nn.Sequential(nn.Linear(4, 6))
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
+    watched = net()
+    watched[2].register_forward_hook(lambda *_: None)
     for model, optimizer, chosen, sentence in (
         (net(), None, plan(4), "a plan for 4 ranks was started on 2"),
         (net(), None, plan(2, [bad]), "cannot be divided in style 'pair'"),
@@ -628,6 +630,7 @@ def says_what_is_wrong(rank: int) -> None:
         (tied, None, plan(2, [unit("0", 2, "column", 2)]), "'1.weight' whole"),
         (lone, None, plan(2, [unit("0", 2, "column", 2, ())]), "no input of it carries the batch"),
         (net(), None, plan(2, [releasing]), "leaves ranks idle"),
+        (watched, None, both(2)[1], "the plan divides module '2', which has a hook"),
     ):
         before = {
             k: v.clone() for k, v in model.state_dict().items() if not v.is_meta and not lazy(v)
