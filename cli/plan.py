@@ -28,6 +28,7 @@ from .render.comparisons import comparison_tables, front_table, sizes_table
 from .render.documents import (
     bound_sentence,
     decision_table,
+    memory_sentences,
     origin_sentences,
     prediction_table,
     verdict,
@@ -163,6 +164,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     with suppress(InputError):
         profile, cluster = made_from(made, profile, cluster)
         words += origin_sentences(made, profile)
+        words += memory_sentences(made, profile, cluster)
         words.append(bound_sentence(api.bottleneck(made, profile, cluster)))
         better = api.quicker_in_parts(made, profile, cluster, **how)
         note(better.sentence if better is not None else None)
