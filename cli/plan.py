@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..executor.launch.progress import progress
+from ..planner.explain.why import units_told
 from ..planner.schema.cluster import Cluster
 from ..planner.schema.errors import InputError
 from ..planner.schema.goal import make_goal
@@ -27,6 +28,7 @@ from .render.comparisons import comparison_tables, front_table, sizes_table
 from .render.documents import (
     bound_sentence,
     decision_table,
+    memory_sentences,
     origin_sentences,
     prediction_table,
     verdict,
@@ -162,6 +164,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     with suppress(InputError):
         profile, cluster = made_from(made, profile, cluster)
         words += origin_sentences(made, profile)
+        words += memory_sentences(made, profile, cluster)
         words.append(bound_sentence(api.bottleneck(made, profile, cluster)))
         better = api.quicker_in_parts(made, profile, cluster, **how)
         note(better.sentence if better is not None else None)
@@ -223,6 +226,9 @@ def explain(
         found = api.explain(
             made, *made_from, best=best, what_if=what_if, time_limit_s=time_limit, progress=step
         )
+    told = units_told(len(found.units))
+    if told < len(found.units):
+        note(f"alternatives are told of the {told} units of {len(found.units)} that take most")
     tables = explanation_tables(found, made.goal.objective, fold=not all_units)
     deliver(found, None, json, *tables)
 

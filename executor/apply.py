@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..models.units.discover import altered, check_gradients
 from ..models.workload import device_of
 from ..planner.cost.exchange import sent_whole
 from ..planner.schema.errors import InputError
@@ -202,6 +203,14 @@ def _check_modules(model: nn.Module, plan: Plan) -> None:
                 f"the plan is for another model: this {type(model).__name__} has no module "
                 f"{missing!r}; make a plan for it"
             )
+    for unit, _ in divided(plan):
+        other = next((m for m in unit.modules if altered(model.get_submodule(m))), None)
+        if other is not None:
+            raise InputError(
+                f"the plan divides module {other!r}, which has a hook, another forward or computed "
+                "parameters of yours, that would see a part of it: add these after the plan is "
+                "applied, or make a plan for the model as it is, which keeps it whole"
+            )
 
 
 def _check_tensors(model: nn.Module) -> None:
@@ -212,12 +221,7 @@ def _check_tensors(model: nn.Module) -> None:
             )
         if tensor.is_meta:
             raise InputError(f"{name!r} is on the meta device: give it memory and values first")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise InputError(
-                f"embedding {name!r} makes sparse gradients, which are not exchanged: build it "
-                "with sparse=False"
-            )
+    check_gradients(model)
 
 
 def _check_norms(model: nn.Module, plan: Plan) -> None:
@@ -267,7 +271,7 @@ def _buffers(model: nn.Module, plan: Plan, shards: ModelShards) -> list[Tensor]:
 
 def _grad_params(model: nn.Module, run: Run, shards: ModelShards) -> list[GradParam]:
     """All parameters in the order in which backward finishes their gradients: units backwards, a
-    tied one with its first user; those outside units beside what was registered before them."""
+    tied one with its first user; those between units last."""
     first_users = _first_users(model, run.plan)
     # The parameters of normalisations are known by these modules' names: models bring their own.
     norms = [m for m in model.modules() if "norm" in type(m).__name__.lower()]
@@ -281,6 +285,9 @@ def _grad_params(model: nn.Module, run: Run, shards: ModelShards) -> list[GradPa
         if isinstance(shard, SubsetShard):
             layout = shard.layout if shard.degree > 1 else flat(shard.layout)
         groups = layout.groups if layout else run.world.size // degree
+        # What is used between units counts to the model's beginning, as in its profile: needed as
+        # early as anything, complete as late, and always whole.
+        unit = first_users.get(parameter)
         param = GradParam(
             name,
             parameter,
@@ -288,20 +295,21 @@ def _grad_params(model: nn.Module, run: Run, shards: ModelShards) -> list[GradPa
             degree,
             size,
             members=_members(run, shard),
-            unit=first_users[parameter],
-            whole=sent_whole(parameter.ndim, size, of_norm=parameter in of_norms),
+            unit=unit or 0,
+            whole=sent_whole(parameter.ndim, size, of_norm=parameter in of_norms)
+            or parameter.is_complex(),  # lossy exchanges choose among real numbers
             layout=layout,
             idle=layout is not None and layout.place(run.world.position) is None,
             divisor=run.world.size / groups,
         )
-        if run.plan.units:
-            unit = run.plan.units[param.unit]
+        if unit is not None:
+            policy = run.plan.units[unit]
             param = replace(
                 param,
-                exchange=unit.exchange,
-                ratio=unit.exchange_ratio,
-                feedback=unit.feedback,
-                released=unit.early_release,
+                exchange=policy.exchange,
+                ratio=policy.exchange_ratio,
+                feedback=policy.feedback,
+                released=policy.early_release,
             )
         params.append(param)
     # Sorted and then reversed, so that those of one unit are in the reverse order too.
@@ -321,13 +329,10 @@ def _members(run: Run, shard: Shard | None) -> Members | None:
 
 
 def _first_users(model: nn.Module, plan: Plan) -> dict[nn.Parameter, int]:
-    """The first unit in forward order that uses each parameter."""
+    """The first unit in forward order that has each parameter; without those between units."""
     place: dict[nn.Parameter, int] = {}
     for index, unit in enumerate(plan.units):
         for path in unit.modules:
             for parameter in model.get_submodule(path).parameters():
                 place.setdefault(parameter, index)
-    last = 0
-    for parameter in model.parameters():
-        last = place.setdefault(parameter, last)
     return place

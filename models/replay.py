@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from .spec import UnitSpec
 from .workload import Batch
+
+CopiedT = TypeVar("CopiedT", nn.Module, list[nn.Module])
 
 
 @contextmanager
@@ -38,6 +41,19 @@ def preserved(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
         for module, mode in modes:
             module.training = mode
+
+
+def copied(modules: CopiedT, memo: dict[int, Any] | None = None) -> CopiedT:
+    """``copy.deepcopy`` of a module or a list of them, also where a module keeps a tensor that it
+    computes before each forward (torch's old weight normalisation, pruning)."""
+    # deepcopy refuses those, as they have a history; the copy computes its own.
+    memo = {} if memo is None else memo
+    for module in [modules] if isinstance(modules, nn.Module) else modules:
+        for inner in module.modules():
+            for value in vars(inner).values():
+                if isinstance(value, Tensor) and not value.is_leaf:
+                    memo.setdefault(id(value), value.detach().clone())
+    return copy.deepcopy(modules, memo)
 
 
 @dataclass(frozen=True, eq=False)

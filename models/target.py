@@ -148,7 +148,14 @@ def own_batch(chosen: Workload, size: int) -> Batch:
     except ValueError as error:
         raise InputError(f"make_batch({size}) of {chosen.name!r}: {error}: {wanted}") from None
     if found != size:
-        raise InputError(f"make_batch({size}) of {chosen.name!r} gave {found} samples: {wanted}")
+        leaves = pytree.tree_leaves((batch.args, dict(batch.kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        second = any(t.ndim > 1 and t.shape[1] == size for t in tensors)
+        hint = "; dim 1 seems to count them: use batch_first=True, or transpose in the model"
+        raise InputError(
+            f"make_batch({size}) of {chosen.name!r} gave {found} samples, which dim 0 of the first "
+            f"tensor counts: {wanted}{hint if second else ''}"
+        )
     return batch
 
 

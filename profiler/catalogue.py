@@ -41,6 +41,8 @@ DEVICES: dict[str, Datasheet] = {
     "h100-sxm": Datasheet(80, 67, 494.5, 989.5, 3350, _H100),
     "h100-pcie": Datasheet(80, 51, 378, 756, 2000, _H100),
     "h200-sxm": Datasheet(141, 67, 494.5, 989.5, 4800, "NVIDIA H200 Tensor Core GPU datasheet"),
+    "b200-sxm": Datasheet(180, 80, 1100, 2250, 7700, "NVIDIA HGX B200 datasheet, 2024"),
+    "mi300x": Datasheet(192, 163.4, 653.7, 1307.4, 5300, "AMD Instinct MI300X data sheet, 2023"),
     "v100-sxm2-16gb": Datasheet(16, 15.7, 15.7, 125, 900, "NVIDIA V100 datasheet, 2020"),
     "v100-sxm2-32gb": Datasheet(32, 15.7, 15.7, 125, 900, "NVIDIA V100 datasheet, 2020"),
     "t4": Datasheet(16, 8.1, 8.1, 65, 320, "NVIDIA T4 datasheet, 2019"),
@@ -49,6 +51,9 @@ DEVICES: dict[str, Datasheet] = {
     "l40s": Datasheet(48, 91.6, 183, 362, 864, "NVIDIA L40S datasheet, 2023"),
     "rtx-3090": Datasheet(24, 35.6, 35.6, 71, 936, "NVIDIA Ampere GA102 whitepaper, 2021"),
     "rtx-4090": Datasheet(24, 82.6, 82.6, 165.2, 1008, "NVIDIA Ada architecture whitepaper, 2022"),
+    "rtx-5090": Datasheet(
+        32, 104.8, 104.8, 209.5, 1792, "NVIDIA RTX Blackwell architecture whitepaper, 2025"
+    ),
 }
 
 

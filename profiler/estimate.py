@@ -26,7 +26,7 @@ from ..executor.launch.start import software
 from ..models.replay import UnitCall, capture, preserved, run_modules
 from ..models.spec import UnitSpec
 from ..models.target import own_batch
-from ..models.units.discover import Discovery, discover
+from ..models.units.discover import Discovery, discovered
 from ..models.units.storages import tensors_in
 from ..models.workload import Workload
 from ..planner.schema.capability import degrees
@@ -78,8 +78,7 @@ def estimate(
     sheet = datasheet(device)
     sizes = tuple(sorted(set(batches or BATCHES)))
     with torch.random.fork_rng():
-        for size in (2, 1):
-            own_batch(workload, size)
+        own_batch(workload, 2)
         try:
             found, units = _counted(dry(workload), sheet, sizes)
         except Exception:
@@ -112,8 +111,7 @@ def estimate(
 def _counted(
     workload: Workload, sheet: Datasheet, sizes: tuple[int, ...]
 ) -> tuple[Discovery, tuple[UnitProfile, ...]]:
-    batch, other = workload.make_batch(2), workload.make_batch(1)
-    found = discover(workload.model, batch, other)
+    found, batch = discovered(workload.model, workload.make_batch)
     with preserved(workload.model):
         calls = capture(workload.model, batch, found.units)
         footprints = Footprints(workload, found.units, FOOTPRINT_SIZES)
@@ -153,9 +151,8 @@ class _Estimator(NamedTuple):
     def unit(self, unit: UnitSpec) -> UnitProfile:
         work = self._work(unit)
         whole = self._share(unit, work, "none", 1, 0)
-        # Parameters that no unit uses are exchanged all the same: they count to the last one.
-        unused = self.found.unused if unit is self.found.units[-1] else ()
-        base = unit_profile(self.model, unit, whole, unused)
+        outside = self.found.outside if unit is self.found.units[0] else ()
+        base = unit_profile(self.model, unit, whole, outside)
         shares = [
             self._share(
                 unit, work, split.style, degree, shard_bytes(self.model, unit, split, degree)

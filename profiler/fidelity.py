@@ -46,8 +46,9 @@ class Fidelity:
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
-            gradient = self._sampled(name, parameter.grad.detach())
-            self._energy[name] += _energy(parameter.grad.detach())
+            whole = _real(parameter.grad.detach())
+            gradient = self._sampled(name, whole)
+            self._energy[name] += _energy(whole)
             for exchange, ratios in RATIOS.items():
                 for ratio in ratios:
                     self._exchange(exchange, name, ratio, gradient)
@@ -114,6 +115,11 @@ def measure_fidelity(workload: Workload, batches: Sequence[Batch]) -> Fidelity:
         found.add()
     model.zero_grad()
     return found
+
+
+def _real(values: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, which have the same energy."""
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _energy(values: Tensor) -> float:

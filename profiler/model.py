@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -15,7 +16,7 @@ from ..executor.launch.start import device_name, software
 from ..models.replay import capture, preserved
 from ..models.spec import UnitSpec
 from ..models.splits.leaves import BATCH_NORMS
-from ..models.units.discover import Discovery, discover
+from ..models.units.discover import Discovery, discovered
 from ..models.workload import Batch, Workload
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
@@ -98,8 +99,7 @@ def profile(
     job.report(0.0, "finding units")
     devices = [where.index or 0] if where.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        # Not 1 and 2: a batch of one is refused by batch normalisation in training mode.
-        found = discover(workload.model, job.batch(3), job.batch(2))
+        found, _ = discovered(workload.model, job.batch)
         with preserved(workload.model):
             if batches and room_bytes is not None:
                 batches = _fitting(job, found, batches, room_bytes)
@@ -148,7 +148,8 @@ def _fitting(job: _Job, found: Discovery, batches: Sequence[int], room_bytes: fl
         sizes.add(size)
     # One size alone makes no curve.
     if len(sizes) == 1:
-        sizes.add(max(sizes) // 2 or FEW)
+        largest = max(sizes)
+        sizes.add(largest // 2 if largest > FEW else 2 * FEW)
     return sorted(sizes)
 
 
@@ -158,10 +159,17 @@ def _measure(
     sizes = sorted(set(batches)) if batches else BATCHES
     if sizes[0] < 1:
         raise InputError(f"batch size {sizes[0]} cannot be measured: give at least 1")
+    refused: list[str] = []
     for i, size in enumerate(sizes):
         job.report(0.1 + 0.6 * i / len(sizes), f"measuring a batch of {size}")
         share = 0.1 + 0.6 * (i + 1) / len(sizes)
-        measured = _measure_batch(job, found, size, repeats, share)
+        try:
+            measured = _measure_batch(job, found, size, repeats, share)
+        except Exception as error:
+            # A batch of one has no statistics where normalisation sees one pixel; a loss over pairs
+            # wants an even one. Other sizes tell as much.
+            refused.append(f"a batch of {size} with {type(error).__name__}: {error}")
+            continue
         yield measured
         if batches is None:
             done = measured.times.total
@@ -169,6 +177,10 @@ def _measure(
             late = job.left_s(0.7) < 4 * done and i > 0
             if 2 * done > LONGEST_STEP_S or late:
                 break
+    if len(refused) == len(sizes):
+        raise InputError(f"the model refuses {refused[0]}; measure others with --batches")
+    if refused and batches:
+        warnings.warn(f"measured without {'; '.join(refused)}", stacklevel=2)
 
 
 def _measure_batch(job: _Job, found: Discovery, size: int, repeats: int, share: float) -> _Measured:
@@ -214,10 +226,10 @@ def _units(
     middle = job.batch(sizes[len(sizes) // 2])
     calls = capture(model, middle, [u for u in found.units if u.splits])
     meter = ShareMeter(model, job.device, job.start + job.budget_s)
-    # Parameters that no unit uses are exchanged all the same: they count to the last one.
-    unused = {found.units[-1].name: found.unused}
+    # Parameters that no unit has count to the model's beginning, as in the executor.
+    outside = {found.units[0].name: found.outside}
     bases = {
-        u.name: unit_profile(model, u, _whole(u, sizes, measured), unused.get(u.name, ()))
+        u.name: unit_profile(model, u, _whole(u, sizes, measured), outside.get(u.name, ()))
         for u in found.units
     }
     # Should time run short, it was spent where most can be gained: on the most parameters.
@@ -225,7 +237,10 @@ def _units(
     divided.sort(key=lambda u: bases[u.name].parameter_bytes, reverse=True)
     for i, unit in enumerate(divided):
         job.report(0.7 + 0.25 * i / len(divided), f"dividing {unit.name}")
-        shares = meter.shares(unit, bases[unit.name], calls[unit.name], degrees)
+        call = calls.get(unit.name)  # none where a forward leaves the unit out
+        if call is None:
+            continue
+        shares = meter.shares(unit, bases[unit.name], call, degrees)
         base = bases[unit.name]
         bases[unit.name] = msgspec.structs.replace(base, shares=(base.whole, *shares))
     discarded = measured[0].footprint.discarded
@@ -263,10 +278,10 @@ def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) 
 
 
 def unit_profile(
-    model: nn.Module, unit: UnitSpec, whole: ShareProfile, unused: Sequence[str] = ()
+    model: nn.Module, unit: UnitSpec, whole: ShareProfile, outside: Sequence[str] = ()
 ) -> UnitProfile:
-    """A unit with the measurements of its whole. ``unused`` are parameters that no forward uses:
-    they are held and exchanged all the same, and counted where the caller says."""
+    """A unit with the measurements of its whole. ``outside`` are parameters that no unit has: they
+    are held and exchanged all the same, and counted where the caller says."""
     shared = canonical_names(model)
     names = [n for n in shared if any(n.startswith(f"{m}.") or m == "" for m in unit.modules)]
     parameters = tuple(
@@ -274,7 +289,7 @@ def unit_profile(
             name=name, shared=shared[name], shape=tuple(p.shape), bytes=p.nbytes,
             trainable=p.requires_grad,
         )
-        for name, p in ((name, model.get_parameter(name)) for name in (*names, *unused))
+        for name, p in ((name, model.get_parameter(name)) for name in (*names, *outside))
     )  # fmt: skip
     modules = [model.get_submodule(name) for name in unit.modules]
     norms = [x for m in modules for x in m.modules() if isinstance(x, BATCH_NORMS)]

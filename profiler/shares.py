@@ -6,7 +6,7 @@ to what the whole unit takes in the model. Equal units are measured once.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..models.replay import UnitCall, run_modules
+from ..models.replay import UnitCall, copied, run_modules
 from ..models.spec import SplitSpec, UnitSpec
 from ..models.splits import apply_split
 from ..models.splits.check import isolated, member_call
@@ -85,13 +85,16 @@ class ShareMeter:
         # Modules by what they print: equal layers have the same sizes and settings.
         key = (unit.kind, split.style, degree, *map(str, modules), *shapes, *inputs)
         if key not in self._known:
-            late = time.perf_counter() > self._deadline
-            self._known[key] = None if late else self._measure(unit, split, call, degree)
+            self._known[key] = None
+            if time.perf_counter() < self._deadline:
+                # A member's few samples may be too few for what follows in the unit: left out.
+                with contextlib.suppress(Exception):
+                    self._known[key] = self._measure(unit, split, call, degree)
         return self._known[key]
 
     def _measure(self, unit: UnitSpec, split: SplitSpec, call: UnitCall, degree: int) -> Cost:
         holder = isolated(self._model, unit.modules)
-        shard = copy.deepcopy(holder)
+        shard = copied(holder)
 
         # Stands for the collective: the member's own samples of the group's, at no cost.
         def reduce(partial: Tensor) -> Tensor:

@@ -88,6 +88,22 @@ def origin_sentences(plan: Plan, profile: ModelProfile) -> list[str]:
     return words
 
 
+def memory_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[str]:
+    """That a plan leaves no room for what a GPU holds besides tensors, where no limit was asked."""
+    fullest = max(plan.prediction.peak_bytes)
+    available = min(device.memory_bytes for device in cluster.devices)
+    asked = plan.goal.memory_limit_bytes is not None
+    if asked or profile.device_type != "cuda" or fullest <= FULL * available:
+        return []
+    limit = int(FULL * available / 2**30 * 10) / 10
+    return [
+        f"Memory is filled to {fullest / available:.0%}, without what CUDA and its libraries take "
+        f"for themselves: --memory-limit {limit}GiB leaves room for that."
+    ]
+
+
+# The share of a GPU's memory above which a plan is said to fill it.
+FULL = 0.95
 # Times of batches this many times as large as those measured are on the measured line still.
 EXTRAPOLATED = 2
 LINK_NAMES = {"inter": "between nodes", "intra": "inside nodes"}

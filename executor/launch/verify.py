@@ -9,7 +9,6 @@ say where that changed something.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ...models.replay import preserved
+from ...models.replay import copied, preserved
+from ...models.units.trace import coarse_modules, record
 from ...models.workload import Batch, Workload
 from ...planner.explain.compare import policy_words
 from ...planner.schema.errors import InputError
@@ -60,15 +60,20 @@ class Yardstick(NamedTuple):
         return float(share) if bool(share.isfinite()) else sys.float_info.max
 
 
-# For every element of parameters and buffers after SGD.
-STATE: dict[DtypeName, Yardstick] = {
-    "float64": Yardstick(1e-9, 1e-10),
-    "float32": Yardstick(1e-5, 1e-6),
+# For every element of parameters and buffers after SGD, by the precision of the model or of the
+# coarsest of its modules.
+STATE = {
+    torch.float64: Yardstick(1e-9, 1e-10),
+    torch.float32: Yardstick(1e-5, 1e-6),
+    torch.float16: Yardstick(5e-3, 1e-4),
+    torch.bfloat16: Yardstick(4e-2, 1e-3),
 }
 # For the loss of a step.
-LOSS: dict[DtypeName, Yardstick] = {
-    "float64": Yardstick(1e-9, 1e-10),
-    "float32": Yardstick(1e-5, 1e-8),
+LOSS = {
+    torch.float64: Yardstick(1e-9, 1e-10),
+    torch.float32: Yardstick(1e-5, 1e-8),
+    torch.float16: Yardstick(5e-3, 1e-4),
+    torch.bfloat16: Yardstick(4e-2, 1e-3),
 }
 
 
@@ -172,28 +177,29 @@ def verify_on_ranks(
     batches = together(lambda: _draw(workload, sizes, dtype, device))
     workload.model.to(device, _DTYPES[dtype]).train()
     # Copied before the plan is applied, which changes the model in place.
-    alone = copy.deepcopy(workload.model) if dist.get_rank() == 0 else None
+    alone = copied(workload.model) if dist.get_rank() == 0 else None
     done, total = len(sizes), 2 * len(sizes)
     ours = _train_together(
         plan, workload, batches, timeout_s, lambda n: progress(n, total, "ranks")
     )
 
-    def judge() -> tuple[Deviation, ...]:
+    def judge() -> tuple[tuple[Deviation, ...], list[str]]:
         assert alone is not None
+        precision, coarse = _precision(alone, batches[0], _DTYPES[dtype])
         theirs = _train_alone(
             alone, workload, batches, lambda n: progress(done + n, total, "one process")
         )
         parameters = {n for n, _ in alone.named_parameters(remove_duplicate=False)}
-        return _compare(ours, theirs, plan, dtype, parameters)
+        return _compare(ours, theirs, plan, precision, parameters), coarse
 
     # On rank 0 alone, whose error or answer all ranks get: elsewhere they would only wait.
-    found = rank_zero_decides(judge)
+    found, coarse = rank_zero_decides(judge)
     return Verification(
         target=plan.target,
         world_size=plan.world_size,
         dtype=dtype,
         batches=tuple(sizes),
-        notes=tuple(notes),
+        notes=(*notes, *coarse),
         deviations=found,
         passed=all(d.passed for d in found),
     )
@@ -229,6 +235,23 @@ def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             named = "drop" in name.lower() or (is_dropout and name == "p")
             if named and isinstance(value, float) and 0 < value <= 1:
                 yield module, name
+
+
+def _precision(model: nn.Module, batch: Batch, given: torch.dtype) -> tuple[torch.dtype, list[str]]:
+    """The coarsest precision in which a model of ``given`` precision computes, with a note on where
+    if that is another."""
+    coarse = coarse_modules(record(model, batch), given)
+    if not coarse:
+        return given, []
+    worst = min(coarse.values(), key=lambda dtype: torch.finfo(dtype).bits)
+    first = next(name for name, dtype in coarse.items() if dtype == worst)
+    what = f"module {first!r}" if first else "the model"
+    more = f" (and {len(coarse) - 1} more)" if len(coarse) > 1 else ""
+    name = str(worst).removeprefix("torch.")
+    return worst, [
+        f"{what}{more} computes in {name} whatever it is given: differences of {name}'s rounding "
+        "are allowed"
+    ]
 
 
 def _draw(
@@ -290,19 +313,19 @@ def _train_alone(
 
 
 def _compare(
-    ours: _Trained, theirs: _Trained, plan: Plan, dtype: DtypeName, parameters: set[str]
+    ours: _Trained, theirs: _Trained, plan: Plan, precision: torch.dtype, parameters: set[str]
 ) -> tuple[Deviation, ...]:
     losses = [
         {f"step {i + 1}": torch.tensor(x, dtype=torch.float64) for i, x in enumerate(t.losses)}
         for t in (ours, theirs)
     ]
-    loss = deviations(losses[0], losses[1], LOSS[dtype], lambda name: "loss")
+    loss = deviations(losses[0], losses[1], LOSS[precision], lambda name: "loss")
     kinds = _kinds(plan)
 
     def kind(name: str) -> str:
         return kinds(name) if name in parameters else "buffers"
 
-    return loss + deviations(ours.state, theirs.state, STATE[dtype], kind)
+    return loss + deviations(ours.state, theirs.state, STATE[precision], kind)
 
 
 def _kinds(plan: Plan) -> Callable[[str], str]:

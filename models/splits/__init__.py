@@ -10,7 +10,7 @@ from ...planner.schema.errors import InputError
 from ...planner.schema.profile import UnitKind
 from ..spec import Reduce, SplitSpec
 from .blocks import AttentionRecipe, MLPRecipe, MultiheadRecipe
-from .leaves import ConvolutionRecipe, EmbeddingRecipe, LinearRecipe, is_lookalike
+from .leaves import ConvolutionRecipe, EmbeddingRecipe, LinearRecipe, is_derived, is_lookalike
 from .recipe import (
     GroupMember,
     Modules,
@@ -61,7 +61,8 @@ def guessed(model: nn.Module, modules: Sequence[str]) -> bool:
     named = _modules(model, modules)
     if any(recipe.specs(named) for _, recipe in BLOCKS):
         return True
-    return any(is_lookalike(module) for module in list(named.values())[1:])
+    followers = list(named.values())[1:]
+    return any(is_lookalike(module) or is_derived(module) for module in followers)
 
 
 def _modules(model: nn.Module, names: Sequence[str]) -> Modules:

@@ -7,7 +7,6 @@ own recorded inputs, in double precision, forward and backward, before it is off
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.cost.ownership import feature_bounds
-from ..replay import UnitCall, run_modules
+from ..replay import UnitCall, copied, run_modules
 from ..spec import SplitSpec, UnitSpec
 from . import apply_split
 from .recipe import slice_parameter
@@ -84,7 +83,7 @@ def run_members(
     ``holder`` has the unit's modules under their names. Outputs keep their graphs.
     """
     meeting = _ThreadReduce(degree)
-    members = [Member(copy.deepcopy(holder)) for _ in range(degree)]
+    members = [Member(copied(holder)) for _ in range(degree)]
 
     def work(member: Member, given: UnitCall) -> None:
         try:
@@ -176,9 +175,9 @@ def _shortened(call: UnitCall, holder: nn.Module) -> UnitCall:
 def isolated(model: nn.Module, modules: Sequence[str]) -> nn.Module:
     """The unit's modules alone, copied, under their names."""
     if list(modules) == [""]:  # the model is one unit itself
-        return copy.deepcopy(model)
+        return copied(model)
     root = nn.Module()
-    copies = copy.deepcopy([model.get_submodule(name) for name in modules])  # keeps ties
+    copies = copied([model.get_submodule(name) for name in modules])  # keeps ties
     for name, module in zip(modules, copies, strict=True):
         holder = root
         *path, last = name.split(".")

@@ -53,17 +53,24 @@ _ACTIVATION_SUFFIXES = ("Activation", "GELU", "GELUTanh", "ReLU", "SiLU", "Swish
 
 def is_elementwise(module: nn.Module) -> bool:
     """Whether a module without parameters works on each element by itself."""
-    return isinstance(module, ELEMENTWISE) or is_lookalike(module)
+    return type(module) in ELEMENTWISE or is_lookalike(module)
 
 
 def is_lookalike(module: nn.Module) -> bool:
-    """Whether a module is taken for elementwise because of its name."""
-    # Libraries bring activations of their own (``GELUActivation``); that the guess is right is
-    # checked numerically with every split.
-    if isinstance(module, ELEMENTWISE):
+    """Whether a module is taken for elementwise because of its name or what it is derived from."""
+    # Libraries bring activations of their own (``GELUActivation``), and subclasses may have another
+    # forward; that the guess is right is checked numerically with every split.
+    if type(module) in ELEMENTWISE:
         return False
     leaf = not any(True for _ in module.children()) and not any(True for _ in module.parameters())
-    return leaf and type(module).__name__.endswith(_ACTIVATION_SUFFIXES)
+    named = type(module).__name__.endswith(_ACTIVATION_SUFFIXES)
+    return leaf and (named or isinstance(module, ELEMENTWISE))
+
+
+def is_derived(module: nn.Module) -> bool:
+    """Whether a module is of a subclass of what works channel by channel, which may do more."""
+    known = (*PER_CHANNEL, *BATCH_NORMS)
+    return isinstance(module, known) and type(module) not in known
 
 
 def may_follow(first: nn.Module, module: nn.Module) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
+from ...planner.schema.errors import InputError
 from ...planner.schema.profile import EdgeProfile, PieceProfile, UnitKind
 from ..replay import UnitCall, capture
 from ..spec import SplitSpec, UnitSpec
@@ -21,9 +23,10 @@ from .pieces import pieces_of
 from .select import (
     TracedUnit,
     draws_early,
+    parameters_outside,
     parameters_used_outside,
     select_units,
-    unused_parameters,
+    uses_foreign,
 )
 from .trace import Trace, record
 
@@ -39,6 +42,9 @@ from .trace import Trace, record
 # not show (a branch taken for other inputs) is not known.
 
 _TRIED_SAMPLES = 2
+# Batches to find units with. None of one sample: where normalisation sees one pixel it has no
+# statistics. Even ones for losses over pairs.
+_SIZES = ((2, 3), (2, 4), (4, 8))
 _BLOCKS = ("attention", "mlp")
 
 
@@ -46,14 +52,15 @@ _BLOCKS = ("attention", "mlp")
 class Discovery:
     """A model's units in forward order, ``@input`` first and ``@output`` last, and their edges.
 
-    ``unused`` are names of parameters that no forward uses, ``pieces`` the stretches of the forward
-    that can run again together. ``fingerprint`` stands for the structure: names, shapes and types
-    of parameters and buffers, and the units.
+    ``outside`` are names of parameters that belong to no unit: used between units, or by no
+    forward. ``pieces`` are the stretches of the forward that can run again together.
+    ``fingerprint`` stands for the structure: names, shapes and types of parameters and buffers, and
+    the units.
     """
 
     units: tuple[UnitSpec, ...]
     edges: tuple[EdgeProfile, ...]
-    unused: tuple[str, ...]
+    outside: tuple[str, ...]
     fingerprint: str
     pieces: tuple[PieceProfile, ...] = ()
 
@@ -71,6 +78,7 @@ def discover(
     own inputs before it is listed. Raises ``InputError`` where the model fails on its batch. The
     model is left as it was.
     """
+    check_gradients(model)
     # One sample more, as one less could be one, which batch normalisation refuses.
     other = other or batch.take(torch.arange(batch.size + 1) % batch.size)
     traces = record(model, batch), record(model, other)
@@ -89,6 +97,29 @@ def discover(
         if lost <= refused:
             return _discovery(model, traces[0], traced[0], flows, kept, batch.size - other.size)
         refused |= lost
+
+
+def discovered(model: nn.Module, make_batch: Callable[[int], Batch]) -> tuple[Discovery, Batch]:
+    """``discover`` on batches of the first two sizes that the model takes, and the first of the
+    batches."""
+    errors = []
+    for size, other in _SIZES:
+        try:
+            batch = make_batch(size)
+            return discover(model, batch, make_batch(other)), batch
+        except Exception as error:  # of make_batch, or the model's own
+            errors.append(error)
+    raise errors[0]
+
+
+def check_gradients(model: nn.Module) -> None:
+    """``InputError`` for a module whose gradients nobody exchanges."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise InputError(
+                f"embedding {name!r} makes sparse gradients, which are not exchanged: build it "
+                "with sparse=False"
+            )
 
 
 def _discovery(
@@ -113,8 +144,8 @@ def _discovery(
     numbers = tensor_numbers(flows[0], ends)
     edges = tuple(_edge(e, slopes[e], names, specs, numbers[e]) for e in ends)
     pieces = pieces_of(trace, traced, names)
-    unused = unused_parameters(model, traced)
-    return Discovery(units, edges, unused, fingerprint(model, units), pieces)
+    outside = parameters_outside(model, traced)
+    return Discovery(units, edges, outside, fingerprint(model, units), pieces)
 
 
 def fingerprint(model: nn.Module, units: Sequence[UnitSpec]) -> str:
@@ -177,12 +208,27 @@ def _specs(
             and unit.name not in flow.inside
             and not own & shared
             and not draws_early(traces[0], unit)
+            and not uses_foreign(model, traces[0], unit)
+            and not any(altered(m) for m in modules)
         )
         splits = find_splits(model, unit.modules) if batched and plain else ()
         fitting = tuple(s for s in splits if _fits(unit, s))
         norms = any(isinstance(inner, BATCH_NORMS) for m in modules for inner in m.modules())
         found[unit.name] = UnitSpec(unit.name, unit.kind, unit.modules, batched, fitting, norms)
     return found
+
+
+def altered(module: nn.Module) -> bool:
+    """Whether a module or one inside it does more than its class says: a hook of the user's runs
+    with it, its parameters are computed from others (weight normalisation, pruning), or its forward
+    was replaced. Nobody knows what such a module does with a part of its inputs or parameters."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(
+        is_parametrized(inner)
+        or "forward" in vars(inner)
+        or any(getattr(inner, kind) for kind in hooks)
+        for inner in module.modules()
+    )
 
 
 def _batched(unit: TracedUnit, twin: TracedUnit | None, sizes: Sequence[int]) -> tuple[int, ...]:

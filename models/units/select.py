@@ -2,8 +2,9 @@
 
 A unit is the smallest piece that can get a decision of its own: called once in a forward, entered
 and left through known tensors. From the model downwards a module is entered as long as everything
-in it that has parameters is called exactly once and its own code uses no parameter but theirs.
-Attention and MLP modules with a known recipe stay whole.
+in it that has parameters is called exactly once and has most of them: the few that its own code
+uses (class tokens, tables of positions, scales of a branch) then belong to no unit. Attention and
+MLP modules with a known recipe stay whole.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from dataclasses import dataclass
 from itertools import chain
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ...planner.schema.profile import UnitKind
 from ..splits import block_kind
 from ..splits.leaves import BATCH_NORMS, CONVOLUTIONS, is_linear, may_follow
 from .trace import Event, Trace, TracedTensor
+
+# The share of a module's parameters, by bytes, that its own code may use between its units: neither
+# divided nor sharded there, and whole in memory whatever the plan.
+MOST_OUTSIDE = 0.2
 
 # How the names of torch's operations that draw random numbers begin.
 _RANDOM = ("dropout", "alpha_dropout", "feature_", "bernoulli", "rand", "normal", "uniform")
@@ -69,7 +75,8 @@ def _units(
     module = model.get_submodule(name)
     kind = block_kind(model, name) if name and name not in refused else None
     children = list(_called_children(model, trace, name))
-    if kind is not None or not children or not _enterable(model, trace, name, children):
+    whole = kind is not None or is_parametrized(module)  # which computes what the module has
+    if whole or not children or not _enterable(model, trace, name, children):
         yield name, kind or kind_of(module)
         return
     for child in children:
@@ -89,34 +96,45 @@ def _called_children(model: nn.Module, trace: Trace, name: str) -> Iterator[str]
 
 
 def _enterable(model: nn.Module, trace: Trace, name: str, children: list[str]) -> bool:
-    """Whether a module has parameters in ``children`` only (as far as it uses them), each of which
-    is called once."""
+    """Whether each of ``children`` is called once, and what the module's own code uses besides
+    their parameters is little."""
     if any(len(trace.calls(child)) != 1 for child in children):
         return False
     inside = set(children)
     # Its own code may use theirs: an output layer that is tied to an embedding has its weight.
-    theirs = {id(p) for child in children for p in model.get_submodule(child).parameters()}
-    return all(
-        inside & set(event.stack)
-        or theirs.issuperset(id(model.get_parameter(p)) for p in event.parameters)
+    theirs = {p for child in children for p in model.get_submodule(child).parameters()}
+    used = {
+        model.get_parameter(p)
         for event in trace.events
-        if event.parameters and (not name or name in event.stack)
-    )
+        if event.parameters and (not name or name in event.stack) and not inside & set(event.stack)
+        for p in event.parameters
+    }
+    own = sum(p.nbytes for p in used - theirs)
+    return own <= MOST_OUTSIDE * (own + sum(p.nbytes for p in theirs))
 
 
 def parameters_used_outside(model: nn.Module, trace: Trace, traced: list[TracedUnit]) -> set[int]:
     """Identities of the parameters that are used where they are not registered: outside of units,
     or in a unit that does not have them. They cannot be divided.
     """
-    owned = [(unit, unit.parameters(model)) for unit in traced]
     found: set[int] = set()
     for event in trace.events:
         used = {id(model.get_parameter(p)) for p in event.parameters}
-        for unit, own in owned:
-            if unit.start <= event.index < unit.end:
-                used -= own
-        found |= used
+        found |= used - _owned(model, traced, event)
     return found
+
+
+def _owned(model: nn.Module, traced: list[TracedUnit], event: Event) -> set[int]:
+    """Identities of the parameters of the unit in which an event happens."""
+    unit = next((u for u in traced if u.start <= event.index < u.end), None)
+    return unit.parameters(model) if unit is not None else set()
+
+
+def uses_foreign(model: nn.Module, trace: Trace, unit: TracedUnit) -> bool:
+    """Whether a unit uses parameters that are not its own (given to it as inputs, say)."""
+    own = unit.parameters(model)
+    used = {p for event in trace.events[unit.start : unit.end] for p in event.parameters}
+    return any(id(model.get_parameter(p)) not in own for p in used)
 
 
 def draws_early(trace: Trace, unit: TracedUnit) -> bool:
@@ -189,7 +207,7 @@ def _used_elsewhere(trace: Trace, tensor: TracedTensor, event: Event) -> bool:
     return any(seen.key == tensor.key for seen in chain(later, trace.made))
 
 
-def unused_parameters(model: nn.Module, traced: list[TracedUnit]) -> tuple[str, ...]:
-    """Names of parameters that belong to no unit, because the forward does not use them."""
+def parameters_outside(model: nn.Module, traced: list[TracedUnit]) -> tuple[str, ...]:
+    """Names of parameters that belong to no unit: used between units, or not at all."""
     owned = {one for unit in traced for one in unit.parameters(model)}
     return tuple(name for name, p in model.named_parameters() if id(p) not in owned)

@@ -34,6 +34,7 @@ class TracedTensor:
     shape: tuple[int, ...]
     bytes: int
     gradient: bool
+    dtype: torch.dtype
 
 
 @dataclass
@@ -106,8 +107,10 @@ class _Recorder(TorchFunctionMode):
         self._alive.append(tensor)
         with torch._C.DisableTorchFunction():  # or these questions would be recorded as operations
             gradient = tensor.requires_grad and tensor.is_floating_point()
-            size = tensor.nbytes
-            return TracedTensor(id(tensor), _storage(tensor), tuple(tensor.shape), size, gradient)
+            return TracedTensor(
+                id(tensor), _storage(tensor), tuple(tensor.shape), tensor.nbytes, gradient,
+                tensor.dtype,
+            )  # fmt: skip
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -188,3 +191,19 @@ def record(model: nn.Module, batch: Batch) -> Trace:
             ) from error
     root = next(e for e in recorder.events if e.module == "")
     return Trace(recorder.events, root.given, root.made, batch.size)
+
+
+def coarse_modules(trace: Trace, precision: torch.dtype) -> dict[str, torch.dtype]:
+    """The modules whose own code makes activations of fewer bits than ``precision``, whatever they
+    are given (norms that compute in float32, say), with the fewest that they use."""
+    found: dict[str, torch.dtype] = {}
+    for event in trace.events:
+        for seen in event.made if event.module is None else ():
+            # What has no gradient (a table of angles) is the same wherever it is computed.
+            if seen.gradient and _bits(seen.dtype) < _bits(found.get(event.stack[-1], precision)):
+                found[event.stack[-1]] = seen.dtype
+    return found
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits

@@ -43,6 +43,9 @@ from .what_if import Gain, with_bandwidth
 # Limits may be overdrawn by this much: sums of floats differ by their order.
 ROUNDING = 1 + 1e-9
 
+# Units, times the units that each simulation of one's alternatives goes through.
+MOST_SIMULATED = 20_000
+
 Part = Literal["compute", "blocking", "exchange"]
 
 
@@ -129,7 +132,8 @@ class DeviceTime(Record, frozen=True, kw_only=True):
 
 class UnitExplanation(Record, frozen=True, kw_only=True):
     """One unit's cost, part by part, for one micro-batch (exchange: for one step), and its best
-    alternatives, the quickest first. ``with_it`` are the units tied to it."""
+    alternatives, the quickest first (none where other units take more, of more than 141 units).
+    ``with_it`` are the units tied to it."""
 
     name: str
     layout: Layout
@@ -147,6 +151,12 @@ class UnitExplanation(Record, frozen=True, kw_only=True):
     update_s: Seconds
     with_it: tuple[str, ...]
     alternatives: tuple[Alternative, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All of its cost."""
+        waited = self.redistribute_s + self.inner_s + self.exchange_s
+        return self.forward_s + self.backward_s + waited + self.update_s
 
 
 class Explanation(Record, frozen=True, kw_only=True):
@@ -182,7 +192,8 @@ def explain(
     capability: Capability = PLAIN,
     best: int = 3,
 ) -> Explanation:
-    """``best`` is how many alternatives of each unit are told."""
+    """``best`` is how many alternatives of each unit are told; of many units only those that take
+    most have any (``units_told``)."""
     check_belongs(plan, profile, cluster)
     model, schedule = CostModel.of_plan(plan, profile, cluster), plan.schedule
     decisions = decisions_of(plan)
@@ -192,11 +203,12 @@ def explain(
     free = msgspec.structs.replace(plan.goal, pins=(), unit_amplification_limit=None)
     free_model = CostModel.of_plan(plan, profile, cluster, free)
     scored = ScoredDecisions(OptionSpace(free_model, capability), schedule)
-    units = []
-    for k in range(len(decisions)):
+    units = [_unit(done, k, ()) for k in range(len(decisions))]
+    for k in sorted(range(len(units)), key=lambda k: -units[k].seconds)[: units_told(len(units))]:
         scored.move_to(decisions)
         found = [_alternative(model, k, d, schedule) for d in _nearest(scored, k, best)]
-        units.append(_unit(done, k, tuple(sorted(found, key=lambda a: a.step_s))))
+        told = tuple(sorted(found, key=lambda a: a.step_s))
+        units[k] = msgspec.structs.replace(units[k], alternatives=told)
     tight = excess(model, done.memory)
     return Explanation(
         step_s=done.prediction.step_s,
@@ -214,6 +226,13 @@ def explain(
         units=tuple(units),
         device_time=device_time(done),
     )
+
+
+def units_told(units: int) -> int:
+    """Of how many units of a model alternatives are simulated."""
+    # Every alternative is a simulation of all units, so that all alternatives of all units take
+    # time with the square of their number.
+    return max(MOST_SIMULATED // units, 1)
 
 
 def _binding(done: Evaluation, units: Sequence[UnitExplanation]) -> Iterator[str]:

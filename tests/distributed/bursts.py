@@ -106,7 +106,7 @@ class Together:
 
     @property
     def yardstick(self) -> Yardstick:
-        return STATE[self.trial.dtype]
+        return STATE[getattr(torch, self.trial.dtype)]
 
     def train(self, batches: Batches) -> None:
         """All steps, each held against one process's."""
@@ -179,7 +179,7 @@ class Together:
     def _check_outcome(self) -> None:
         state = full_optimizer_state_dict(self.model, self.optimizer)["state"]
         assert state.keys() == self.expected.optimizer.keys()
-        loss, final = LOSS[self.trial.dtype], self.expected.states[-1]
+        loss, final = LOSS[getattr(torch, self.trial.dtype)], self.expected.states[-1]
         for found, wanted in zip(self.losses, self.expected.losses, strict=True):
             assert abs(found - wanted) <= loss.relative * abs(wanted) + loss.absolute, (
                 f"loss {found}, expected {wanted}"

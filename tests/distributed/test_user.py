@@ -22,6 +22,7 @@ from meshwright.executor.parallel import (
     loss_weight,
 )
 from meshwright.executor.redistribution.shards import LocalShard
+from meshwright.models.replay import copied
 from meshwright.models.workload import Batch
 from meshwright.models.zoo.gpt import Attention
 from meshwright.planner.schema.errors import InputError
@@ -32,6 +33,7 @@ from reference import twin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 
 def net() -> nn.Module:
@@ -236,6 +238,40 @@ def parameters_unused(rank: int) -> None:
     F.cross_entropy(model(inputs, "left"), target).backward()
     assert torch.equal(model.never.weight.grad, torch.ones_like(model.never.weight))
     assert model.right.weight.grad is None
+
+
+class Between(nn.Module):
+    """Parameters that no unit has, computed ones and complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.filter = nn.Parameter(torch.randn(5, dtype=torch.cdouble))
+        self.last = prune.l1_unstructured(nn.Linear(8, 3), "weight", 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.fft.irfft(torch.fft.rfft(self.first(x)) * self.filter, n=8)
+        return self.last(x * self.scale)
+
+
+def parameters_between_units(rank: int) -> None:
+    torch.manual_seed(2)
+    model = Between().double()
+    alone = copied(model)
+    named = [unit("first", 1, "none", 2), unit("last", 1, "none", 2)]
+    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone))
+    apply(model, optimizer, plan(2, named))
+    counts = [2, 3]
+    for step in range(3):
+        inputs, target = part(rank, counts, step)
+        whole, labels = data(5, step)
+        F.cross_entropy(model(inputs), target).backward()
+        F.cross_entropy(alone(whole), labels).backward()
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+    close(full_state_dict(model), alone.state_dict())
 
 
 def frozen_and_thawed(rank: int) -> None:
@@ -582,6 +618,8 @@ def says_what_is_wrong(rank: int) -> None:
     lone = nn.Sequential(nn.Linear(4, 6))
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
+    watched = net()
+    watched[2].register_forward_hook(lambda *_: None)
     for model, optimizer, chosen, sentence in (
         (net(), None, plan(4), "a plan for 4 ranks was started on 2"),
         (net(), None, plan(2, [bad]), "cannot be divided in style 'pair'"),
@@ -592,6 +630,7 @@ def says_what_is_wrong(rank: int) -> None:
         (tied, None, plan(2, [unit("0", 2, "column", 2)]), "'1.weight' whole"),
         (lone, None, plan(2, [unit("0", 2, "column", 2, ())]), "no input of it carries the batch"),
         (net(), None, plan(2, [releasing]), "leaves ranks idle"),
+        (watched, None, both(2)[1], "the plan divides module '2', which has a hook"),
     ):
         before = {
             k: v.clone() for k, v in model.state_dict().items() if not v.is_meta and not lazy(v)
@@ -637,6 +676,7 @@ CHECKS = [
     no_sync_keeps_gradients_local,
     two_backwards,
     parameters_unused,
+    parameters_between_units,
     frozen_and_thawed,
     batches_of_changing_size,
     ends_together,

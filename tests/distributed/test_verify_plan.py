@@ -50,9 +50,9 @@ def plan_of(workload: mw.Workload, world: int, styles: dict[str, str], **more: o
 
 
 def test_the_yardstick_is_the_designs():
-    assert STATE["float64"] == Yardstick(1e-9, 1e-10)
-    assert STATE["float32"] == Yardstick(1e-5, 1e-6)
-    assert LOSS["float32"].relative == 1e-5
+    assert STATE[torch.float64] == Yardstick(1e-9, 1e-10)
+    assert STATE[torch.float32] == Yardstick(1e-5, 1e-6)
+    assert LOSS[torch.float32].relative == 1e-5
 
 
 @pytest.mark.parametrize(("off_by", "equal"), [(0.9, True), (1.1, False)])
@@ -62,7 +62,7 @@ def test_the_yardstick_takes_every_element(off_by, equal):
         found = reference.clone()
         found[i] += off_by * (1e-9 * reference[i] + 1e-10)
         (deviation,) = deviations(
-            {"w": found}, {"w": reference}, STATE["float64"], lambda name: "all"
+            {"w": found}, {"w": reference}, STATE[torch.float64], lambda name: "all"
         )
         assert deviation.passed is equal
         assert deviation.of_allowed == pytest.approx(off_by, rel=1e-3)
@@ -78,13 +78,13 @@ def test_the_yardstick_takes_every_element(off_by, equal):
     ],
 )
 def test_what_is_missing_or_no_number_differs(found):
-    (deviation,) = deviations(found, {"w": torch.ones(2)}, STATE["float32"], lambda name: "all")
+    (deviation,) = deviations(found, {"w": torch.ones(2)}, STATE[torch.float32], lambda name: "all")
     assert not deviation.passed
 
 
 def test_whole_numbers_must_be_equal():
     one, two = torch.tensor(10**12), torch.tensor(10**12 + 1)
-    (deviation,) = deviations({"n": two}, {"n": one}, STATE["float32"], lambda name: "all")
+    (deviation,) = deviations({"n": two}, {"n": one}, STATE[torch.float32], lambda name: "all")
     assert not deviation.passed
 
 
@@ -167,6 +167,57 @@ def test_a_fault_is_found_and_named(ranks):
     assert not broken.passed
     assert broken.worst == "3.weight"
     assert broken.largest > 1e-6
+
+
+class RootMeanSquare(nn.Module):
+    """Normalises in float32, whatever it is given, as language models do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return self.weight * scaled.to(x.dtype)
+
+
+def verify_coarse(rank: int) -> tuple[verification.Verification, verification.Verification]:
+    def workload() -> mw.Workload:
+        torch.manual_seed(3)
+        norms = [RootMeanSquare(8), RootMeanSquare(8)]
+        layers = [nn.Linear(4, 8), norms[0], nn.Linear(8, 8), nn.GELU(), norms[1], nn.Linear(8, 3)]
+
+        def make_batch(size: int) -> mw.Batch:
+            return mw.Batch((torch.randn(size, 4),), torch.randint(3, (size,)))
+
+        model = nn.Sequential(*layers)
+        return mw.Workload("coarse", model, make_batch, nn.functional.cross_entropy)
+
+    plain = verify_on_ranks(plan_of(workload(), 2, {"2": "row"}), workload())
+    step = verification.train_step
+
+    def drifting(used: mw.Workload, *args: object) -> float:
+        loss = step(used, *args)
+        with torch.no_grad():
+            used.model[2].weight += 1e-4
+        return loss
+
+    verification.train_step = drifting
+    try:
+        return plain, verify_on_ranks(plan_of(workload(), 2, {"2": "row"}), workload())
+    finally:
+        verification.train_step = step
+
+
+def test_a_model_is_judged_by_the_precision_in_which_it_computes(ranks):
+    found, drifting = ranks(2)(verify_coarse)[0]
+    assert found.passed
+    assert found.notes == (
+        "module '1' (and 1 more) computes in float32 whatever it is given: differences of "
+        "float32's rounding are allowed",
+    )
+    assert not drifting.passed
 
 
 class Restless(nn.Linear):

@@ -414,3 +414,21 @@ def test_a_proof_says_within_what(meshwright, profile_file, cluster_file):
     base = ("plan", profile_file, "-c", cluster_file, "--batch", 256)
     words = " ".join(meshwright(*base, "--pin", "34.linear=1x8").out.split())
     assert "proved best by the integer solver under the pins and the schedule by " in words
+
+
+def test_a_plan_that_fills_its_gpus_is_said_to(meshwright, profile_file, tmp_path):
+    def said(memory_bytes, *more):
+        path = tmp_path / "small.json"
+        save(cluster_of(8, memory_bytes=memory_bytes), path)
+        done = meshwright("plan", profile_file, "-c", path, "--batch", 256, *more)
+        assert done.code == 0, done.err
+        return " ".join(done.out.split())
+
+    plain = tmp_path / "p.json"
+    said(40 * 2**30, "-o", plain)
+    peak = max(load(Plan, plain).prediction.peak_bytes)
+    full = said(int(peak * 1.02))
+    assert "Memory is filled to 98%" in full
+    assert "GiB leaves room" in full
+    assert "is filled" not in said(int(peak * 1.2))
+    assert "is filled" not in said(40 * 2**30, "--memory-limit", f"{int(peak * 1.02)}")

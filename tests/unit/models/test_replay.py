@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from meshwright.models import zoo as models
-from meshwright.models.replay import UnitCall, capture, run_modules
+from meshwright.models.replay import UnitCall, capture, copied, run_modules
 from meshwright.models.splits.check import main_output
 from meshwright.models.units.discover import discover
 from torch import Tensor, nn
@@ -55,3 +57,19 @@ def test_double_keeps_integers_and_what_requires_a_gradient() -> None:
     wide = UnitCall((torch.ones(2, requires_grad=True), torch.ones(2).long()), {"k": None}).double()
     assert [t.dtype for t in wide.tensors()] == [torch.double, torch.long]
     assert [t.requires_grad for t in wide.tensors()] == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_layer_that_keeps_what_it_computes_is_copied() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+    model[1].weight = model[1].weight
+    x = torch.randn(3, 4)
+    expected = model(x)
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(model)
+    alone = copied(model)
+    assert torch.equal(alone(x), expected)
+    alone[0].weight_g.data.zero_()
+    assert torch.equal(model(x), expected)
+    both = copied([model, model[1]])
+    assert both[0][1] is both[1]

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import meshwright as mw
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
 from meshwright.planner.cost.step_time import barrier_step, binding_term, priority_step
+from meshwright.planner.explain import why
 from meshwright.planner.explain.compare import compare
 from meshwright.planner.explain.why import explain
 from meshwright.planner.schema import json_schemas as schemas
@@ -182,3 +184,18 @@ def test_the_generator_writes_the_schemas(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == set(schemas.schema_files())
     with pytest.raises(InputError, match="folder"):
         schemas.main(["/nowhere"])
+
+
+def test_of_many_units_those_that_take_most_have_alternatives(monkeypatch):
+    units = [linear(f"fc{i}", 64, 64, 1e-4 * (1 + (i % 5 == 2))) for i in range(10)]
+    profile, links = chain_profile(units), cluster(2)
+    plan = mw.plan(profile, links, mw.Goal(batch=16), solver="heuristic")
+    every = mw.explain(plan, profile, links, what_if=False)
+    assert all(unit.alternatives for unit in every.units if unit.name.startswith("fc"))
+    monkeypatch.setattr(why, "MOST_SIMULATED", 29)
+    few = mw.explain(plan, profile, links, what_if=False)
+    told = [i for i, unit in enumerate(few.units) if unit.alternatives]
+    assert [few.units[i].name for i in told] == ["fc2", "fc7"]
+    assert [few.units[i] for i in told] == [every.units[i] for i in told]
+    monkeypatch.setattr(why, "MOST_SIMULATED", 1)
+    assert why.units_told(10) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from meshwright.models import zoo as models
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.profile import ModelProfile
 from meshwright.planner.schema.record import decode, encode
-from meshwright.profiler.catalogue import datasheet
+from meshwright.profiler.catalogue import datasheet, names
 from meshwright.profiler.estimate import FLOPS_REACHED, estimate
 
 
@@ -65,6 +67,12 @@ def test_nothing_is_changed() -> None:
 def test_an_unknown_device_gets_the_nearest_names() -> None:
     with pytest.raises(InputError, match="did you mean"):
         estimate(models.build("mlp"), "a100")
+
+
+def test_the_documentation_lists_every_device() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    listed = re.findall(r"`([^`]*)`", text.partition("Catalogued, with")[2].partition("\n\n")[0])
+    assert tuple(listed) == names()
 
 
 @pytest.mark.slow

@@ -78,3 +78,14 @@ def test_a_profile_says_what_is_kept_and_plans_use_it_only_where_it_counts():
 
     assert lossy(1e6), "communication takes many times the compute"
     assert not lossy(1e13), "bandwidth is ample"
+
+
+def test_complex_gradients_count_like_pairs():
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(10, 10, dtype=torch.complex64))
+    found = Fidelity(layer)
+    layer.weight.grad = torch.full((10, 10), 3 + 4j)
+    found.add()
+    assert found.energy(["weight"]) == pytest.approx(100 * 25)
+    # 2 of 200 numbers, both of the larger part
+    assert kept(found, "topk", 0.01) == pytest.approx(2 * 16 / (100 * 25))

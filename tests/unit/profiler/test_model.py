@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import meshwright as mw
 import pytest
 import torch
 from meshwright.models import zoo as models
@@ -322,3 +323,27 @@ def test_batches_that_do_not_fit_are_halved(room_bytes, budget_s, expected, monk
         profile(workload, batches=(16, 64), budget_s=budget_s, room_bytes=room_bytes + standing)
     (found,) = asked
     assert found == expected
+
+
+def one_pixel() -> Workload:
+    """Batch normalisation of one pixel, which refuses a batch of one."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8),
+        nn.Flatten(), nn.Linear(8, 2),
+    )  # fmt: skip
+    return Workload(
+        "one-pixel",
+        model,
+        lambda n: Batch((torch.randn(n, 3, 4, 4),), torch.zeros(n, dtype=torch.long)),
+        F.cross_entropy,
+    )
+
+
+def test_a_batch_that_the_model_refuses_is_left_out() -> None:
+    assert profile(one_pixel(), budget_s=2.0).batches[0] == 2
+    with pytest.warns(UserWarning, match="without a batch of 1 with ValueError: Expected more"):
+        found = profile(one_pixel(), batches=(1, 4), budget_s=2.0)
+    assert found.batches == (4,)
+    with pytest.raises(mw.InputError, match=r"refuses a batch of 1 with ValueError.*--batches"):
+        profile(one_pixel(), batches=(1,), budget_s=2.0)
+    assert mw.profile(one_pixel(), device="a100-sxm-40gb").batches[0] == 1
