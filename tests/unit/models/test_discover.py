@@ -342,7 +342,16 @@ def replaced(layer: nn.Module) -> None:
         lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
         replaced,
     ],
-    ids=str,
+    ids=[
+        "forward hook",
+        "forward pre-hook",
+        "backward hook",
+        "old weight norm",
+        "old spectral norm",
+        "weight norm",
+        "pruning",
+        "replaced forward",
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_a_layer_that_does_more_than_its_class_says_stays_whole(alter) -> None:
