@@ -27,7 +27,7 @@ from ..choices import all_options, unit_options
 from ..evaluate import excess, rank_memory
 from ..problem import INTEGER_PAIRS, Enlargement, Infeasibility, Problem, Relaxation, state_pairs
 from .checkpointing import Checkpointing, has_segments, plain_starts
-from .least_memory import least_memory, memory_models
+from .least_memory import few_options, least_memory, memory_models
 from .resize import resized_problem
 from .splits import feasible
 
@@ -163,8 +163,12 @@ def _pinned(problem: Problem) -> str | None:
 
 
 def is_least(problems: Sequence[Problem], chosen: Choice) -> bool:
-    """Whether the bound from below proves that no plan is less over its memory limits."""
-    bounds = [least_memory(p, model) for p in problems for model in memory_models(p)]
+    """Whether the bound from below proves that no plan is less over its memory limits; False where
+    it is too much work."""
+    every = [(p, model) for p in problems for model in memory_models(p)]
+    if not all(few_options(p, model) for p, model in every):
+        return False
+    bounds = [least_memory(p, model) for p, model in every]
     known = [least.over_bytes_in_segments for least in bounds if least is not None]
     return bool(known) and chosen.over_bytes <= min(known)
 

@@ -21,13 +21,17 @@ from ...schema.capability import Capability
 from ...schema.layout import Layout
 from ...schema.options import Decisions, Option
 from ..answer import over_bytes
-from ..choices import all_options
+from ..choices import all_options, unit_options
 from ..evaluate import limits_bytes, memory_of
 from ..problem import Problem
 from .checkpointing import has_segments
 
 ROUNDING = 1e-9
 """A bound is lowered by this share: sums of floats differ by their order."""
+
+
+MOST_OPTIONS = 10_000
+"""Options of all units together up to which the bound is worked out: less than a second."""
 
 
 class LeastMemory(NamedTuple):
@@ -60,12 +64,15 @@ def memory_models(problem: Problem) -> Iterator[CostModel]:
 
 def never_fits(problem: Problem, model: CostModel) -> bool:
     """Whether memory rules out every plan of a cost model. False where a unit has no option at all:
-    then it is not memory that is missing."""
+    then it is not memory that is missing; and where the options are too many to ask."""
     # By far the most frequent case, and quick to see for a thousand units.
     if over_bytes(model, model.baseline) <= 0:
         return False
-    # The bound asks for every option of every unit. Where memory is very short, one unit tells, and
-    # of each of the others the first option that is small enough is the last that is looked at.
+    # The bound asks for every option of every unit, which a search of many avoids.
+    if not few_options(problem, model):
+        return False
+    # Where memory is very short, one unit tells, and of each of the others the first option that is
+    # small enough is the last that is looked at.
     if _one_unit_is_too_large(problem, model):
         return True
     least = least_memory(problem, model)
@@ -73,6 +80,16 @@ def never_fits(problem: Problem, model: CostModel) -> bool:
         return False
     over = least.over_bytes_in_segments if has_segments(problem) else least.over_bytes
     return over > 0
+
+
+def few_options(problem: Problem, model: CostModel) -> bool:
+    """Whether a bound from below takes little time beside a search."""
+    count = 0
+    for k in range(len(model.profile.units)):
+        count += len(unit_options(model, k, problem.capability))
+        if count > MOST_OPTIONS:
+            return False
+    return True
 
 
 def _one_unit_is_too_large(problem: Problem, model: CostModel) -> bool:

@@ -11,10 +11,12 @@ from meshwright.planner.schema.capability import PLAIN
 from meshwright.planner.schema.errors import InfeasibleError, InputError
 from meshwright.planner.schema.goal import Goal, Pin
 from meshwright.planner.schema.layout import Layout
+from meshwright.planner.solve.choices import all_options
 from meshwright.planner.solve.heuristic import infeasible
+from meshwright.planner.solve.heuristic import least_memory as bounds
 from meshwright.planner.solve.heuristic.heuristic import Heuristic
 from meshwright.planner.solve.heuristic.infeasible import more_nodes
-from meshwright.planner.solve.heuristic.least_memory import least_memory, nothing_fits
+from meshwright.planner.solve.heuristic.least_memory import least_memory, never_fits, nothing_fits
 from meshwright.planner.solve.heuristic.resize import resized_problem
 from meshwright.planner.solve.ilp import solver as integer
 from meshwright.planner.solve.ilp.solver import IntegerSolver
@@ -261,3 +263,19 @@ def test_the_least_memory_is_no_more_than_that_of_any_plan(seed):
     assert nothing_fits(made)
     enough = msgspec.structs.replace(made.goal, memory_limit_bytes=ceil(most))
     assert not nothing_fits(replace(made, goal=enough))
+
+
+def test_a_bound_that_asks_for_very_many_options_is_no_part_of_a_search(monkeypatch):
+    """All options of 200 units on 64 ranks took ten times what the search does."""
+    made = random_problem(10, most=600)
+    model = next(made.placed().cost_models())
+    tight = limited(made, memory_limit_bytes=1)
+    tight_model = next(tight.placed().cost_models())
+    assert never_fits(tight, tight_model)
+    options = sum(len(row) for row in all_options(model, made.capability))
+    monkeypatch.setattr(bounds, "MOST_OPTIONS", options)
+    assert never_fits(tight, tight_model)
+    monkeypatch.setattr(bounds, "MOST_OPTIONS", options - 1)
+    assert not never_fits(tight, tight_model)
+    assert least_memory(tight, tight_model).over_bytes > 0
+    assert solve(tight, "integer").status == "infeasible"
