@@ -148,8 +148,7 @@ def _fitting(job: _Job, found: Discovery, batches: Sequence[int], room_bytes: fl
         sizes.add(size)
     # One size alone makes no curve.
     if len(sizes) == 1:
-        largest = max(sizes)
-        sizes.add(largest // 2 if largest > FEW else 2 * FEW)
+        sizes.add(max(sizes) // 2 or FEW)
     return sorted(sizes)
 
 
@@ -160,6 +159,7 @@ def _measure(
     if sizes[0] < 1:
         raise InputError(f"batch size {sizes[0]} cannot be measured: give at least 1")
     refused: list[str] = []
+    taken: list[int] = []
     for i, size in enumerate(sizes):
         job.report(0.1 + 0.6 * i / len(sizes), f"measuring a batch of {size}")
         share = 0.1 + 0.6 * (i + 1) / len(sizes)
@@ -171,13 +171,16 @@ def _measure(
             refused.append(f"a batch of {size} with {type(error).__name__}: {error}")
             continue
         yield measured
+        taken.append(size)
         if batches is None:
             done = measured.times.total
             # One size alone makes no curve.
             late = job.left_s(0.7) < 4 * done and i > 0
             if 2 * done > LONGEST_STEP_S or late:
                 break
-    if len(refused) == len(sizes):
+    if refused and len(taken) == 1:
+        yield _measure_batch(job, found, 2 * taken[0], repeats, 0.7)
+    if not taken:
         raise InputError(f"the model refuses {refused[0]}; measure others with --batches")
     if refused and batches:
         warnings.warn(f"measured without {'; '.join(refused)}", stacklevel=2)
