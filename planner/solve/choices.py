@@ -90,7 +90,9 @@ def exchange_options(
 ) -> Iterator[Option]:
     """``base`` under every policy of exchange that may help and can be run, early release with
     each."""
-    trained = any(p.trainable for p in model.owned[k])
+    # What is used between units travels dense: no hook tells when it is used.
+    fixed = model.profile.units[k].fixed
+    trained = not fixed and any(p.trainable for p in model.owned[k])
     # Gradients that add up over micro-batches cannot go before the last of these.
     releases = capability.early_release and model.sliced and model.micro_batches == 1 and trained
     exchanged = base.layout.groups > 1 and trained

@@ -272,3 +272,15 @@ def test_slices_take_at_most_the_longest_of_a_later_unit_more(seed):
     real = simulate(step, steps=8).step_s
     assert priority_step(chain._replace(slice_s=None), times) <= real + 1e-9
     assert real <= priority_step(chain, times) + 1e-9
+
+
+def test_parameters_between_units_travel_dense(model):
+    """No hook tells when the model's own code uses them."""
+    assert len(unit_options(model, 1, EVERYTHING)) > 1
+    first, *units = model.profile.units
+    own = msgspec.structs.replace(units[0].parameters[0], name="scale", shared="scale")
+    units = (msgspec.structs.replace(first, parameters=(own,)), *units)
+    profile = msgspec.structs.replace(model.profile, units=units)
+    between = CostModel(profile, model.cluster, model.goal, message_bytes=4096, sliced=True)
+    assert unit_options(between, 0, EVERYTHING) == (HOME,)
+    assert between.unit(0, HOME).exchange.sent_bytes > 0
