@@ -112,8 +112,10 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
     chosen = _solvers[name]()
 
     def search(one: Problem) -> Result:
-        if nothing_fits(one):
-            return Result.without_plan(name, None, 0.0, reason)
+        nothing = nothing_fits(one)
+        return Result.without_plan(name, None, 0.0, reason) if nothing else searched(one)
+
+    def searched(one: Problem) -> Result:
         found = chosen.solve(one, time_limit_s)
         if one.capability.branches:
             found = side_by_side(one, found)
@@ -128,7 +130,7 @@ def solve(problem: Problem, solver: str = "auto", time_limit_s: float | None = N
     elif problem.shard_if_needed:
         result = shard_if_needed(replace(problem, shard_if_needed=False, explains=False), search)
     else:
-        result = search(problem)
+        result = searched(problem)  # which is the only one of ``every``
     if result is not None and (result.plan is not None or result.infeasible is not None):
         return result
     why = chosen.explain(every) if problem.explains else None
