@@ -43,16 +43,16 @@ def preserved(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def copied(modules: CopiedT, memo: dict[int, Any] | None = None) -> CopiedT:
+def copied(modules: CopiedT) -> CopiedT:
     """``copy.deepcopy`` of a module or a list of them, also where a module keeps a tensor that it
     computes before each forward (torch's old weight normalisation, pruning)."""
     # deepcopy refuses those, as they have a history; the copy computes its own.
-    memo = {} if memo is None else memo
+    memo: dict[int, Any] = {}
     for module in [modules] if isinstance(modules, nn.Module) else modules:
         for inner in module.modules():
             for value in vars(inner).values():
                 if isinstance(value, Tensor) and not value.is_leaf:
-                    memo.setdefault(id(value), value.detach().clone())
+                    memo[id(value)] = value.detach().clone()
     return copy.deepcopy(modules, memo)
 
 

@@ -5,6 +5,7 @@ See [Note: Dry runs] below for models that do not fit into this machine.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..models.replay import copied
 from ..models.spec import UnitSpec
 from ..models.units.storages import LiveStorages, tensors_in
 from ..models.workload import Batch, Workload, device_of
@@ -240,7 +240,7 @@ def dry(workload: Workload) -> Workload:
         memo[id(p)] = nn.Parameter(p.detach().to(META), p.requires_grad)
     computed = (v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor))
     memo.update({id(t): t.detach().to(META) for t in computed})
-    return replace(workload, model=copied(model, memo), make_batch=make_batch)
+    return replace(workload, model=copy.deepcopy(model, memo), make_batch=make_batch)
 
 
 class FusedAttention(TorchFunctionMode):

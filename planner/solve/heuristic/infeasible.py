@@ -166,7 +166,7 @@ def is_least(problems: Sequence[Problem], chosen: Choice) -> bool:
     """Whether the bound from below proves that no plan is less over its memory limits; False where
     it is too much work."""
     every = [(p, model) for p in problems for model in memory_models(p)]
-    if not all(few_options(p, model) for p, model in every):
+    if any(few_options(p, model) is None for p, model in every):
         return False
     bounds = [least_memory(p, model) for p, model in every]
     known = [least.over_bytes_in_segments for least in bounds if least is not None]

@@ -69,11 +69,12 @@ def never_fits(problem: Problem, model: CostModel) -> bool:
     if over_bytes(model, model.baseline) <= 0:
         return False
     # The bound asks for every option of every unit, which a search of many avoids.
-    if not few_options(problem, model):
+    options = few_options(problem, model)
+    if options is None or not all(options):
         return False
     # Where memory is very short, one unit tells, and of each of the others the first option that is
     # small enough is the last that is looked at.
-    if _one_unit_is_too_large(problem, model):
+    if _one_unit_is_too_large(problem, model, options):
         return True
     least = least_memory(problem, model)
     if least is None:
@@ -82,22 +83,24 @@ def never_fits(problem: Problem, model: CostModel) -> bool:
     return over > 0
 
 
-def few_options(problem: Problem, model: CostModel) -> bool:
-    """Whether a bound from below takes little time beside a search."""
-    count = 0
+def few_options(problem: Problem, model: CostModel) -> Sequence[Sequence[Option]] | None:
+    """Each unit's options; None where they are so many that a bound over them takes long beside a
+    search."""
+    found: list[tuple[Option, ...]] = []
+    left = MOST_OPTIONS
     for k in range(len(model.profile.units)):
-        count += len(unit_options(model, k, problem.capability))
-        if count > MOST_OPTIONS:
-            return False
-    return True
+        found.append(unit_options(model, k, problem.capability))
+        left -= len(found[-1])
+        if left < 0:
+            return None
+    return found
 
 
-def _one_unit_is_too_large(problem: Problem, model: CostModel) -> bool:
+def _one_unit_is_too_large(
+    problem: Problem, model: CostModel, options: Sequence[Sequence[Option]]
+) -> bool:
     """Whether some unit at work, with nothing else there, is over the limit of the first position
-    whatever it does; False where a unit has no option at all."""
-    options = all_options(model, problem.capability)
-    if not all(options):
-        return False
+    whatever it does."""
     memory, (_, at, _, _) = memory_of(model), _own_bytes(problem, model)
     samples = _samples(model, options, 0)
     limit = limits_bytes(model)[0]

@@ -3,16 +3,13 @@
 from meshwright.planner.schema.capability import EVERYTHING
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
-from meshwright.planner.schema.plan import Plan, Prediction, Provenance, UnitPlan
+from meshwright.planner.schema.plan import Plan, Provenance, UnitPlan
 from meshwright.planner.schema.profile import EdgeProfile
+from meshwright.profiler.overhead import UNPREDICTED
 from msgspec.structs import replace
 
 from tests.wire import Carried, exchanged_bytes, moved_bytes, ring_bytes
 
-NOTHING = Prediction(
-    step_s=0.0, compute_s=0.0, blocking_s=0.0, exposed_s=0.0, update_s=0.0, exchange_s=0.0,
-    wire_bytes=0, peak_bytes=(), gpu_seconds=0.0, samples_per_s=0.0,
-)  # fmt: skip
 EVEN = (2, 2)
 
 
@@ -25,8 +22,8 @@ def plan(*units: UnitPlan, ranks: int = 2) -> Plan:
         goal=Goal(batch=4),
         placement=tuple(range(ranks)),
         units=(ends[0], *units, ends[1]),
-        prediction=NOTHING,
-        baseline=NOTHING,
+        prediction=UNPREDICTED,
+        baseline=UNPREDICTED,
         provenance=Provenance(solver="hand", status="manual", profile="", cluster=""),
     )
 
