@@ -102,7 +102,7 @@ class CostModel(Exchanges):
         fabric = Fabric(cluster, self.placement)
         super().__init__(profile, fabric, micro_batches, message_bytes, sliced)
         self.cluster, self.goal = cluster, goal
-        self.world_size = cluster.world_size
+        self.world_size, self.host_bytes_per_s = cluster.world_size, cluster.host_bytes_per_s
         self.counts = batch_counts(goal.batch, self.world_size, micro_batches)
         self._units: dict[tuple[int, Option], UnitCost] = {}
         self._shares: dict[tuple[int, Style, int, int], _Share] = {}
@@ -155,7 +155,7 @@ class CostModel(Exchanges):
         exchange, slice_s = self.exchanged(option, payload)
         inner_forward, inner_backward = self._inner(k, option, samples)
         # The rank waits for the copies of a mirror on the host: to the device and back.
-        host_rate = self.cluster.host_bytes_per_s
+        host_rate = self.host_bytes_per_s
         copies_s = 2.0 * trained / (host_rate or 1.0) if option.feedback == "host_mirror" else 0.0
         own_s = self.overhead_s(k, trained if layout.groups > 1 else 0)
         cost = UnitCost(
@@ -363,9 +363,9 @@ def refuse_unmodelled(model: CostModel, k: int, option: Option) -> None:
     """Raises for a policy whose cost is not known here, or which the schedule cannot have."""
     unit = model.profile.units[k]
     reason = ""
-    if option.memory == "offload" and model.cluster.host_bytes_per_s is None:
+    if option.memory == "offload" and model.host_bytes_per_s is None:
         reason = "asks for offload: state host_bytes_per_s of every device in the cluster"
-    elif option.feedback == "host_mirror" and model.cluster.host_bytes_per_s is None:
+    elif option.feedback == "host_mirror" and model.host_bytes_per_s is None:
         reason = "asks for 'host_mirror': state host_bytes_per_s of every device in the cluster"
     elif option.feedback in MIRRORS and not OPTIMIZERS[model.goal.optimizer].linear:
         reason = (

@@ -80,7 +80,7 @@ def memory_policies(
     if saved and not unit.fixed:
         if "recompute" in capability.memory:
             found.append("recompute")
-        if "offload" in capability.memory and model.cluster.host_bytes_per_s is not None:
+        if "offload" in capability.memory and model.host_bytes_per_s is not None:
             found.append("offload")
     return tuple(found)
 
@@ -110,7 +110,7 @@ def _exchanges(model: CostModel, k: int, base: Option, capability: Capability) -
         yield base._replace(exchange="sharded")
     if may_gather(model, capability):
         yield base._replace(exchange="fully_sharded")
-    host_bytes_per_s = model.cluster.host_bytes_per_s
+    host_bytes_per_s = model.host_bytes_per_s
     for curve in unit.fidelity if goal.allow_lossy else ():
         known = curve.exchange in capability.exchanges(sliced=model.sliced)
         ways = feedbacks(curve.exchange, goal.optimizer, capability.feedback, host_bytes_per_s)
@@ -125,5 +125,5 @@ def may_gather(model: CostModel, capability: Capability) -> bool:
     """Whether parameters may be gathered for each use."""
     # Not where units may be offloaded: to the hooks that offload, parameters are like any other
     # tensor that is saved, and the two choices of a unit do not see each other.
-    offloads = "offload" in capability.memory and model.cluster.host_bytes_per_s is not None
+    offloads = "offload" in capability.memory and model.host_bytes_per_s is not None
     return "fully_sharded" in capability.exchange and model.sliced and not offloads

@@ -136,7 +136,7 @@ class UnitFigures:
     def offloaded(self, k: int, states: tuple[State, ...], plain: Reals) -> Reals:
         """``plain`` with feature maps that are copied to the host and back."""
         found, unit = plain.copy(), self.model.profile.units[k]
-        host_bytes_per_s = self.model.cluster.host_bytes_per_s
+        host_bytes_per_s = self.model.host_bytes_per_s
         assert host_bytes_per_s is not None, "offered only where the rate is known"
         busiest, _ = self._readers_of(states)
         copy_s = busiest.values(unit, lambda s: s.saved, divides=False) / host_bytes_per_s
