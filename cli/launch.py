@@ -46,7 +46,8 @@ def verify(
     verdict = "PASS" if found.passed else "FAIL"
     deliver(found, out_, json, verification_table(found), verdict)
     if not found.passed:
-        raise RunError(f"the plan's training differs from one process's in {found.dtype}")
+        why = f": {found.cause}" if found.cause else ""
+        raise RunError(f"the plan's training differs from one process's in {found.dtype}{why}")
 
 
 def _dtype(name: str) -> Literal["float64", "float32"]:

@@ -78,12 +78,12 @@ class UnitCall:
         """A copy whose tensors are leaves without gradients."""
         return self.map(lambda t: t.detach().clone().requires_grad_(t.requires_grad))
 
-    def double(self) -> UnitCall:
-        """A copy with floating tensors in double precision."""
+    def to(self, dtype: torch.dtype) -> UnitCall:
+        """A copy with floating tensors in that precision."""
 
         def change(t: Tensor) -> Tensor:
-            wide = t.detach().double() if t.is_floating_point() else t.detach().clone()
-            return wide.requires_grad_(t.requires_grad)
+            made = t.detach().to(dtype if t.is_floating_point() else t.dtype, copy=True)
+            return made.requires_grad_(t.requires_grad)
 
         return self.map(change)
 

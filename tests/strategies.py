@@ -85,6 +85,7 @@ def linear(name, rows=64, columns=64, seconds_per_sample=1e-4, saved=256.0, shar
         name=name,
         kind="linear",
         modules=(name,),
+        batched_inputs=(0,),
         parameters=(parameter,),
         splits=splits,
         shares=(share("none", 1, forward, backward, saved, parameter.bytes),),
@@ -98,6 +99,7 @@ def norm(name, seconds_per_sample=1e-5, statistics_bytes=512):
         name=name,
         kind="norm",
         modules=(name,),
+        batched_inputs=(0,),
         batch_statistics=True,
         statistics_bytes=statistics_bytes,
         shares=(share("none", 1, time, time, 64.0),),
@@ -245,8 +247,9 @@ def unit_profiles(draw, name, shared=None):
         return UnitProfile(name=name, kind="glue", shares=(share("none", 1, whole.forward),))
     if kind == "other":
         return UnitProfile(
-            name=name, kind="other", parameters=unit.parameters, shares=(whole,), state_bytes=8
-        )
+            name=name, kind="other", batched_inputs=(0,), parameters=unit.parameters,
+            shares=(whole,), state_bytes=8,
+        )  # fmt: skip
     heads = draw(st.integers(1, 8))
     split = SplitProfile(
         style="pair",
@@ -260,6 +263,7 @@ def unit_profiles(draw, name, shared=None):
         name=name,
         kind="attention",
         modules=(name,),
+        batched_inputs=(0,),
         parameters=unit.parameters,
         splits=(split,),
         shares=(whole, half),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -18,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ...models.replay import copied, preserved
+from ...models.replay import copied
 from ...models.units.trace import coarse_modules, record
 from ...models.workload import Batch, Workload
 from ...planner.explain.compare import policy_words
@@ -30,11 +30,15 @@ from ...planner.schema.record import Count, Record
 from ..apply import apply
 from ..comm.agreement import rank_zero_decides, together
 from ..parallel import full_state_dict
+from .attribution import mixing_cause, restless_module
 from .train import train_step
 
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 SEED = 1
+# How much further from one process than that is from itself a plan may be; and up to where that is
+# rounding at all.
+SPREAD, MOST_SPREAD = 3.0, 300.0
 _DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 Progress = Callable[[int, int, str], None]
@@ -56,8 +60,13 @@ class Yardstick(NamedTuple):
         if reference.numel() == 0:
             return 0.0
         allowed = self.relative * reference.abs() + self.absolute
-        share = ((found - reference).abs() / allowed).max()
+        share = (difference(found, reference) / allowed).max()
         return float(share) if bool(share.isfinite()) else sys.float_info.max
+
+
+def difference(found: Tensor, reference: Tensor) -> Tensor:
+    """|Δ| of each element; none where both are the same infinity."""
+    return torch.where(found == reference, 0.0, (found - reference).abs())
 
 
 # For every element of parameters and buffers after SGD, by the precision of the model or of the
@@ -129,14 +138,15 @@ def _distance(found: Tensor, reference: Tensor, yardstick: Yardstick) -> tuple[f
     share = yardstick.share(a, b)
     if share >= sys.float_info.max or b.numel() == 0:
         return (share, share)
-    largest = float((a - b).abs().max())
+    largest = float(difference(a, b).max())
     if not reference.is_floating_point() and largest > 0:
         return (largest, sys.float_info.max)
     return (largest, share)
 
 
 class Verification(Record, frozen=True, kw_only=True):
-    """What was compared over which batches, what was changed for it, and how it came out."""
+    """What was compared over which batches, what was changed for it, and how it came out. ``cause``
+    says where no plan could have passed, as the model or its loss looks at a batch as a whole."""
 
     target: str
     world_size: Count
@@ -145,6 +155,7 @@ class Verification(Record, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     deviations: tuple[Deviation, ...]
     passed: bool
+    cause: str = ""
 
 
 class _Trained(NamedTuple):
@@ -174,6 +185,8 @@ def verify_on_ranks(
     # The second is one larger, so that the ranks' shares are uneven.
     size = batch or min(plan.goal.batch, 4 * plan.world_size * plan.micro_batches)
     sizes = [size, size + 1, size]
+    computed, note = together(lambda: _computable(workload, dtype, device))
+    dtype, notes = computed, [*notes, *note]
     batches = together(lambda: _draw(workload, sizes, dtype, device))
     workload.model.to(device, _DTYPES[dtype]).train()
     # Copied before the plan is applied, which changes the model in place.
@@ -183,17 +196,29 @@ def verify_on_ranks(
         plan, workload, batches, timeout_s, lambda n: progress(n, total, "ranks")
     )
 
-    def judge() -> tuple[tuple[Deviation, ...], list[str]]:
+    def judge() -> tuple[tuple[Deviation, ...], list[str], str]:
         assert alone is not None
         precision, coarse = _precision(alone, batches[0], _DTYPES[dtype])
+        again = copied(alone)
         theirs = _train_alone(
             alone, workload, batches, lambda n: progress(done + n, total, "one process")
         )
         parameters = {n for n, _ in alone.named_parameters(remove_duplicate=False)}
-        return _compare(ours, theirs, plan, precision, parameters), coarse
+        found = _compare(ours, theirs, plan, precision, parameters)
+        if all(d.passed for d in found):
+            return found, coarse, ""
+        trained = replace(workload, model=alone)
+        cause = mixing_cause(trained, batches[0], STATE[precision].share)
+        if not cause:
+            backwards = [b.take(torch.arange(b.size).flip(0)) for b in batches]
+            own = _train_alone(again, workload, backwards, lambda n: None)
+            spread = _compare(own, theirs, plan, precision, parameters)
+            found, amplified = _within_spread(found, spread)
+            coarse += amplified
+        return found, coarse, cause
 
     # On rank 0 alone, whose error or answer all ranks get: elsewhere they would only wait.
-    found, coarse = rank_zero_decides(judge)
+    found, coarse, cause = rank_zero_decides(judge)
     return Verification(
         target=plan.target,
         world_size=plan.world_size,
@@ -202,6 +227,7 @@ def verify_on_ranks(
         notes=(*notes, *coarse),
         deviations=found,
         passed=all(d.passed for d in found),
+        cause=cause,
     )
 
 
@@ -254,6 +280,23 @@ def _precision(model: nn.Module, batch: Batch, given: torch.dtype) -> tuple[torc
     ]
 
 
+def _computable(
+    workload: Workload, asked: DtypeName, device: torch.device | str
+) -> tuple[DtypeName, list[str]]:
+    """The precision asked for, or float32 where torch has no double precision of what the model
+    does; with a note on that."""
+    if asked == "float32":
+        return asked, []
+    batch, model = _draw(workload, [2], asked, device)[0], copied(workload.model)
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            model.to(device, _DTYPES[asked])(*batch.args, **batch.kwargs)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        why = str(error).splitlines()[0]
+        return "float32", [f"the model does not compute in {asked} ({why}): compared in float32"]
+    return asked, []
+
+
 def _draw(
     workload: Workload, sizes: list[int], dtype: DtypeName, device: torch.device | str
 ) -> list[Batch]:
@@ -286,13 +329,12 @@ def _train_together(
 
 def _check_repeatable(model: nn.Module, batch: Batch) -> None:
     """Two forwards must give the same, or nothing that is compared means anything."""
-    with preserved(model), torch.no_grad():  # running statistics change in each
-        first, second = (pytree.tree_leaves(model(*batch.args, **batch.kwargs)) for _ in range(2))
-    pairs = zip(first, second, strict=True)
-    if not all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor)):
+    name = restless_module(model, batch)
+    if name is not None:
+        what = f"module {name!r} of the model" if name else "the model"
         raise InputError(
-            "the model gives different outputs for one batch although dropout is off, so no two "
-            "runs of it are equal: switch off what is random in it to verify a plan"
+            f"{what} gives different outputs for one batch although dropout is off, so no two runs "
+            "of it are equal: switch off what is random in it to verify a plan"
         )
 
 
@@ -326,6 +368,24 @@ def _compare(
         return kinds(name) if name in parameters else "buffers"
 
     return loss + deviations(ours.state, theirs.state, STATE[precision], kind)
+
+
+def _within_spread(
+    found: tuple[Deviation, ...], own: tuple[Deviation, ...]
+) -> tuple[tuple[Deviation, ...], list[str]]:
+    """The deviations in parts of what a model is allowed that amplifies rounding: a few times what
+    one process differs from itself when it only adds up in another order."""
+    spread = max(d.of_allowed for d in own)
+    if not 1 < SPREAD * spread <= MOST_SPREAD:
+        return found, []
+    told = [
+        "the model amplifies rounding: one process that takes the samples in reverse order is "
+        f"{spread:.2g} times what is allowed from itself, so a plan may be {SPREAD:g} times that"
+    ]
+    scaled = (
+        msgspec.structs.replace(d, of_allowed=d.of_allowed / (SPREAD * spread)) for d in found
+    )
+    return tuple(scaled), told
 
 
 def _kinds(plan: Plan) -> Callable[[str], str]:

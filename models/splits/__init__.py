@@ -10,6 +10,7 @@ from ...planner.schema.errors import InputError
 from ...planner.schema.profile import UnitKind
 from ..spec import Reduce, SplitSpec
 from .blocks import AttentionRecipe, MLPRecipe, MultiheadRecipe
+from .experts import ExpertsRecipe
 from .leaves import ConvolutionRecipe, EmbeddingRecipe, LinearRecipe, is_derived, is_lookalike
 from .recipe import (
     GroupMember,
@@ -34,6 +35,7 @@ BLOCKS: tuple[tuple[UnitKind, Recipe], ...] = (
     ("attention", MultiheadRecipe()),
     ("attention", AttentionRecipe()),
     ("mlp", MLPRecipe()),
+    ("experts", ExpertsRecipe()),
 )
 
 LEAVES: tuple[Recipe, ...] = (LinearRecipe(), EmbeddingRecipe(), ConvolutionRecipe())

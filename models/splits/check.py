@@ -1,7 +1,7 @@
 """Whether a split computes what the whole unit does: all members in one process, as threads.
 
 Recipes recognise modules by their looks, and looks can deceive. So a split is tried on the unit's
-own recorded inputs, in double precision, forward and backward, before it is offered.
+own recorded inputs, forward and backward, before it is offered.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.cost.ownership import feature_bounds
@@ -30,7 +31,9 @@ from .recipe import slice_parameter
 # process, each on its slice, with ``reduce`` as an addition over the threads instead of a
 # collective. Output, gradients of inputs, and gradients of parameters must equal those of the whole
 # unit: cut parameters' slice by slice, all others' as sums over members. It runs in double
-# precision, so that a tolerance of 1e-9 separates rounding from a wrong formula; without dropout,
+# precision, so that a tolerance of 1e-9 separates rounding from a wrong formula; where the unit
+# computes in less whatever it is given (a router's softmax), or not in double at all (grouped
+# products), with a tolerance for that. It runs without dropout,
 # which the members draw for themselves; and with random parameters, because zeros and ones (fresh
 # biases and norms) hide terms that are added twice or forgotten.
 
@@ -135,21 +138,70 @@ def main_output(output: Any) -> Tensor:
     return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
 
 
+class Tolerance(NamedTuple):
+    """What rounding may do to a number: |Δ| of ``relative`` times itself, and of ``of_largest``
+    times the largest beside it."""
+
+    relative: float
+    of_largest: float
+
+    def same(self, a: Tensor, b: Tensor) -> bool:
+        largest = max(1.0, float(b.detach().abs().max())) if b.numel() else 1.0
+        return torch.allclose(a, b, self.relative, self.of_largest * largest)
+
+
+# By the bits of the coarsest numbers that a unit computes with.
+_TOLERANCES = {64: Tolerance(1e-9, 1e-10), 32: Tolerance(1e-4, 1e-5), 16: Tolerance(3e-2, 1e-2)}
+
+
+class _Coarsest(TorchFunctionMode):
+    """The fewest bits of activations that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bits = 64
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(made):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad:
+                self.bits = min(self.bits, torch.finfo(leaf.dtype).bits)
+        return made
+
+
 def is_equivalent(
     model: nn.Module, unit: UnitSpec, spec: SplitSpec, call: UnitCall, degree: int = 2
 ) -> bool:
     """Whether the split's output and gradients equal the whole unit's on ``call``'s inputs."""
     if not spec.uneven and spec.parts % degree:
         return False
-    # A look-alike's own forward may fail in any way on its parts.
-    with contextlib.suppress(Exception), torch.device("cpu"):  # the default device may be meta
-        holder = _prepared(isolated(model, unit.modules))
-        short = _shortened(call, holder)
-        if short is not call:
-            with contextlib.suppress(Exception):  # its forward may need the whole length
-                return _agrees(holder, unit, spec, _with_values(short).double(), degree)
-        return _agrees(holder, unit, spec, _with_values(call).double(), degree)
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    # The default device may be meta.
+    with torch.device("cpu"):
+        for dtype in dict.fromkeys((torch.float64, torch.float32, own)):
+            # A look-alike's own forward may fail in any way, on its parts or in this precision.
+            with contextlib.suppress(Exception):
+                holder = _prepared(isolated(model, unit.modules), dtype)
+                return _is_equivalent(holder, unit, spec, call, degree, dtype)
     return False
+
+
+def _is_equivalent(
+    holder: nn.Module,
+    unit: UnitSpec,
+    spec: SplitSpec,
+    call: UnitCall,
+    degree: int,
+    dtype: torch.dtype,
+) -> bool:
+    """The same in one precision. Raises what the whole unit raises there."""
+    short = _shortened(call, holder)
+    if short is not call:
+        with contextlib.suppress(Exception):  # its forward may need the whole length
+            return _agrees(holder, unit, spec, _with_values(short).to(dtype), degree)
+    return _agrees(holder, unit, spec, _with_values(call).to(dtype), degree)
 
 
 def _shortened(call: UnitCall, holder: nn.Module) -> UnitCall:
@@ -189,10 +241,10 @@ def isolated(model: nn.Module, modules: Sequence[str]) -> nn.Module:
     return root
 
 
-def _prepared(holder: nn.Module) -> nn.Module:
-    """In double precision, with other parameters and statistics; meta tensors get memory."""
+def _prepared(holder: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """In that precision, with other parameters and statistics; meta tensors get memory."""
     # Without dropout, which members draw for themselves.
-    holder.double().eval()
+    holder.to(dtype).eval()
     if any(t.is_meta for t in (*holder.parameters(), *holder.buffers())):
         holder.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
@@ -227,11 +279,16 @@ def _agrees(
     holder: nn.Module, unit: UnitSpec, spec: SplitSpec, call: UnitCall, degree: int
 ) -> bool:
     whole_call, split_call = call.fresh(), call.fresh()
-    whole = main_output(run_modules(holder, unit.modules, whole_call))
-    members = run_members(holder, unit, spec, split_call, degree)
+    with _Coarsest() as coarsest:
+        whole = main_output(run_modules(holder, unit.modules, whole_call))
+    # Rounding stays far below, and a wrong formula is far above.
+    tolerance = _TOLERANCES[coarsest.bits]
+    try:
+        members = run_members(holder, unit, spec, split_call, degree)
+    except Exception:  # a look-alike's forward on its parts
+        return False
     output = joined(spec, [m.output for m in members])
-    # In double precision rounding stays far below, and a wrong formula is far above.
-    if output.shape != whole.shape or not torch.allclose(output, whole, 1e-9, 1e-10):
+    if output.shape != whole.shape or not tolerance.same(output, whole):
         return False
     # A loss of random weights: a plain sum has the same gradient everywhere and hides permutations.
     generator = torch.Generator().manual_seed(0)
@@ -239,17 +296,21 @@ def _agrees(
     (whole * weight).sum().backward()  # type: ignore[no-untyped-call]
     (output * weight).sum().backward()  # type: ignore[no-untyped-call]
     pairs = zip(whole_call.tensors(), split_call.tensors(), strict=True)
-    return all(_same(a.grad, b.grad) for a, b in pairs) and _same_parameters(holder, spec, members)
+    return all(_same(a.grad, b.grad, tolerance) for a, b in pairs) and _same_parameters(
+        holder, spec, members, tolerance
+    )
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
+def _same(a: Tensor | None, b: Tensor | None, tolerance: Tolerance) -> bool:
     # A gradient that one side did not compute and zeros of the other are the same.
     if a is None or b is None:
         return (a is None or not a.any()) and (b is None or not bool(b.any()))
-    return torch.allclose(a, b, 1e-9, 1e-10)
+    return tolerance.same(a, b)
 
 
-def _same_parameters(holder: nn.Module, spec: SplitSpec, members: Sequence[Member]) -> bool:
+def _same_parameters(
+    holder: nn.Module, spec: SplitSpec, members: Sequence[Member], tolerance: Tolerance
+) -> bool:
     """Whether cut gradients are slices of the whole's, and the others add up to it."""
     cuts = {cut.name: cut for cut in spec.cuts}
     for name, parameter in holder.named_parameters():
@@ -260,10 +321,12 @@ def _same_parameters(holder: nn.Module, spec: SplitSpec, members: Sequence[Membe
         elif name in cuts:
             for j, gradient in enumerate(own):
                 part = slice_parameter(parameter.grad, cuts[name], len(members), j)
-                if part.numel() and not _same(part, gradient):  # an empty slice may have none
+                if part.numel() and not _same(
+                    part, gradient, tolerance
+                ):  # an empty slice may have none
                     return False
         else:
             total = sum((g for g in own if g is not None), torch.zeros_like(parameter))
-            if not _same(parameter.grad, total):
+            if not _same(parameter.grad, total, tolerance):
                 return False
     return True

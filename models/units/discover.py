@@ -45,7 +45,7 @@ _TRIED_SAMPLES = 2
 # Batches to find units with. None of one sample: where normalisation sees one pixel it has no
 # statistics. Even ones for losses over pairs.
 _SIZES = ((2, 3), (2, 4), (4, 8))
-_BLOCKS = ("attention", "mlp")
+_BLOCKS = ("attention", "mlp", "experts")
 
 
 @dataclass(frozen=True)

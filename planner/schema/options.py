@@ -74,11 +74,13 @@ def allowed(
 ) -> bool:
     """Whether a unit may have ``option`` by itself (ties are checked by ``ties_agree``)."""
     # The model's own code between units and its ends see each rank's own samples, and local batch
-    # statistics are those of a rank's samples: both keep the layout (W, 1).
+    # statistics are those of a rank's samples: both keep the layout (W, 1). So does what no samples
+    # enter, as what enters is nothing that could be sent elsewhere.
     layout = option.layout
     if not goal.permits(unit.name, layout, option.style):
         return False
-    if unit.fixed or (unit.batch_statistics and goal.batch_statistics == "local"):
+    local = unit.batch_statistics and goal.batch_statistics == "local"
+    if unit.fixed or local or not unit.batched_inputs:
         return layout == data_parallel(world_size) and option.style == "none"
     return (
         layout.first + layout.size <= world_size

@@ -17,6 +17,7 @@ UnitKind = Literal[
     "embedding",
     "attention",
     "mlp",
+    "experts",
     "norm",
     "recurrent",
     "other",

@@ -220,6 +220,50 @@ def test_a_model_is_judged_by_the_precision_in_which_it_computes(ranks):
     assert not drifting.passed
 
 
+class Single(nn.Linear):
+    """Has no double precision, like torch's product of groups in mixtures of experts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("expected Float32, got Double")
+        return super().forward(x)
+
+
+def verify_single(rank: int) -> verification.Verification:
+    def make_batch(size: int) -> mw.Batch:
+        return mw.Batch((torch.randn(size, 3),), torch.randn(size, 2))
+
+    torch.manual_seed(3)
+    workload = mw.Workload("single", Single(3, 2), make_batch, nn.functional.mse_loss)
+    return verify_on_ranks(plan_by_hand(2), workload)
+
+
+def test_a_model_without_double_precision_is_compared_in_single(ranks):
+    found = ranks(2)(verify_single)[0]
+    assert found.passed
+    assert found.dtype == "float32"
+    assert found.notes == (
+        "the model does not compute in float64 (expected Float32, got Double): compared in float32",
+    )
+
+
+def verify_sum(rank: int) -> verification.Verification:
+    def make_batch(size: int) -> mw.Batch:
+        return mw.Batch((torch.randn(size, 3),), torch.randn(size, 2))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(output, target, reduction="sum")
+
+    torch.manual_seed(3)
+    return verify_on_ranks(plan_by_hand(2), mw.Workload("sum", nn.Linear(3, 2), make_batch, loss))
+
+
+def test_a_loss_that_no_plan_could_train_alike_is_told(ranks):
+    found = ranks(2)(verify_sum)[0]
+    assert not found.passed
+    assert "not the mean of the losses of its parts" in found.cause
+
+
 class Restless(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + torch.rand(())

@@ -53,8 +53,9 @@ def test_inputs_are_copies_from_before_they_are_changed_in_place() -> None:
     assert call.args[0] is not inputs
 
 
-def test_double_keeps_integers_and_what_requires_a_gradient() -> None:
-    wide = UnitCall((torch.ones(2, requires_grad=True), torch.ones(2).long()), {"k": None}).double()
+def test_another_precision_keeps_integers_and_what_requires_a_gradient() -> None:
+    call = UnitCall((torch.ones(2, requires_grad=True), torch.ones(2).long()), {"k": None})
+    wide = call.to(torch.float64)
     assert [t.dtype for t in wide.tensors()] == [torch.double, torch.long]
     assert [t.requires_grad for t in wide.tensors()] == [True, False]
 

@@ -1,0 +1,291 @@
+"""Models that were not written here, profiled, planned and trained beside a single process.
+
+    OMP_NUM_THREADS=1 python benchmarks/zoo.py [--models llama vit] [--sample 20 --seed 1]
+        [--keep rows.jsonl] [--markdown docs/results/zoo.md]
+
+Every architecture of transformers that can be made small by its configuration is built with random
+weights (``zoo_models.py``) and given to two ranks: its units are found and profiled, a plan is made
+for a slow link, and three steps under that plan are compared with one process (as ``meshwright
+verify`` does), then three more under a plan that divides every unit that can be divided. Peak
+memory under both is predicted and measured. A model has a time limit for all of it. Prints a row
+for each, and last a JSON object with the counts of each verdict:
+
+- ``right``: equal to one process by the yardstick of the precision that the model computes in;
+- ``explained``: not equal, and the verdict says why no plan could be;
+- ``refused``: one sentence of ours says why this model, or this plan of it, cannot be;
+- ``wrong``: not equal; ``error``: anything else was raised; ``hang``: the limit passed;
+- ``unbuilt``: what is set small in its configuration does not make a model that trains by itself.
+
+With ``--keep`` rows are written to a file as they come, and those that it has are not run again.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from meshwright import Goal, MeshwrightError, Plan, Workload, plan
+from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.comm.agreement import rank_zero_decides
+from meshwright.executor.launch.train import run_steps
+from meshwright.executor.launch.verify import verify_on_ranks
+from meshwright.planner.cost.cost import CostModel
+from meshwright.planner.schema.cluster import Cluster, Device, Level, Node
+from meshwright.planner.schema.layout import data_parallel
+from meshwright.planner.schema.options import Option, tied_units
+from meshwright.planner.schema.profile import ModelProfile
+from meshwright.planner.solve.choices import all_options
+from meshwright.planner.solve.evaluate import make_plan
+from meshwright.profiler.model import profile
+from rows import command_line, keep, known, markdown, print_json, print_row, put_into
+from zoo_models import architectures, from_transformers
+
+RANKS = 2
+BATCH = 8
+MEASURED = (2, 4, 8)
+LIMIT_S = 240.0
+COLLECTIVE_S = 60.0
+# The targets: of all models those that train right or are told why not, and those of which half the
+# parameters may be divided; of all peaks those predicted within so much.
+TRAINED, DIVISIBLE, PEAKS, WITHIN = 0.97, 0.85, 0.90, 0.05
+HALF = 0.5
+
+Row = dict[str, Any]
+
+
+def cluster() -> Cluster:
+    """Two hosts with so slow a link that dividing pays."""
+    here = Device(name="cpu", memory_bytes=2**40)
+    link = Level(name="inter", latency_s=1e-4, bytes_per_s=1e7)
+    nodes = tuple(Node(name=f"host-{i}", devices=(here,)) for i in range(RANKS))
+    return Cluster(name="slow", nodes=nodes, levels=(link,))
+
+
+def divided(found: ModelProfile) -> Plan:
+    """The plan that divides every unit that can be divided and is not tied to another."""
+    goal = Goal(batch=BATCH)
+    model = CostModel(found, cluster(), goal)
+    chosen, whole = [], Option(data_parallel(RANKS))
+    options, ties = all_options(model, CAPABILITY), tied_units(found)
+    for own, tied in zip(options, ties, strict=True):
+        shares = [o for o in own if o.layout.degree == RANKS and o == Option(o.layout, o.style)]
+        chosen.append(shares[0] if shares and len(tied) == 1 else whole)
+    return make_plan(found, cluster(), goal, chosen, executor=CAPABILITY)
+
+
+def divisible(found: ModelProfile) -> float:
+    """Of all parameters' bytes, those in units that can be divided."""
+    whole = sum(unit.parameter_bytes for unit in found.units)
+    return sum(u.parameter_bytes for u in found.units if u.splits) / max(whole, 1)
+
+
+def tried(build: Callable[[], Workload], tell: Callable[[Row], None]) -> None:
+    """All that is tried of one model; rank 0 tells what comes of it, as it comes. Collective."""
+
+    def measured() -> tuple[ModelProfile, Plan, Plan]:
+        found = profile(
+            build(), batches=MEASURED, device=torch.device("cpu"), repeats=1, degrees=(RANKS,)
+        )
+        tell({"units": len(found.units), "divisible": divisible(found)})
+        return found, plan(found, cluster(), Goal(batch=BATCH)), divided(found)
+
+    tell({"stage": "profile"})
+    _, *plans = rank_zero_decides(measured)
+    for which, made in zip(("chosen", "divided"), plans, strict=True):
+        tell({"stage": which, f"{which}_units": sum(u.layout.degree > 1 for u in made.units)})
+        tell({which: _verdict(made, build())})
+        tell({"stage": f"{which} memory"})
+        torch.manual_seed(0)
+        used = max(run_steps(build(), made, 1).peak_bytes)
+        tell({f"{which}_peak": max(made.prediction.peak_bytes) / used - 1})
+    tell({"stage": "done"})
+
+
+def _verdict(made: Plan, workload: Workload) -> Row:
+    found = verify_on_ranks(made, workload, timeout_s=COLLECTIVE_S)
+    worst = max(found.deviations, key=lambda d: d.of_allowed)
+    return {
+        "verdict": "right" if found.passed else "explained" if found.cause else "wrong",
+        "cause": found.cause,
+        "of_allowed": worst.of_allowed,
+        "worst": "" if found.passed else worst.worst,
+        "notes": list(found.notes),
+    }
+
+
+def on_rank(rank: int, folder: str, name: str, pipe: Connection) -> None:
+    """One rank's part, in a process of its own."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # what a model prints
+        os.dup2(null, stream)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    failed = _tried_alone(rank, folder, name, pipe)
+    if failed:
+        pipe.send({"failed": failed})
+    pipe.close()
+    os._exit(0)
+
+
+def _tried_alone(rank: int, folder: str, name: str, pipe: Connection) -> Row | None:
+    """What the rank failed with."""
+    try:
+        from_transformers(name)
+    except Exception as error:
+        return {"verdict": "unbuilt", "why": _said(error)}
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    limit = timedelta(seconds=COLLECTIVE_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    try:
+        tried(lambda: from_transformers(name), pipe.send if rank == 0 else lambda part: None)
+    except MeshwrightError as error:
+        return {"verdict": "refused", "why": str(error)}
+    except Exception as error:
+        return {"verdict": "error", "why": _said(error), "trace": traceback.format_exc()[-3000:]}
+    return None
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:400]
+
+
+def row_of(name: str) -> Row:
+    """What came of a model."""
+    start = time.perf_counter()
+    made: Row = {"model": name}
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        pipes, ranks = [], []
+        for rank in range(RANKS):
+            ours, theirs = fork.Pipe(duplex=False)
+            process = fork.Process(target=on_rank, args=(rank, folder, name, theirs))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            ranks.append(process)
+        try:
+            for pipe in pipes:
+                _received(pipe, start + LIMIT_S, made)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+    return {**made, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def _received(pipe: Connection, until: float, made: Row) -> None:
+    while pipe.poll(max(until - time.perf_counter(), 0)):
+        try:
+            part = pipe.recv()
+        except EOFError:
+            return
+        # Rank 0 is heard first: what the other says then is mostly that rank 0 is gone.
+        made.update({name: value for name, value in part.items() if name != "failed"})
+        if "failed" in part:
+            made.setdefault("failed", part["failed"])
+    made["failed"] = {"verdict": "hang", "why": f"no end after {LIMIT_S:.0f} s"}
+
+
+WORST = ("wrong", "explained", "right")
+
+
+def verdict(row: Row) -> str:
+    """One word for a model: that of the worse of its two plans."""
+    if "failed" in row:
+        return row["failed"]["verdict"]
+    both = [row[which]["verdict"] for which in ("chosen", "divided") if which in row]
+    return min(both, key=WORST.index) if row.get("stage") == "done" else "error"
+
+
+def why(row: Row) -> str:
+    """What is wrong with a model, in its own words or ours."""
+    if "failed" in row:
+        return f"{row.get('stage', 'build')}: {row['failed']['why']}"
+    plans = (row.get(which, {}) for which in ("chosen", "divided"))
+    return next((p["cause"] or p["worst"] for p in plans if p.get("verdict") != "right"), "")
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Any]:
+    """What all rows say beside the targets."""
+    built = [row for row in rows if verdict(row) != "unbuilt"]
+    units = [row["divisible"] for row in built if "divisible" in row]
+    peaks = [abs(row[p]) for row in built for p in ("chosen_peak", "divided_peak") if p in row]
+    good = sum(verdict(row) in ("right", "explained", "refused") for row in built)
+    return {
+        "models": len(built),
+        "verdicts": dict(Counter(map(verdict, rows))),
+        "trained": good / max(len(built), 1),
+        "divisible": sum(share >= HALF for share in units) / max(len(units), 1),
+        "peaks": sum(error <= WITHIN for error in peaks) / max(len(peaks), 1),
+        "median_peak_error": median(peaks) if peaks else 0.0,
+    }
+
+
+def page_of(rows: Sequence[Row]) -> str:
+    """The figures, then a row for each model."""
+    found = figures(rows)
+    words = (
+        f"**{found['models']} models: {found['trained']:.1%} train under both plans, right or "
+        f"with an explanation (target {TRAINED:.0%}); of {found['divisible']:.1%} half of the "
+        f"parameters or more can be divided (target {DIVISIBLE:.0%}); {found['peaks']:.1%} of the "
+        f"peaks are predicted within {WITHIN:.0%} (target {PEAKS:.0%}).** Verdicts: "
+        + ", ".join(f"{count} {name}" for name, count in sorted(found["verdicts"].items()))
+        + "."
+    )
+    headings = ("model", "units", "divisible", "verdict", "peak", "peak, divided", "why")
+    cells = [
+        (
+            row["model"],
+            row.get("units", ""),
+            f"{row['divisible']:.0%}" if "divisible" in row else "",
+            verdict(row),
+            *(f"{row[p]:+.0%}" if p in row else "" for p in ("chosen_peak", "divided_peak")),
+            why(row).replace("|", "/").replace("\n", " ")[:200],
+        )
+        for row in sorted(rows, key=lambda row: row["model"])
+        if verdict(row) != "unbuilt"
+    ]
+    return f"{words}\n\n{markdown(headings, cells, left=(0, 3, 6))}"
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--models", nargs="+")
+    parser.add_argument("--sample", type=int, help="so many of them, drawn by the seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    asked = parser.parse_args()
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    names = asked.models or sorted(architectures())
+    if asked.sample:
+        names = random.Random(asked.seed).sample(names, asked.sample)
+    rows = known(asked.keep)
+    there = {row["model"] for row in rows}
+    for name in names:
+        if name not in there:
+            rows.append(row := row_of(name))
+            keep(asked.keep, row)
+            shown = {"units": row.get("units", 0), "divisible": row.get("divisible", 0.0)}
+            print_row({"model": name, "verdict": verdict(row), **shown, "why": why(row)[:150]})
+    put_into(asked.markdown, "rows", page_of(rows))
+    print_json(figures(rows))
+
+
+if __name__ == "__main__":
+    main()

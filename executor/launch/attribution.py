@@ -1,0 +1,147 @@
+"""Why training on shares of a batch cannot equal training on all of it, asked of one process: what
+gives other answers for the same inputs, and what looks at the batch as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...models.replay import preserved
+from ...models.units.storages import tensors_in
+from ...models.workload import Batch, Workload
+
+# Other sizes round in another order: beyond so many times what is allowed it is no rounding.
+ROUNDING = 100.0
+
+Equal = Callable[[Tensor, Tensor], float]
+"""How far the first is from the second, in parts of what is allowed."""
+
+
+class _Call(NamedTuple):
+    """One call of a module, in the order in which calls end."""
+
+    module: str
+    given: list[Tensor]
+    made: list[Tensor]
+
+
+def restless_module(model: nn.Module, batch: Batch) -> str | None:
+    """The first module that gives other outputs for inputs that are the same; None where two
+    forwards are equal."""
+    with torch.no_grad(), preserved(model):
+        first, second = (_calls(model, batch) for _ in range(2))
+    return _first_change(first, second, _same)
+
+
+def mixing_cause(workload: Workload, batch: Batch, share: Callable[[Tensor, Tensor], float]) -> str:
+    """A sentence where the loss of the whole ``batch`` is not the mean of its parts', weighted by
+    their sizes, whatever plan trains it; empty where it is. Batch normalisation does not count: its
+    statistics can be of the whole batch. ``share`` says how far a tensor is from another, in parts
+    of what rounding may do to it."""
+    model, size = workload.model, batch.size
+    cut = size // 2
+    parts = batch.slice(0, cut), batch.slice(cut, size)
+    with torch.no_grad(), preserved(model), _fixed_statistics(model):
+        whole = _loss(workload, batch)
+        mean = sum(_loss(workload, part) * (part.size / size) for part in parts)
+        assert isinstance(mean, Tensor)
+        if share(mean, whole) <= ROUNDING:
+            return ""
+        calls = _calls(model, batch), _calls(model, parts[0])
+
+    def of_its_samples(found: Tensor, all_samples: Tensor) -> float:
+        rows = _rows(all_samples, found, cut, size)
+        return float("inf") if rows is None else share(found, rows) / ROUNDING
+
+    name = _first_change(calls[1], calls[0], lambda a, b: of_its_samples(a, b) <= 1)
+    if name is None:
+        return (
+            f"the loss of {size} samples is not the mean of the losses of its parts (it is a sum, "
+            "or compares samples with each other), so no training on shares of a batch equals that "
+            "of the whole: write it as a mean over samples"
+        )
+    what = f"module {name!r}" if name else "the model"
+    return (
+        f"{what} computes over the batch as a whole (what it gives for a sample changes with the "
+        "others there), so no training on shares of a batch equals that of the whole"
+    )
+
+
+def _loss(workload: Workload, batch: Batch) -> Tensor:
+    return workload.loss(workload.model(*batch.args, **batch.kwargs), batch.target)
+
+
+def _first_change(
+    found: list[_Call], reference: list[_Call], same: Callable[[Tensor, Tensor], bool]
+) -> str | None:
+    """The first module with equal inputs in both and other outputs, those inside it first."""
+    for a, b in zip(found, reference, strict=False):
+        if a.module != b.module:
+            return None  # another way through the model: no pairs from here on
+        pairs = [(a.given, b.given), (a.made, b.made)]
+        given, made = (
+            len(x) == len(y) and all(same(p, q) for p, q in zip(x, y, strict=True))
+            for x, y in pairs
+        )
+        if given and not made:
+            return a.module
+    return None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def _rows(whole: Tensor, part: Tensor, cut: int, size: int) -> Tensor | None:
+    """What of ``whole`` belongs to the first ``cut`` of ``size`` samples, which have ``part``; None
+    where no dimension tells samples apart."""
+    if whole.ndim != part.ndim:
+        return None
+    others = [d for d in range(whole.ndim) if whole.shape[d] != part.shape[d]]
+    if not others:
+        return whole
+    dim = others[0]
+    if len(others) > 1 or whole.shape[dim] * cut != part.shape[dim] * size:
+        return None
+    return whole.narrow(dim, 0, part.shape[dim])
+
+
+def _calls(model: nn.Module, batch: Batch) -> list[_Call]:
+    """What every module is given and makes in one forward."""
+    found: list[_Call] = []
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
+            # Copies, as what follows may change them in place. A scalar is of all samples by right.
+            given, out = (
+                [t.detach().clone() for t in tensors_in(tree) if t.ndim] for tree in
+                ((args, kwargs), made)
+            )  # fmt: skip
+            found.append(_Call(name, given, out))
+
+        return hook
+
+    hooks = [
+        module.register_forward_hook(keep(name), with_kwargs=True)
+        for name, module in model.named_modules()
+    ]
+    try:
+        model(*batch.args, **batch.kwargs)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return found
+
+
+@contextmanager
+def _fixed_statistics(model: nn.Module) -> Iterator[None]:
+    """Batch normalisation by running statistics; ``preserved`` sets the modes back."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            module.eval()
+    yield

@@ -1,0 +1,159 @@
+"""How mixtures of experts are divided: every expert by columns and then by rows, the router whole.
+
+The block that holds the experts is one unit, from its input to the sum of what the experts say.
+Each member has a part of the inner features of *every* expert, and of the experts that all samples
+share, so all members are equally busy whatever the router chooses. They route alike, as they see
+the same samples; what they add up are partial sums, reduced once at the end of the block. The
+gradient of the router is then a sum over the members, as that of all parameters that are not cut.
+
+Experts are modules that look like MLPs, in a list, or one module that has the weights of all of
+them, the expert in dimension 0, as transformers and others store them for grouped products. That a
+block that looks so works so is checked numerically (see [Note: Splits are proved] in
+models/splits/check.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.utils import _pytree as pytree  # torch has no public name for it
+
+from ...planner.cost.ownership import feature_bounds
+from ..spec import ParameterCut, SplitSpec
+from .blocks import layers_of
+from .leaves import features_of, out_dim, sync_width
+from .recipe import GroupMember, Modules, cuts_of, qualified
+
+# Names of the weights of all experts: those by columns, and the one by rows.
+_STACKED = (
+    (("gate_up_proj",), "down_proj"),
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("w1", "w3"), "w2"),
+    (("w13",), "w2"),
+)
+# Attributes with the count of an expert's inner features, by which forwards slice and reshape.
+_WIDTHS = (
+    "intermediate_size",
+    "intermediate_dim",
+    "moe_intermediate_size",
+    "expert_dim",
+    "ffn_dim",
+)
+
+
+class _Cut(NamedTuple):
+    """The cuts of one module inside the block, its inner features and its outputs."""
+
+    cuts: tuple[ParameterCut, ...]
+    inner: int
+    outputs: int
+
+
+class ExpertsRecipe:
+    def specs(self, modules: Modules) -> list[SplitSpec]:
+        """A pair, if the module holds experts and nothing else that is not shared by all."""
+        (root, module), *rest = modules.items()
+        if rest or not any(_holds(name, child) for name, child in module.named_children()):
+            return []
+        found = list(_cuts(root, module))
+        outputs = {cut.outputs for cut in found}
+        if len(outputs) != 1:
+            return []
+        cuts = tuple(cut for one in found for cut in one.cuts)
+        return [SplitSpec("pair", min(f.inner for f in found), True, outputs.pop(), -1, cuts)]
+
+    def patch(self, modules: Modules, spec: SplitSpec, member: GroupMember) -> None:
+        (module,) = modules.values()
+        for inner in module.modules():
+            if (names := layers_of(inner)) is not None:
+                for name in names[0]:
+                    sync_width(inner.get_submodule(name))
+            if (shape := _stacked(inner)) is not None:
+                _narrow(inner, shape, member)
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves, structure = pytree.tree_flatten(original(*args, **kwargs))
+            # What else it returns, the router's scores, is of all members alike.
+            rest = [None for _ in leaves[1:]]
+            return pytree.tree_unflatten([member.reduce(leaves[0]), *rest], structure)
+
+        module.forward = forward
+
+
+def _holds(name: str, child: nn.Module) -> bool:
+    """Whether a child of a block has its experts."""
+    # By the name too: a list of MLPs may be a network of them, one after the other.
+    items = list(child.children()) if isinstance(child, nn.ModuleList) and "expert" in name else []
+    listed = len(items) > 1 and all(layers_of(item) for item in items)
+    return listed or _stacked(child) is not None
+
+
+def _cuts(root: str, module: nn.Module) -> Iterator[_Cut]:
+    """The cuts of all experts in a block, shared ones too."""
+    for name, inner in module.named_modules(prefix=root):
+        if (shape := _stacked(inner)) is not None:
+            yield shape.cut(name)
+        names = layers_of(inner) if inner is not module else None
+        if names is None:
+            continue
+        firsts, last = [inner.get_submodule(n) for n in names[0]], inner.get_submodule(names[1])
+        width, outputs = features_of(last)
+        # A bias after the sum would be added by every member.
+        if last.bias is not None or any(features_of(first)[1] != width for first in firsts):
+            continue
+        cuts = [
+            cut
+            for n, first in zip(names[0], firsts, strict=True)
+            for cut in cuts_of(qualified(name, n), first, {"weight": out_dim(first), "bias": 0})
+        ]
+        cuts += cuts_of(qualified(name, names[1]), last, {"weight": 1 - out_dim(last)})
+        yield _Cut(tuple(cuts), width, outputs)
+
+
+class _Stacked(NamedTuple):
+    """Where the inner features are in the weights of all experts: dimensions, and how many blocks
+    are packed in those by columns (a gate's and a product's)."""
+
+    ins: tuple[str, ...]
+    out: str
+    in_dim: int
+    out_dim: int
+    blocks: int
+    inner: int
+    outputs: int
+
+    def cut(self, name: str) -> _Cut:
+        cuts = [ParameterCut(qualified(name, n), self.in_dim, self.blocks) for n in self.ins]
+        cuts.append(ParameterCut(qualified(name, self.out), self.out_dim))
+        return _Cut(tuple(cuts), self.inner, self.outputs)
+
+
+def _stacked(module: nn.Module) -> _Stacked | None:
+    """The weights of all experts, where the module has those and no other parameters."""
+    own = dict(module.named_parameters(recurse=False))
+    for ins, out in _STACKED:
+        if {*ins, out} != set(own) or any(p.ndim != 3 for p in own.values()):
+            continue
+        # As a linear layer has them, [expert, out, in], or the other way round; a packed one first.
+        # Where nothing is packed both may fit the shapes: then it is taken for the usual one.
+        for (cut, kept), blocks in product(((1, 2), (2, 1)), (2, 1) if len(ins) == 1 else (1,)):
+            inner, outputs = own[out].shape[kept], own[out].shape[cut]
+            if own[ins[0]].shape[cut] == blocks * inner and own[ins[0]].shape[kept] == outputs:
+                return _Stacked(ins, out, cut, kept, blocks, inner, outputs)
+    return None
+
+
+def _narrow(module: nn.Module, part: _Stacked, member: GroupMember) -> None:
+    """Tells a module of stacked experts, whose weights have been cut, how many inner features it
+    has now."""
+    for attribute in _WIDTHS:
+        whole = getattr(module, attribute, None)
+        if isinstance(whole, int):
+            left, right = feature_bounds(whole, member.degree, member.index)
+            if right - left == part.inner:
+                setattr(module, attribute, right - left)
