@@ -12,7 +12,7 @@ SEVERAL := $(TEST) tests/distributed tests/testbed
 # What another Python or other versions of what we build on would break first.
 SMOKE := tests/unit/planner tests/unit/cli tests/unit/test_imports.py tests/distributed/test_training.py
 
-.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-laysa bench-exchange bench-sharded bench-burst testbed clean
+.PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-laysa bench-zoo bench-exchange bench-sharded bench-burst testbed clean
 
 help:
 	@echo "make demo              measure, plan, verify and train on this machine"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench-deeppool    plans against DeepPool's greedy search (TABLES=folder)"
 	@echo "make bench-lossy       layer dropping and top-k against dense exchange (needs root)"
 	@echo "make bench-laysa       memory policies and sparse exchange, alone and together (needs root)"
+	@echo "make bench-zoo         architectures of other packages: units, verdicts, peak memory"
 	@echo "make bench-sharded     sharded against dense exchange and FSDP2, on a test bed (needs root)"
 	@echo "make bench-exchange    priority exchange, DDP, FSDP2 and the bound, on a test bed (needs root)"
 	@echo "make bench-burst       bursts with background jobs: 1,024 simulated devices, and a test bed (needs root)"
@@ -94,6 +95,9 @@ bench-lossy: $(VENV)/test.stamp
 
 bench-laysa: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/laysa.py --own --markdown docs/results/laysa.md
+
+bench-zoo: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo.py --markdown docs/results/zoo.md
 
 bench-sharded: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/sharded.py --optimizers momentum adamw --ratios 0.5 1 2 --fsdp

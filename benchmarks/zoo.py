@@ -58,6 +58,7 @@ BATCH = 8
 MEASURED = (2, 4, 8)
 LIMIT_S = 240.0
 COLLECTIVE_S = 60.0
+LOST = "Connection closed"
 # The targets: of all models those that train right or are told why not, and those of which half the
 # parameters may be divided; of all peaks those predicted within so much.
 TRAINED, DIVISIBLE, PEAKS, WITHIN = 0.97, 0.85, 0.90, 0.05
@@ -192,10 +193,10 @@ def _received(pipe: Connection, until: float, made: Row) -> None:
             part = pipe.recv()
         except EOFError:
             return
-        # Rank 0 is heard first: what the other says then is mostly that rank 0 is gone.
         made.update({name: value for name, value in part.items() if name != "failed"})
-        if "failed" in part:
-            made.setdefault("failed", part["failed"])
+        # Rank 0 is heard first, and may say no more than that the other is gone.
+        if "failed" in part and LOST in made.get("failed", {}).get("why", LOST):
+            made["failed"] = part["failed"]
     made["failed"] = {"verdict": "hang", "why": f"no end after {LIMIT_S:.0f} s"}
 
 
@@ -273,12 +274,13 @@ def main() -> None:
 
     transformers.logging.set_verbosity_error()
     names = asked.models or sorted(architectures())
+    most = asked.sample or len(names)
     if asked.sample:
-        names = random.Random(asked.seed).sample(names, asked.sample)
+        random.Random(asked.seed).shuffle(names)
     rows = known(asked.keep)
     there = {row["model"] for row in rows}
     for name in names:
-        if name not in there:
+        if sum(verdict(row) != "unbuilt" for row in rows) < most and name not in there:
             rows.append(row := row_of(name))
             keep(asked.keep, row)
             shown = {"units": row.get("units", 0), "divisible": row.get("divisible", 0.0)}

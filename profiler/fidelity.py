@@ -32,7 +32,9 @@ class Fidelity:
     """Sums over backwards: the energy of all parameters' gradients, and what exchanges send."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        # Some models keep empty ones, of which nothing can be sent.
+        named = model.named_parameters()
+        self._parameters = {n: p for n, p in named if p.requires_grad and p.numel()}
         self._left: dict[tuple[str, str, float], Tensor] = {}
         self._sent: dict[tuple[str, str, float], float] = {}
         self._whole: dict[tuple[str, str, float], float] = {}

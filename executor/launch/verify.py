@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from math import isfinite
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -350,6 +351,11 @@ def _train_alone(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
+        if not isfinite(losses[-1]):
+            raise InputError(
+                f"in one process the loss of step {number} is {losses[-1]}, so there is nothing to "
+                "compare with: mend the model or what it is fed (make_batch)"
+            )
         progress(number)
     return _Trained(losses, dict(model.state_dict()))
 

@@ -1,10 +1,10 @@
 """Which submodules are the units of a model.
 
 A unit is the smallest piece that can get a decision of its own: called once in a forward, entered
-and left through known tensors. From the model downwards a module is entered as long as everything
-in it that has parameters is called exactly once and has most of them: the few that its own code
-uses (class tokens, tables of positions, scales of a branch) then belong to no unit. Attention and
-MLP modules with a known recipe stay whole.
+and left through known tensors. From the model downwards a module is entered as long as the modules
+in it that are called exactly once have most of its parameters: the few that its own code uses
+(class tokens, tables of positions, scales of a branch), or that of modules called several times,
+then belong to no unit. Attention, MLPs and mixtures of experts with a known recipe stay whole.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _units(
     """The units at or below a called module that has parameters."""
     module = model.get_submodule(name)
     kind = block_kind(model, name) if name and name not in refused else None
-    children = list(_called_children(model, trace, name))
+    children = [c for c in _called_children(model, trace, name) if len(trace.calls(c)) == 1]
     whole = kind is not None or is_parametrized(module)  # which computes what the module has
     if whole or not children or not _enterable(model, trace, name, children):
         yield name, kind or kind_of(module)
@@ -96,10 +96,8 @@ def _called_children(model: nn.Module, trace: Trace, name: str) -> Iterator[str]
 
 
 def _enterable(model: nn.Module, trace: Trace, name: str, children: list[str]) -> bool:
-    """Whether each of ``children`` is called once, and what the module's own code uses besides
-    their parameters is little."""
-    if any(len(trace.calls(child)) != 1 for child in children):
-        return False
+    """Whether what the module uses besides the parameters of ``children``, those called once, is
+    little."""
     inside = set(children)
     # Its own code may use theirs: an output layer that is tied to an embedding has its weight.
     theirs = {p for child in children for p in model.get_submodule(child).parameters()}

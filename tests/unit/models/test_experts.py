@@ -38,7 +38,9 @@ class Stacked(nn.Module):
             inner = F.linear(x[rows], first)
             if self.gated:
                 # By the attribute, as some do.
-                inner = F.silu(inner[:, : self.intermediate_size]) * inner[:, -inner.shape[1] // 2 :]
+                inner = (
+                    F.silu(inner[:, : self.intermediate_size]) * inner[:, -inner.shape[1] // 2 :]
+                )
             made = F.linear(F.relu(inner), last) * weights[rows, place, None]
             total = total.index_add(0, rows, made.to(total.dtype))
         return total

@@ -47,6 +47,17 @@ def test_dropping_sends_all_now_and_then():
     assert kept(found, "dropped", 0.25) == pytest.approx(16 / (1 + 4 + 9 + 16))
 
 
+def test_an_empty_parameter_has_no_share():
+    layer = nn.Linear(4, 2)
+    layer.register_parameter("tokens", nn.Parameter(torch.zeros(1, 0, 4)))
+    found = Fidelity(layer)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    found.add()
+    assert not found.profiles(["tokens"])
+    assert kept(found, "topk", 0.1, ("weight", "tokens")) == pytest.approx(1 / 8)
+
+
 def test_a_bias_is_always_sent():
     found = counted([[1.0] * 100] * 4)
     # the bias has 1/101 of the energy

@@ -1,0 +1,29 @@
+"""Models that were not written here train right, or are told in a sentence why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ZOO = Path(__file__).parents[2] / "benchmarks" / "zoo.py"
+SAMPLE, SEED = 20, 18
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sample_of_architectures_trains_right_or_says_why_not(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ZOO, "--sample", str(SAMPLE), "--seed", str(SEED)],
+        capture_output=True, text=True, timeout=840, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MESHWRIGHT_CACHE": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["models"] == SAMPLE
+    bad = {"wrong", "error", "hang"} & set(found["verdicts"])
+    assert not bad, done.stdout
