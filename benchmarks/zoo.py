@@ -148,7 +148,7 @@ def _tried_alone(rank: int, folder: str, name: str, pipe: Connection) -> Row | N
     except Exception as error:
         return {"verdict": "unbuilt", "why": _said(error)}
     store = dist.FileStore(f"{folder}/store", RANKS)
-    limit = timedelta(seconds=COLLECTIVE_S)
+    limit = timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
     try:
         tried(lambda: from_transformers(name), pipe.send if rank == 0 else lambda part: None)
