@@ -39,7 +39,7 @@ class ParallelModule(nn.Module):
         _remember(run)
         with run.around(self, args, kwargs) as forward:
             output = super().__call__(*args, **kwargs)
-            return run.finish(output, forward)
+            return run.finish(self, output, forward)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

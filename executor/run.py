@@ -54,6 +54,7 @@ from .gradients.priority import PriorityExchange
 from .gradients.sharded import flat_shard_spec
 from .memory.regions import Regions
 from .optimizer.lazy import LazySteps
+from .outside import Guard, KeptResults
 from .redistribution.bursts import Bursts
 from .redistribution.cache import RedistributionCache
 from .redistribution.lazy import materialize
@@ -94,6 +95,8 @@ class Run:
         self.divided_parameters: dict[nn.Parameter, Shard] = {}
         self.flat_shards: dict[nn.Parameter, FlatShardSpec] = {}
         self.regions = Regions()
+        self._kept = KeptResults()
+        self._guard: Guard | None = None
         self.weight_next: Weight | None = None
         self._micro_batches = MicroBatchCheck(plan)
         self._number = 0
@@ -212,6 +215,8 @@ class Run:
         complete = False
         try:
             forward = self._begin(model, args, kwargs)
+            if forward is not None and torch.is_grad_enabled():
+                self._kept.begin(model)
             unshards: AbstractContextManager[None] = nullcontext()
             if self.priority is not None:
                 unshards = self.priority.unshard_manager.around_forward()
@@ -240,6 +245,7 @@ class Run:
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> Forward | None:
         grad = torch.is_grad_enabled()
+        self.guard.disarm(over=False)
         if grad:
             self.gradients.abandon()
             if [e.parameter.requires_grad for e in self._all_entries] != self._trainable:
@@ -277,7 +283,15 @@ class Run:
         )
         return self.forward
 
-    def finish(self, output: Any, forward: Forward | None) -> Any:
+    @property
+    def guard(self) -> Guard:
+        """What sees to it that a loss takes no part of a parameter for the whole."""
+        if self._guard is None:
+            cut = {s.names[0]: p for p, s in self.divided_parameters.items() if s.degree > 1}
+            self._guard = Guard(cut)
+        return self._guard
+
+    def finish(self, model: nn.Module, output: Any, forward: Forward | None) -> Any:
         """The model's output as the user gets it."""
         output = materialize(output)
         if forward is None or not torch.is_grad_enabled():
@@ -285,7 +299,17 @@ class Run:
         if forward.header is not None:
             number = forward.header.number
             self.watch.post(f"has finished forward {number} and not begun its backward")
-        return scale_output(output, forward, self.gradients.began)
+
+        def scale(tree: Any) -> Any:
+            return scale_output(tree, forward, self._began)
+
+        self._kept.scale(model, scale)
+        self.guard.arm()
+        return scale(output)
+
+    def _began(self, forward: Forward) -> None:
+        self.guard.disarm(over=True)
+        self.gradients.began(forward)
 
 
 def _let_finish(reference: weakref.ref[Run]) -> None:

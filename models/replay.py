@@ -50,7 +50,8 @@ def copied(modules: CopiedT) -> CopiedT:
     memo: dict[int, Any] = {}
     for module in [modules] if isinstance(modules, nn.Module) else modules:
         for inner in module.modules():
-            for value in vars(inner).values():
+            # A list of them too, in which some layers keep their losses.
+            for value in pytree.tree_leaves(list(vars(inner).values())):
                 if isinstance(value, Tensor) and not value.is_leaf:
                     memo[id(value)] = value.detach().clone()
     return copy.deepcopy(modules, memo)

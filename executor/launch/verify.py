@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite
 from typing import Literal, NamedTuple
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -166,6 +166,17 @@ class _Trained(NamedTuple):
     state: dict[str, Tensor]
 
 
+class _Alone(NamedTuple):
+    """The training in one process: where it ended, the model before it, the precision in which it
+    computes with notes on that, and why no plan could equal it, if none can."""
+
+    trained: _Trained
+    before: nn.Module
+    precision: torch.dtype
+    notes: list[str]
+    cause: str
+
+
 def verify_on_ranks(
     plan: Plan,
     workload: Workload,
@@ -190,46 +201,82 @@ def verify_on_ranks(
     dtype, notes = computed, [*notes, *note]
     batches = together(lambda: _draw(workload, sizes, dtype, device))
     workload.model.to(device, _DTYPES[dtype]).train()
-    # Copied before the plan is applied, which changes the model in place.
-    alone = copied(workload.model) if dist.get_rank() == 0 else None
     done, total = len(sizes), 2 * len(sizes)
-    ours = _train_together(
-        plan, workload, batches, timeout_s, lambda n: progress(n, total, "ranks")
-    )
+    alone: _Alone | None = None
+
+    def train_alone() -> list[str]:
+        nonlocal alone
+        alone = _alone(workload, batches, lambda n: progress(n, total, "one process"))
+        return alone.notes
 
     def judge() -> tuple[tuple[Deviation, ...], list[str], str]:
         assert alone is not None
-        precision, coarse = _precision(alone, batches[0], _DTYPES[dtype])
-        again = copied(alone)
-        theirs = _train_alone(
-            alone, workload, batches, lambda n: progress(done + n, total, "one process")
-        )
-        parameters = {n for n, _ in alone.named_parameters(remove_duplicate=False)}
-        found = _compare(ours, theirs, plan, precision, parameters)
-        if all(d.passed for d in found):
-            return found, coarse, ""
-        trained = replace(workload, model=alone)
-        cause = mixing_cause(trained, batches[0], STATE[precision].share)
-        if not cause:
-            backwards = [b.take(torch.arange(b.size).flip(0)) for b in batches]
-            own = _train_alone(again, workload, backwards, lambda n: None)
-            spread = _compare(own, theirs, plan, precision, parameters)
-            found, amplified = _within_spread(found, spread)
-            coarse += amplified
-        return found, coarse, cause
+        return *_judged(plan, workload, batches, ours, alone), alone.cause
 
-    # On rank 0 alone, whose error or answer all ranks get: elsewhere they would only wait.
-    found, coarse, cause = rank_zero_decides(judge)
+    # On rank 0 alone, whose error or answer all ranks get: elsewhere they would only wait. Before
+    # the plan is applied, as that changes the model in place, which the loss may know.
+    coarse = rank_zero_decides(train_alone)
+    ours = _train_together(
+        plan, workload, batches, timeout_s, lambda n: progress(done + n, total, "ranks")
+    )
+    found, amplified, cause = rank_zero_decides(judge)
+    passed = all(d.passed for d in found)
     return Verification(
         target=plan.target,
         world_size=plan.world_size,
         dtype=dtype,
         batches=tuple(sizes),
-        notes=(*notes, *coarse),
+        notes=(*notes, *coarse, *amplified),
         deviations=found,
-        passed=all(d.passed for d in found),
-        cause=cause,
+        passed=passed,
+        cause="" if passed else cause,
     )
+
+
+def _alone(workload: Workload, batches: list[Batch], progress: Callable[[int], None]) -> _Alone:
+    """Trains the workload's own model, which its loss may know, and puts it back as it was."""
+    model = workload.model
+    given = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    precision, notes = _precision(model, batches[0], given)
+    before = copied(model)
+    with _restored(model):
+        _check_repeatable(model, batches[0])
+        cause = mixing_cause(workload, batches[0], STATE[precision].share)
+        trained = _train_alone(workload, batches, progress)
+    return _Alone(trained, before, precision, notes, cause)
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Puts parameters and buffers back at the end, and gradients away."""
+    parameters = [(p, p.detach().clone()) for p in model.parameters()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    yield
+    with torch.no_grad():
+        for parameter, value in parameters:
+            parameter.copy_(value)
+            parameter.grad = None
+        for module, name, buffer, value in buffers:
+            module._buffers[name] = buffer.copy_(value)  # some put another tensor there
+
+
+def _judged(
+    plan: Plan, workload: Workload, batches: list[Batch], ours: _Trained, alone: _Alone
+) -> tuple[tuple[Deviation, ...], list[str]]:
+    """How far the ranks' training is from one process's, with a note on what is allowed."""
+    parameters = {n for n, _ in alone.before.named_parameters(remove_duplicate=False)}
+    found = _compare(ours, alone.trained, plan, alone.precision, parameters)
+    worst = max(d.of_allowed for d in found)
+    if worst <= 1 or worst > MOST_SPREAD or alone.cause:
+        return found, []
+    backwards = [b.take(torch.arange(b.size).flip(0)) for b in batches]
+    own = _train_alone(replace(workload, model=alone.before), backwards, lambda n: None)
+    return _within_spread(found, _compare(own, alone.trained, plan, alone.precision, parameters))
 
 
 def _over_the_whole_batch(plan: Plan, model: nn.Module) -> tuple[Plan, list[str]]:
@@ -340,9 +387,9 @@ def _check_repeatable(model: nn.Module, batch: Batch) -> None:
 
 
 def _train_alone(
-    model: nn.Module, workload: Workload, batches: list[Batch], progress: Callable[[int], None]
+    workload: Workload, batches: list[Batch], progress: Callable[[int], None]
 ) -> _Trained:
-    _check_repeatable(model, batches[0])
+    model = workload.model
     optimizer = _optimizer(model)
     losses = []
     for number, batch in enumerate(batches, 1):
@@ -357,7 +404,7 @@ def _train_alone(
                 "compare with: mend the model or what it is fed (make_batch)"
             )
         progress(number)
-    return _Trained(losses, dict(model.state_dict()))
+    return _Trained(losses, {n: t.detach().clone() for n, t in model.state_dict().items()})
 
 
 def _compare(

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ...planner.schema.errors import InputError
 from ...planner.schema.profile import EdgeProfile, PieceProfile, UnitKind
+from ..kept import kept_results
 from ..replay import UnitCall, capture
 from ..spec import SplitSpec, UnitSpec
 from ..splits import find_splits, guessed
@@ -210,6 +211,8 @@ def _specs(
             and not draws_early(traces[0], unit)
             and not uses_foreign(model, traces[0], unit)
             and not any(altered(m) for m in modules)
+            # A member would keep what it makes of its part, or of a whole group's samples.
+            and not any(True for m in modules for _ in kept_results(m))
         )
         splits = find_splits(model, unit.modules) if batched and plain else ()
         fitting = tuple(s for s in splits if _fits(unit, s))

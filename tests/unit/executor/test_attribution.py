@@ -97,6 +97,27 @@ def test_the_module_that_draws_is_named():
     assert restless_module(workload(nn.ReLU()).model, make_batch(5)) is None
 
 
+def test_a_model_that_takes_another_way_each_time_is_random():
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(20))
+
+        def forward(self, x):
+            for layer in self.layers:
+                if torch.rand(()) > 0.5:
+                    x = layer(x)
+            return x
+
+    assert restless_module(Dropping().double(), make_batch(5)) == ""
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
+def test_what_follows_from_buffers_is_not_random():
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(WIDTH, 3))).double()
+    assert restless_module(model, make_batch(5)) is None
+
+
 def test_a_module_on_samples_in_the_second_dimension_is_no_cause():
     class Recurrent(nn.Module):
         def __init__(self) -> None:
