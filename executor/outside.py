@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
-from ..models.kept import has_graph, kept_results
+from ..models.units.kept import has_graph, kept_results
 from ..planner.schema.errors import InputError
 from .gradients.pending import PARAM_METADATA, PendingParam, resume, suspend
 from .redistribution.lazy import LazyRedistributed, materialize

@@ -12,7 +12,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ...planner.schema.errors import InputError
 from ...planner.schema.profile import EdgeProfile, PieceProfile, UnitKind
-from ..kept import kept_results
 from ..replay import UnitCall, capture
 from ..spec import SplitSpec, UnitSpec
 from ..splits import find_splits, guessed
@@ -20,6 +19,7 @@ from ..splits.check import is_equivalent
 from ..splits.leaves import BATCH_NORMS
 from ..workload import Batch
 from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, pruned, tensor_numbers
+from .kept import kept_results
 from .pieces import pieces_of
 from .select import (
     TracedUnit,
