@@ -287,8 +287,10 @@ class Run:
     def guard(self) -> Guard:
         """What sees to it that a loss takes no part of a parameter for the whole."""
         if self._guard is None:
-            cut = {s.names[0]: p for p, s in self.divided_parameters.items() if s.degree > 1}
-            self._guard = Guard(cut)
+            # Not those that are freed between uses, whose class is swapped for that meanwhile.
+            free = self.flat_shards
+            cut = {p: s for p, s in self.divided_parameters.items() if p not in free}
+            self._guard = Guard({s.names[0]: p for p, s in cut.items() if s.degree > 1})
         return self._guard
 
     def finish(self, model: nn.Module, output: Any, forward: Forward | None) -> Any:
