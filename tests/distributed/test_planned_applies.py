@@ -109,7 +109,13 @@ def applied(rank: int, name: str) -> int:
     return len(made)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+# The sequence-to-sequence model's four ranks take minutes beside other work.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if "seq2seq" in name else pytest.mark.slow)
+        for name in MODELS
+    ],
+)
 def test_what_is_planned_is_applied(ranks, name):
     assert ranks(RANKS)(applied, name, limit_s=240.0)[0] > DRAWS // 4
