@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,7 @@ from ...models.workload import Batch, Workload
 # Other sizes round in another order: beyond so many times what is allowed it is no rounding.
 ROUNDING = 100.0
 
-Equal = Callable[[Tensor, Tensor], float]
-"""How far the first is from the second, in parts of what is allowed."""
+_Made = TypeVar("_Made")
 
 
 class _Call(NamedTuple):
@@ -34,13 +33,21 @@ def restless_module(model: nn.Module, batch: Batch) -> str | None:
     """The first module that gives other outputs for inputs that are the same; None where two
     forwards are equal."""
 
-    def calls(seed: int) -> list[_Call]:
-        # Buffers are put back after each: what changes with them is not random.
-        with torch.no_grad(), preserved(model):
-            torch.manual_seed(seed)
-            return _calls(model, batch)
+    def each(work: Callable[[nn.Module, Batch], _Made]) -> list[_Made]:
+        found = []
+        for seed in range(2):
+            # Buffers are put back after each: what changes with them is not random.
+            with torch.no_grad(), preserved(model):
+                torch.manual_seed(seed)
+                found.append(work(model, batch))
+        return found
 
-    return _first_change(calls(0), calls(1), _same)
+    first, second = each(lambda model, batch: tensors_in(model(*batch.args, **batch.kwargs)))
+    if len(first) == len(second) and all(map(torch.equal, first, second)):
+        return None
+    # Only then, as it keeps what every module is given and makes.
+    before, after = each(_calls)
+    return _first_change(before, after, torch.equal)
 
 
 def mixing_cause(workload: Workload, batch: Batch, share: Callable[[Tensor, Tensor], float]) -> str:
@@ -59,11 +66,11 @@ def mixing_cause(workload: Workload, batch: Batch, share: Callable[[Tensor, Tens
             return ""
         calls = _calls(model, batch), _calls(model, parts[0])
 
-    def of_its_samples(found: Tensor, all_samples: Tensor) -> float:
+    def same(found: Tensor, all_samples: Tensor) -> bool:
         rows = _rows(all_samples, found, cut, size)
-        return float("inf") if rows is None else share(found, rows) / ROUNDING
+        return rows is not None and share(found, rows) <= ROUNDING
 
-    name = _first_change(calls[1], calls[0], lambda a, b: of_its_samples(a, b) <= 1)
+    name = _first_change(calls[1], calls[0], same)
     if name is None:
         return (
             f"the loss of {size} samples is not the mean of the losses of its parts (it is a sum, "
@@ -97,10 +104,6 @@ def _first_change(
         if given and not made:
             return a.module
     return None if len(found) == len(reference) else ""
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)
 
 
 def _rows(whole: Tensor, part: Tensor, cut: int, size: int) -> Tensor | None:

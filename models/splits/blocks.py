@@ -71,7 +71,7 @@ def _names_of(module: nn.Module) -> Names | None:
     return None
 
 
-def _cuts(
+def pair_cuts(
     name: str, module: nn.Module, ins: Sequence[str], out: str | None, blocks: int = 1
 ) -> tuple[ParameterCut, ...]:
     """Cuts of the layers ``ins`` of a module by columns and of ``out``, if it is there, by rows."""
@@ -101,7 +101,7 @@ class AttentionRecipe:
         heads = _heads(module, names) if names else 0
         if names is None or heads < 2 or rest:
             return []
-        cuts = _cuts(root, module, names.ins, names.out, names.blocks)
+        cuts = pair_cuts(root, module, names.ins, names.out, names.blocks)
         if names.out is None:
             width = features_of(module.get_submodule(names.ins[0]))[1]
             return [SplitSpec("column", heads, False, width, -1, cuts)]
@@ -248,7 +248,7 @@ class MLPRecipe:
         shapes = {features_of(module.get_submodule(name)) for name in found[0]}
         if len(shapes) != 1 or shapes.pop()[1] != inner:
             return []
-        return [SplitSpec("pair", inner, True, outputs, -1, _cuts(root, module, *found))]
+        return [SplitSpec("pair", inner, True, outputs, -1, pair_cuts(root, module, *found))]
 
     def patch(self, modules: Modules, spec: SplitSpec, member: GroupMember) -> None:
         (module,) = modules.values()

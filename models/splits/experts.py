@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.cost.ownership import feature_bounds
 from ..spec import ParameterCut, SplitSpec
-from .blocks import layers_of
-from .leaves import features_of, out_dim, sync_width
-from .recipe import GroupMember, Modules, cuts_of, qualified
+from .blocks import layers_of, pair_cuts
+from .leaves import features_of, sync_width
+from .recipe import GroupMember, Modules, qualified
 
 # Names of the weights of all experts: those by columns, and the one by rows.
 _STACKED = (
@@ -106,13 +106,7 @@ def _cuts(root: str, module: nn.Module) -> Iterator[_Cut]:
         # A bias after the sum would be added by every member.
         if last.bias is not None or any(features_of(first)[1] != width for first in firsts):
             continue
-        cuts = [
-            cut
-            for n, first in zip(names[0], firsts, strict=True)
-            for cut in cuts_of(qualified(name, n), first, {"weight": out_dim(first), "bias": 0})
-        ]
-        cuts += cuts_of(qualified(name, names[1]), last, {"weight": 1 - out_dim(last)})
-        yield _Cut(tuple(cuts), width, outputs)
+        yield _Cut(pair_cuts(name, inner, *names), width, outputs)
 
 
 class _Stacked(NamedTuple):
