@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from ..planner.schema.precision import Precision
+
 
 def device_of(model: nn.Module) -> torch.device:
     """Where a model's parameters are; the CPU where it has none."""
@@ -86,7 +88,8 @@ class Workload:
     caller seeds. ``loss(output, target)`` is a mean over samples, or over tokens where every sample
     has the same count of them, so that shares of a batch combine by their sizes.
     ``data("train")`` and ``data("test")`` give all samples of a real data set as one batch, and
-    ``accuracy(output, target)`` the share of right predictions, 0 to 1.
+    ``accuracy(output, target)`` the share of right predictions, 0 to 1. ``precision`` is how the
+    model computes; without it as it was built and as torch is set.
     """
 
     name: str
@@ -95,3 +98,4 @@ class Workload:
     loss: Callable[[Any, Any], Tensor]
     data: Callable[[str], Batch] | None = None
     accuracy: Callable[[Any, Any], float] | None = None
+    precision: Precision | None = None

@@ -6,6 +6,7 @@ from typing import Literal
 
 from .goal import Goal
 from .layout import Layout, Style
+from .precision import Precision
 from .profile import UnitKind
 from .record import Bytes, Count, Document, Index, Record, Seconds
 
@@ -142,7 +143,8 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
 
     ``placement[p]`` is the rank at position ``p``. ``bucket_bytes`` is how much gradient travels in
     one exchange, ``schedule`` in which order. ``target`` rebuilds the model (a workload's name,
-    ``file.py:factory``), ``model`` is the fingerprint of its structure. ``baseline`` is
+    ``file.py:factory``), ``model`` is the fingerprint of its structure, ``precision`` is how it is
+    to compute (none: as it was built). ``baseline`` is
     plain data parallelism on the same cluster with the same micro-batches, by the plan's schedule
     or as DDP does by default, whichever is quicker; ``baseline_fits`` says whether that would fit
     in memory.
@@ -150,6 +152,7 @@ class Plan(Document, frozen=True, kw_only=True, tag="Plan"):
 
     target: str
     model: str
+    precision: Precision | None = None
     world_size: Count
     goal: Goal
     micro_batches: Count = 1

@@ -6,6 +6,7 @@ from typing import Literal
 
 from .curve import ZERO, Curve
 from .layout import Style
+from .precision import Precision
 from .record import Bytes, BytesReal, Count, Document, Index, Record, Seconds, Share
 
 UnitKind = Literal[
@@ -219,7 +220,8 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     fingerprint of its structure (parameter names and shapes, unit names). ``batches`` are the batch
     sizes measured. ``step`` is the measured forward plus backward of the whole model, with
     which the sum of units is compared. ``pieces`` are what segments that are recomputed can be
-    made of.
+    made of. ``dtype`` is that of the parameters, and ``precision`` how the model computed (none:
+    as it was built).
     """
 
     target: str
@@ -227,6 +229,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     device: str
     device_type: str
     dtype: str
+    precision: Precision | None = None
     software: tuple[tuple[str, str], ...] = ()
     batches: tuple[Count, ...]
     units: tuple[UnitProfile, ...]

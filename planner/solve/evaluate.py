@@ -256,6 +256,7 @@ def plan_by(
     plan = Plan(
         target=profile.target,
         model=profile.model,
+        precision=profile.precision,
         world_size=cluster.world_size,
         goal=goal,
         micro_batches=model.micro_batches,
