@@ -135,7 +135,9 @@ def cost_of(holder: nn.Module, unit: UnitSpec, call: UnitCall, device: torch.dev
     """What one run of a unit's modules takes."""
     given = call.fresh()
     clock = Clock(device)
-    saved = SavedTensors([*holder.parameters(), *holder.buffers()], lambda: "")
+    # Without its inputs, which belong to whoever made them.
+    apart = (*holder.parameters(), *holder.buffers(), *given.tensors())
+    saved = SavedTensors(apart, lambda: "")
     start = clock.now()
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
         output = run_modules(holder, unit.modules, given)
