@@ -23,7 +23,7 @@ from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
 from ..planner.schema.profile import ModelProfile, ParameterProfile, ShareProfile, UnitProfile
 from .fidelity import STEPS, measure_fidelity
-from .memory import Footprint, measure_footprint
+from .memory import Footprint, kept_inputs, measure_footprint
 from .shares import ShareMeter, split_profiles
 from .timing import StepTimes, Timeline, plain_step, update_rates
 
@@ -262,8 +262,14 @@ def _units(
         base = bases[unit.name]
         bases[unit.name] = msgspec.structs.replace(base, shares=(base.whole, *shares))
     discarded = measured[0].footprint.discarded
+    batch = job.batch(sizes[0])
+    kept = kept_inputs(model, found.units, batch, job.workload.loss) if divided else {}
     return tuple(
-        msgspec.structs.replace(bases[u.name], output_kept=u.name not in discarded)
+        msgspec.structs.replace(
+            bases[u.name],
+            output_kept=u.name not in discarded,
+            input_kept=kept.get(u.name, 0) / batch.size if u.splits else 0.0,
+        )
         for u in found.units
     )
 

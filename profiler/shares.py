@@ -149,7 +149,9 @@ def cost_of(
     """What one run of a unit's modules takes, under the autocast of ``precision``."""
     given = call.fresh()
     clock = Clock(device)
-    saved = SavedTensors([*holder.parameters(), *holder.buffers()], lambda: "")
+    # Without its inputs, which belong to whoever made them.
+    apart = (*holder.parameters(), *holder.buffers(), *given.tensors())
+    saved = SavedTensors(apart, lambda: "")
     start = clock.now()
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t)
     with torch.enable_grad(), hooks, autocast_of(precision, device):

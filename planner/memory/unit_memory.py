@@ -173,13 +173,19 @@ class MemoryModel:
 
     def own_input_bytes(self, k: int, option: Option, samples: int | None) -> float:
         """The input of a divided unit, which its members have put together (or a slice of it) and
-        keep for backward."""
+        keep for backward, instead of what the whole unit keeps of the rank's own samples."""
         # An upper bound: more than there is where the input comes in that form already.
-        if option.layout.degree == 1 or samples is None:
+        unit, degree = self.model.profile.units[k], option.layout.degree
+        if degree == 1 or samples is None:
             return 0.0
         edges = (self.model.profile.edges[e] for e in self.model.edges_into[k])
         whole = sum(edge.bytes_per_sample for edge in edges) * samples
-        return whole / (option.layout.degree if option.style == "row" else 1)
+        split = unit.split(option.style)
+        if option.style == "row" and split is not None:
+            # The largest member's part.
+            whole *= ceil(split.features / degree) / split.features
+        # Counted to the units that made it, as if somebody kept it.
+        return max(whole - unit.input_kept * samples / degree, 0.0)
 
     def _sizes_bytes(self, k: int, option: Option) -> list[int]:
         """A member's shards of the unit's parameters that have a gradient."""
