@@ -293,16 +293,19 @@ class MemoryModel:
 
     def _write_buckets(self, table: Table, decisions: Sequence[Option]) -> None:
         """The most that open buckets take: one for each layout that exchanges gradients, and no
-        more than what is still to be exchanged."""
+        more than what is still to be exchanged; none before the first gradient."""
         size = float(self.model.message_bytes)
         all_open = size * len({o.layout for o in decisions if o.layout.groups > 1})
         closes = [self.model.closes_bucket(k, option) for k, option in enumerate(decisions)]
         closed = size * np.array(closes)
         own = table[FIELD["bucketed"]]
         to_come = own.cumsum()
-        table[FIELD["open_buckets"]] = np.minimum(to_come, all_open)
+        units, last = np.arange(len(own)), self.model.last_trained
+        table[FIELD["open_buckets"]] = np.minimum(to_come, all_open) * (units < last)
         # A unit that works may have closed one: its gradient is larger than a bucket.
-        table[FIELD["unfilled_buckets"]] = np.minimum(to_come - own, all_open - closed)
+        table[FIELD["unfilled_buckets"]] = np.minimum(to_come - own, all_open - closed) * (
+            units <= last
+        )
 
     def received(self, k: int, decisions: Sequence[Option], samples: int | None) -> float:
         """Bytes of the largest tensor that unit ``k`` receives from a redistribution."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
+from meshwright.executor.launch.train import run_steps
 from meshwright.executor.launch.verify import verify_on_ranks
 from meshwright.models.precision import in_precision
 from meshwright.planner.cost.cost import CostModel
@@ -174,3 +175,18 @@ def reads_what_is_around(rank: int) -> None:
 )
 def test_auto_parallelize(ranks, check):
     ranks(WORLD)(check)
+def peak_error(rank: int, name: str, kind: str, precision: Precision) -> float:
+    made = planned(name, kind, precision)
+    measured = run_steps(in_precision(workload(name), precision), made, 1)
+    assert all(torch.isfinite(torch.tensor(measured.losses)))
+    return max(made.prediction.peak_bytes) / max(measured.peak_bytes) - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "precision"),
+    [("llama", "divided", "bf16-mixed"), ("llama", "sharded", "bf16"), *sampled(CASES, 8)],
+)
+def test_peak_is_predicted(ranks, name, kind, precision):
+    errors = ranks(WORLD)(peak_error, name, kind, precision, limit_s=100)
+    print(f"PEAK {name} {kind} {precision} {errors[0]:+.3f}")
+    assert abs(errors[0]) <= 0.05
