@@ -10,7 +10,7 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SINGLE := $(TEST) -n auto --dist loadfile tests/unit tests/property
 SEVERAL := $(TEST) tests/distributed tests/testbed
 # What another Python or other versions of what we build on would break first.
-SMOKE := tests/unit/planner tests/unit/cli tests/unit/test_imports.py tests/distributed/test_training.py
+SMOKE := tests/unit/planner/test_planning.py tests/unit/planner/test_solver.py tests/unit/planner/test_wire.py tests/unit/cli tests/unit/test_imports.py tests/distributed/test_training.py
 
 .PHONY: help demo test test-all test-long smoke lint types lock bench-prediction bench-memory bench-planner bench-deeppool bench-lossy bench-laysa bench-zoo bench-exchange bench-sharded bench-burst testbed clean
 
