@@ -30,10 +30,11 @@ COLLECTIVES: tuple[Collective, ...] = (
 )
 FLOAT = 4
 # The longest call's share of the budget: five collectives, one of them there and back, and smaller
-# sizes then take about half of it in a round.
-LONGEST = 1 / 16
-# From so long on, what the first call of a size does besides (connecting, allocating) is nothing.
-WARM_S = 0.1
+# sizes then take about half of it in a round, and two rounds are made.
+LONGEST = 1 / 12
+# From so long on, what the first call of a size does besides (connecting, allocating) is nothing,
+# and few rounds tell enough; of quicker calls there are no fewer than so many.
+LONG_S, FEWEST = 0.1, 3
 
 # torch 2.13 renamed both; the old names warn there.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -143,7 +144,8 @@ def measure(
 ) -> None:
     """Fills ``group.seconds``, alike on all ranks; all have one group of the set each. Sizes grow
     as long as one call takes a small part of ``budget_s``, and rounds are made while one more fits
-    in it. ``tick`` is told the share that is over. Collective over all ranks."""
+    in it, at the end of quick calls only. ``tick`` is told the share that is over. Collective over
+    all ranks."""
     start = time.perf_counter()
     calls = _affordable(group, sizes, LONGEST * budget_s)
     for number in range(1, rounds + 1):
@@ -156,7 +158,10 @@ def measure(
         # Agreed, as a rank that stops alone leaves the others waiting in the next round.
         spent, last = slowest([now - start, now - begun], group.device)
         if spent + last > budget_s:
-            break
+            quick = [c for c, seconds in zip(calls, taken, strict=True) if seconds < LONG_S]
+            if not quick or (len(quick) == len(calls) and number >= FEWEST):
+                break
+            calls = quick
     tick(1.0)
 
 
@@ -170,7 +175,7 @@ def _affordable(group: Group, sizes: Sequence[int], longest_s: float) -> list[Ca
                 break
             taken = slowest([time_once(group, collective, size)], group.device)[0]
             known.append((size, taken))
-            group.seconds[collective, size] = [taken] if taken > WARM_S else []
+            group.seconds[collective, size] = [taken] if taken > LONG_S else []
     return sorted(group.seconds, key=lambda call: (call[0] == "p2p", call[1]))
 
 

@@ -205,8 +205,13 @@ def _line(
     beside them; between hosts the bandwidth is what streams carried."""
     group = min((m[2] for m in measured if m[0] == name), key=lambda g: g.size)
     line = next(c for c in curves(group) if c.collective == "p2p")
-    carried = common_rate(rates) if name == "inter" and rates is not None else line.bytes_per_s
-    return Level(name=name, latency_s=line.latency_s, bytes_per_s=carried)  # type: ignore[arg-type]
+    if name == "intra" or rates is None:
+        return Level(name="intra", latency_s=line.latency_s, bytes_per_s=line.bytes_per_s)
+    carried, least, first_s = common_rate(rates), line.seconds.x[0], line.seconds.y[0]
+    # Less than the wire takes is what a token bucket lets through: then all of it is latency.
+    wire_s = least / carried
+    latency_s = first_s - wire_s if first_s > wire_s else first_s
+    return Level(name="inter", latency_s=latency_s, bytes_per_s=carried)
 
 
 def _pairs(
@@ -275,7 +280,7 @@ SLOWDOWN_ROUNDS = 5
 # goes on.
 LOAD_S = 0.06
 # No further round is begun after so long.
-SLOWDOWN_BUDGET_S = 3.0
+SLOWDOWN_BUDGET_S = 2.0
 
 
 class _Load:
@@ -300,12 +305,15 @@ class _Load:
     def compute(self) -> float:
         """Seconds of computing."""
         start = time.perf_counter()
-        with torch.no_grad():
-            for _ in range(self.pieces):
-                F.conv2d(self.image, self.kernel, padding=1)
-                self.matrix @ self.matrix
+        for _ in range(self.pieces):
+            self._piece()
         synchronise(self.group.device)
         return time.perf_counter() - start
+
+    @torch.no_grad()
+    def _piece(self) -> None:
+        F.conv2d(self.image, self.kernel, padding=1)
+        self.matrix @ self.matrix
 
     def send(self) -> float:
         """Seconds of communicating. Collective."""
@@ -316,18 +324,24 @@ class _Load:
         return time.perf_counter() - start
 
     def both(self) -> tuple[float, float]:
-        """Seconds of computing under communication, and until both are over. Collective."""
+        """Seconds of computing under communication, and until communication is over. Collective."""
         start = time.perf_counter()
-        works = [
+        issued = [
             dist.all_reduce(self.message, group=self.group.handle, async_op=True)
             for _ in range(self.messages)
         ]
-        computed_s = self.compute()
-        for work in works:
-            if work is not None:
-                work.wait()
+        works = [work for work in issued if work is not None]
+        over_s: float | None = None
+        for _ in range(self.pieces):
+            self._piece()
+            if over_s is None and works and works[-1].is_completed():
+                over_s = time.perf_counter() - start
         synchronise(self.group.device)
-        return computed_s, time.perf_counter() - start
+        computed_s = time.perf_counter() - start
+        for work in works:
+            work.wait()
+        synchronise(self.group.device)
+        return computed_s, over_s or time.perf_counter() - start
 
 
 def measure_interference(group: Group) -> Interference:
@@ -373,14 +387,14 @@ def _agreed(group: Group, count: int) -> int:
     return int(value)
 
 
-def _stretch(sent: float, together: float, both: float) -> float:
-    """How much slower communicating was while computing went on for ``together`` seconds.
+def _stretch(sent: float, together: float, over: float) -> float:
+    """How much slower communicating, which takes ``sent`` by itself, was while computing went on
+    for ``together`` seconds.
 
-    If it ended with the computing or before, all of it was slowed; else what was left ran alone:
-    both = together + (sent - together / slowdown).
+    If it was ``over`` before the computing, all of it was slowed; else what was left ran alone:
+    over = together + (sent - together / slowdown).
     """
-    # Within 2% the end of computing and that of communicating cannot be told apart.
-    if both <= together * 1.02:
-        return max(together / sent, 1.0)
-    done_meanwhile = sent - (both - together)
+    if over <= together:
+        return max(over / sent, 1.0)
+    done_meanwhile = sent - (over - together)
     return together / done_meanwhile if done_meanwhile > 0.05 * together else 1.0

@@ -92,7 +92,7 @@ def measure_overheads(
     whole = _Toy(DIVIDED_LAYERS, max(8, degree))
     large = _large(ranks, bytes_per_s)
     toys = (SMALL, MANY, large, whole, whole._replace(degree=degree))
-    every: int = len(toys) + 3
+    every = len(toys) + 3
     by_barrier = _excesses(toys, rounds, "barrier", lambda done: tick(done / every))
     by_priority = _excesses(
         toys[:3], rounds, "priority", lambda done: tick((len(toys) + done) / every)

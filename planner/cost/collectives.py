@@ -11,9 +11,11 @@ The formula is that of ring algorithms: ``steps·latency + share·bytes / bandwi
 
 Links have two levels. A ring over neighbours leaves each node once and enters it once, over the
 node's network interface, which the devices of the node share: rings that run at the same time
-divide it. Where pairs of ranks were measured a ring is as fast as its slowest hop, and curves, which
-hold at their level's bandwidth, are read at the size that takes as long there. A collective that leaves a node occupies the link between nodes for all of its time,
+divide it. A collective that leaves a node occupies the link between nodes for all of its time,
 whichever of its parts is the slowest, so that no faster link can ever make it compete with more.
+
+Where pairs of ranks were measured, a ring is as fast as its slowest hop. Curves hold at the
+bandwidth of their level; other rings read them at the size that takes as long there.
 
 Time never rises with bandwidth and never falls with bytes.
 """

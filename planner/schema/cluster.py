@@ -93,8 +93,8 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
 
     ``overhead`` is that of the barrier's schedule, ``priority_overhead`` that of priority, which
     sends slices and updates parameter by parameter; where it was not measured the barrier's stands
-    for it. ``pair_bytes_per_s`` is an optional matrix of measured bandwidths, from the row's rank to
-    the column's; zero on its diagonal. By it ranks are placed, and every ring and redistribution
+    for it. ``pair_bytes_per_s`` is an optional matrix of measured bandwidths from the row's rank to
+    the column's, zero on its diagonal. By it ranks are placed, and every ring and redistribution
     takes as long as its own links do. ``probe`` gives it where hosts' links differ.
     """
 

@@ -11,7 +11,15 @@ import torch
 from meshwright.planner.cost.collectives import Fabric, collective_s, rings
 from meshwright.planner.schema.cluster import Cluster, Device, Interference
 from meshwright.profiler.collectives import COLLECTIVES, Group
-from meshwright.profiler.host_rates import ALIKE, MESSAGES, common_rate, differ, filled, stream_of
+from meshwright.profiler.host_rates import (
+    ALIKE,
+    MESSAGES,
+    agree,
+    common_rate,
+    differ,
+    filled,
+    stream_of,
+)
 from meshwright.profiler.links import _cluster
 
 RATE, MESSAGE = 1e6, 50_000
@@ -32,6 +40,20 @@ def test_what_a_bucket_lets_through_at_once_does_not_count(bucket: int) -> None:
 
 def test_a_stream_inside_the_bucket_has_not_settled() -> None:
     assert not stream_of(arrivals(RATE, MESSAGE, 550_000), MESSAGE).settled
+
+
+def test_a_rank_that_was_not_woken_for_a_while_does_not_count() -> None:
+    """It finds some messages at once, amid the half that counts."""
+    late = np.array(arrivals(RATE, MESSAGE))
+    late[6:9] = late[8]
+    assert stream_of(list(late), MESSAGE).bytes_per_s == pytest.approx(RATE, rel=0.02)
+
+
+def test_two_rates_of_a_pair_must_agree() -> None:
+    assert agree([1.0, 1.1])
+    assert agree([1.0, 5.0, 1.1])
+    assert not agree([1.0, 5.0])
+    assert not agree([1.0])
 
 
 def unequal(*host_rates: float) -> np.ndarray:
