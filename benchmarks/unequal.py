@@ -46,6 +46,12 @@ def equal_links(cluster: Cluster, bytes_per_s: float) -> Cluster:
     return with_bandwidth(alike, "inter", bytes_per_s - level.bytes_per_s)
 
 
+def decisions(plan: Plan) -> tuple[object, ...]:
+    """All that decides how a plan trains."""
+    units = tuple((u.layout, u.style, u.memory, u.exchange, u.feedback) for u in plan.units)
+    return plan.schedule, plan.bucket_bytes, plan.micro_batches, plan.placement, units
+
+
 def rows_of(model: str, goal: Goal, clusters: dict[str, Cluster]) -> list[dict[str, Any]]:
     """Both plans of a model, trained in turns. Collective."""
     torch.manual_seed(0)
@@ -62,9 +68,10 @@ def rows_of(model: str, goal: Goal, clusters: dict[str, Cluster]) -> list[dict[s
             torch.manual_seed(0)
             found = run_steps(build(model), plan, min(max(steps, LEAST_STEPS), MOST_STEPS))
             taken[name].append(found.step_s)
+    same = len({decisions(plan) for plan in plans.values()}) == 1
     return [
         {
-            "model": model, "links": name, "schedule": plan.schedule,
+            "model": model, "links": name, "schedule": plan.schedule, "same_plan": same,
             "divided": sum(u.layout.degree > 1 for u in plan.units), "units": len(plan.units),
             "predicted_s": plan.prediction.step_s, "measured_s": median(taken[name]),
         }
@@ -87,12 +94,12 @@ def main() -> None:
         rows += rows_of(model, Goal(batch=batch, optimizer=optimizer), clusters)  # type: ignore[arg-type]
     if dist.get_rank() > 0:
         return
-    headings = ("model", "planned for links", "divided", "predicted", "measured")
+    headings = ("model", "planned for links", "plan", "divided", "predicted", "measured")
     print_table(
         f"steps on hosts with links of {', '.join(f'{m:g}' for m in mbit)} Mbit/s",
         headings,
         (
-            (r["model"], r["links"], f"{r['divided']} of {r['units']}",
+            (r["model"], r["links"], "the same" if r["same_plan"] else "its own", f"{r['divided']} of {r['units']}",
              f"{1e3 * r['predicted_s']:.0f} ms", f"{1e3 * r['measured_s']:.0f} ms")
             for r in rows
         ),

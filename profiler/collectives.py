@@ -121,7 +121,7 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
     """The largest of all ranks for each. Collective over all ranks."""
     found = torch.tensor(list(seconds), dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.tolist()  # type: ignore[no-any-return]
+    return found.tolist()
 
 
 def time_once(group: Group, collective: Collective, size_bytes: int) -> float:

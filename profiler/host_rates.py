@@ -76,7 +76,19 @@ def measure_host_rates(
         tick(min(done / (SWEEPS * (count - 1)), 1.0))
         if slowest([time.perf_counter() - start], device)[0] > budget_s:
             break
-    return filled(rates)
+    return without_noise(filled(rates))
+
+
+def without_noise(rates: Rates) -> Rates:
+    """The rates with those that are the same within noise set to their median: ranks are not to be
+    placed, nor plans made, by what noise says."""
+    found, left = rates.copy(), np.unique(rates[rates > 0])
+    while len(left):
+        alike = left[left <= SETTLED * left[0]]
+        links = (rates >= alike[0]) & (rates <= alike[-1])
+        found[links] = np.median(rates[links])
+        left = left[len(alike) :]
+    return found
 
 
 def agree(found: Sequence[float]) -> bool:

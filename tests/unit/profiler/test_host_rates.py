@@ -76,6 +76,12 @@ def test_pairs_that_were_not_measured_take_what_both_ends_carry() -> None:
     assert (filled(partly) == rates).all()
 
 
+def test_rates_that_only_noise_tells_apart_are_one() -> None:
+    found = without_noise(np.array([[0.0, 67.0, 67.4], [67.8, 0.0, 199.4], [65.8, 194.0, 0.0]]))
+    low, high = (67.0 + 67.4) / 2, (199.4 + 194.0) / 2
+    assert found.tolist() == [[0.0, low, low], [low, 0.0, high], [low, high, 0.0]]
+
+
 def measured(rates: np.ndarray, ranks: Sequence[int], slowest: float) -> Any:
     """A group whose collectives took what formulas say over links of that rate."""
     group = Group(None, tuple(ranks), 0, torch.device("cpu"))  # type: ignore[arg-type]
