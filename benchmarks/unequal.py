@@ -99,8 +99,9 @@ def main() -> None:
         f"steps on hosts with links of {', '.join(f'{m:g}' for m in mbit)} Mbit/s",
         headings,
         (
-            (r["model"], r["links"], "the same" if r["same_plan"] else "its own", f"{r['divided']} of {r['units']}",
-             f"{1e3 * r['predicted_s']:.0f} ms", f"{1e3 * r['measured_s']:.0f} ms")
+            (r["model"], r["links"], "the same" if r["same_plan"] else "its own",
+             f"{r['divided']} of {r['units']}", f"{1e3 * r['predicted_s']:.0f} ms",
+             f"{1e3 * r['measured_s']:.0f} ms")
             for r in rows
         ),
     )  # fmt: skip

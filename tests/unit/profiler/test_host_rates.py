@@ -19,6 +19,7 @@ from meshwright.profiler.host_rates import (
     differ,
     filled,
     stream_of,
+    without_noise,
 )
 from meshwright.profiler.links import _cluster
 
