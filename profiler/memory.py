@@ -51,15 +51,16 @@ class SavedTensors:
 
     def __init__(self, known: Sequence[Tensor], node: Callable[[], str]) -> None:
         self.bytes: dict[str, int] = {}
-        # Tensors are kept, as the address of one that is freed could be another one's later.
-        self._seen = {t.untyped_storage().data_ptr(): t for t in known}
+        # Tensors are kept, as the number of one that is freed could be another one's later. On the
+        # meta device storages have numbers too, but no addresses.
+        self._seen = {t.untyped_storage()._cdata: t for t in known}
         self._node = node
 
     def pack(self, tensor: Tensor) -> Tensor:
         """The hook for ``torch.autograd.graph.saved_tensors_hooks``."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen[storage.data_ptr()] = tensor
+        if storage._cdata not in self._seen:
+            self._seen[storage._cdata] = tensor
             self.bytes[self._node()] = self.bytes.get(self._node(), 0) + storage.nbytes()
         return tensor
 
