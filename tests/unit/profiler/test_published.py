@@ -138,9 +138,7 @@ def test_wide_resnet_on_an_a100() -> None:
 
 def inception_rows() -> list[Row]:
     """Each convolution of the table, run by itself on the meta device."""
-    rows, backends = [], torch.backends
-    before = backends.cuda.matmul.allow_tf32
-    seen = set()
+    rows, seen = [], set()
     for layer in table("inception_v3"):
         key = json.dumps([layer["config"], layer["input_shape"]])
         if layer["kind"] != "conv2d" or key in seen:
@@ -149,6 +147,7 @@ def inception_rows() -> list[Row]:
         conv = nn.Conv2d(**layer["config"], device="meta")
         ours, published = {}, {}
         for size in (1, 2, 4, 8, 16, 32, 64):
+            conv.zero_grad()
             x = torch.empty(size, *layer["input_shape"], device="meta", requires_grad=True)
             with OperationLog() as log:
                 y = conv(x)
@@ -159,11 +158,10 @@ def inception_rows() -> list[Row]:
             times = layer["time_us_by_batch"][str(size)]
             published[size] = 1e-6 * (times["forward"] + times["backward"])
         rows.append(Row(published, ours))
-    assert backends.cuda.matmul.allow_tf32 == before
     return rows
 
 
 def test_the_fit_on_inception() -> None:
     found = [r.estimate[b] / r.table[b] - 1 for r in inception_rows() for b in r.table]
     print(f"Inception-v3: {fmean(map(abs, found)):.1%}, mean {fmean(found):+.1%}")
-    assert fmean(map(abs, found)) <= 0.12
+    assert fmean(map(abs, found)) <= 0.1
