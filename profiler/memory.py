@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..models.replay import preserved
 from ..models.spec import UnitSpec
 from ..models.units.storages import LiveStorages, tensors_in
 from ..models.workload import Batch, Workload, device_of
@@ -88,6 +89,48 @@ def measure_footprint(
         for parameter, gradient in zip(model.parameters(), before, strict=True):
             parameter.grad = gradient
     return walk.footprint()
+
+
+def kept_inputs(
+    model: nn.Module, units: Sequence[UnitSpec], batch: Batch, loss: Loss
+) -> dict[str, int]:
+    """Bytes of each unit's inputs that it saves for backward, and nobody else does: a divided unit
+    saves another form of them, and then nobody saves these."""
+    units_at_work = Timeline(model, units, device_of(model))
+    given: dict[str, dict[int, int]] = {}
+    savers: dict[int, set[str]] = {}
+    alive: list[Tensor] = []  # storages are told apart while all of them are there
+
+    def key(tensor: Tensor) -> int:
+        alive.append(tensor)
+        return int(tensor.untyped_storage()._cdata)
+
+    def save(tensor: Tensor) -> Tensor:
+        savers.setdefault(key(tensor), set()).add(units_at_work.node)
+        return tensor
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            for tensor in tensors_in((args, kwargs)):
+                given.setdefault(name, {})[key(tensor)] = tensor.untyped_storage().nbytes()
+
+        return hook
+
+    # What lasts, whoever saves it.
+    apart = tensors_in((batch.args, dict(batch.kwargs), batch.target))
+    lasting = {key(t) for t in (*apart, *model.parameters(), *model.buffers())}
+    with ExitStack() as hooks, units_at_work, preserved(model), torch.enable_grad():
+        for unit in units:
+            if unit.modules:
+                first = model.get_submodule(unit.modules[0])
+                handle = first.register_forward_pre_hook(enter(unit.name), with_kwargs=True)
+                hooks.callback(handle.remove)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+            loss(model(*batch.args, **batch.kwargs), batch.target)
+    return {
+        name: sum(b for k, b in inputs.items() if savers.get(k) == {name} and k not in lasting)
+        for name, inputs in given.items()
+    }
 
 
 _PERSISTENT = "persistent"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..executor.launch.start import device_name, software
+from ..models.precision import measured_in
 from ..models.replay import capture, preserved
 from ..models.spec import UnitSpec
 from ..models.splits.leaves import BATCH_NORMS
@@ -22,7 +23,7 @@ from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
 from ..planner.schema.profile import ModelProfile, ParameterProfile, ShareProfile, UnitProfile
 from .fidelity import STEPS, measure_fidelity
-from .memory import Footprint, measure_footprint
+from .memory import Footprint, kept_inputs, measure_footprint
 from .shares import ShareMeter, split_profiles
 from .timing import StepTimes, Timeline, plain_step, update_rates
 
@@ -87,15 +88,28 @@ def profile(
     ``batches`` are the batch sizes to measure; by default 1 to 32, stopping early where a step
     takes long. ``degrees`` are the model parallel degrees at which divided units are measured.
     ``budget_s`` bounds the time roughly: fewer repeats are made and larger degrees left out when it
-    runs short. Weights, buffers, gradients, random state and train/eval flags are left as they
-    were; the model is moved to ``device`` and stays there. With ``room_bytes`` a batch size that
-    would take more memory than that, or too long for the budget, is halved until it does not: times
-    and bytes of larger batches follow the line through those that were measured. Raises
-    ``InputError`` where the model fails on its batch.
+    runs short. The workload's ``precision`` holds meanwhile. Weights, buffers, gradients, random
+    state and train/eval flags are left as they were; the model is moved to ``device`` and stays
+    there. With ``room_bytes`` a batch size that would take more memory than that, or too long for
+    the budget, is halved until it does not: times and bytes of larger batches follow the line
+    through those that were measured. Raises ``InputError`` where the model fails on its batch.
     """
     where = torch.device(device or "cpu")
-    job = _Job(workload, where, budget_s, progress)
-    job.workload.model.to(where)
+    workload.model.to(where)
+    with measured_in(workload, workload.precision) as chosen:
+        job = _Job(chosen, where, budget_s, progress)
+        return _profile(job, batches, optimizers, degrees, repeats, room_bytes)
+
+
+def _profile(
+    job: _Job,
+    batches: Sequence[int] | None,
+    optimizers: Sequence[str],
+    degrees: Sequence[int],
+    repeats: int,
+    room_bytes: float | None,
+) -> ModelProfile:
+    workload, where = job.workload, job.device
     job.report(0.0, "finding units")
     devices = [where.index or 0] if where.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -117,6 +131,7 @@ def profile(
         device=device_name(where),
         device_type=where.type,
         dtype=str(types[0] if types else torch.get_default_dtype()).removeprefix("torch."),
+        precision=workload.precision,
         software=software(),
         batches=sizes,
         units=units,
@@ -228,7 +243,7 @@ def _units(
     sizes = [m.batch for m in measured]
     middle = job.batch(sizes[len(sizes) // 2])
     calls = capture(model, middle, [u for u in found.units if u.splits])
-    meter = ShareMeter(model, job.device, job.start + job.budget_s)
+    meter = ShareMeter(model, job.device, job.start + job.budget_s, job.workload.precision)
     # Parameters that no unit has count to the model's beginning, as in the executor.
     outside = {found.units[0].name: found.outside}
     bases = {
@@ -247,8 +262,14 @@ def _units(
         base = bases[unit.name]
         bases[unit.name] = msgspec.structs.replace(base, shares=(base.whole, *shares))
     discarded = measured[0].footprint.discarded
+    batch = job.batch(sizes[0])
+    kept = kept_inputs(model, found.units, batch, job.workload.loss) if divided else {}
     return tuple(
-        msgspec.structs.replace(bases[u.name], output_kept=u.name not in discarded)
+        msgspec.structs.replace(
+            bases[u.name],
+            output_kept=u.name not in discarded,
+            input_kept=kept.get(u.name, 0) / batch.size if u.splits else 0.0,
+        )
         for u in found.units
     )
 
