@@ -14,22 +14,10 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 # "CUDA Ops that can autocast to float16" and "to float32"). What is made of them in C++ and would be
 # cast inside is named too: recurrent layers, attention, einsum.
 _LOWER = frozenset(
-    """
-    __matmul__ __rmatmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d
-    conv_transpose1d conv_transpose2d conv_transpose3d einsum gru gru_cell linear lstm lstm_cell
-    matmul mm multi_dot multi_head_attention_forward mv prelu rnn_relu rnn_tanh
-    scaled_dot_product_attention
-    """.split()
+    ["__matmul__", "__rmatmul__", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "einsum", "gru", "gru_cell", "linear", "lstm", "lstm_cell", "matmul", "mm", "multi_dot", "multi_head_attention_forward", "mv", "prelu", "rnn_relu", "rnn_tanh", "scaled_dot_product_attention"]
 )
 _FULL = frozenset(
-    """
-    __pow__ __rpow__ __rdiv__ __rtruediv__ acos asin binary_cross_entropy_with_logits cdist cosh
-    cosine_embedding_loss cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1
-    group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log1p log2 log_softmax
-    margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss norm normalize
-    pdist poisson_nll_loss pow prod reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
-    softmax softmin softplus sum tan triplet_margin_loss
-    """.split()
+    ["__pow__", "__rpow__", "__rdiv__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh", "cosine_embedding_loss", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "group_norm", "hinge_embedding_loss", "kl_div", "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "nll_loss", "norm", "normalize", "pdist", "poisson_nll_loss", "pow", "prod", "reciprocal", "renorm", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax", "softmin", "softplus", "sum", "tan", "triplet_margin_loss"]
 )
 
 
@@ -51,9 +39,7 @@ class MetaAutocast(TorchFunctionMode):
         to = self._dtype if name in _LOWER else torch.float32 if name in _FULL else None
         if to is None:
             return func(*args, **(kwargs or {}))
-        args, kwargs = pytree.tree_map_only(
-            Tensor, lambda t: self._as(t, to), (args, kwargs or {})
-        )
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._as(t, to), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _as(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:

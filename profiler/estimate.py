@@ -12,8 +12,7 @@ Where DeepPool published layer times for just that network and device, they repl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..executor.launch.start import software
+from ..models.precision import measured_in
 from ..models.replay import UnitCall, capture, copied, preserved
 from ..models.spec import SplitSpec, UnitSpec
 from ..models.splits import apply_split
@@ -33,7 +33,6 @@ from ..planner.schema.capability import degrees
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
 from ..planner.schema.layer_times import profile_of_table
-from ..planner.schema.precision import PRECISIONS, Precision
 from ..planner.schema.profile import (
     ModelProfile,
     ShareProfile,
@@ -41,7 +40,7 @@ from ..planner.schema.profile import (
     UpdateRate,
 )
 from .catalogue import Datasheet, datasheet
-from .memory import Footprints, FusedAttention, dry, is_dry
+from .memory import Footprints, FusedAttention, dry, is_dry, kept_inputs
 from .model import unit_profile
 from .operations import OperationLog
 from .roofline import Work, seconds
@@ -72,17 +71,16 @@ def estimate(
     """
     sheet = datasheet(device)
     sizes = tuple(sorted(set(batches or BATCHES)))
-    with torch.random.fork_rng():
-        own_batch(workload, 2)
-        with _tf32(workload.precision):
-            try:
-                found, units = _counted(dry(workload), sheet, sizes)
-            except Exception:
-                # A model may need values (an index of what is not zero). With memory it has them.
-                if is_dry(workload.model):
-                    raise
-                found, units = _counted(workload, sheet, sizes)
-    types = [p.dtype for p in workload.model.parameters() if p.is_floating_point()]
+    with torch.random.fork_rng(), measured_in(workload, None) as chosen:
+        own_batch(chosen, 2)
+        try:
+            found, units = _counted(dry(chosen), sheet, sizes)
+        except Exception:
+            # A model may need values (an index of what is not zero). With memory it has them.
+            if is_dry(workload.model):
+                raise
+            found, units = _counted(chosen, sheet, sizes)
+        types = [p.dtype for p in workload.model.parameters() if p.is_floating_point()]
     dtype = types[0] if types else torch.get_default_dtype()
     profile = ModelProfile(
         target=workload.name,
@@ -104,20 +102,6 @@ def estimate(
     return profile
 
 
-@contextmanager
-def _tf32(precision: Precision | None) -> Iterator[None]:
-    """Allows TF32 as the precision says; without one it stays as torch is set."""
-    allowed = PRECISIONS[precision].tf32 if precision else None
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = cudnn.allow_tf32, matmul.allow_tf32
-    if allowed is not None:
-        cudnn.allow_tf32 = matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        cudnn.allow_tf32, matmul.allow_tf32 = before
-
-
 def _counted(
     workload: Workload, sheet: Datasheet, sizes: tuple[int, ...]
 ) -> tuple[Discovery, tuple[UnitProfile, ...]]:
@@ -128,8 +112,16 @@ def _counted(
         footprints = Footprints(workload, found.units, FOOTPRINT_SIZES)
         divided = [u for u in found.units if u.splits]
         calls = [capture(model, workload.make_batch(n), divided) for n in SHARE_SIZES]
-        counted = _Estimator(model, found, logs, footprints, calls, sheet, sizes, {})
-        return found, tuple(map(counted.unit, found.units))
+        batch = workload.make_batch(FOOTPRINT_SIZES[0])
+        with FusedAttention():
+            kept = kept_inputs(model, found.units, batch, workload.loss) if divided else {}
+        counted = _Estimator(workload, found, logs, footprints, calls, sheet, sizes, {})
+        return found, tuple(
+            msgspec.structs.replace(
+                counted.unit(u), input_kept=kept.get(u.name, 0) / batch.size if u.splits else 0.0
+            )
+            for u in found.units
+        )
 
 
 def _step(workload: Workload, units: Sequence[UnitSpec], size: int) -> OperationLog:
@@ -168,7 +160,7 @@ class _Counted(NamedTuple):
 class _Estimator(NamedTuple):
     """What has been counted of a model, for a device and batch sizes."""
 
-    model: nn.Module
+    workload: Workload
     found: Discovery
     logs: list[OperationLog]
     footprints: Footprints
@@ -176,6 +168,10 @@ class _Estimator(NamedTuple):
     sheet: Datasheet
     sizes: tuple[int, ...]
     known: dict[tuple[Any, ...], _Counted | None]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.workload.model
 
     def unit(self, unit: UnitSpec) -> UnitProfile:
         whole = self._whole(unit)
@@ -276,7 +272,8 @@ class _Estimator(NamedTuple):
             if split is not None:
                 call = member_call(unit, split, call, degree, 0)
             with FusedAttention(), OperationLog() as log:
-                cost = cost_of(holder, unit, call, device_of(self.model))
+                where = device_of(self.model)
+                cost = cost_of(holder, unit, call, where, self.workload.precision)
             logs.append(log)
         few, many = logs
         forward, backward = (

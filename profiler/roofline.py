@@ -127,6 +127,6 @@ class Work(NamedTuple):
         part = (batch - self.sizes[0]) / (self.sizes[1] - self.sizes[0])
         if [op[:2] for op in self.few] == [op[:2] for op in self.many]:
             pairs = Counter(zip(self.few, self.many, strict=True))
-            return sum(n * seconds(a.toward(b, part), sheet) for (a, b), n in pairs.items())
+            return sum((n * seconds(a.toward(b, part), sheet) for (a, b), n in pairs.items()), 0.0)
         few, many = (sum(seconds(op, sheet) for op in ops) for ops in (self.few, self.many))
         return max(few + part * max(many - few, 0.0), 0.0)

@@ -175,6 +175,8 @@ def reads_what_is_around(rank: int) -> None:
 )
 def test_auto_parallelize(ranks, check):
     ranks(WORLD)(check)
+
+
 def peak_error(rank: int, name: str, kind: str, precision: Precision) -> float:
     made = planned(name, kind, precision)
     measured = run_steps(in_precision(workload(name), precision), made, 1)

@@ -41,7 +41,9 @@ class Row(NamedTuple):
 
 def table(name: str) -> list[dict[str, Any]]:
     folder = resources.files("meshwright.profiler").joinpath("data", "deeppool_a100")
-    layers: list[dict[str, Any]] = json.loads(folder.joinpath(f"{name}.json").read_bytes())["layers"]
+    layers: list[dict[str, Any]] = json.loads(folder.joinpath(f"{name}.json").read_bytes())[
+        "layers"
+    ]
     return layers
 
 
