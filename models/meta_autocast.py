@@ -1,5 +1,5 @@
-"""Autocast on torch's meta device, which has none: what is computed there gets the types that it has
-on a GPU, so that bytes and operations can be told without one."""
+"""Autocast on torch's meta device, which has none: what is computed there gets the types that it
+has on a GPU, so that bytes and operations can be told without one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,96 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 # What torch.autocast casts on CUDA, by the functions' names (PyTorch's documentation of torch.amp,
-# "CUDA Ops that can autocast to float16" and "to float32"). What is made of them in C++ and would be
-# cast inside is named too: recurrent layers, attention, einsum.
+# "CUDA Ops that can autocast to float16" and "to float32"). What is made of them in C++ and would
+# be cast inside is named too: recurrent layers, attention, einsum.
 _LOWER = frozenset(
-    ["__matmul__", "__rmatmul__", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "einsum", "gru", "gru_cell", "linear", "lstm", "lstm_cell", "matmul", "mm", "multi_dot", "multi_head_attention_forward", "mv", "prelu", "rnn_relu", "rnn_tanh", "scaled_dot_product_attention"]
+    [
+        "__matmul__",
+        "__rmatmul__",
+        "addbmm",
+        "addmm",
+        "addmv",
+        "addr",
+        "baddbmm",
+        "bmm",
+        "chain_matmul",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "einsum",
+        "gru",
+        "gru_cell",
+        "linear",
+        "lstm",
+        "lstm_cell",
+        "matmul",
+        "mm",
+        "multi_dot",
+        "multi_head_attention_forward",
+        "mv",
+        "prelu",
+        "rnn_relu",
+        "rnn_tanh",
+        "scaled_dot_product_attention",
+    ]
 )
 _FULL = frozenset(
-    ["__pow__", "__rpow__", "__rdiv__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh", "cosine_embedding_loss", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "group_norm", "hinge_embedding_loss", "kl_div", "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "nll_loss", "norm", "normalize", "pdist", "poisson_nll_loss", "pow", "prod", "reciprocal", "renorm", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax", "softmin", "softplus", "sum", "tan", "triplet_margin_loss"]
+    [
+        "__pow__",
+        "__rpow__",
+        "__rdiv__",
+        "__rtruediv__",
+        "acos",
+        "asin",
+        "binary_cross_entropy_with_logits",
+        "cdist",
+        "cosh",
+        "cosine_embedding_loss",
+        "cosine_similarity",
+        "cross_entropy",
+        "cumprod",
+        "cumsum",
+        "dist",
+        "erfinv",
+        "exp",
+        "expm1",
+        "group_norm",
+        "hinge_embedding_loss",
+        "kl_div",
+        "l1_loss",
+        "layer_norm",
+        "log",
+        "log10",
+        "log1p",
+        "log2",
+        "log_softmax",
+        "margin_ranking_loss",
+        "mse_loss",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "nll_loss",
+        "norm",
+        "normalize",
+        "pdist",
+        "poisson_nll_loss",
+        "pow",
+        "prod",
+        "reciprocal",
+        "renorm",
+        "rsqrt",
+        "sinh",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+        "softmax",
+        "softmin",
+        "softplus",
+        "sum",
+        "tan",
+        "triplet_margin_loss",
+    ]
 )
 
 

@@ -43,13 +43,13 @@ class Datasheet(NamedTuple):
 _A100 = "NVIDIA A100 Tensor Core GPU datasheet, 2021"
 _H100 = "NVIDIA H100 Tensor Core GPU datasheet, 2023"
 
-# ``products`` of A100 and H100 (SXM) are fitted on what training MPT of 1, 3 and 7 billion parameters
-# took on one host of eight (MosaicML, llm-foundry, scripts/train/benchmarking, at 8c8dd48): less than
-# the best products alone, as clocks fall and other kernels run beside. Others are in proportion to
-# the best products measured on them, 0.869 of the peak on A100 SXM, 0.811 on PCIe, 0.803 on H100 and
-# H200, 0.776 on B200, 0.511 on MI300X (S. Bekman, Machine Learning Engineering, compute/accelerator,
-# "Maximum Achievable Matmul FLOPS comparison table", at 744d01e); 0.6 where nothing was measured.
-# For ``attention`` see roofline.
+# ``products`` of A100 and H100 (SXM) are fitted on what training MPT of 1, 3 and 7 billion
+# parameters took on a host or two of eight (MosaicML, llm-foundry, scripts/train/benchmarking, at
+# 8c8dd48): less than the best products alone, as clocks fall and other kernels run beside. Others
+# are in proportion to the best products measured on them: 0.869 of the peak on A100 SXM, 0.811 on
+# PCIe, 0.803 on H100 and H200, 0.776 on B200, 0.511 on MI300X (S. Bekman, Machine Learning
+# Engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table", at 744d01e);
+# 0.6 where nothing was measured. For ``attention`` see roofline.
 DEVICES: dict[str, Datasheet] = {
     "a100-sxm-40gb": Datasheet(40, 19.5, 156, 312, 1555, 108, _A100, 0.64),
     "a100-sxm-80gb": Datasheet(80, 19.5, 156, 312, 2039, 108, _A100, 0.64),

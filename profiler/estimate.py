@@ -129,7 +129,8 @@ def _step(workload: Workload, units: Sequence[UnitSpec], size: int) -> Operation
     model, batch = workload.model, workload.make_batch(size)
     model.zero_grad()  # backward would add to the gradients that are there
     timeline = Timeline(model, units, device_of(model))
-    with FusedAttention(), timeline, OperationLog(lambda: timeline.node) as log:
+    log = OperationLog(lambda: timeline.node)
+    with FusedAttention(), timeline, log:
         timeline.step(batch, workload.loss)
     model.zero_grad()
     return log
@@ -143,7 +144,8 @@ def _update_rate(name: str, dtype: torch.dtype, sheet: Datasheet) -> UpdateRate:
     optimizer = OPTIMIZERS[name]([parameter])
     optimizer.param_groups[0]["foreach"] = True
     optimizer.step()  # the first makes the state
-    with OperationLog() as log:
+    log = OperationLog()
+    with log:
         optimizer.step()
     taken = sum(seconds(operation, sheet) for operation in log.forward.get("", ()))
     return UpdateRate(optimizer=name, seconds_per_byte=taken / parameter.nbytes)
@@ -271,8 +273,8 @@ class _Estimator(NamedTuple):
             call = calls[unit.name]
             if split is not None:
                 call = member_call(unit, split, call, degree, 0)
-            with FusedAttention(), OperationLog() as log:
-                where = device_of(self.model)
+            log, where = OperationLog(), device_of(self.model)
+            with FusedAttention(), log:
                 cost = cost_of(holder, unit, call, where, self.workload.precision)
             logs.append(log)
         few, many = logs

@@ -29,7 +29,7 @@ Rate = Literal["float64", "float32", "tf32", "half"]
 
 
 class Operation(NamedTuple):
-    """One kernel: ``count`` products of (m x k) by (k x n), or ``flops`` where these are not told;
+    """One kernel: ``groups`` products of (m x k) by (k x n), or ``flops`` where these are not told;
     the bytes that it reads and writes, and those that are moved besides, before and after it."""
 
     kind: Kind
@@ -37,7 +37,7 @@ class Operation(NamedTuple):
     m: float = 0.0
     n: float = 0.0
     k: float = 0.0
-    count: float = 0.0
+    groups: float = 0.0
     flops: float = 0.0
     traffic: float = 0.0
     besides: float = 0.0
@@ -76,16 +76,17 @@ def operations(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> lis
     if func.is_view or name in _NOTHING or not (read or written):
         return []
     if name == "convolution":
-        return [_convolution(*args[:3], args[6], result)]
+        return [_convolution(args[0], args[1], args[6], result)]
     if name == "convolution_backward":
-        return _convolution_backward(*args[:3], args[7], args[9], args[10])
+        gradient, x, weight = args[:3]
+        return _convolution_backward(gradient, x, weight, args[7], args[9], args[10])
     products = _PRODUCTS.get(name)
     if products is not None:
         a, b = args[products], args[products + 1]
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-        count = a.shape[0] if a.ndim == 3 else 1
+        groups = a.shape[0] if a.ndim == 3 else 1
         traffic = _bytes([a, b, result])
-        return [Operation("matmul", rate_of(a), m, n, k, count, traffic=traffic)]
+        return [Operation("matmul", rate_of(a), m, n, k, groups, traffic=traffic)]
     if "scaled_dot_product" in name:
         return [_attention(name, args, kwargs, _bytes([*read, *written]))]
     counter = flop_registry.get(func.overloadpacket)
@@ -162,7 +163,7 @@ def _streamed(name: str, args: Any, read: list[Tensor], written: list[Tensor]) -
     return traffic * _SLOWER.get(name, 1.0)
 
 
-def _convolution(x: Tensor, weight: Tensor, bias: Any, transposed: bool, y: Tensor) -> Operation:
+def _convolution(x: Tensor, weight: Tensor, transposed: bool, y: Tensor) -> Operation:
     # A transposed one is the gradient of a plain one from y to x.
     small, large = (x, y) if transposed else (y, x)
     groups = large.shape[1] // weight.shape[1]

@@ -73,8 +73,8 @@ def seconds(operation: Operation, sheet: Datasheet) -> float:
         return KERNEL_S + streamed
     computed = KERNEL_S + max(_computed(op, sheet), streamed)
     found = computed + op.besides / bandwidth(sheet)
-    if op.kind.startswith("conv") and op.count > 1:
-        flops = 2 * op.m * op.n * op.k * op.count
+    if op.kind.startswith("conv") and op.groups > 1:
+        flops = 2 * op.m * op.n * op.k * op.groups
         direct = flops / (sheet.float32 * TERA * DIRECT_REACHED)
         found = min(found, KERNEL_S + max(direct, 2 * streamed))
     return found
@@ -103,13 +103,13 @@ def _computed(op: Operation, sheet: Datasheet) -> float:
 
 def _tiled(op: Operation, rows: int, columns: int, parts: int, sheet: Datasheet) -> float:
     """Operations that go by until the last wave is done, as if all multiprocessors were busy."""
-    tiles = ceil(op.m / rows) * ceil(op.n / columns) * op.count * parts
+    tiles = ceil(op.m / rows) * ceil(op.n / columns) * op.groups * parts
     waves = ceil(tiles / sheet.multiprocessors)
     depth = ceil(op.k / parts / TILE_DEPTH) * TILE_DEPTH
     work = waves * sheet.multiprocessors * 2.0 * rows * columns * depth
     if parts > 1:
         # Partial sums are written and read again, in float32, from the cache for the most part.
-        sums = 2 * parts * op.m * op.n * op.count * 4 / (2 * sheet.gbyte_s * GIGA)
+        sums = 2 * parts * op.m * op.n * op.groups * 4 / (2 * sheet.gbyte_s * GIGA)
         work += sums * sheet.peak(op.rate)
     return work
 

@@ -1,5 +1,6 @@
-"""Llama 2 (Touvron et al., arXiv 2307.09288), as plain as it is trained: RMS norms computed in
-float32, rotary positions, fused causal attention, SwiGLU."""
+"""Llama 2 (Touvron et al., arXiv 2307.09288) as it is trained eagerly: RMS norms computed in
+float32, rotary positions, fused causal attention, SwiGLU. And MPT (MosaicML), a GPT without biases.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from meshwright import Batch, Workload
-from meshwright.planner.schema.precision import Precision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,13 +17,11 @@ class Sizes(NamedTuple):
     width: int
     hidden: int
     heads: int
-    groups: int
     vocabulary: int
     length: int
 
 
-LLAMA2_7B = Sizes(32, 4096, 11008, 32, 32, 32000, 4096)
-LLAMA3_8B = Sizes(32, 4096, 14336, 32, 8, 128256, 8192)
+LLAMA2_7B = Sizes(32, 4096, 11008, 32, 32000, 4096)
 
 
 class RMSNorm(nn.Module):
@@ -41,10 +39,9 @@ class Attention(nn.Module):
     def __init__(self, s: Sizes) -> None:
         super().__init__()
         self.size = s.width // s.heads
-        self.repeats = s.heads // s.groups
-        self.query = nn.Linear(s.width, s.heads * self.size, bias=False)
-        self.key = nn.Linear(s.width, s.groups * self.size, bias=False)
-        self.value = nn.Linear(s.width, s.groups * self.size, bias=False)
+        self.query = nn.Linear(s.width, s.width, bias=False)
+        self.key = nn.Linear(s.width, s.width, bias=False)
+        self.value = nn.Linear(s.width, s.width, bias=False)
         self.out = nn.Linear(s.width, s.width, bias=False)
         angles = torch.outer(
             torch.arange(s.length).float(),
@@ -63,10 +60,7 @@ class Attention(nn.Module):
             y.unflatten(-1, (-1, self.size)).transpose(1, 2)
             for y in (self.query(x), self.key(x), self.value(x))
         )
-        q, k = self.rotated(q), self.rotated(k)
-        if self.repeats > 1:
-            k, v = (y.repeat_interleave(self.repeats, dim=1) for y in (k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return out
 
@@ -91,8 +85,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        x = x + self.mlp(self.norm2(x))
-        return x
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class Llama(nn.Module):
@@ -108,16 +102,46 @@ class Llama(nn.Module):
         return out
 
 
-def llama(s: Sizes, dtype: torch.dtype, precision: Precision | None) -> Workload:
-    """A Llama of these sizes without memory, its parameters in ``dtype``."""
-    with torch.device("meta"):
-        model = Llama(s).to(dtype)
+class MPTBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = (nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
+
+
+class MPT(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50368, width)
+        self.blocks = nn.Sequential(*(MPTBlock(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width, bias=False)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        return F.linear(self.norm(self.blocks(self.embedding(symbols))), self.embedding.weight)
+
+
+def language_model(model: nn.Module, vocabulary: int, length: int) -> Workload:
+    """Next symbols are guessed in sequences of ``length``."""
 
     def make_batch(size: int) -> Batch:
-        symbols = torch.randint(s.vocabulary, (size, s.length + 1))
+        symbols = torch.randint(vocabulary, (size, length + 1))
         return Batch((symbols[:, :-1].contiguous(),), symbols[:, 1:].contiguous())
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
-    return Workload("llama", model, make_batch, loss, precision=precision)
+    return Workload("language-model", model, make_batch, loss, precision="bf16")

@@ -95,7 +95,7 @@ def test_the_precision_is_that_of_the_model() -> None:
 
 
 def test_a_divided_units_shares_save_their_part() -> None:
-    """What is made by a member: a part of the features, or of the samples. Inputs belong to others."""
+    """What a member makes: a part of the features, or of the samples. Inputs are others'."""
     model = nn.Sequential(nn.Linear(512, 512), nn.Sigmoid(), nn.Linear(512, 4))
 
     def make_batch(size: int) -> Batch:

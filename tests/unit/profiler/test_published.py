@@ -1,7 +1,7 @@
 """Estimates against published times and throughputs.
 
-What estimates were fitted on is DeepPool's table of Inception-v3 alone; everything else here was
-not looked at for any constant. Run with ``-s`` to see the errors.
+Constants were fitted on DeepPool's table of Inception-v3 and on throughputs of MPT; on the others
+here they are tested. Run with ``-s`` to see the errors.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 from math import prod
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -21,9 +22,14 @@ from meshwright.models import zoo
 from meshwright.planner.schema.profile import ModelProfile, UnitProfile
 from meshwright.profiler.catalogue import datasheet
 from meshwright.profiler.estimate import estimate
+from meshwright.profiler.memory import FusedAttention
 from meshwright.profiler.operations import OperationLog
 from meshwright.profiler.roofline import KERNEL_S, bandwidth, seconds
 from torch import nn
+
+from .llama import LLAMA2_7B, MPT, Llama, language_model
+
+THROUGHPUT = json.loads(Path(__file__).with_name("throughput.json").read_text())
 
 # DeepPool's profiles are of October 2021 (its commits 09c39de and 756587e): float32 in torch before
 # 1.12, which used TF32 for matrix products too. Streaming at 1.37 TB/s (its ReLU rows), more than
@@ -165,3 +171,49 @@ def test_the_fit_on_inception() -> None:
     found = [r.estimate[b] / r.table[b] - 1 for r in inception_rows() for b in r.table]
     print(f"Inception-v3: {fmean(map(abs, found)):.1%}, mean {fmean(found):+.1%}")
     assert fmean(map(abs, found)) <= 0.1
+
+
+def step_s(profile: ModelProfile, batch: float, gpus: int) -> float:
+    """A fully sharded step's seconds on each of so many devices, all communication overlapped."""
+    update = next(r for r in profile.updates if r.optimizer == "adamw").seconds_per_byte
+    computing = sum(u.whole.forward(batch) + u.whole.backward(batch) for u in profile.units)
+    # Main weights are float32: twice the bytes of the profile's parameters.
+    return computing + update * 2 * profile.parameter_bytes / gpus
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", THROUGHPUT["llama"]["rows"], ids=lambda row: row["device"])
+def test_training_llama_2_in_bf16(row: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = Llama(LLAMA2_7B)
+    workload = language_model(model, LLAMA2_7B.vocabulary, row["length"])
+    profile = estimate(workload, row["device"], batches=[1, row["batch"]])
+    assert profile.parameter_bytes == 2 * 6_738_415_616
+    tokens_s = row["batch"] * row["length"] / step_s(profile, row["batch"], row["gpus"])
+    print(f"{row['model']} on {row['device']}: {tokens_s:.0f}, published {row['tokens_s']}")
+    assert tokens_s == pytest.approx(row["tokens_s"], rel=0.2)
+
+
+@pytest.mark.parametrize("device", ["a100-sxm-80gb", "h100-sxm"])
+def test_the_fit_on_mpt(device: str) -> None:
+    errors = []
+    for row in THROUGHPUT["mpt"]["rows"]:
+        if row["device"] != device:
+            continue
+        seconds_of = []
+        for layers in (1, 2):  # every further layer takes as long
+            with torch.device("meta"):
+                model = MPT(layers, row["width"], row["heads"]).bfloat16()
+                workload = language_model(model, 50368, 2048)
+                batch = workload.make_batch(row["batch"])
+            with FusedAttention(), OperationLog() as log:
+                workload.loss(model(*batch.args), batch.target).backward()
+            done = [*log.forward[""], *log.backward[""]]
+            seconds_of.append(sum(seconds(op, datasheet(device)) for op in done))
+        one, two = seconds_of
+        step = one + (row["layers"] - 1) * (two - one)
+        tokens_s = row["batch"] * 2048 / step
+        print(f"MPT {row['model']} on {device}: {tokens_s:.0f}, published {row['tokens_s']}")
+        errors.append(tokens_s / row["tokens_s"] - 1)
+    assert abs(fmean(errors)) < 0.02
+    assert max(map(abs, errors)) < 0.06

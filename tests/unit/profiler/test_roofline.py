@@ -33,7 +33,7 @@ def every(log: OperationLog) -> list[Operation]:
 
 
 def flops(operations: list[Operation]) -> float:
-    return sum(2 * op.m * op.n * op.k * op.count + op.flops for op in operations)
+    return sum(2 * op.m * op.n * op.k * op.groups + op.flops for op in operations)
 
 
 MODULES = st.one_of(
