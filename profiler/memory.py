@@ -294,7 +294,7 @@ class FusedAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if func is _ATTENTION and args and args[0].is_meta and not given.get("enable_gqa"):
+        if func is _ATTENTION and args and args[0].is_meta:
             return _fused(*args, **given)
         return func(*args, **given)
 
@@ -309,7 +309,8 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    # The CPU's flash kernel takes additive masks only; on meta nothing is computed.
+    # The CPU's flash kernel takes additive masks and as many heads of keys as of queries; on meta
+    # nothing is computed.
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.to(query.dtype)
     found = _FUSED(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)

@@ -191,6 +191,17 @@ def test_a_causal_mask_halves_attention() -> None:
     assert [2 * op.flops for op in half] == [op.flops for op in whole]
 
 
+def test_grouped_queries_are_fused_too() -> None:
+    q = torch.empty(2, 8, 64, 16, device=META, requires_grad=True)
+    k = torch.empty(2, 2, 64, 16, device=META, requires_grad=True)
+    with FusedAttention(), OperationLog() as log:
+        F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True).sum().backward()
+    assert [op.kind for op in log.forward[""]] == ["attention", "stream"]
+    assert log.forward[""][0].flops == 2 * 16 * 64 * 64 * 16
+    assert k.grad is not None
+    assert k.grad.shape == k.shape
+
+
 def test_a_lookup_reads_what_it_returns() -> None:
     table = nn.Embedding(100_000, 64, device=META)
     with torch.no_grad(), OperationLog() as log:
