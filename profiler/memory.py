@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,11 +92,18 @@ def measure_footprint(
     return walk.footprint()
 
 
-def kept_inputs(
+class SavedInputs(NamedTuple):
+    """Bytes of a unit's inputs that it saves for backward, and of those that nobody else does."""
+
+    saved: int
+    alone: int
+
+
+def saved_inputs(
     model: nn.Module, units: Sequence[UnitSpec], batch: Batch, loss: Loss
-) -> dict[str, int]:
-    """Bytes of each unit's inputs that it saves for backward, and nobody else does: a divided unit
-    saves another form of them, and then nobody saves these."""
+) -> dict[str, SavedInputs]:
+    """What each unit saves of its inputs: a divided unit saves another form of them, and then
+    nobody saves what it alone did."""
     units_at_work = Timeline(model, units, device_of(model))
     given: dict[str, dict[int, int]] = {}
     savers: dict[int, set[str]] = {}
@@ -127,8 +135,17 @@ def kept_inputs(
                 hooks.callback(handle.remove)
         with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
             loss(model(*batch.args, **batch.kwargs), batch.target)
+
+    def size(inputs: dict[int, int], name: str, others: bool) -> int:
+        return sum(
+            size
+            for key, size in inputs.items()
+            if name in savers.get(key, ())
+            and (others or (savers[key] == {name} and key not in lasting))
+        )
+
     return {
-        name: sum(b for k, b in inputs.items() if savers.get(k) == {name} and k not in lasting)
+        name: SavedInputs(size(inputs, name, True), size(inputs, name, False))
         for name, inputs in given.items()
     }
 
@@ -200,8 +217,25 @@ class _Walk:
             storages = [t.untyped_storage() for t in tensors_in(output)]
             self._outputs.setdefault(name, []).extend(weakref.ref(s) for s in storages)
 
+        def note_glue(name: str, inputs: Any) -> None:
+            known = [made() for row in self._outputs.values() for made in row]
+            others = {id(made) for made in known}
+            note(name, [t for t in tensors_in(inputs) if id(t.untyped_storage()) not in others])
+
+        pairs = pairwise(self.units)
+        glue = {b.name: a.name for a, b in pairs if a.kind == "glue" and b.modules}
         with ExitStack() as hooks:
             for unit in self.units:
+                if unit.name in glue:
+                    # What enters a unit and no unit has made, the code before it has.
+                    first = self.model.get_submodule(unit.modules[0])
+                    entry = first.register_forward_pre_hook(
+                        lambda _, args, kwargs, name=glue[unit.name]: note_glue(
+                            name, (args, kwargs)
+                        ),
+                        with_kwargs=True,
+                    )
+                    hooks.callback(entry.remove)
                 if unit.modules:
                     last = self.model.get_submodule(unit.modules[-1])
                     handle = last.register_forward_hook(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -23,7 +23,7 @@ from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
 from ..planner.schema.profile import ModelProfile, ParameterProfile, ShareProfile, UnitProfile
 from .fidelity import STEPS, measure_fidelity
-from .memory import Footprint, kept_inputs, measure_footprint
+from .memory import Footprint, SavedInputs, measure_footprint, saved_inputs
 from .shares import ShareMeter, split_profiles
 from .timing import StepTimes, Timeline, plain_step, update_rates
 
@@ -263,15 +263,22 @@ def _units(
         bases[unit.name] = msgspec.structs.replace(base, shares=(base.whole, *shares))
     discarded = measured[0].footprint.discarded
     batch = job.batch(sizes[0])
-    kept = kept_inputs(model, found.units, batch, job.workload.loss) if divided else {}
+    kept = saved_inputs(model, found.units, batch, job.workload.loss) if divided else {}
     return tuple(
         msgspec.structs.replace(
             bases[u.name],
             output_kept=u.name not in discarded,
-            input_kept=kept.get(u.name, 0) / batch.size if u.splits else 0.0,
+            **_inputs_of(u, kept, batch.size),
         )
         for u in found.units
     )
+
+
+def _inputs_of(unit: UnitSpec, found: Mapping[str, SavedInputs], size: int) -> dict[str, float]:
+    if not unit.splits or unit.name not in found:
+        return {}
+    inputs = found[unit.name]
+    return {"input_saved": inputs.saved / size, "input_kept": inputs.alone / size}
 
 
 def _with_fidelity(job: _Job, units: Sequence[UnitProfile], size: int) -> tuple[UnitProfile, ...]:

@@ -86,6 +86,8 @@ class MemoryModel:
         if option.memory != "offload":
             resident += own_input
         gone = saved - resident
+        if option.memory == "recompute" and not option.segment:
+            resident += self.unsaved_input_bytes(k, option.layout, samples)
         trained, largest = cost.trained_bytes, max(self._sizes_bytes(k, option), default=0)
         choice = topk_choice_bytes(self.model, option, largest)
         feedback = feedback_bytes(option, trained, largest, choice)
@@ -179,7 +181,8 @@ class MemoryModel:
         if degree == 1 or samples is None:
             return 0.0
         edges = (self.model.profile.edges[e] for e in self.model.edges_into[k])
-        whole = sum(edge.bytes_per_sample for edge in edges) * samples
+        entering = sum(edge.bytes_per_sample for edge in edges)
+        whole = (entering if unit.input_saved is None else unit.input_saved) * samples
         split = unit.split(option.style)
         if option.style == "row" and split is not None:
             # The largest member's part.
@@ -251,6 +254,17 @@ class MemoryModel:
         whole = self.model.output_bytes_per_sample(k)[0] * samples
         split = option.layout.degree if option.style == "column" else 1
         return min(whole / split, saved)
+
+    def unsaved_input_bytes(self, k: int, layout: Layout, samples: int | None) -> float:
+        """What a unit that is recomputed keeps of its inputs beyond what is kept anyway: tensors
+        of the model's own code that nobody saves. A divided unit keeps its input in any case."""
+        if layout.degree > 1 or samples is None:
+            return 0.0
+        units, edges = self.model.profile.units, self.model.profile.edges
+        entering = ((edges[e], units[self.model.ends[e][0]]) for e in self.model.edges_into[k])
+        # What a unit with modules makes counts there, as it may be recomputed too.
+        unsaved = (e for e, source in entering if source.fixed and not source.output_kept)
+        return samples * sum(edge.bytes_per_sample for edge in unsaved)
 
     def keeps_output(self, k: int) -> bool:
         """Whether somebody saves the unit's output for backward, or may run again from it."""

@@ -2,8 +2,9 @@
 
 import meshwright as mw
 import torch
+from meshwright.models.precision import in_precision
 from meshwright.models.units.discover import discover
-from meshwright.profiler.memory import kept_inputs
+from meshwright.profiler.memory import saved_inputs
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,7 +27,8 @@ class Branches(nn.Module):
 def kept(model: nn.Module) -> dict[str, int]:
     batch = mw.Batch((torch.randn(SAMPLES, WIDTH),), torch.zeros(SAMPLES, WIDTH))
     units = discover(model, batch).units
-    return kept_inputs(model, units, batch, F.mse_loss)
+    found = saved_inputs(model, units, batch, F.mse_loss)
+    return {name: inputs.alone for name, inputs in found.items()}
 
 
 def test_what_a_linear_layer_alone_saves_is_its_own():
@@ -43,6 +45,15 @@ def test_what_its_maker_saves_too_stays():
 def test_what_two_units_save_stays_for_the_other():
     assert kept(Branches(shared=True)) == {"norm": 0, "left": 0, "right": 0}
     assert kept(Branches(shared=False)) == {"norm": 0, "left": WHOLE, "right": WHOLE}
+
+
+def test_what_autocast_makes_of_an_input_is_no_input():
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    batch = mw.Batch((torch.randn(SAMPLES, WIDTH),), torch.zeros(SAMPLES, WIDTH))
+    units = discover(model, batch).units
+    assert saved_inputs(model, units, batch, F.mse_loss)["1"].saved == WHOLE
+    made = in_precision(mw.Workload("cast", model, lambda n: batch, F.mse_loss), "bf16-mixed")
+    assert saved_inputs(model, units, batch, made.loss)["1"].saved == 0
 
 
 def test_the_model_is_left_as_it_was():
