@@ -40,8 +40,8 @@ from ..planner.schema.profile import (
     UpdateRate,
 )
 from .catalogue import Datasheet, datasheet
-from .memory import Footprints, FusedAttention, dry, is_dry, kept_inputs
-from .model import unit_profile
+from .memory import Footprints, FusedAttention, dry, is_dry, saved_inputs
+from .model import inputs_of, unit_profile
 from .operations import OperationLog
 from .roofline import Work, seconds
 from .shares import Cost, cost_of, shard_bytes
@@ -114,12 +114,10 @@ def _counted(
         calls = [capture(model, workload.make_batch(n), divided) for n in SHARE_SIZES]
         batch = workload.make_batch(FOOTPRINT_SIZES[0])
         with FusedAttention():
-            kept = kept_inputs(model, found.units, batch, workload.loss) if divided else {}
+            inputs = saved_inputs(model, found.units, batch, workload.loss) if divided else {}
         counted = _Estimator(workload, found, logs, footprints, calls, sheet, sizes, {})
         return found, tuple(
-            msgspec.structs.replace(
-                counted.unit(u), input_kept=kept.get(u.name, 0) / batch.size if u.splits else 0.0
-            )
+            msgspec.structs.replace(counted.unit(u), **inputs_of(u, inputs, batch.size))
             for u in found.units
         )
 

@@ -196,7 +196,7 @@ def test_grouped_queries_are_fused_too() -> None:
     k = torch.empty(2, 2, 64, 16, device=META, requires_grad=True)
     with FusedAttention(), OperationLog() as log:
         F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True).sum().backward()
-    assert [op.kind for op in log.forward[""]] == ["attention", "stream"]
+    assert "matmul" not in {op.kind for op in every(log)}
     assert log.forward[""][0].flops == 2 * 16 * 64 * 64 * 16
     assert k.grad is not None
     assert k.grad.shape == k.shape
