@@ -32,7 +32,7 @@ from ..executor.launch.start import (
 )
 from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
-from ..models.precision import measured_in, surrounding_precision
+from ..models.precision import surrounding_precision
 from ..models.target import try_out, workload
 from ..models.units.storages import tensors_in
 from ..models.workload import Workload
@@ -232,8 +232,7 @@ def profile(
     if device is not None and device.split(":")[0] not in ("cpu", "cuda"):
         # An unknown device is told before any work.
         datasheet(device)
-        with measured_in(_dry_workload(target, precision), None) as dry:
-            return estimate(dry, device, batches=batches)
+        return estimate(_dry_workload(target, precision), device, batches=batches)
     chosen = workload(target, precision=precision)
     try_out(chosen)
     if ranks > 1:
