@@ -31,8 +31,9 @@ from typing import NamedTuple
 from .catalogue import GIGA, TERA, Datasheet
 from .operations import Operation
 
-# Share of the memory bandwidth that streaming kernels reach: the same on A100 and H100 (copies
-# measured on an H100 at 3.02 of 3.35 TB/s, max pooling in the Inception table at 0.83).
+# Share of the memory bandwidth that streaming kernels reach: the same on A100 and H100. Read off
+# the ReLU rows of DeepPool's VGG table; copies measured on an H100 reach 3.02 of 3.35 TB/s, max
+# pooling in the Inception table 0.83.
 BANDWIDTH_REACHED = 0.87
 
 # A kernel's launch from Python, which small operations cannot beat.
