@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..planner.schema.errors import InputError
+from .compiled import eagerly, unwrapped
 from .replay import preserved
 from .workload import Batch, Workload
 from .zoo import build
@@ -166,7 +167,7 @@ def try_out(chosen: Workload, size: int = 2, device: torch.device | str = "cpu")
     training mode are left as they were.
     """
     try:
-        with preserved(chosen.model), torch.no_grad():
+        with preserved(chosen.model), eagerly(), torch.no_grad():
             batch = own_batch(chosen, size).to(device)
             loss = chosen.loss(chosen.model(*batch.args, **batch.kwargs), batch.target)
     except InputError:
@@ -203,7 +204,7 @@ def from_model(
     def make_batch(size: int) -> Batch:
         return example.take(torch.arange(size) % max(example.size, 1))
 
-    return Workload(type(model).__name__, model, make_batch, loss or default_loss)
+    return Workload(type(unwrapped(model)).__name__, model, make_batch, loss or default_loss)
 
 
 def example_batch(model: nn.Module, inputs: Any) -> Batch:

@@ -14,6 +14,7 @@ Where DeepPool published layer times for just that network and device, they repl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..executor.launch.start import software
+from ..models.compiled import uncompiled
 from ..models.replay import UnitCall, capture, preserved, run_modules
 from ..models.spec import UnitSpec
 from ..models.target import own_batch
@@ -77,7 +79,8 @@ def estimate(
     """
     sheet = datasheet(device)
     sizes = tuple(sorted(set(batches or BATCHES)))
-    with torch.random.fork_rng():
+    with uncompiled(workload.model) as model, torch.random.fork_rng():
+        workload = replace(workload, model=model)
         own_batch(workload, 2)
         try:
             found, units = _counted(dry(workload), sheet, sizes)

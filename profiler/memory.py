@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..models.compiled import eagerly
 from ..models.spec import UnitSpec
 from ..models.units.storages import LiveStorages, tensors_in
 from ..models.workload import Batch, Workload, device_of
@@ -81,7 +82,8 @@ def measure_footprint(
     for parameter in model.parameters():
         parameter.grad = None
     try:
-        with walk.timeline, walk.live:
+        # Compiled code does not show what it allocates: these are the eager model's bytes.
+        with eagerly(), walk.timeline, walk.live:
             walk.step(batch, loss)
     finally:
         for parameter, gradient in zip(model.parameters(), before, strict=True):

@@ -31,6 +31,7 @@ from ..executor.launch.start import (
 )
 from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
+from ..models.compiled import described, uncompiled
 from ..models.target import try_out, workload
 from ..models.units.storages import tensors_in
 from ..models.workload import Workload
@@ -166,8 +167,10 @@ def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torc
         (name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for name, p in model.named_parameters(remove_duplicate=False)
     ]
+    with uncompiled(model) as own:
+        compiled = described(own)
     where = (device_name(device), local_ranks(), torch.get_num_threads(), software())
-    return _digest("profile", workload.name, repr(model), parameters, inputs, batches, where)
+    return _digest("profile", workload.name, repr(model), parameters, inputs, batches, where, compiled)
 
 
 def _digest(*parts: object) -> str:

@@ -1,0 +1,221 @@
+"""Compiled models under a plan: the numbers of one process that compiles nothing."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from meshwright.executor.apply import apply
+from meshwright.executor.launch.verify import verify_on_ranks
+from meshwright.executor.parallel import full_state_dict, run_of
+from meshwright.models.units.discover import discover
+from meshwright.models.workload import Workload
+from meshwright.models.zoo import build
+from meshwright.planner.schema.plan import Plan
+from plans import SCHEDULES, by_columns_and_rows, plan_for, scheduled
+from reference import assert_equal, optimizer_of, shares, train_alone, twin, whole_loss
+from test_memory_policies import decided
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.sampling import sampled
+
+KINDS = ("linear", "embedding", "attention", "mlp")
+
+
+def whole(model: nn.Module, backend: Any) -> nn.Module:
+    return torch.compile(model, backend=backend)  # type: ignore[no-any-return]
+
+
+def in_place(model: nn.Module, backend: Any) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def by_blocks(model: nn.Module, backend: Any) -> nn.Module:
+    for block in _blocks(model):
+        block.compile(backend=backend)
+    return model
+
+
+def replaced_blocks(model: nn.Module, backend: Any) -> nn.Module:
+    blocks = _blocks(model)
+    for i in range(len(blocks)):
+        blocks[i] = torch.compile(blocks[i], backend=backend)
+    return model
+
+
+def _blocks(model: nn.Module) -> Any:
+    return model.h if hasattr(model, "h") else model
+
+
+WAYS = {f.__name__: f for f in (whole, in_place, by_blocks, replaced_blocks)}
+
+
+def network(name: str) -> Workload:
+    """A workload of blocks in float64."""
+    workload = build(name)
+    return Workload(
+        name, workload.model.double(), lambda n: workload.make_batch(n).to(dtype=torch.float64),
+        workload.loss,
+    )  # fmt: skip
+
+
+LAYOUTS: dict[str, Callable[[Plan], Plan]] = {
+    "data parallel": lambda plan: plan,
+    "divided": lambda plan: plan,
+    "recompute": lambda plan: decided(plan, memory="recompute"),
+    "divided, recompute": lambda plan: decided(plan, memory="recompute"),
+    "sharded": lambda plan: decided(plan, exchange="sharded"),
+    "fully sharded": lambda plan: decided(plan, exchange="fully_sharded"),
+    "fully sharded, recompute": lambda plan: decided(
+        plan, exchange="fully_sharded", memory="recompute"
+    ),
+}
+
+
+def plan_of(workload: Workload, layout: str, schedule: Any, world: int) -> Plan:
+    model = workload.model
+    found = discover(model, workload.make_batch(2))
+    choose = by_columns_and_rows(model, world, KINDS) if "divided" in layout else None
+    options = {"bucket_bytes": 2**14}
+    with scheduled(schedule):
+        made = plan_for(found, world, choose, **options) if choose else plan_for(
+            found, world, **options
+        )  # fmt: skip
+    return LAYOUTS[layout](made)
+
+
+def stripped(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+
+
+def trains(
+    rank: int,
+    world: int,
+    name: str,
+    layout: str,
+    schedule: str,
+    way: str,
+    when: str,
+    backend: str = "aot_eager",
+    batches: tuple[int, ...] = (4, 5, 4),
+) -> int:
+    """Trains a few steps as one process does; how many graphs that compiled."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    workload = network(name)
+    drawn = [workload.make_batch(size) for size in batches]
+    expected = train_alone(twin(workload.model), "sgd", drawn, workload.loss)
+    made = plan_of(workload, layout, schedule, world)
+    model = workload.model
+    if when == "before":
+        model = WAYS[way](model, counter)
+    optimizer = optimizer_of("sgd", model.parameters())
+    applied, _ = apply(model, optimizer, made, timeout_s=50)
+    assert applied is model
+    if when == "after":
+        model = WAYS[way](model, counter)
+    losses = []
+    for batch in drawn:
+        bounds = shares(batch.size, world)
+        mine = batch.slice(bounds[rank], bounds[rank + 1])
+        value = workload.loss(model(*mine.args, **mine.kwargs), mine.target)
+        losses.append(whole_loss(value, mine.size, batch.size))
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = full_state_dict(model)
+    assert list(state) == [n for n, _ in model.state_dict().items()]
+    assert_equal((losses, stripped(state)), expected)
+    return int(counter.frame_count)
+
+
+def cases() -> list[tuple[str, str, str, str]]:
+    """All that can be: sharded exchanges have no barrier."""
+    every = itertools.product(LAYOUTS, SCHEDULES, WAYS, ("before", "after"))
+    return [c for c in every if c[1] == "priority" or "sharded" not in c[0]]
+
+
+CHOSEN = [
+    ("data parallel", "barrier", "whole", "before"),
+    ("divided", "priority", "by_blocks", "before"),
+    ("fully sharded, recompute", "priority", "in_place", "after"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule", "way", "when"),
+    [*CHOSEN, *sampled([c for c in cases() if c not in CHOSEN], 4)],
+)
+def test_equals_one_process(ranks, layout, schedule, way, when):
+    counts = ranks(2)(trains, 2, "gpt-tiny", layout, schedule, way, when, limit_s=110)
+    assert all(count > 0 for count in counts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_inductor(ranks, layout):
+    ranks(2)(
+        trains, 2, "gpt-tiny", layout, "priority", "by_blocks", "before", "inductor", limit_s=600
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "way", "graphs"),
+    [
+        ("data parallel", "whole", 1),
+        ("data parallel", "by_blocks", 1),  # two equal blocks are compiled once
+        # LayerNorms, attention and MLPs, alike in both blocks; embeddings and the head.
+        ("recompute", "by_blocks", 3),
+        ("fully sharded", "by_blocks", 3),
+    ],
+)
+def test_graphs_end_where_the_plan_has_something_to_do(ranks, layout, way, graphs):
+    counts = ranks(2)(
+        trains, 2, "gpt-tiny", layout, "priority", way, "before", batches=(4, 4), limit_s=110
+    )  # fmt: skip
+    assert counts == [graphs, graphs]
+
+
+def copies_are_plain(rank: int, way: str) -> None:
+    workload = network("gpt-tiny")
+    made = plan_of(workload, "data parallel", "barrier", 2)
+    model = WAYS[way](workload.model, "aot_eager")
+    apply(model, None, made, timeout_s=50)
+    batch = workload.make_batch(4)
+    model(*batch.args)
+    inner = model._orig_mod if way == "whole" else model
+    average = copy.deepcopy(inner)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.zero_()
+        assert not average(*batch.args).any()
+        assert model(*batch.args).any()
+    assert run_of(model) is run_of(inner)
+
+
+@pytest.mark.parametrize("way", ["whole", "by_blocks"])
+def test_copies_compute_with_their_own_weights(ranks, way):
+    ranks(2)(copies_are_plain, way, limit_s=100)
+
+
+def verifies(rank: int, layout: str) -> bool:
+    workload = build("gpt-tiny")
+    made = plan_of(workload, layout, "priority", 2)
+    compiled = Workload(
+        "test", torch.compile(workload.model, backend="aot_eager"), workload.make_batch,
+        workload.loss,
+    )  # fmt: skip
+    return verify_on_ranks(made, compiled, timeout_s=50).passed
+
+
+def test_verify_takes_compiled_models(ranks):
+    assert ranks(2)(verifies, "divided", limit_s=100) == [True, True]
