@@ -47,8 +47,8 @@ def check_compiled(model: nn.Module, plan: Plan) -> None:
 
 
 def compile_regions(model: nn.Module, run: Run) -> None:
-    """Compiles what of the model its user has compiled, as far as the plan has nothing to do inside.
-    Call it when all that the plan changes in modules has been changed."""
+    """Compiles what of the model its user has compiled, in parts where the plan has something to do
+    inside. Call it when all that the plan changes in modules has been changed."""
     if run.compiled is not None:
         run.compiled.remove()
 

@@ -221,7 +221,12 @@ def _divide(
     # as where it has no samples and the next unit leaves it idle.
     if gradient is None:
         return None
-    if exclusive and kernels.eager and not gradient.requires_grad and gradient.layout is torch.strided:
+    if (
+        exclusive
+        and kernels.eager
+        and not gradient.requires_grad
+        and gradient.layout is torch.strided
+    ):
         dims = zip(gradient.shape, gradient.stride(), strict=True)
         # Elements of an expanded tensor lie in one place, and would be divided several times.
         if all(step or n < 2 for n, step in dims):

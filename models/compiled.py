@@ -1,13 +1,13 @@
 """torch.compile on a model: what its user compiles, and compiled code that lies between hooks."""
 
 # [Note: Compiled models]
-# What torch.compile traces it takes as it is, with hooks of inner modules, collectives and
-# parameters that wait for their values, none of which can be in a graph. So what a user has compiled
-# is taken off the model and noted at its modules (``take``), and ``CompiledRegions`` compiles as
-# much of it as lies between the places where a plan or a profile has something to do: the largest
-# modules without such a place inside. Of a module its ``forward`` is compiled, so that hooks at its
-# own ends run outside. What must run inside all the same, as the sum within a divided unit, is
-# ``eager``: torch breaks the graph there.
+# torch.compile traces a call with all that happens in it: hooks of inner modules, collectives,
+# parameters that wait for their values. None of these can be in a graph. So what a user has
+# compiled is taken off the model and noted at its modules (``Taken``), and ``CompiledRegions``
+# compiles as much of it as lies between the places where a plan or a profile has something to do:
+# the largest modules without such a place inside. Of a module its ``forward`` is compiled, so that
+# hooks at its own ends run outside. What must run inside all the same, as the sum within a divided
+# unit, is ``eager``: torch breaks the graph there.
 
 from __future__ import annotations
 

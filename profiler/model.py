@@ -91,9 +91,9 @@ def profile(
     runs short. Weights, buffers, gradients, random state and train/eval flags are left as they
     were; the model is moved to ``device`` and stays there. With ``room_bytes`` a batch size that
     would take more memory than that, or too long for the budget, is halved until it does not: times
-    and bytes of larger batches follow the line through those that were measured. What is compiled is
-    timed as compiled, with graphs that end at units where units are told apart; bytes, and how a
-    divided unit's shares compare with the whole, are those of the eager model. Raises
+    and bytes of larger batches follow the line through those that were measured. Compiled modules
+    are timed as compiled, with graphs that end at units where units are told apart; bytes, and how
+    a divided unit's shares compare with the whole, are those of the eager model. Raises
     ``InputError`` where the model fails on its batch.
     """
     where = torch.device(device or "cpu")

@@ -170,7 +170,9 @@ def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torc
     with uncompiled(model) as own:
         compiled = described(own)
     where = (device_name(device), local_ranks(), torch.get_num_threads(), software())
-    return _digest("profile", workload.name, repr(model), parameters, inputs, batches, where, compiled)
+    return _digest(
+        "profile", workload.name, repr(model), parameters, inputs, batches, where, compiled
+    )
 
 
 def _digest(*parts: object) -> str:

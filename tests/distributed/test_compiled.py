@@ -79,15 +79,16 @@ LAYOUTS: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-def plan_of(workload: Workload, layout: str, schedule: Any, world: int) -> Plan:
+def plan_of(
+    workload: Workload, layout: str, schedule: Any, world: int, bucket_bytes: int = 2**14
+) -> Plan:
     model = workload.model
     found = discover(model, workload.make_batch(2))
-    choose = by_columns_and_rows(model, world, KINDS) if "divided" in layout else None
-    options = {"bucket_bytes": 2**14}
+    kinds = KINDS if "divided" in layout else ()
     with scheduled(schedule):
-        made = plan_for(found, world, choose, **options) if choose else plan_for(
-            found, world, **options
-        )  # fmt: skip
+        made = plan_for(
+            found, world, by_columns_and_rows(model, world, kinds), bucket_bytes=bucket_bytes
+        )
     return LAYOUTS[layout](made)
 
 
@@ -105,6 +106,7 @@ def trains(
     when: str,
     backend: str = "aot_eager",
     batches: tuple[int, ...] = (4, 5, 4),
+    bucket_bytes: int = 2**14,
 ) -> int:
     """Trains a few steps as one process does; how many graphs that compiled."""
     torch._dynamo.reset()
@@ -112,7 +114,7 @@ def trains(
     workload = network(name)
     drawn = [workload.make_batch(size) for size in batches]
     expected = train_alone(twin(workload.model), "sgd", drawn, workload.loss)
-    made = plan_of(workload, layout, schedule, world)
+    made = plan_of(workload, layout, schedule, world, bucket_bytes)
     model = workload.model
     if when == "before":
         model = WAYS[way](model, counter)
@@ -169,18 +171,21 @@ def test_with_inductor(ranks, layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "way", "graphs"),
+    ("layout", "way", "message_bytes", "graphs"),
     [
-        ("data parallel", "whole", 1),
-        ("data parallel", "by_blocks", 1),  # two equal blocks are compiled once
-        # LayerNorms, attention and MLPs, alike in both blocks; embeddings and the head.
-        ("recompute", "by_blocks", 3),
-        ("fully sharded", "by_blocks", 3),
+        ("data parallel", "whole", 2**30, 1),
+        # Blocks, which are alike; the two embeddings, the last normalisation and the head.
+        ("data parallel", "whole", 2**14, 5),
+        ("data parallel", "by_blocks", 2**14, 1),
+        # Normalisations, attention and MLPs, alike in both blocks.
+        ("recompute", "by_blocks", 2**14, 3),
+        ("fully sharded", "by_blocks", 2**14, 3),
     ],
 )
-def test_graphs_end_where_the_plan_has_something_to_do(ranks, layout, way, graphs):
+def test_graphs_end_where_the_plan_has_something_to_do(ranks, layout, way, message_bytes, graphs):
     counts = ranks(2)(
-        trains, 2, "gpt-tiny", layout, "priority", way, "before", batches=(4, 4), limit_s=110
+        trains, 2, "gpt-tiny", layout, "priority", way, "before", batches=(4, 4),
+        bucket_bytes=message_bytes, limit_s=110,
     )  # fmt: skip
     assert counts == [graphs, graphs]
 

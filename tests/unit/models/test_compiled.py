@@ -43,7 +43,7 @@ def test_wrappers_are_taken_off_and_put_back():
     wrapper = model[0]
     with uncompiled(whole) as own:
         assert own is model
-        assert [name for name, _ in own.named_parameters()][0] == "0.first.weight"
+        assert next(name for name, _ in own.named_parameters()) == "0.first.weight"
         assert own[1]._compiled_call_impl is None
         assert [(name, how.split()[0]) for name, how in described(own)] == [
             ("", "aot_eager"), ("0", "eager"), ("1", "eager"),
