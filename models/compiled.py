@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import update_wrapper, wraps
+from functools import partial, update_wrapper, wraps
 from types import FunctionType, MethodType
 from typing import Any, Self, TypeVar
 
@@ -61,11 +61,11 @@ class Compilation:
         """Whether the backend replays CUDA graphs."""
         return bool(self._options.get("triton.cudagraphs")) or "cudagraphs" in self.described
 
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(self, function: Callable[..., Any]) -> Any:
         """The function, compiled so; without ``fullgraph``, as a plan may need breaks."""
         # With the backend as it is: ``torch.compile`` would wrap it again.
         optimize: Any = torch._dynamo.optimize
-        return optimize(backend=self.backend, dynamic=self.dynamic)(function)  # type: ignore[no-any-return]
+        return optimize(backend=self.backend, dynamic=self.dynamic)(function)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compilation:
         return self
@@ -102,7 +102,7 @@ def eagerly() -> AbstractContextManager[Any]:
     """Within it nothing is compiled, and what was runs as it was written."""
     if "torch._dynamo" not in sys.modules:  # then nothing has been
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+    return torch.compiler.set_stance("force_eager")
 
 
 # -- what the user has compiled --------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Taken:
             for name, child in module._modules.items():
                 if child is not None and _is_wrapper(child):
                     module._modules[name] = self._unwrap(child)
-                    self._undo.append(lambda m=module, n=name, c=child: m._modules.update({n: c}))
+                    self._undo.append(partial(module._modules.update, {name: child}))
         for module in self.model.modules():
             call = module._compiled_call_impl
             if call is not None:
@@ -273,14 +273,14 @@ class CompiledForward:
         return self._compiled(self.eager, *args, **kwargs)
 
     def install(self) -> None:
-        self.module.forward = self  # type: ignore[method-assign, assignment]
+        self.module.forward = self
 
     def remove(self) -> None:
         """The module's own forward again."""
         if self._own is None:
             vars(self.module).pop("forward", None)
         else:
-            self.module.forward = self._own  # type: ignore[method-assign]
+            self.module.forward = self._own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         copied = memo.get(id(self.module))

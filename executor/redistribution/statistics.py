@@ -53,7 +53,7 @@ def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) ->
             x, module.weight, module.bias, module.eps, moments, statistics, name
         )
 
-    module.forward = eager(forward)  # type: ignore[method-assign]
+    module.forward = eager(forward)  # type: ignore[method-assign, assignment]
 
 
 def tolerate_nothing(module: _BatchNorm) -> None:

@@ -81,7 +81,7 @@ def test_equal_blocks_are_compiled_once():
     model = blocks(10)  # more than torch compiles of one function
     for block in model:
         block.compile(backend=counter)
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 4, requires_grad=True)  # as what the first block leaves
     with uncompiled(model) as own:
         expected = own(x)
         with CompiledRegions(own, ()):
