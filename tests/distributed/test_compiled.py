@@ -25,7 +25,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.sampling import sampled
 
-KINDS = ("linear", "embedding", "attention", "mlp")
+KINDS = ("linear", "conv", "embedding", "attention", "mlp")
 
 
 def whole(model: nn.Module, backend: Any) -> nn.Module:
@@ -158,6 +158,26 @@ CHOSEN = [
 def test_equals_one_process(ranks, layout, schedule, way, when):
     counts = ranks(2)(trains, 2, "gpt-tiny", layout, schedule, way, when, limit_s=110)
     assert all(count > 0 for count in counts)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "way"),
+    [
+        ("mlp", "divided", "whole"),  # by columns and rows in turn
+        *sampled(
+            [
+                ("mlp", "divided, recompute", "in_place"),
+                ("cnn-digits", "divided", "whole"),
+                ("resnet50-32", "data parallel", "in_place"),  # statistics of the whole batch
+            ],
+            1,
+        ),
+    ],
+)
+def test_other_models(ranks, name, layout, way):
+    # Of the second step of a ResNet rounding is too much, as in test_equality.py.
+    batches = (5,) if name == "resnet50-32" else (4, 5, 4)
+    ranks(2)(trains, 2, name, layout, "priority", way, "before", batches=batches, limit_s=300)
 
 
 @pytest.mark.slow
