@@ -31,6 +31,7 @@ from .planner.schema.errors import InputError
 from .planner.schema.goal import Goal, make_goal
 from .planner.schema.pins import EARLY_RELEASE
 from .planner.schema.plan import Plan
+from .planner.schema.precision import check_precision
 from .planner.schema.profile import ModelProfile
 from .planner.schema.record import write_whole
 from .planner.solve.problem import Problem, Relaxation
@@ -69,6 +70,7 @@ def profile(
     batches: Sequence[int] | None = None,
     device: str | None = None,
     ranks: int = 1,
+    precision: str | None = None,
     progress: Step | None = None,
 ) -> ModelProfile:
     """What a model's units take, measured on this machine.
@@ -76,7 +78,9 @@ def profile(
     ``target`` names a workload or is one. ``batches`` are the batch sizes to measure. ``device`` is
     ``cpu`` or ``cuda``, or a catalogued device that is not here, for which times are estimated.
     With ``ranks`` above 1 so many processes measure at once, as they will share this host's memory
-    in a run (needs a target by name). Raises ``InputError``.
+    in a run (needs a target by name). ``precision`` is how the model computes (default: the
+    workload's own): ``float32``, ``tf32``, ``bf16``, ``bf16-mixed`` or ``fp16-mixed``, see
+    ``planner.schema.precision``. Raises ``InputError``.
     """
     from .profiler import sessions
 
@@ -84,7 +88,7 @@ def profile(
         raise InputError(f"batch size {min(batches)} cannot be measured: give at least 1")
     if ranks < 1:
         raise InputError(f"{ranks} ranks cannot measure: give at least 1")
-    return sessions.profile(target, batches, device, ranks, progress)
+    return sessions.profile(target, batches, device, ranks, precision, progress)
 
 
 def probe(*, ranks: int | None = None, progress: Step | None = None) -> Cluster:
@@ -117,12 +121,14 @@ def plan(
     hypothetical: bool = False,
     forbidden: Sequence[str] = (),
     schedule: Schedules = "auto",
+    precision: str | None = None,
     progress: Step | None = None,
 ) -> Plan:
     """How to train a model on a cluster.
 
     ``what`` is a profile, or a target that is measured here (where the cluster is of this machine's
-    devices) or estimated (where its devices are catalogued). Plans only what the executor can run,
+    devices) or estimated (where its devices are catalogued), in ``precision`` as for ``profile``:
+    the plan says it, and what runs the plan computes so. Plans only what the executor can run,
     unless ``hypothetical``; never the policies ``forbidden``. With ``bursts`` units may take a part
     of the ranks and leave the others idle. ``schedule`` says how gradients
     travel: ``barrier``, ``priority``, or ``auto``: priority if predicted at least 5% quicker, or
@@ -131,8 +137,8 @@ def plan(
     """
     check_time_limit(time_limit_s)
     problem = _problem(
-        what, cluster, goal, bursts=bursts, hypothetical=hypothetical, forbidden=forbidden,
-        schedule=schedule, progress=progress,
+        what, cluster, goal, precision, bursts=bursts, hypothetical=hypothetical,
+        forbidden=forbidden, schedule=schedule, progress=progress,
     )  # fmt: skip
     # Patterns in pins are of this profile's units: they are expanded once it is known.
     return _solved(expand_pins(problem), solver, time_limit_s)
@@ -157,16 +163,26 @@ class PlanOptions(TypedDict, total=False):
 
 
 def _problem(
-    what: str | Workload | ModelProfile, cluster: Cluster, goal: Goal, **how: Unpack[PlanOptions]
+    what: str | Workload | ModelProfile,
+    cluster: Cluster,
+    goal: Goal,
+    precision: str | None,
+    **how: Unpack[PlanOptions],
 ) -> Problem:
     """The problem of ``problem_for``, with a profile where ``what`` is none: measured here, or
     estimated for the cluster's devices."""
     # Before measuring, which may take a minute.
     check_schedule(how.get("schedule", "auto"))
+    wanted = check_precision(precision)
     if not isinstance(what, ModelProfile):
         from .profiler import sessions
 
-        what = sessions.profile_for(what, cluster, goal, how.get("progress"))
+        what = sessions.profile_for(what, cluster, goal, wanted, how.get("progress"))
+    elif wanted not in (None, what.precision):
+        raise InputError(
+            f"the profile of {what.target} was made with precision {what.precision or 'as built'}, "
+            f"not {wanted}: profile it so, or leave --precision (precision) out"
+        )
     return problem_for(what, cluster, goal, CAPABILITY, **how)
 
 
@@ -215,6 +231,7 @@ def sizes(
     goal: Goal,
     ranks: Sequence[int],
     *,
+    precision: str | None = None,
     solver: str = "auto",
     time_limit_s: float | None = None,
     **how: Unpack[PlanOptions],
@@ -225,7 +242,7 @@ def sizes(
     check_time_limit(time_limit_s)
     if not ranks:
         raise InputError("no cluster sizes to plan for: name at least one, such as 8")
-    problem = _problem(what, cluster, goal, **how)
+    problem = _problem(what, cluster, goal, precision, **how)
     return changes.sizes(problem, ranks, solver, time_limit_s)
 
 
@@ -235,6 +252,7 @@ def front(
     goal: Goal,
     *,
     points: int = 8,
+    precision: str | None = None,
     solver: str = "auto",
     time_limit_s: float | None = None,
     **how: Unpack[PlanOptions],
@@ -244,7 +262,7 @@ def front(
     check_time_limit(time_limit_s)
     if points < 2:
         raise InputError(f"a front of {points} points has no two ends: ask for at least 2")
-    problem = _problem(what, cluster, goal, **how)
+    problem = _problem(what, cluster, goal, precision, **how)
     return described_front(expand_pins(problem), points, solver, time_limit_s)
 
 
@@ -338,13 +356,15 @@ def is_rank_zero() -> bool:
 def verify(
     plan: Plan,
     *,
-    dtype: Literal["float64", "float32"] = "float64",
+    dtype: Literal["float64", "float32", "own"] = "float64",
     batch: int | None = None,
     timeout_s: float | None = None,
 ) -> Verification:
     """Whether training under ``plan`` equals that of one process, on the plan's own model.
 
-    Starts the plan's ranks on this machine; see ``executor.launch.verify``. ``batch`` in samples
+    Starts the plan's ranks on this machine; see ``executor.launch.verify``. ``dtype`` is what
+    parameters and inputs are made into: ``own`` leaves them as the plan's precision has them, while
+    ``float64`` shows whether the mathematics are right, whatever rounds. ``batch`` in samples
     (default: the plan's, at most four for each rank). ``timeout_s`` ends it. Raises ``InputError``.
     """
     from .executor.launch.processes import Ranks, check_plan
@@ -424,6 +444,7 @@ def auto_parallelize(
     schedule: Schedules = "auto",
     lossy: bool | Lossy = False,
     min_fidelity: float | None = None,
+    precision: str | None = None,
     solver: str = "auto",
     time_limit_s: float | None = None,
     timeout_s: float | None = None,
@@ -443,7 +464,9 @@ def auto_parallelize(
     bounds the search, ``timeout_s`` every later wait for another rank. ``lossy`` allows part of the
     gradients to wait for later steps where communication would be waited for, as long as
     ``min_fidelity`` (0.9, say) of their energy is sent at once, as measured. ``Lossy`` settings in
-    place of True say how, for a ready ``plan`` too. The other arguments are ``Goal``'s; the
+    place of True say how, for a ready ``plan`` too. ``precision`` is how the model computes, as for
+    ``profile``; the model's forward runs so from then on. Without it the autocast around this call
+    is read, if there is one. The other arguments are ``Goal``'s; the
     optimizer's kind is read off ``optimizer``.
 
     Returns the same model object, the same optimizer object and the plan. Raises ``InputError`` or
@@ -460,6 +483,7 @@ def auto_parallelize(
     from .executor.launch.start import start_process_group
     from .executor.optimizer.lazy import releases_not
     from .executor.optimizer.state import optimizer_name, ready
+    from .models.precision import set_precision, surrounding_precision
     from .models.target import workload_of
     from .models.workload import Workload
 
@@ -470,6 +494,7 @@ def auto_parallelize(
         memory_limit_bytes=memory_limit_bytes, micro_batches=micro_batches,
         min_fidelity=min_fidelity, time_limit_s=time_limit_s,
     )  # fmt: skip
+    wanted = check_precision(precision)
     device = start_process_group(limit)
     module = model.model if isinstance(model, Workload) else model
     # What may fail on one rank is done together: an error on one is raised on all of them, and no
@@ -478,6 +503,9 @@ def auto_parallelize(
     chosen = together(lambda: given_plan(plan))
     if chosen is None:
         workload, samples = together(lambda: workload_of(model, example_inputs, loss))
+        workload = replace(
+            workload, precision=wanted or workload.precision or surrounding_precision(device)
+        )
         ranks = dist.get_world_size()
         batch = samples * ranks if global_batch_size is None else global_batch_size
         goal = together(
@@ -496,6 +524,14 @@ def auto_parallelize(
         chosen = _plan_on_ranks(
             workload, goal, device, solver, time_limit_s, schedule=schedule, forbidden=forbidden
         )
+    elif wanted not in (None, chosen.precision):
+        raise InputError(
+            f"the plan is for precision {chosen.precision or 'as built'}, not {wanted}: plan for "
+            "that precision, or leave precision out"
+        )
+    computed = chosen.precision
+    if computed is not None:
+        together(lambda: set_precision(module, computed, optimizer))
     # True allows lossy exchange in planning; how it is done is left to the defaults.
     settings = lossy if isinstance(lossy, Lossy) else None
     model_, optimizer_ = apply(module, optimizer, chosen, timeout_s=timeout_s, lossy=settings)

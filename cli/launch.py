@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def verify(
     plan_file: options.PlanFile,
-    dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
+    dtype: Annotated[str, typer.Option(help="float64, float32, or own: the plan's.")] = "float64",
     batch: Annotated[
         int | None, whole("Samples of a step (default: up to 4 for each rank).")
     ] = None,
@@ -50,10 +50,11 @@ def verify(
         raise RunError(f"the plan's training differs from one process's in {found.dtype}{why}")
 
 
-def _dtype(name: str) -> Literal["float64", "float32"]:
-    names: dict[str, Literal["float64", "float32"]] = {"float64": "float64", "float32": "float32"}
+def _dtype(name: str) -> Literal["float64", "float32", "own"]:
+    names: dict[str, Literal["float64", "float32", "own"]]
+    names = {"float64": "float64", "float32": "float32", "own": "own"}
     if name not in names:
-        raise InputError(f"--dtype {name!r} is not compared: choose float64 or float32")
+        raise InputError(f"--dtype {name!r} is not compared: choose float64, float32 or own")
     return names[name]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..executor.launch.progress import progress
-from .options import AllUnits, Json, out
+from .options import AllUnits, Json, PrecisionName, out
 from .output import check_out, deliver
 from .render.documents import cluster_table, units_table
 from .values import amount, counts, number, whole
@@ -34,6 +34,7 @@ def profile(
     ranks: Annotated[
         int, whole("Measure while so many processes compute, as in a run on one host.")
     ] = 1,
+    precision: PrecisionName = None,
     all_units: AllUnits = False,
     json: Json = False,
 ) -> None:
@@ -42,7 +43,9 @@ def profile(
 
     check_out(out_)
     with progress(f"profiling {target}") as step:
-        found = api.profile(target, batches=batches, device=device, ranks=ranks, progress=step)
+        found = api.profile(
+            target, batches=batches, device=device, ranks=ranks, precision=precision, progress=step
+        )
     deliver(found, out_, json, units_table(found, fold=not all_units))
 
 

@@ -26,6 +26,15 @@ def out(what: str) -> OptionInfo:
     return option
 
 
+PrecisionName = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        help="How the model computes: float32, tf32, bf16, bf16-mixed or fp16-mixed (default: as "
+        "it was built).",
+    ),
+]
+
 # -- plan -----------------------------------------------------------------------------------------
 
 Target = Annotated[

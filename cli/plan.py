@@ -58,6 +58,7 @@ def plan(
     min_fidelity: options.MinFidelity = None,
     slices: options.Slices = None,
     schedule: options.Schedule = "auto",
+    precision: options.PrecisionName = None,
     bursts: options.Bursts = False,
     hypothetical: options.Hypothetical = False,
     all_layouts: options.AllLayouts = False,
@@ -107,6 +108,7 @@ def plan(
             "hypothetical": hypothetical,
             "forbidden": wishes.without,
             "schedule": schedule,
+            "precision": precision,
             "progress": step,
         }
         if ranks is not None:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..planner.schema.errors import InputError
-from .compiled import eagerly, unwrapped
+from ..planner.schema.precision import Precision, check_precision
+from .compiled import eagerly, uncompiled, unwrapped
+from .precision import measured_in
 from .replay import preserved
 from .workload import Batch, Workload
 from .zoo import build
@@ -33,10 +35,11 @@ class NoFileError(InputError):
     """A target whose file is not there."""
 
 
-def planned(target: str) -> Workload:
-    """The workload of a plan's target, whose file is named as seen from where it was planned."""
+def planned(target: str, precision: Precision | None = None) -> Workload:
+    """The workload of a plan's target, whose file is named as seen from where it was planned, to
+    compute in the plan's precision."""
     try:
-        return workload(target)
+        return replace(workload(target), precision=precision)
     except NoFileError:
         raise InputError(
             f"there is no file {target.rpartition(':')[0]} here, which the plan names: run this "
@@ -44,12 +47,16 @@ def planned(target: str) -> Workload:
         ) from None
 
 
-def workload(target: str | Workload, *, seed: int = 0) -> Workload:
-    """The workload that ``target`` names, under that name; a Workload is returned as it is.
+def workload(target: str | Workload, *, seed: int = 0, precision: str | None = None) -> Workload:
+    """The workload that ``target`` names, under that name; a Workload is returned as it is, but to
+    compute in ``precision`` where one is given.
 
     Its parameters are drawn with ``seed``, so that every process builds the same; the caller's
     random state is left alone. Raises ``InputError`` with the remedy.
     """
+    chosen = check_precision(precision)
+    if chosen is not None:
+        return replace(workload(target, seed=seed), precision=chosen)
     if isinstance(target, Workload):
         return target
     with torch.random.fork_rng():
@@ -167,9 +174,16 @@ def try_out(chosen: Workload, size: int = 2, device: torch.device | str = "cpu")
     training mode are left as they were.
     """
     try:
-        with preserved(chosen.model), eagerly(), torch.no_grad():
-            batch = own_batch(chosen, size).to(device)
-            loss = chosen.loss(chosen.model(*batch.args, **batch.kwargs), batch.target)
+        with (
+            uncompiled(chosen.model) as model,
+            measured_in(replace(chosen, model=model), None) as run,
+            preserved(run.model),
+            eagerly(),
+            torch.no_grad(),
+        ):
+            own_batch(chosen, size)
+            batch = run.make_batch(size).to(device)
+            loss = run.loss(run.model(*batch.args, **batch.kwargs), batch.target)
     except InputError:
         raise
     except Exception as error:

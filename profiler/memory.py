@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..models.compiled import eagerly
+from ..models.replay import preserved
 from ..models.spec import UnitSpec
 from ..models.units.storages import LiveStorages, tensors_in
 from ..models.workload import Batch, Workload, device_of
@@ -91,6 +93,64 @@ def measure_footprint(
     return walk.footprint()
 
 
+class SavedInputs(NamedTuple):
+    """Bytes of a unit's inputs that it saves for backward, and of those that nobody else does."""
+
+    saved: int
+    alone: int
+
+
+def saved_inputs(
+    model: nn.Module, units: Sequence[UnitSpec], batch: Batch, loss: Loss
+) -> dict[str, SavedInputs]:
+    """What each unit saves of its inputs: a divided unit saves another form of them, and then
+    nobody saves what it alone did."""
+    units_at_work = Timeline(model, units, device_of(model))
+    given: dict[str, dict[int, int]] = {}
+    savers: dict[int, set[str]] = {}
+    alive: list[Tensor] = []  # storages are told apart while all of them are there
+
+    def key(tensor: Tensor) -> int:
+        alive.append(tensor)
+        return int(tensor.untyped_storage()._cdata)
+
+    def save(tensor: Tensor) -> Tensor:
+        savers.setdefault(key(tensor), set()).add(units_at_work.node)
+        return tensor
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            for tensor in tensors_in((args, kwargs)):
+                given.setdefault(name, {})[key(tensor)] = tensor.untyped_storage().nbytes()
+
+        return hook
+
+    # What lasts, whoever saves it.
+    apart = tensors_in((batch.args, dict(batch.kwargs), batch.target))
+    lasting = {key(t) for t in (*apart, *model.parameters(), *model.buffers())}
+    with ExitStack() as hooks, units_at_work, preserved(model), torch.enable_grad():
+        for unit in units:
+            if unit.modules:
+                first = model.get_submodule(unit.modules[0])
+                handle = first.register_forward_pre_hook(enter(unit.name), with_kwargs=True)
+                hooks.callback(handle.remove)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+            loss(model(*batch.args, **batch.kwargs), batch.target)
+
+    def size(inputs: dict[int, int], name: str, others: bool) -> int:
+        return sum(
+            size
+            for key, size in inputs.items()
+            if name in savers.get(key, ())
+            and (others or (savers[key] == {name} and key not in lasting))
+        )
+
+    return {
+        name: SavedInputs(size(inputs, name, True), size(inputs, name, False))
+        for name, inputs in given.items()
+    }
+
+
 _PERSISTENT = "persistent"
 
 
@@ -158,8 +218,25 @@ class _Walk:
             storages = [t.untyped_storage() for t in tensors_in(output)]
             self._outputs.setdefault(name, []).extend(weakref.ref(s) for s in storages)
 
+        def note_glue(name: str, inputs: Any) -> None:
+            known = [made() for row in self._outputs.values() for made in row]
+            others = {id(made) for made in known}
+            note(name, [t for t in tensors_in(inputs) if id(t.untyped_storage()) not in others])
+
+        pairs = pairwise(self.units)
+        glue = {b.name: a.name for a, b in pairs if a.kind == "glue" and b.modules}
         with ExitStack() as hooks:
             for unit in self.units:
+                if unit.name in glue:
+                    # What enters a unit and no unit has made, the code before it has.
+                    first = self.model.get_submodule(unit.modules[0])
+                    entry = first.register_forward_pre_hook(
+                        lambda _, args, kwargs, name=glue[unit.name]: note_glue(
+                            name, (args, kwargs)
+                        ),
+                        with_kwargs=True,
+                    )
+                    hooks.callback(entry.remove)
                 if unit.modules:
                     last = self.model.get_submodule(unit.modules[-1])
                     handle = last.register_forward_hook(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from ..executor.launch.start import device_name, software
 from ..models.compiled import CompiledRegions, ancestors, uncompiled
+from ..models.precision import measured_in
 from ..models.replay import capture, preserved
 from ..models.spec import UnitSpec
 from ..models.splits.leaves import BATCH_NORMS
@@ -23,7 +24,7 @@ from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
 from ..planner.schema.profile import ModelProfile, ParameterProfile, ShareProfile, UnitProfile
 from .fidelity import STEPS, measure_fidelity
-from .memory import Footprint, measure_footprint
+from .memory import Footprint, SavedInputs, measure_footprint, saved_inputs
 from .shares import ShareMeter, split_profiles
 from .timing import StepTimes, Timeline, plain_step, update_rates
 
@@ -88,17 +89,21 @@ def profile(
     ``batches`` are the batch sizes to measure; by default 1 to 32, stopping early where a step
     takes long. ``degrees`` are the model parallel degrees at which divided units are measured.
     ``budget_s`` bounds the time roughly: fewer repeats are made and larger degrees left out when it
-    runs short. Weights, buffers, gradients, random state and train/eval flags are left as they
-    were; the model is moved to ``device`` and stays there. With ``room_bytes`` a batch size that
-    would take more memory than that, or too long for the budget, is halved until it does not: times
-    and bytes of larger batches follow the line through those that were measured. Compiled modules
-    are timed as compiled, with graphs that end at units where units are told apart; bytes, and how
-    a divided unit's shares compare with the whole, are those of the eager model. Raises
-    ``InputError`` where the model fails on its batch.
+    runs short. The workload's ``precision`` holds meanwhile. Weights, buffers, gradients, random
+    state and train/eval flags are left as they were; the model is moved to ``device`` and stays
+    there. With ``room_bytes`` a batch size that would take more memory than that, or too long for
+    the budget, is halved until it does not: times and bytes of larger batches follow the line
+    through those that were measured. Compiled modules are timed as compiled, with graphs that end
+    at units where units are told apart; bytes, and how a divided unit's shares compare with the
+    whole, are those of the eager model. Raises ``InputError`` where the model fails on its batch.
     """
     where = torch.device(device or "cpu")
-    with uncompiled(workload.model) as model:
-        job = _Job(replace(workload, model=model), where, budget_s, progress)
+    workload.model.to(where)
+    with (
+        uncompiled(workload.model) as model,
+        measured_in(replace(workload, model=model), workload.precision) as chosen,
+    ):
+        job = _Job(chosen, where, budget_s, progress)
         return _profile(job, batches, optimizers, degrees, repeats, room_bytes)
 
 
@@ -111,7 +116,6 @@ def _profile(
     room_bytes: float | None,
 ) -> ModelProfile:
     workload, where = job.workload, job.device
-    workload.model.to(where)
     job.report(0.0, "finding units")
     devices = [where.index or 0] if where.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -133,6 +137,7 @@ def _profile(
         device=device_name(where),
         device_type=where.type,
         dtype=str(types[0] if types else torch.get_default_dtype()).removeprefix("torch."),
+        precision=workload.precision,
         software=software(),
         batches=sizes,
         units=units,
@@ -250,7 +255,7 @@ def _units(
     sizes = [m.batch for m in measured]
     middle = job.batch(sizes[len(sizes) // 2])
     calls = capture(model, middle, [u for u in found.units if u.splits])
-    meter = ShareMeter(model, job.device, job.start + job.budget_s)
+    meter = ShareMeter(model, job.device, job.start + job.budget_s, job.workload.precision)
     # Parameters that no unit has count to the model's beginning, as in the executor.
     outside = {found.units[0].name: found.outside}
     bases = {
@@ -269,10 +274,23 @@ def _units(
         base = bases[unit.name]
         bases[unit.name] = msgspec.structs.replace(base, shares=(base.whole, *shares))
     discarded = measured[0].footprint.discarded
+    batch = job.batch(sizes[0])
+    kept = saved_inputs(model, found.units, batch, job.workload.loss) if divided else {}
     return tuple(
-        msgspec.structs.replace(bases[u.name], output_kept=u.name not in discarded)
+        msgspec.structs.replace(
+            bases[u.name],
+            output_kept=u.name not in discarded,
+            **_inputs_of(u, kept, batch.size),
+        )
         for u in found.units
     )
+
+
+def _inputs_of(unit: UnitSpec, found: Mapping[str, SavedInputs], size: int) -> dict[str, float]:
+    if not unit.splits or unit.name not in found:
+        return {}
+    inputs = found[unit.name]
+    return {"input_saved": inputs.saved / size, "input_kept": inputs.alone / size}
 
 
 def _with_fidelity(job: _Job, units: Sequence[UnitProfile], size: int) -> tuple[UnitProfile, ...]:

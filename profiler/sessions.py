@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..executor.comm.agreement import rank_zero_decides, together
 from ..executor.launch.processes import Ranks
@@ -32,6 +33,7 @@ from ..executor.launch.start import (
 from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
 from ..models.compiled import described, uncompiled
+from ..models.precision import measured_in, surrounding_precision
 from ..models.target import try_out, workload
 from ..models.units.storages import tensors_in
 from ..models.workload import Workload
@@ -40,6 +42,7 @@ from ..planner.schema.cache import DocumentT
 from ..planner.schema.cluster import Cluster, Device, Node
 from ..planner.schema.errors import InputError
 from ..planner.schema.goal import Goal
+from ..planner.schema.precision import Precision
 from ..planner.schema.profile import ModelProfile
 from .catalogue import datasheet
 from .catalogue import names as catalogued
@@ -159,6 +162,7 @@ def _once(
 def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torch.device) -> str:
     # All that times and bytes depend on. The weights' values are not part of it.
     model = workload.model
+    switches = [_switches(module) for module in model.modules()]
     with torch.random.fork_rng():
         batch = workload.make_batch(1)
     given = tensors_in((batch.args, dict(batch.kwargs), batch.target))
@@ -170,9 +174,20 @@ def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torc
     with uncompiled(model) as own:
         compiled = described(own)
     where = (device_name(device), local_ranks(), torch.get_num_threads(), software())
-    return _digest(
-        "profile", workload.name, repr(model), parameters, inputs, batches, where, compiled
-    )
+    how = (
+        workload.precision or surrounding_precision(device), switches,
+        torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, compiled,
+    )  # fmt: skip
+    return _digest("profile", workload.name, repr(model), parameters, inputs, batches, where, how)
+
+
+def _switches(module: nn.Module) -> list[tuple[str, Any]]:
+    """The plain settings of one module and of its configuration: whether it checkpoints, which
+    attention it computes, and whatever else what it prints does not show."""
+    plain = (bool, int, float, str, type(None))
+    config = vars(module).get("config")
+    found = [*vars(module).items(), *(vars(config).items() if hasattr(config, "__dict__") else ())]
+    return sorted((name, value) for name, value in found if isinstance(value, plain))
 
 
 def _digest(*parts: object) -> str:
@@ -189,8 +204,9 @@ def profile_task(task: Task, folder: Path, device: torch.device) -> ModelProfile
     """The task ``profile`` on this rank."""
     with rank_zero_bar(f"profiling {task.target}") as step:
         return profile_on_ranks(
-            targets.workload(task.target), task.batches or None, device, step, refresh=task.refresh
-        )
+            targets.workload(task.target, precision=task.precision), task.batches or None, device,
+            step, refresh=task.refresh,
+        )  # fmt: skip
 
 
 def profile(
@@ -198,28 +214,30 @@ def profile(
     batches: Sequence[int] | None,
     device: str | None,
     ranks: int,
+    precision: str | None,
     progress: Step | None,
 ) -> ModelProfile:
     """See ``api.profile``."""
     if device is not None and device.split(":")[0] not in ("cpu", "cuda"):
         # An unknown device is told before any work.
         datasheet(device)
-        return estimate(_dry_workload(target), device, batches=batches)
-    chosen = workload(target)
+        with measured_in(_dry_workload(target, precision), None) as dry:
+            return estimate(dry, device, batches=batches)
+    chosen = workload(target, precision=precision)
     try_out(chosen)
     if ranks > 1:
-        return _on_ranks(target, batches, ranks, refresh=True)
+        return _on_ranks(target, batches, ranks, chosen.precision, refresh=True)
     return profile_model(chosen, batches=batches, device=device_of(device), progress=progress)
 
 
-def _dry_workload(target: str | Workload) -> Workload:
+def _dry_workload(target: str | Workload, precision: str | None) -> Workload:
     """The workload without memory for its parameters, as it may not fit here; with it where it
     cannot be built otherwise (its factory loads weights, say)."""
     try:
         with torch.device("meta"):
-            return workload(target)
+            return workload(target, precision=precision)
     except InputError:
-        return workload(target)
+        return workload(target, precision=precision)
 
 
 def device_of(name: str | None) -> torch.device:
@@ -236,14 +254,21 @@ def device_of(name: str | None) -> torch.device:
 
 
 def _on_ranks(
-    target: str | Workload, batches: Sequence[int] | None, ranks: int, refresh: bool
+    target: str | Workload,
+    batches: Sequence[int] | None,
+    ranks: int,
+    precision: Precision | None,
+    refresh: bool,
 ) -> ModelProfile:
     if isinstance(target, Workload):
         raise InputError(
             f"workload {target.name!r} cannot be sent to {ranks} processes: name it as "
             "file.py:factory"
         )
-    task = Task(name="profile", target=target, batches=tuple(batches or ()), refresh=refresh)
+    task = Task(
+        name="profile", target=target, batches=tuple(batches or ()), precision=precision,
+        refresh=refresh,
+    )  # fmt: skip
     found = run_task(task, Ranks(nproc=ranks), ModelProfile)
     assert found is not None
     return found
@@ -264,7 +289,11 @@ def probe(ranks: int | None, progress: Step | None) -> Cluster:
 
 
 def profile_for(
-    target: str | Workload, cluster: Cluster, goal: Goal, progress: Step | None
+    target: str | Workload,
+    cluster: Cluster,
+    goal: Goal,
+    precision: str | None,
+    progress: Step | None,
 ) -> ModelProfile:
     """A profile of ``target`` on the cluster's devices: measured where they are this machine's,
     else estimated where they are catalogued."""
@@ -274,10 +303,10 @@ def profile_for(
     if names == {here}:
         batches = batches_for(goal, cluster.world_size)
         ranks = max(len(node.devices) for node in cluster.nodes)
-        chosen, where = workload(target), local_device()
+        chosen, where = workload(target, precision=precision), local_device()
         try_out(chosen)
         if ranks > 1 and where.type == "cpu" and isinstance(target, str):
-            return _on_ranks(target, batches, ranks, refresh=False)
+            return _on_ranks(target, batches, ranks, chosen.precision, refresh=False)
         return profile_model(
             chosen, batches=batches, device=where, progress=progress, room_bytes=room_bytes(where)
         )
@@ -291,4 +320,4 @@ def profile_for(
             f"the cluster's device {name!r} is neither this machine's ({here!r}) nor catalogued: "
             "run 'meshwright profile' there and plan from that profile"
         )
-    return profile(target, None, name, 1, progress)
+    return profile(target, None, name, 1, precision, progress)

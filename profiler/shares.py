@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..models.precision import autocast_of
 from ..models.replay import UnitCall, copied, run_modules
 from ..models.spec import SplitSpec, UnitSpec
 from ..models.splits import apply_split
 from ..models.splits.check import isolated, member_call
 from ..models.units.storages import tensors_in
 from ..planner.schema.capability import degrees
+from ..planner.schema.precision import Precision
 from ..planner.schema.profile import ShareProfile, SplitProfile, UnitProfile
 from .memory import SavedTensors
 from .timing import Clock
@@ -42,8 +45,15 @@ class Cost(NamedTuple):
 class ShareMeter:
     """Measures shares until ``deadline`` (``time.perf_counter``), then leaves the rest out."""
 
-    def __init__(self, model: nn.Module, device: torch.device, deadline: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        deadline: float,
+        precision: Precision | None = None,
+    ) -> None:
         self._model, self._device, self._deadline = model, device, deadline
+        self._precision = precision
         self._known: dict[tuple[Any, ...], Cost | None] = {}
 
     def shares(
@@ -103,10 +113,8 @@ class ShareMeter:
         apply_split(shard, unit.modules, split, degree, 0, reduce)
         given = member_call(unit, split, call, degree, 0)
         # In turn, so that a disturbance hits both; the first round warms up.
-        rounds = [
-            (cost_of(holder, unit, call, self._device), cost_of(shard, unit, given, self._device))
-            for _ in range(ROUNDS + 1)
-        ][1:]
+        of = partial(cost_of, device=self._device, precision=self._precision)
+        rounds = [(of(holder, unit, call), of(shard, unit, given)) for _ in range(ROUNDS + 1)][1:]
         whole, part = (map(median, zip(*costs, strict=True)) for costs in zip(*rounds, strict=True))
         return Cost(*map(_over, part, whole))
 
@@ -131,13 +139,22 @@ def _over(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 1.0
 
 
-def cost_of(holder: nn.Module, unit: UnitSpec, call: UnitCall, device: torch.device) -> Cost:
-    """What one run of a unit's modules takes."""
+def cost_of(
+    holder: nn.Module,
+    unit: UnitSpec,
+    call: UnitCall,
+    device: torch.device,
+    precision: Precision | None = None,
+) -> Cost:
+    """What one run of a unit's modules takes, under the autocast of ``precision``."""
     given = call.fresh()
     clock = Clock(device)
-    saved = SavedTensors([*holder.parameters(), *holder.buffers()], lambda: "")
+    # Without its inputs, which belong to whoever made them.
+    apart = (*holder.parameters(), *holder.buffers(), *given.tensors())
+    saved = SavedTensors(apart, lambda: "")
     start = clock.now()
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
+    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t)
+    with torch.enable_grad(), hooks, autocast_of(precision, device):
         output = run_modules(holder, unit.modules, given)
     middle = clock.now()
     leaves = [t for t in tensors_in(output) if t.requires_grad]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ...planner.schema.plan import Plan
+from ...planner.schema.precision import Precision
 from ...planner.schema.record import Record, load, save
 from .progress import Step, progress
 
@@ -45,7 +46,8 @@ class Task(Record, frozen=True, kw_only=True):
     name: TaskName
     target: str = ""
     batches: tuple[int, ...] = ()
-    dtype: Literal["float64", "float32"] = "float64"
+    precision: Precision | None = None
+    dtype: Literal["float64", "float32", "own"] = "float64"
     batch: int | None = None
     steps: int = 30
     timeout_s: float | None = None
@@ -101,7 +103,7 @@ def verify_task(task: Task, folder: Path, device: torch.device) -> Verification:
     from .verify import verify_on_ranks
 
     plan = load(Plan, folder / PLAN)
-    chosen = planned(plan.target)
+    chosen = planned(plan.target, plan.precision)
     try_out(chosen)
     with rank_zero_bar(f"verifying {plan.target}") as step:
         return verify_on_ranks(
@@ -111,14 +113,16 @@ def verify_task(task: Task, folder: Path, device: torch.device) -> Verification:
 
 
 def train_task(task: Task, folder: Path, device: torch.device) -> RunReport:
+    from ...models.precision import in_precision
     from ...models.target import planned, try_out
     from ..apply import apply
     from .report import report_of_training
     from .train import accuracy, drawing, optimizer_for, run_steps
 
     plan = load(Plan, folder / PLAN)
-    chosen = planned(plan.target)
+    chosen = planned(plan.target, plan.precision)
     try_out(chosen)
+    chosen = in_precision(chosen)
     model = chosen.model.to(device)
     optimizer = optimizer_for(plan.goal, model.parameters(), LEARNING_RATE)
     apply(model, optimizer, plan, timeout_s=task.timeout_s)

@@ -12,11 +12,13 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 
 from ...models.units.storages import peak_bytes, tensors_in
 from ...models.workload import Batch, Workload, device_of
 from ...planner.schema.goal import OPTIMIZERS, Goal
 from ...planner.schema.plan import Plan
+from ...planner.schema.precision import is_scaled
 from ...planner.schema.record import Bytes, Count, Record, Seconds
 from ..apply import apply
 from ..gradients.dropping import DroppedGradGroup
@@ -65,6 +67,12 @@ class Spent:
     wire_bytes: int
 
 
+def scaler_for(workload: Workload) -> GradScaler | None:
+    """What scales a workload's loss, where its precision wants that."""
+    scaled = is_scaled(workload.precision)
+    return GradScaler(device_of(workload.model).type) if scaled else None
+
+
 def run_steps(
     workload: Workload,
     plan: Plan,
@@ -86,16 +94,22 @@ def run_steps(
         apply(model, optimizer, plan)
     model.train()
     draw = draw or partial(_random, workload, plan.goal.batch)
+    step = partial(timed_step, workload, plan, optimizer=optimizer, scaler=scaler_for(workload))
     taken = []
     for number in range(WARM_UP + steps):
-        taken.append(timed_step(workload, plan, draw(number), optimizer))
+        taken.append(step(draw(number)))
         progress(number + 1, WARM_UP + steps)
     last = draw(WARM_UP + steps)
-    peak = _peak(workload, plan, last, optimizer)
+    peak = _peak(workload, step, last, optimizer)
     return _summary(run_of(model), plan, taken, peak, last.size)
 
 
-def _peak(workload: Workload, plan: Plan, batch: Batch, optimizer: torch.optim.Optimizer) -> int:
+def _peak(
+    workload: Workload,
+    step: Callable[[Batch], Spent],
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
+) -> int:
     """The most that tensors took in a step, without the whole ``batch``, which every rank has for
     the measurement."""
 
@@ -107,7 +121,7 @@ def _peak(workload: Workload, plan: Plan, batch: Batch, optimizer: torch.optim.O
 
     def work() -> None:
         for _ in range(steps):
-            timed_step(workload, plan, batch, optimizer)
+            step(batch)
 
     apart = tensors_in((batch.args, dict(batch.kwargs), batch.target))
     return peak_bytes(work, _lasting(workload, optimizer), device_of(workload.model), apart)
@@ -131,9 +145,14 @@ def train_step(
 
 
 def timed_step(
-    workload: Workload, plan: Plan, batch: Batch, optimizer: torch.optim.Optimizer
+    workload: Workload,
+    plan: Plan,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
+    scaler: GradScaler | None = None,
 ) -> Spent:
-    """``train_step`` with its figures, for this rank alone."""
+    """``train_step`` with its figures, for this rank alone; with a ``scaler`` by its scaled
+    loss."""
     run = run_of(workload.model)
     device = device_of(workload.model)
     mine = share_of(batch, run).to(device)
@@ -143,11 +162,15 @@ def timed_step(
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for part in micro_batches(workload.model, mine, plan.micro_batches):
         value = workload.loss(workload.model(*part.args, **part.kwargs), part.target)
-        value.backward()  # type: ignore[no-untyped-call]
+        (scaler.scale(value) if scaler else value).backward()  # type: ignore[no-untyped-call]
         if part.size:  # the mean over nothing is not a number
             loss += value.detach() * (part.size / batch.size)
     before_update = _now(device)
-    optimizer.step()
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
     optimizer.zero_grad()
     end = _now(device)
     return Spent(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import isfinite
 from typing import Literal, NamedTuple
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...models.compiled import Taken
+from ...models.precision import in_precision
 from ...models.replay import copied
 from ...models.units.trace import coarse_modules, record
 from ...models.workload import Batch, Workload
@@ -39,13 +40,15 @@ LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 SEED = 1
 # How much further from one process than that is from itself a plan may be; and up to where that is
-# rounding at all.
-SPREAD, MOST_SPREAD = 3.0, 300.0
-_DTYPES = {"float64": torch.float64, "float32": torch.float32}
+# rounding at all: in parts of what the yardstick allows, and of a value.
+SPREAD, MOST_SPREAD, MOST_RELATIVE = 3.0, 300.0, 0.5
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "own": None}
 
 Progress = Callable[[int, int, str], None]
 
-DtypeName = Literal["float64", "float32"]
+DtypeName = Literal["float64", "float32", "own"]
+"""What parameters and inputs are made into: ``own`` leaves them as the plan's precision has them.
+Autocast does not touch float64, which therefore shows whether the mathematics are right."""
 
 
 class Yardstick(NamedTuple):
@@ -195,6 +198,7 @@ def verify_on_ranks(
     """
     # Copies keep what is noted as compiled, and are eager, as is what a plan is compared with.
     workload = replace(workload, model=Taken(workload.model).model)
+    workload = in_precision(workload, plan.precision)
     plan, notes = _over_the_whole_batch(plan, workload.model)
     notes += _without_dropout(workload.model)
     # The second is one larger, so that the ranks' shares are uneven.
@@ -203,7 +207,7 @@ def verify_on_ranks(
     computed, note = together(lambda: _computable(workload, dtype, device))
     dtype, notes = computed, [*notes, *note]
     batches = together(lambda: _draw(workload, sizes, dtype, device))
-    workload.model.to(device, _DTYPES[dtype]).train()
+    workload.model.to(device=device, dtype=_DTYPES[dtype]).train()
     done, total = len(sizes), 2 * len(sizes)
     alone: _Alone | None = None
 
@@ -274,12 +278,34 @@ def _judged(
     """How far the ranks' training is from one process's, with a note on what is allowed."""
     parameters = {n for n, _ in alone.before.named_parameters(remove_duplicate=False)}
     found = _compare(ours, alone.trained, plan, alone.precision, parameters)
-    worst = max(d.of_allowed for d in found)
-    if worst <= 1 or worst > MOST_SPREAD or alone.cause:
+    worst, most = max(d.of_allowed for d in found), _most_spread(alone.precision)
+    if worst <= 1 or worst > most or alone.cause:
         return found, []
+    spreads = {}
+    for how, (model, other) in _other_ways(alone.before, batches, alone.precision).items():
+        # What cannot be computed so (float64 has not every kernel) tells nothing.
+        with suppress(RuntimeError, TypeError, NotImplementedError):
+            own = _train_alone(replace(workload, model=model), other, lambda n: None)
+            compared = _compare(own, alone.trained, plan, alone.precision, parameters)
+            spreads[how] = max(d.of_allowed for d in compared)
+    return _within_spread(found, spreads, most)
+
+
+def _most_spread(precision: torch.dtype) -> float:
+    return min(MOST_SPREAD, MOST_RELATIVE / STATE[precision].relative)
+
+
+def _other_ways(
+    model: nn.Module, batches: list[Batch], precision: torch.dtype
+) -> dict[str, tuple[nn.Module, list[Batch]]]:
+    """The same training in one process with other rounding, in words, each with a model of its
+    own."""
     backwards = [b.take(torch.arange(b.size).flip(0)) for b in batches]
-    own = _train_alone(replace(workload, model=alone.before), backwards, lambda n: None)
-    return _within_spread(found, _compare(own, alone.trained, plan, alone.precision, parameters))
+    ways = {"takes the samples in reverse order": (copied(model), backwards)}
+    if torch.finfo(precision).bits < torch.finfo(torch.float32).bits:
+        finer = copied(model).to(torch.float64), [b.to(dtype=torch.float64) for b in batches]
+        ways["computes in float64"] = finer
+    return ways
 
 
 def _over_the_whole_batch(plan: Plan, model: nn.Module) -> tuple[Plan, list[str]]:
@@ -336,12 +362,12 @@ def _computable(
 ) -> tuple[DtypeName, list[str]]:
     """The precision asked for, or float32 where torch has no double precision of what the model
     does; with a note on that."""
-    if asked == "float32":
+    if asked != "float64":
         return asked, []
     batch, model = _draw(workload, [2], asked, device)[0], copied(workload.model)
     try:
         with torch.no_grad(), torch.random.fork_rng():
-            model.to(device, _DTYPES[asked])(*batch.args, **batch.kwargs)
+            model.to(device=device, dtype=_DTYPES[asked])(*batch.args, **batch.kwargs)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         why = str(error).splitlines()[0]
         return "float32", [f"the model does not compute in {asked} ({why}): compared in float32"]
@@ -427,16 +453,17 @@ def _compare(
 
 
 def _within_spread(
-    found: tuple[Deviation, ...], own: tuple[Deviation, ...]
+    found: tuple[Deviation, ...], spreads: Mapping[str, float], most: float
 ) -> tuple[tuple[Deviation, ...], list[str]]:
     """The deviations in parts of what a model is allowed that amplifies rounding: a few times what
-    one process differs from itself when it only adds up in another order."""
-    spread = max(d.of_allowed for d in own)
-    if not 1 < SPREAD * spread <= MOST_SPREAD:
+    one process differs from itself when it only rounds in another way."""
+    how = max(spreads, key=lambda way: spreads[way], default="")
+    spread = spreads.get(how, 0.0)
+    if not 1 < SPREAD * spread <= most:
         return found, []
     told = [
-        "the model amplifies rounding: one process that takes the samples in reverse order is "
-        f"{spread:.2g} times what is allowed from itself, so a plan may be {SPREAD:g} times that"
+        f"the model amplifies rounding: one process that {how} is {spread:.2g} times what is "
+        f"allowed from itself, so a plan may be {SPREAD:g} times that"
     ]
     scaled = (
         msgspec.structs.replace(d, of_allowed=d.of_allowed / (SPREAD * spread)) for d in found

@@ -6,7 +6,8 @@ Regions lie inside the ends of a divided unit: what enters one is in the form th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -59,7 +60,7 @@ class Regions:
     """The regions of one model, and which of them a forward is in."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[Region, Saver, saved_tensors_hooks]] = []
+        self._open: list[tuple[Region, Saver, ExitStack]] = []
 
     def add(self, region: Region, start: Start) -> None:
         """Lets ``start``'s savers look after every forward through ``region`` that may have a
@@ -69,17 +70,18 @@ class Regions:
             # Before the saver looks at them: it keeps values, which lazy tensors do not have yet.
             args, kwargs = materialize((args, kwargs))
             if torch.is_grad_enabled():
+                context = ExitStack()
+                context.enter_context(_casting_anew())
                 saver = start(region, args, kwargs)
-                hooks = saved_tensors_hooks(saver.pack, saver.unpack)
-                hooks.__enter__()
-                self._open.append((region, saver, hooks))
+                context.enter_context(saved_tensors_hooks(saver.pack, saver.unpack))
+                self._open.append((region, saver, context))
             return args, kwargs
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             # Not where gradients were off at the entry, and not after ``abandon``.
             if self._open and self._open[-1][0] is region:
-                _, saver, hooks = self._open.pop()
-                hooks.__exit__()
+                _, saver, context = self._open.pop()
+                context.close()
                 saver.leave()
 
         first, last = region.modules[0], region.modules[-1]
@@ -92,7 +94,19 @@ class Regions:
     def abandon(self) -> None:
         """Leaves the regions that a forward has entered and, as it failed, not left."""
         while self._open:
-            self._open.pop()[2].__exit__()
+            self._open.pop()[2].close()
+
+
+@contextmanager
+def _casting_anew() -> Iterator[None]:
+    """Without autocast's cache, which would hold the casts of weights until the model's forward is
+    over, whatever becomes of what is saved here."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 class OfThisModel:

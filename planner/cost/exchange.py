@@ -93,6 +93,13 @@ class Exchanges(Structure):
         return self._overflowing[k] and option.layout.groups > 1
 
     @cached_property
+    def last_trained(self) -> int:
+        """The last unit that owns a parameter to train: before its backward, which comes first of
+        those, there is no weight gradient. -1 where nothing is trained."""
+        trained = (k for k, own in enumerate(self.owned) if any(p.trainable for p in own))
+        return max(trained, default=-1)
+
+    @cached_property
     def _overflowing(self) -> tuple[bool, ...]:
         # Asked for every plan that a search looks at. Slices are no buckets: none closes one.
         most = inf if self.sliced else self.message_bytes

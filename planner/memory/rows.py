@@ -16,9 +16,7 @@ has them. Bytes: one track for each of ``MEMORY_POINTS``, as ``timeline.points``
 [Note: The memory timeline] in planner/memory/timeline.py); only the rerun of segments has none, as
 segments are chosen later.
 
-The unfilled part of open buckets is the smaller of two sums, which is not linear; a share of the
-bucketed bytes that is never more stands for it (the chord under a concave function; none where
-units close what is open).
+The unfilled part of open buckets is the smaller of two sums, which is not linear: it is left out.
 """
 
 from __future__ import annotations
@@ -121,12 +119,9 @@ def _figures_of(fields: Sequence[str]) -> Vector:
     return timeline.indicator(tuple(together), FIGURES)
 
 
-def rows(
-    micro_batches: int, schedule: ScheduleName, bucket: float, *, together: bool = False
-) -> Rows:
-    """The families of rows; ``bucket`` is the share of the bytes still to be exchanged that
-    open buckets take at least, ``together`` says that the update's temporaries are those of all
-    units at once."""
+def rows(micro_batches: int, schedule: ScheduleName, *, together: bool = False) -> Rows:
+    """The families of rows; ``together`` says that the update's temporaries are those of all units
+    at once."""
     sliced = schedule == "priority"
     terms = step_terms(_unit_chain(), micro_batches, priority=sliced)
     stated = timeline.points(many=micro_batches > 1, sliced=sliced, together=together)
@@ -135,7 +130,6 @@ def rows(
         np.stack([_figures_of(getattr(point, side)) for point in families])
         for side in ("before", "at", "after")
     )
-    before[MEMORY_POINTS.index("backward"), AT["bucketed"]] += bucket
     # The total of the update has all gradients and none of its temporaries. It is looser than the
     # update's track, which few plans need.
     update = _figures_of(stated.backward.after)
@@ -153,12 +147,6 @@ def write_neighbours(figures: Matrix, overlaps: Sequence[PrefetchOverlap]) -> No
     figures[:, list(NEIGHBOURS)] = 0.0
     for overlap in overlaps:
         figures[:, AT[overlap.point]] += overlap.added(figures[:, AT[overlap.field]])
-
-
-def bucket_share(bucketed_bytes: float, bucket_bytes: int) -> float:
-    """The share of the gradients still to be exchanged that open buckets take at least, where units
-    exchange at most ``bucketed_bytes`` together."""
-    return min(1.0, bucket_bytes / max(bucketed_bytes, 1.0))
 
 
 def values(rows_: Rows, figures: Matrix) -> Values:

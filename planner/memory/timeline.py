@@ -44,9 +44,9 @@ and ``rows`` turns it into rows that are linear in the units' decisions, for the
 # counts to the latest moment: the end of the step, or under priority its unit's next forward.
 # What the framework itself takes (allocator slack, a CUDA context) is not counted.
 #
-# Two quantities are not linear, and rows know them only in part. The unfilled part of open buckets
-# is the smaller of two sums (``rows`` takes a share of it, the integer program adds a binary). The
-# bytes of segments follow from several units at once; segments are chosen after the search.
+# Two quantities are not linear, and rows do not know them. The unfilled part of open buckets is the
+# smaller of two sums (the integer program adds a binary). The bytes of segments follow from several
+# units at once; segments are chosen after the search.
 
 from __future__ import annotations
 

@@ -86,6 +86,8 @@ class MemoryModel:
         if option.memory != "offload":
             resident += own_input
         gone = saved - resident
+        if option.memory == "recompute" and not option.segment:
+            resident += self.unsaved_input_bytes(k, option.layout, samples)
         trained, largest = cost.trained_bytes, max(self._sizes_bytes(k, option), default=0)
         choice = topk_choice_bytes(self.model, option, largest)
         feedback = feedback_bytes(option, trained, largest, choice)
@@ -173,13 +175,20 @@ class MemoryModel:
 
     def own_input_bytes(self, k: int, option: Option, samples: int | None) -> float:
         """The input of a divided unit, which its members have put together (or a slice of it) and
-        keep for backward."""
+        keep for backward, instead of what the whole unit keeps of the rank's own samples."""
         # An upper bound: more than there is where the input comes in that form already.
-        if option.layout.degree == 1 or samples is None:
+        unit, degree = self.model.profile.units[k], option.layout.degree
+        if degree == 1 or samples is None:
             return 0.0
         edges = (self.model.profile.edges[e] for e in self.model.edges_into[k])
-        whole = sum(edge.bytes_per_sample for edge in edges) * samples
-        return whole / (option.layout.degree if option.style == "row" else 1)
+        entering = sum(edge.bytes_per_sample for edge in edges)
+        whole = (entering if unit.input_saved is None else unit.input_saved) * samples
+        split = unit.split(option.style)
+        if option.style == "row" and split is not None:
+            # The largest member's part.
+            whole *= ceil(split.features / degree) / split.features
+        # Counted to the units that made it, as if somebody kept it.
+        return max(whole - unit.input_kept * samples / degree, 0.0)
 
     def _sizes_bytes(self, k: int, option: Option) -> list[int]:
         """A member's shards of the unit's parameters that have a gradient."""
@@ -246,6 +255,17 @@ class MemoryModel:
         split = option.layout.degree if option.style == "column" else 1
         return min(whole / split, saved)
 
+    def unsaved_input_bytes(self, k: int, layout: Layout, samples: int | None) -> float:
+        """What a unit that is recomputed keeps of its inputs beyond what is kept anyway: tensors
+        of the model's own code that nobody saves. A divided unit keeps its input in any case."""
+        if layout.degree > 1 or samples is None:
+            return 0.0
+        units, edges = self.model.profile.units, self.model.profile.edges
+        entering = ((edges[e], units[self.model.ends[e][0]]) for e in self.model.edges_into[k])
+        # What a unit with modules makes counts there, as it may be recomputed too.
+        unsaved = (e for e, source in entering if source.fixed and not source.output_kept)
+        return samples * sum(edge.bytes_per_sample for edge in unsaved)
+
     def keeps_output(self, k: int) -> bool:
         """Whether somebody saves the unit's output for backward, or may run again from it."""
         units = self.model.profile.units
@@ -287,16 +307,19 @@ class MemoryModel:
 
     def _write_buckets(self, table: Table, decisions: Sequence[Option]) -> None:
         """The most that open buckets take: one for each layout that exchanges gradients, and no
-        more than what is still to be exchanged."""
+        more than what is still to be exchanged; none before the first gradient."""
         size = float(self.model.message_bytes)
         all_open = size * len({o.layout for o in decisions if o.layout.groups > 1})
         closes = [self.model.closes_bucket(k, option) for k, option in enumerate(decisions)]
         closed = size * np.array(closes)
         own = table[FIELD["bucketed"]]
         to_come = own.cumsum()
-        table[FIELD["open_buckets"]] = np.minimum(to_come, all_open)
+        units, last = np.arange(len(own)), self.model.last_trained
+        table[FIELD["open_buckets"]] = np.minimum(to_come, all_open) * (units < last)
         # A unit that works may have closed one: its gradient is larger than a bucket.
-        table[FIELD["unfilled_buckets"]] = np.minimum(to_come - own, all_open - closed)
+        table[FIELD["unfilled_buckets"]] = np.minimum(to_come - own, all_open - closed) * (
+            units <= last
+        )
 
     def received(self, k: int, decisions: Sequence[Option], samples: int | None) -> float:
         """Bytes of the largest tensor that unit ``k`` receives from a redistribution."""

@@ -36,13 +36,19 @@ PRECISIONS: dict[Precision, PrecisionTraits] = {
 }
 
 
+def is_scaled(precision: Precision | None) -> bool:
+    """Whether the loss is scaled: then no update is made before all gradients are known to be
+    finite, and none is sent in part, as what overflowed would stay with what waits."""
+    return precision is not None and PRECISIONS[precision].scaled
+
+
 def check_precision(name: str | None) -> Precision | None:
     """The precision of that name; ``InputError`` where there is none."""
     if name is None:
         return None
     if name not in PRECISIONS:
         raise InputError(f"precision {name!r} is not known: choose from {', '.join(PRECISIONS)}")
-    return name  # type: ignore[return-value]
+    return name
 
 
 assert set(PRECISIONS) == set(get_args(Precision))

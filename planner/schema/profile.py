@@ -111,7 +111,9 @@ class UnitProfile(Record, frozen=True, kw_only=True):
     ``batch_statistics`` marks units whose result depends on which samples are together;
     ``statistics_bytes`` is what ``global`` statistics all-reduce, each way. ``batched_inputs`` are
     the leaves of the flattened ``(args, kwargs)`` at entry whose dimension 0 is the batch.
-    ``output_kept`` says whether somebody saves its output for backward (a shortcut's sum does not).
+    ``output_kept`` says whether somebody saves its output for backward (a shortcut's sum does not),
+    ``input_kept`` how many bytes of its inputs, for each sample, it alone saves, ``input_saved``
+    how many it saves, whoever else does (unknown: all that enters it).
     ``fidelity`` is what lossy exchanges keep (none measured: none may be used) and
     ``gradient_energy`` the mean squared L2 norm of the unit's gradient, its weight among the units.
     """
@@ -127,6 +129,8 @@ class UnitProfile(Record, frozen=True, kw_only=True):
     splits: tuple[SplitProfile, ...] = ()
     shares: tuple[ShareProfile, ...]
     output_kept: bool = True
+    input_kept: BytesReal = 0.0
+    input_saved: BytesReal | None = None
     fidelity: tuple[FidelityProfile, ...] = ()
     gradient_energy: BytesReal = 0.0
 

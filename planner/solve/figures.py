@@ -131,7 +131,11 @@ class UnitFigures:
         gathered = self._gathered(k, states)
         resident = np.minimum(output, plain[:, AT["saved"]] - gathered) + gathered
         found[:, AT["recomputed"]] = plain[:, AT["saved"]] - resident
-        return self._with_resident(found, resident, states)
+        found = self._with_resident(found, resident, states)
+        found[:, AT["saved"]] += [
+            self.memory.unsaved_input_bytes(k, layout, self.samples(layout)) for layout, _ in states
+        ]
+        return found
 
     def offloaded(self, k: int, states: tuple[State, ...], plain: Reals) -> Reals:
         """``plain`` with feature maps that are copied to the host and back."""

@@ -12,8 +12,9 @@ from ..schema.capability import EVERYTHING, Capability
 from ..schema.cluster import Cluster
 from ..schema.errors import InputError
 from ..schema.goal import Goal
-from ..schema.pins import without
+from ..schema.pins import EARLY_RELEASE, without
 from ..schema.plan import Plan
+from ..schema.precision import is_scaled
 from ..schema.profile import ModelProfile
 from .heuristic.schedules import SLICE_BYTES
 from .problem import Problem, Progress
@@ -46,8 +47,16 @@ def problem_for(
             "machine (meshwright profile without --device), or leave --allow-lossy (allow_lossy) "
             "out"
         )
+    if goal.allow_lossy and is_scaled(profile.precision):
+        raise InputError(
+            f"precision {profile.precision} scales gradients, and of one that is sent in part what "
+            "overflowed would stay with the rest: leave --allow-lossy (allow_lossy) out, or use "
+            "bf16-mixed"
+        )
     runs = executor if bursts else searched(executor)
-    capability = without(EVERYTHING if hypothetical else runs, forbidden)
+    # A scaled gradient may have to be thrown away whole, so none is used before all are there.
+    early = (EARLY_RELEASE,) if is_scaled(profile.precision) else ()
+    capability = without(EVERYTHING if hypothetical else runs, (*forbidden, *early))
     asked = "priority" if hypothetical and schedule == "auto" else schedule
     if asked == "priority" and not goal.slice_bytes:
         goal = msgspec.structs.replace(goal, slice_bytes=SLICE_BYTES)
@@ -106,7 +115,8 @@ def capability_of(plan: Plan, executor: Capability) -> Capability:
     """Within what a plan was made: what is searched by default, unless it goes beyond that."""
     if plan.hypothetical:
         return EVERYTHING
-    return executor if leaves_idle(plan) else searched(executor)
+    found = executor if leaves_idle(plan) else searched(executor)
+    return without(found, (EARLY_RELEASE,)) if is_scaled(plan.precision) else found
 
 
 def leaves_idle(plan: Plan) -> bool:

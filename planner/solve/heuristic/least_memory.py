@@ -155,7 +155,7 @@ def _own_bytes(problem: Problem, model: CostModel) -> tuple[Matrix, Matrix, Matr
     # What units do to each other only adds to their own bytes, so the bound may leave it out: tied
     # options, redistributions, open buckets, parameters that are gathered ahead.
     together = memory_of(model).updates_together
-    family = rows(model.micro_batches, problem.schedule, 0.0, together=together)
+    family = rows(model.micro_batches, problem.schedule, together=together)
     tracks = slice(family.timed, None)  # those of bytes
     before, at, after = (
         part[tracks, OWN_BYTES].T for part in (family.before, family.at, family.after)

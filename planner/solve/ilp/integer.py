@@ -80,9 +80,8 @@ class Program(Variables):
         super().__init__(table)
         plain = choice(self.model, self.model.baseline, problem.schedule)
         self.time_unit_s = max(plain.step_s, 1e-9) / SCALE
-        self.rows = rows(
-            self.model.micro_batches, problem.schedule, 0.0, together=table.memory.updates_together
-        )
+        together = table.memory.updates_together
+        self.rows = rows(self.model.micro_batches, problem.schedule, together=together)
         self.step = self.new("T")
         self._step(waits_for_slices=problem.schedule == "priority")
         self.excess = self.new("v") if excess else None

@@ -142,10 +142,13 @@ class MemoryRows:
 
     def _buckets(self, i: int, figures: Sequence[Matrix], each: MemoryClass) -> list[Terms]:
         """h_k: as unit k's backward comes, the smaller of what is still to be exchanged and of the
-        open buckets, one for each layout in use but one that the unit closes; slices need none."""
-        program, units = self.program, range(len(self.program.x))
-        if program.model.sliced:
-            return [{} for _ in units]
+        open buckets, one for each layout in use but one that the unit closes; slices need none, and
+        none is open before the first gradient."""
+        program, count = self.program, len(self.program.x)
+        units = range(0 if program.model.sliced else program.model.last_trained + 1)
+        unopened: list[Terms] = [{} for _ in range(len(units), count)]
+        if not units:
+            return unopened
         sent = [f[:, AT["bucketed"]] for f in figures]
         to_come = [program.new(f"h{i}_come_{k}") for k in units]
         program.equal({to_come[0]: 1.0}, 0.0)
@@ -165,7 +168,7 @@ class MemoryRows:
         ]
         # What is still to be exchanged is the smaller where all of it fits into one bucket.
         if most <= bucket and not any(closed):
-            return [{v: 1.0} for v in to_come]
+            return [*({v: 1.0} for v in to_come), *unopened]
         top: Terms = dict.fromkeys(self._kinds(i), bucket)
         highest, found = sum(top.values()), []
         for k in units:
@@ -175,7 +178,7 @@ class MemoryRows:
             program.at_most({to_come[k]: 1.0, height: -1.0, full: -most}, 0.0)
             program.at_most(top | closed[k] | {height: -1.0, full: highest}, highest)
             found.append({height: 1.0})
-        return found
+        return found + unopened
 
     def _kinds(self, i: int) -> list[pulp.LpVariable]:
         """For each layout that exchanges gradients whether it is in use."""

@@ -26,7 +26,7 @@ from ...cost.budget import (
     within_unit_limit,
 )
 from ...cost.cost import CostModel
-from ...memory.rows import AT, bucket_share, rows
+from ...memory.rows import rows
 from ...schema.options import Decisions
 from ..answer import Choice, answer, choice
 from ..choices import all_may_have
@@ -216,13 +216,6 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
     table = OptionTable(model, problem.capability, position)
     if not all(table.states):
         return None
-    at = AT["bucketed"]
-    most = sum(
-        float(u.memory.figures[..., at].max() + u.exchange.figures[..., at].max())
-        for u in table.units
-    )
-    closes = any(model.closes_bucket(k, option) for k, option in enumerate(model.baseline))
-    share = 0.0 if model.sliced or closes else bucket_share(most, model.message_bytes)
     goal, together = model.goal, table.memory.updates_together
     bounds = Limits(
         memory_bytes=limits[position],
@@ -232,7 +225,7 @@ def lagrangian_of(problem: Problem, model: CostModel) -> Lagrangian | None:
         devices=model.world_size,
         economical=goal.objective == "gpu_seconds",
     )
-    made = rows(model.micro_batches, problem.schedule, share, together=together)
+    made = rows(model.micro_batches, problem.schedule, together=together)
     return Lagrangian(table, made, bounds)
 
 

@@ -9,7 +9,13 @@ from meshwright.planner.cost.ownership import group_samples, position_classes
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout, data_parallel
 from meshwright.planner.schema.options import Option
-from meshwright.planner.solve.evaluate import evaluate, evaluation, excess, rank_memory
+from meshwright.planner.solve.evaluate import (
+    evaluate,
+    evaluation,
+    excess,
+    memory_of,
+    rank_memory,
+)
 
 from tests.strategies import chain_profile, cluster, linear
 
@@ -50,7 +56,8 @@ def test_buckets_are_there_before_they_are_full():
         [p.buffers // MIB for p in c.points if p.phase == "backward"] for c in (small, large)
     ]
     assert backward[0] == [0, 1, 1, 1, 0]  # the new gradient, until its bucket has it
-    assert backward[1] == [3, 3, 2, 1, 0]  # and the bucket's part that is to come
+    # And the bucket's part that is to come, once there is a first gradient.
+    assert backward[1] == [0, 3, 2, 1, 0]
     assert [p.buffers for c in (small, large) for p in c.points if p.phase == "update"] == [0, 0]
 
 
@@ -99,6 +106,33 @@ def test_division_holds_shards():
     assert found.points[0].weights == 3 * MIB / 4
     assert found.points[0].optimizer == 3 * MIB / 4
     assert all(p.buffers < 10_000 for p in found.points)  # one group exchanges nothing
+
+
+@pytest.mark.parametrize(
+    ("style", "degree", "kept", "expected"),
+    [
+        ("column", 4, 0.0, 8 * 256.0),  # all samples of the group
+        ("column", 4, 256.0, 8 * 256.0 - 2 * 256.0),  # in place of the rank's own two
+        ("row", 4, 256.0, 0.0),  # as many bytes in another form
+        ("row", 4, 0.0, 8 * 64.0),
+    ],
+)
+def test_the_input_of_a_divided_unit(style, degree, kept, expected):
+    first, second, third = units()
+    chain = chain_profile([first, msgspec.structs.replace(second, input_kept=kept), third])
+    memory = memory_of(CostModel(chain, cluster(4), Goal(batch=8)))
+    option = Option(Layout(groups=4 // degree, degree=degree), style)
+    assert memory.own_input_bytes(2, option, 8) == expected
+    assert memory.own_input_bytes(2, Option(data_parallel(4)), 2) == 0
+
+
+def test_the_largest_member_of_uneven_parts_counts():
+    first, second, third = units()
+    splits = tuple(msgspec.structs.replace(split, features=3) for split in second.splits)
+    chain = chain_profile([first, msgspec.structs.replace(second, splits=splits), third])
+    memory = memory_of(CostModel(chain, cluster(2), Goal(batch=8)))
+    option = Option(Layout(groups=1, degree=2), "row")
+    assert memory.own_input_bytes(2, option, 8) == pytest.approx(8 * 256 * 2 / 3)
 
 
 def test_positions_that_take_no_part_hold_nothing():

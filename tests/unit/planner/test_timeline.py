@@ -40,7 +40,7 @@ def figures_of(position):
 def tracks_of(position, many, sliced, together):
     """The rows of bytes, evaluated, by the point that they are of."""
     schedule = "priority" if sliced else "barrier"
-    stated = rows.rows(2 if many else 1, schedule, 0.0, together=together)
+    stated = rows.rows(2 if many else 1, schedule, together=together)
     found = rows.values(stated, figures_of(position))
     return {p: found.tracks[stated.memory_track(p)] for p in rows.MEMORY_POINTS}, found
 

@@ -1,0 +1,154 @@
+"""How a workload is made to compute in a precision, and put back."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import meshwright as mw
+import pytest
+import torch
+from meshwright.executor.capability import CAPABILITY
+from meshwright.models.precision import in_precision, measured_in, surrounding_precision
+from meshwright.models.target import try_out, workload
+from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.goal import Goal
+from meshwright.planner.schema.precision import PRECISIONS
+from meshwright.planner.solve.request import problem_for
+from meshwright.profiler.model import profile
+from meshwright.profiler.sessions import _profile_key
+from torch import Tensor, nn
+
+from tests.strategies import cluster
+
+CPU = torch.device("cpu")
+
+
+class Seeing(nn.Linear):
+    """A layer that notes the types which it is given and makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        self.seen = x.dtype, self.weight.dtype, made.dtype
+        return made
+
+
+def seeing() -> mw.Workload:
+    model = nn.Sequential(Seeing(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    return mw.Workload(
+        "seeing", model, lambda n: mw.Batch((torch.randn(n, 6),), torch.randint(3, (n,))),
+        nn.functional.cross_entropy,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("precision", "seen"),
+    [
+        ("float32", (torch.float32, torch.float32, torch.float32)),
+        ("bf16", (torch.bfloat16, torch.bfloat16, torch.bfloat16)),
+        ("bf16-mixed", (torch.float32, torch.float32, torch.bfloat16)),
+        ("fp16-mixed", (torch.float32, torch.float32, torch.float16)),
+    ],
+)
+def test_the_model_computes_in_it(precision, seen):
+    made = in_precision(seeing(), precision)
+    batch = made.make_batch(4)
+    loss = made.loss(made.model(*batch.args), batch.target)
+    assert made.model[0].seen == seen
+    # What is computed from it as well: under autocast a loss is float32.
+    assert loss.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_measuring_leaves_the_model_as_it_was(precision):
+    made = seeing()
+    made.model(made.make_batch(4).args[0]).sum().backward()
+    before = copy.deepcopy(made.model.state_dict())
+    gradients = [p.grad.clone() for p in made.model.parameters()]
+    found = profile(replace(made, precision=precision), batches=(4, 8), repeats=1)
+    assert found.precision == precision
+    assert found.dtype == ("bfloat16" if precision == "bf16" else "float32")
+    for name, value in made.model.state_dict().items():
+        assert torch.equal(value, before[name])
+        assert value.dtype == before[name].dtype
+    for parameter, gradient in zip(made.model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    assert made.model(torch.randn(4, 6)).dtype == torch.float32
+
+
+def test_measuring_a_model_that_trains_in_it_leaves_it_so():
+    made = in_precision(seeing(), "bf16-mixed")
+    with measured_in(made, None):
+        pass
+    assert made.model(torch.randn(4, 6)).dtype == torch.bfloat16
+
+
+def test_a_forward_that_raises_leaves_autocast():
+    made = in_precision(seeing(), "bf16-mixed")
+    with pytest.raises(RuntimeError):
+        made.model(torch.randn(4, 5))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_copy_computes_as_the_original():
+    made = copy.deepcopy(in_precision(seeing(), "bf16-mixed").model)
+    assert made(torch.randn(4, 6)).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_feature_maps_and_parameters_follow_it():
+    plain, mixed, low = (
+        profile(replace(workload("gpt-tiny"), precision=name), batches=(2, 4), repeats=1)
+        for name in (None, "bf16-mixed", "bf16")
+    )
+    assert mixed.parameter_bytes == plain.parameter_bytes == 2 * low.parameter_bytes
+
+    def maps(found: mw.ModelProfile) -> float:
+        return sum(u.whole.saved(4) - u.whole.saved(2) for u in found.units)
+
+    assert maps(low) < 0.6 * maps(plain)
+    assert maps(low) < maps(mixed) < 0.9 * maps(plain)
+
+
+def test_what_is_measured_is_kept_apart_by_how_it_computes():
+    made = workload("gpt-tiny")
+    keys = {_profile_key(replace(made, precision=p), (2,), CPU) for p in (None, *PRECISIONS)}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert surrounding_precision(CPU) == "bf16-mixed"
+        around = _profile_key(made, (2,), CPU)
+    assert len(keys) == 6
+    assert around == _profile_key(replace(made, precision="bf16-mixed"), (2,), CPU)
+    # What printing the model does not show.
+    made.model.gradient_checkpointing = True
+    assert _profile_key(made, (2,), CPU) not in keys
+
+
+def test_the_precision_of_a_profile_is_that_of_its_plan():
+    found = profile(replace(seeing(), precision="bf16"), batches=(4, 8), repeats=1)
+    made = mw.plan(found, cluster(2), Goal(batch=8))
+    assert made.precision == "bf16"
+    with pytest.raises(InputError, match="precision bf16, not bf16-mixed: profile it so"):
+        mw.plan(found, cluster(2), Goal(batch=8), precision="bf16-mixed")
+
+
+def test_scaled_gradients_are_used_whole():
+    found = profile(replace(seeing(), precision="fp16-mixed"), batches=(4, 8), repeats=1)
+    asked = problem_for(found, cluster(2), Goal(batch=8), CAPABILITY)
+    assert CAPABILITY.early_release
+    assert not asked.capability.early_release
+    lossy = Goal(batch=8, allow_lossy=True, min_fidelity=0.1)
+    with pytest.raises(InputError, match="leave --allow-lossy"):
+        problem_for(found, cluster(2), lossy, CAPABILITY)
+
+
+def test_an_unknown_precision_is_refused_by_name():
+    with pytest.raises(InputError, match="'bf61' is not known: choose from float32, tf32, bf16"):
+        workload("mlp", precision="bf61")
+
+
+def test_a_workload_is_tried_in_its_precision():
+    made = replace(seeing(), precision="bf16")
+    try_out(made)
+    assert made.model[0].seen[0] == torch.bfloat16
+    assert made.model[0].weight.dtype == torch.float32
