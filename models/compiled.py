@@ -61,14 +61,37 @@ class Compilation:
         """Whether the backend replays CUDA graphs."""
         return bool(self._options.get("triton.cudagraphs")) or "cudagraphs" in self.described
 
-    def compiled(self, function: Callable[..., Any]) -> Any:
-        """The function, compiled so; without ``fullgraph``, as a plan may need breaks."""
+    def compiled(self, function: Callable[..., Any], parameters: Iterable[nn.Parameter]) -> Any:
+        """The function, which uses the ``parameters``, compiled so; without ``fullgraph``, as a
+        plan may need breaks."""
         # With the backend as it is: ``torch.compile`` would wrap it again.
         optimize: Any = torch._dynamo.optimize
-        return optimize(backend=self.backend, dynamic=self.dynamic)(function)
+        context = optimize(backend=self.backend, dynamic=self.dynamic)
+        context.callback = _WithoutGradients(context.callback, parameters)
+        return context(function)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compilation:
         return self
+
+
+class _WithoutGradients:
+    """What torch calls to compile a frame, which then sees no gradients: it would look into these
+    too, and under a plan they may be on their way."""
+
+    def __init__(self, callback: Any, parameters: Iterable[nn.Parameter]) -> None:
+        # By this name torch finds the backend, by which it tells apart what it has compiled.
+        self._torchdynamo_orig_backend = callback
+        self._parameters = tuple(parameters)
+
+    def __call__(self, *frame: Any) -> Any:
+        gradients = [p.grad for p in self._parameters]
+        try:
+            for parameter in self._parameters:
+                parameter.grad = None
+            return self._torchdynamo_orig_backend(*frame)
+        finally:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
 
 
 def eager(function: CallableT) -> CallableT:
@@ -93,7 +116,7 @@ def not_traced(function: CallableT) -> CallableT:
     skip = eval_frame._FrameExecStrategy(
         eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
     )
-    eval_frame.set_code_exec_strategy(function.__code__, skip)  # type: ignore[attr-defined]
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
@@ -102,7 +125,8 @@ def eagerly() -> AbstractContextManager[Any]:
     """Within it nothing is compiled, and what was runs as it was written."""
     if "torch._dynamo" not in sys.modules:  # then nothing has been
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 # -- what the user has compiled --------------------------------------------------------------------
@@ -170,7 +194,7 @@ class Taken:
         """Makes what ``torch.compile(model)`` returned call the model as it is."""
         model = self.model
         if wrapper is not model:
-            wrapper.forward = lambda *args, **kwargs: model(*args, **kwargs)  # type: ignore[method-assign]
+            wrapper.forward = lambda *args, **kwargs: model(*args, **kwargs)
 
     def restore(self) -> None:
         """The model as its user had compiled it."""
@@ -301,7 +325,9 @@ class CompiledRegions:
         for module, how in regions(model, broken).items():
             entry = entries.setdefault(_kind(module), _entry())
             own = prepare(module) if prepare is not None else None
-            self._forwards.append(CompiledForward(module, how.compiled(entry), own))
+            self._forwards.append(
+                CompiledForward(module, how.compiled(entry, module.parameters()), own)
+            )
 
     def __len__(self) -> int:
         return len(self._forwards)
