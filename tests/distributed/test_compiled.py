@@ -12,6 +12,7 @@ import pytest
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.launch.verify import verify_on_ranks
+from meshwright.executor.micro import micro_batches
 from meshwright.executor.parallel import full_state_dict, run_of
 from meshwright.models.units.discover import discover
 from meshwright.models.workload import Workload
@@ -107,6 +108,7 @@ def trains(
     backend: str = "aot_eager",
     batches: tuple[int, ...] = (4, 5, 4),
     bucket_bytes: int = 2**14,
+    pieces: int = 1,
 ) -> int:
     """Trains a few steps as one process does; how many graphs that compiled."""
     torch._dynamo.reset()
@@ -127,9 +129,11 @@ def trains(
     for batch in drawn:
         bounds = shares(batch.size, world)
         mine = batch.slice(bounds[rank], bounds[rank + 1])
-        value = workload.loss(model(*mine.args, **mine.kwargs), mine.target)
-        losses.append(whole_loss(value, mine.size, batch.size))
-        value.backward()
+        losses.append(0.0)
+        for piece in micro_batches(model, mine, pieces):
+            value = workload.loss(model(*piece.args, **piece.kwargs), piece.target)
+            losses[-1] += whole_loss(value, piece.size, batch.size)
+            value.backward()
         optimizer.step()
         optimizer.zero_grad()
     state = full_state_dict(model)
@@ -188,6 +192,13 @@ def test_with_inductor(ranks, layout):
     ranks(2)(
         trains, 2, "gpt-tiny", layout, "priority", "by_blocks", "before", "inductor", limit_s=600
     )
+
+
+@pytest.mark.parametrize("layout", ["divided", *sampled(["sharded", "fully sharded"], 1)])
+def test_what_is_compiled_anew_sees_no_gradients(ranks, layout):
+    """Pieces of other sizes, while gradients are there and travel."""
+    asked = 2, "gpt-tiny", layout, "priority", "by_blocks", "before"
+    ranks(2)(trains, *asked, batches=(6, 7, 10), pieces=2, limit_s=110)
 
 
 @pytest.mark.parametrize(
