@@ -30,9 +30,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cost.compute import shard_bytes
+from ..cost.exchange import Exchanges
 from ..cost.step_time import Vector
 from ..cost.structure import Structure
 from ..schema.options import Option
+from ..simulate.slicing import packed
 
 # So many times what others own of a gradient it takes, besides this rank's own part, until it has
 # arrived: what is sent, what is received.
@@ -61,32 +63,44 @@ class Gathered(NamedTuple):
     next_gradients: int = 0
 
 
-def gathered(structure: Structure, k: int, option: Option) -> Gathered:
+def gathered(structure: Exchanges, k: int, option: Option) -> Gathered:
     """What unit ``k`` keeps and holds where its parameters are fully sharded; nothing elsewhere."""
     groups, degree = option.layout.groups, option.layout.degree
     if not option.gathers or groups == 1:
         return Gathered()
     own = own_bytes(structure, k, option)
     plain = Option(option.layout) if degree == 1 else option
-    before, after, beyond = (
-        0 if near is None else own_bytes(structure, near, plain) for near in _near(structure, k)
+    near = _near(structure, k)
+    before, after, beyond = (0 if n is None else own_bytes(structure, n, plain) for n in near)
+    before_coming, after_coming = (
+        0 if n is None else packed_copies_bytes(structure, n, plain) for n in near[:2]
     )
     saved, *later = (bytes_ - ceil(bytes_ / groups) for bytes_ in (own, after, beyond))
     return Gathered(
         saved=saved,
-        forward=own + after,
-        before=before,
-        backward_more=before + GRADIENT_COPIES * sum(later) - after,
+        forward=own + after + after_coming,
+        before=before + before_coming,
+        backward_more=before + before_coming + GRADIENT_COPIES * sum(later) - after - after_coming,
         unsharded=own,
         gradients_sent=GRADIENT_COPIES * saved,
         next_gradients=GRADIENT_COPIES * later[0],
     )
 
 
-def neighbours_bytes(structure: Structure, k: int) -> tuple[int, ...]:
+def packed_copies_bytes(structure: Exchanges, k: int, option: Option) -> int:
+    """What small parameters of a unit take besides while they are put together: they travel in one
+    message, as it is received, and this rank's part of it as it is sent."""
+    unit, degree = structure.profile.units[k], option.layout.degree
+    sizes = [shard_bytes(unit, option.style, degree, (p,)) for p in structure.untied[k]]
+    small = [size for size in sizes if packed(size, structure.message_bytes)]
+    # One alone is received where it belongs.
+    return sum(small) + ceil(sum(small) / option.layout.groups) if len(small) > 1 else 0
+
+
+def neighbours_bytes(structure: Structure, k: int) -> tuple[tuple[int, ...], ...]:
     """All of a unit and its neighbours that ``gathered`` depends on."""
     near = (k, *_near(structure, k))
-    return tuple(0 if i is None else own_bytes(structure, i) for i in near)
+    return tuple(() if i is None else tuple(p.bytes for p in structure.untied[i]) for i in near)
 
 
 def _near(structure: Structure, k: int) -> tuple[int | None, int | None, int | None]:
