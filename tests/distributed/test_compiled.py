@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import shutil
 from collections.abc import Callable
 from typing import Any
 
+import meshwright as mw
 import pytest
 import torch
 from meshwright.executor.apply import apply
@@ -26,6 +28,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.sampling import sampled
 
+pytestmark = pytest.mark.timeout(240)
 KINDS = ("linear", "conv", "embedding", "attention", "mlp")
 
 
@@ -255,3 +258,27 @@ def verifies(rank: int, layout: str) -> bool:
 
 def test_verify_takes_compiled_models(ranks):
     assert ranks(2)(verifies, "divided", limit_s=100) == [True, True]
+
+
+def measures_and_trains(rank: int, cache: str) -> None:
+    os.environ["MESHWRIGHT_CACHE"] = cache
+    plans = []
+    for backend in (None, "aot_eager"):
+        torch.manual_seed(3)
+        inner = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 4))
+        model = torch.compile(inner, backend=backend) if backend else inner
+        x = torch.randn(6, 12)
+        same, _, made = mw.auto_parallelize(model, None, example_inputs=(x,))
+        assert same is model
+        model(x).square().mean().backward()
+        plans.append(made)
+        names = [name for name, _ in inner.named_parameters()]
+        assert [p.grad is not None for p in model.parameters()] == [True] * len(names)
+    # Of one model, in whose names torch's wrapper does not show, measured twice.
+    assert plans[0].model == plans[1].model
+    assert plans[0].target == plans[1].target == "Sequential"
+    assert plans[0].provenance.profile != plans[1].provenance.profile
+
+
+def test_auto_parallelize_measures_what_is_compiled_anew(ranks, tmp_path):
+    ranks(2)(measures_and_trains, str(tmp_path), limit_s=200)
