@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshwright.executor.gradients.pending import WaitingGradient
 from meshwright.models.compiled import (
     CompiledRegions,
     Taken,
@@ -124,3 +125,23 @@ def test_new_compilation_is_noticed(anew):
     if anew:
         model[1] = torch.compile(model[1], backend="eager")
     assert is_compiled_anew(modules) is anew
+
+
+def test_what_is_compiled_sees_no_gradients():
+    counter = CompileCounter()
+    model = nn.Linear(4, 4)
+    model.compile(backend=counter)
+    looked: list[bool] = []
+
+    def arrive() -> Tensor:
+        looked.append(True)
+        return torch.zeros(20)[:16].view(4, 4)
+
+    # On its way, as under a plan, and to be put in a place of a larger buffer.
+    waiting = WaitingGradient.of(model.weight, arrive, lambda _: torch.zeros(4, 4))
+    model.weight.grad = waiting
+    with uncompiled(model), CompiledRegions(model):
+        model(torch.randn(2, 4))
+    assert counter.frame_count == 1
+    assert model.weight.grad is waiting
+    assert not looked
