@@ -75,7 +75,10 @@ def take_again(model: nn.Module, run: Run, callback: Any) -> None:
     ``callback`` is torch's where the model itself was called through ``torch.compile(model)``."""
     new = callable(callback) and compilation_of(model) is None
     if new:
-        note(model, Compilation.by(callback))
+        # All that is known of ``dynamic`` here is how torch has set itself for the call.
+        static = torch._dynamo.config.assume_static_by_default
+        either = torch._dynamo.config.automatic_dynamic_shapes
+        note(model, Compilation.by(callback, None if static and either else not static))
     if new or is_compiled_anew(run.modules):
         Taken(model)
         check_compiled(model, run.plan)
