@@ -210,10 +210,10 @@ def test_what_is_compiled_anew_sees_no_gradients(ranks, layout):
         ("data parallel", "whole", 2**30, 1),
         # Blocks, which are alike; the two embeddings, the last normalisation and the head.
         ("data parallel", "whole", 2**14, 5),
-        ("data parallel", "by_blocks", 2**14, 1),
+        pytest.param("data parallel", "by_blocks", 2**14, 1, marks=pytest.mark.slow),
         # Normalisations, attention and MLPs, alike in both blocks.
         ("recompute", "by_blocks", 2**14, 3),
-        ("fully sharded", "by_blocks", 2**14, 3),
+        pytest.param("fully sharded", "by_blocks", 2**14, 3, marks=pytest.mark.slow),
     ],
 )
 def test_graphs_end_where_the_plan_has_something_to_do(ranks, layout, way, message_bytes, graphs):
@@ -241,7 +241,7 @@ def copies_are_plain(rank: int, way: str) -> None:
     assert run_of(model) is run_of(inner)
 
 
-@pytest.mark.parametrize("way", ["whole", "by_blocks"])
+@pytest.mark.parametrize("way", ["whole", pytest.param("by_blocks", marks=pytest.mark.slow)])
 def test_copies_compute_with_their_own_weights(ranks, way):
     ranks(2)(copies_are_plain, way, limit_s=100)
 
