@@ -28,9 +28,12 @@ START_MBIT_S = 1000.0
 POLL_S = 0.02
 
 
-def joined(count: int, limit_s: float = LIMIT_S, mbit_s: float | None = None) -> bool:
+def joined(
+    count: int, limit_s: float = LIMIT_S, mbit_s: float | Sequence[float] | None = None
+) -> bool:
     """True on a rank, which has met the others. Else runs this program, with its arguments, as that
-    many ranks: on this machine, or on hosts of a bed with links of ``mbit_s``."""
+    many ranks: on this machine, or on hosts of a bed with links of ``mbit_s`` (one rate, or each
+    host's)."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "RANK" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..planner.schema.errors import InputError
 from ..planner.schema.precision import PRECISIONS, Precision, PrecisionTraits, check_precision
 from .compiled import unwrapped
+from .meta_autocast import MetaAutocast
 from .workload import Batch, Workload, device_of
 
 # On a model that runs under autocast of ours: a second time would be the same, and what undoes it
@@ -26,6 +27,8 @@ def autocast_of(precision: Precision | None, device: torch.device) -> AbstractCo
     dtype = PRECISIONS[precision].autocast if precision is not None else None
     if dtype is None:
         return nullcontext()
+    if device.type == "meta":  # for which torch has none
+        return MetaAutocast(getattr(torch, dtype))
     return torch.autocast(device.type, dtype=getattr(torch, dtype))
 
 

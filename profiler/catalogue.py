@@ -1,8 +1,8 @@
 """Devices and clusters that can be planned for without being here.
 
 Devices have their datasheets' figures. Peak rates are without sparsity. ``flops_per_s`` is plain
-float32, which is what torch's matrix products use unless told otherwise; estimates for lower
-precision use the tensor cores' rates.
+float32, which is what torch's matrix products use unless told otherwise; estimates use the rate of
+what is computed.
 """
 
 from __future__ import annotations
@@ -20,39 +20,64 @@ TERA, GIGA = 1e12, 1e9
 
 class Datasheet(NamedTuple):
     """A device's memory in GiB, peak TFLOP/s in float32, TF32 and bfloat16 (float16 where the
-    device has no bfloat16), memory bandwidth in GB/s, and where the figures are from."""
+    device has no bfloat16), memory bandwidth in GB/s, how many multiprocessors it has, and where
+    these figures are from; the shares of the half precision peak that matrix products and
+    attention reach in training."""
 
     memory_gib: int
     float32: float
     tf32: float
     half: float
     gbyte_s: float
+    multiprocessors: int
     source: str
+    products: float = 0.6
+    attention: float = 0.6
+
+    def peak(self, rate: str) -> float:
+        """Operations per second at a rate: ``float64``, ``float32``, ``tf32`` or ``half``."""
+        # Data centre devices have float64 at half of float32's rate or better, others far less.
+        return (self.float32 / 2 if rate == "float64" else float(getattr(self, rate))) * TERA
 
 
 _A100 = "NVIDIA A100 Tensor Core GPU datasheet, 2021"
 _H100 = "NVIDIA H100 Tensor Core GPU datasheet, 2023"
 
+# ``products`` of A100 and H100 (SXM) are fitted on what training MPT of 1, 3 and 7 billion
+# parameters took on a host or two of eight (MosaicML, llm-foundry, scripts/train/benchmarking, at
+# 8c8dd48): less than the best products alone, as clocks fall and other kernels run beside. Others
+# are in proportion to the best products measured on them: 0.869 of the peak on A100 SXM, 0.811 on
+# PCIe, 0.803 on H100 and H200, 0.776 on B200, 0.511 on MI300X (S. Bekman, Machine Learning
+# Engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table", at 744d01e);
+# 0.6 where nothing was measured. For ``attention`` see roofline.
 DEVICES: dict[str, Datasheet] = {
-    "a100-sxm-40gb": Datasheet(40, 19.5, 156, 312, 1555, _A100),
-    "a100-sxm-80gb": Datasheet(80, 19.5, 156, 312, 2039, _A100),
-    "a100-pcie-40gb": Datasheet(40, 19.5, 156, 312, 1555, _A100),
-    "a100-pcie-80gb": Datasheet(80, 19.5, 156, 312, 1935, _A100),
-    "h100-sxm": Datasheet(80, 67, 494.5, 989.5, 3350, _H100),
-    "h100-pcie": Datasheet(80, 51, 378, 756, 2000, _H100),
-    "h200-sxm": Datasheet(141, 67, 494.5, 989.5, 4800, "NVIDIA H200 Tensor Core GPU datasheet"),
-    "b200-sxm": Datasheet(180, 80, 1100, 2250, 7700, "NVIDIA HGX B200 datasheet, 2024"),
-    "mi300x": Datasheet(192, 163.4, 653.7, 1307.4, 5300, "AMD Instinct MI300X data sheet, 2023"),
-    "v100-sxm2-16gb": Datasheet(16, 15.7, 15.7, 125, 900, "NVIDIA V100 datasheet, 2020"),
-    "v100-sxm2-32gb": Datasheet(32, 15.7, 15.7, 125, 900, "NVIDIA V100 datasheet, 2020"),
-    "t4": Datasheet(16, 8.1, 8.1, 65, 320, "NVIDIA T4 datasheet, 2019"),
-    "l4": Datasheet(24, 30.3, 60, 121, 300, "NVIDIA L4 datasheet, 2023"),
-    "a10": Datasheet(24, 31.2, 62.5, 125, 600, "NVIDIA A10 datasheet, 2021"),
-    "l40s": Datasheet(48, 91.6, 183, 362, 864, "NVIDIA L40S datasheet, 2023"),
-    "rtx-3090": Datasheet(24, 35.6, 35.6, 71, 936, "NVIDIA Ampere GA102 whitepaper, 2021"),
-    "rtx-4090": Datasheet(24, 82.6, 82.6, 165.2, 1008, "NVIDIA Ada architecture whitepaper, 2022"),
+    "a100-sxm-40gb": Datasheet(40, 19.5, 156, 312, 1555, 108, _A100, 0.64),
+    "a100-sxm-80gb": Datasheet(80, 19.5, 156, 312, 2039, 108, _A100, 0.64),
+    "a100-pcie-40gb": Datasheet(40, 19.5, 156, 312, 1555, 108, _A100, 0.6),
+    "a100-pcie-80gb": Datasheet(80, 19.5, 156, 312, 1935, 108, _A100, 0.6),
+    "h100-sxm": Datasheet(80, 67, 494.5, 989.5, 3350, 132, _H100, 0.48, 0.35),
+    "h100-pcie": Datasheet(80, 51, 378, 756, 2000, 114, _H100, 0.48, 0.35),
+    "h200-sxm": Datasheet(
+        141, 67, 494.5, 989.5, 4800, 132, "NVIDIA H200 Tensor Core GPU datasheet", 0.48, 0.35
+    ),
+    "b200-sxm": Datasheet(
+        180, 80, 1100, 2250, 7700, 148, "NVIDIA HGX B200 datasheet, 2024", 0.46, 0.35
+    ),
+    "mi300x": Datasheet(
+        192, 163.4, 653.7, 1307.4, 5300, 304, "AMD Instinct MI300X data sheet, 2023", 0.31, 0.35
+    ),
+    "v100-sxm2-16gb": Datasheet(16, 15.7, 15.7, 125, 900, 80, "NVIDIA V100 datasheet, 2020"),
+    "v100-sxm2-32gb": Datasheet(32, 15.7, 15.7, 125, 900, 80, "NVIDIA V100 datasheet, 2020"),
+    "t4": Datasheet(16, 8.1, 8.1, 65, 320, 40, "NVIDIA T4 datasheet, 2019"),
+    "l4": Datasheet(24, 30.3, 60, 121, 300, 58, "NVIDIA L4 datasheet, 2023"),
+    "a10": Datasheet(24, 31.2, 62.5, 125, 600, 72, "NVIDIA A10 datasheet, 2021"),
+    "l40s": Datasheet(48, 91.6, 183, 362, 864, 142, "NVIDIA L40S datasheet, 2023"),
+    "rtx-3090": Datasheet(24, 35.6, 35.6, 71, 936, 82, "NVIDIA Ampere GA102 whitepaper, 2021"),
+    "rtx-4090": Datasheet(
+        24, 82.6, 82.6, 165.2, 1008, 128, "NVIDIA Ada architecture whitepaper, 2022"
+    ),
     "rtx-5090": Datasheet(
-        32, 104.8, 104.8, 209.5, 1792, "NVIDIA RTX Blackwell architecture whitepaper, 2025"
+        32, 104.8, 104.8, 209.5, 1792, 170, "NVIDIA RTX Blackwell architecture whitepaper, 2025"
     ),
 }
 

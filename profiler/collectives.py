@@ -1,8 +1,8 @@
-"""Times collectives on one process group, as the executor calls them, and fits lines to them.
+"""Times collectives on process groups, as the executor calls them, and fits lines to them.
 
-Every rank runs the same sequence; a time is the slowest rank's, since everyone waits for it, and
-the median over rounds. Rounds go through all operations and sizes in turn, so that a disturbance
-does not hit one of them alone.
+Every rank runs the same sequence; a time is the slowest rank's of all groups, since everyone waits
+for it, and the median over rounds. Rounds go through all operations and sizes in turn, so that a
+disturbance does not hit one of them alone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,20 @@ COLLECTIVES: tuple[Collective, ...] = (
     "all_to_all",
 )
 FLOAT = 4
-# Share of the budget after which no longer message is timed: each size is sent twice by each of
-# five collectives, so that the first round stays within the budget even on a slow network.
-LONGEST = 1 / 40
+# The longest call's share of the budget: five collectives, one of them there and back, and smaller
+# sizes then take about half of it in a round, and two rounds are made.
+LONGEST = 1 / 12
+# From so long on, what the first call of a size does besides (connecting, allocating) is nothing,
+# and few rounds tell enough; of quicker calls there are no fewer than so many.
+LONG_S, FEWEST = 0.1, 3
 
 # torch 2.13 renamed both; the old names warn there.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+Call = tuple[Collective, int]
+"""A collective and its size in bytes."""
 
 
 @dataclass
@@ -46,7 +53,8 @@ class Group:
     ranks: tuple[int, ...]
     member: int
     device: torch.device
-    seconds: dict[tuple[Collective, int], list[float]] = field(default_factory=dict)
+    seconds: dict[Call, list[float]] = field(default_factory=dict)
+    _space: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -69,23 +77,27 @@ class Group:
     def _issued(self, collective: Collective, count: int) -> Callable[..., dist.Work | None]:
         """The collective with its tensors, to be issued on a group."""
         if collective == "all_reduce":
-            return partial(dist.all_reduce, self._empty(count))
+            return partial(dist.all_reduce, self._tensor("out", count))
         if collective == "all_to_all":
             each = -(-count // max(self.size - 1, 1))
             splits = [0 if m == self.member else each for m in range(self.size)]
-            out, into = self._empty(sum(splits)), self._empty(sum(splits))
+            out, into = self._tensor("out", sum(splits)), self._tensor("into", sum(splits))
             return partial(dist.all_to_all_single, into, out, splits, splits)
-        shard = self._empty(-(-count // self.size))
-        full = self._empty(shard.numel() * self.size)
+        shard = self._tensor("out", -(-count // self.size))
+        full = self._tensor("into", shard.numel() * self.size)
         if collective == "all_gather":
             return partial(_ALL_GATHER, full, shard)
         return partial(_REDUCE_SCATTER, shard, full)
 
-    def _empty(self, count: int) -> Tensor:
-        return torch.zeros(count, device=self.device)
+    def _tensor(self, use: str, count: int) -> Tensor:
+        """All sizes share their memory: it is there, and known, when a size is timed."""
+        held = self._space.get(use)
+        if held is None or held.numel() < count:
+            held = self._space[use] = torch.empty(count, device=self.device).zero_()
+        return held[:count]
 
     def _p2p(self, count: int) -> Callable[[], None]:
-        tensor, first, second = self._empty(count), self.ranks[0], self.ranks[-1]
+        tensor, first, second = self._tensor("out", count), self.ranks[0], self.ranks[-1]
 
         # There and back: half of it is one message.
         def run() -> None:
@@ -105,20 +117,22 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
+    """The largest of all ranks for each. Collective over all ranks."""
+    found = torch.tensor(list(seconds), dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.tolist()
+
+
 def time_once(group: Group, collective: Collective, size_bytes: int) -> float:
-    """Seconds of one call on the slowest member. Collective over the group."""
+    """Seconds of one call on this rank, all groups of a set at once. Collective over all ranks."""
     run = group.operation(collective, size_bytes)
-    # The first call of a size may connect and allocate: it is not timed.
-    run()
-    synchronise(group.device)
-    dist.barrier(group=group.handle)
+    dist.barrier()
     start = time.perf_counter()
     run()
     synchronise(group.device)
     taken = time.perf_counter() - start
-    slowest = torch.tensor([taken], dtype=torch.float64, device=group.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group.handle)
-    return float(slowest) / (2 if collective == "p2p" else 1)
+    return taken / (2 if collective == "p2p" else 1)
 
 
 def measure(
@@ -126,39 +140,63 @@ def measure(
     sizes: Sequence[int],
     rounds: int,
     budget_s: float,
-    tick: Callable[[], None] = lambda: None,
+    tick: Callable[[float], None] = lambda share: None,
 ) -> None:
-    """Fills ``group.seconds``. Collective; rounds stop early when ``budget_s`` is used up, and
-    sizes where one message would use up too much of it, on all members alike."""
+    """Fills ``group.seconds``, alike on all ranks; all have one group of the set each. Sizes grow
+    as long as one call takes a small part of ``budget_s``, and rounds are made while one more fits
+    in it, at the end of quick calls only. ``tick`` is told the share that is over. Collective over
+    all ranks."""
     start = time.perf_counter()
-    left: dict[Collective, list[int]] = {c: sorted(sizes) for c in COLLECTIVES}
-    for _ in range(rounds):
-        for collective in COLLECTIVES:
-            for size in left[collective]:
-                taken = time_once(group, collective, size)
-                group.seconds.setdefault((collective, size), []).append(taken)
-                # The line through smaller ones must do. All members have the slowest one's time, so
-                # all leave the same sizes out.
-                if taken > LONGEST * budget_s:
-                    left[collective] = [s for s in left[collective] if s <= size]
-                    break
-            tick()
-        # Agreed, as a member that stops alone leaves the others waiting in the next round.
-        spent = torch.tensor([time.perf_counter() - start], device=group.device)
-        dist.all_reduce(spent, op=dist.ReduceOp.MAX, group=group.handle)
-        if float(spent) > budget_s:
-            break
+    calls = _affordable(group, sizes, LONGEST * budget_s)
+    for number in range(1, rounds + 1):
+        begun = time.perf_counter()
+        tick(min(max(number / (rounds + 1), (begun - start) / budget_s), 0.95))
+        taken = slowest([time_once(group, *call) for call in calls], group.device)
+        for call, seconds in zip(calls, taken, strict=True):
+            group.seconds[call].append(seconds)
+        now = time.perf_counter()
+        # Agreed, as a rank that stops alone leaves the others waiting in the next round.
+        spent, last = slowest([now - start, now - begun], group.device)
+        if spent + last > budget_s:
+            quick = [c for c, seconds in zip(calls, taken, strict=True) if seconds < LONG_S]
+            if not quick or (len(quick) == len(calls) and number >= FEWEST):
+                break
+            calls = quick
+    tick(1.0)
 
 
-def curves(group: Group, sharing: int = 1) -> tuple[CollectiveCurve, ...]:
-    """The medians as curves, with their fitted lines. Where ``sharing`` groups were timed at once
-    over one network interface, sizes are those of all of them together: what the wire carried."""
+def _affordable(group: Group, sizes: Sequence[int], longest_s: float) -> list[Call]:
+    """The calls that take no longer than that, each made once: point to point last, as a link's
+    token bucket fills while the other way is used, and sizes in turn, as it does in pauses."""
+    for collective in COLLECTIVES:
+        known: list[tuple[int, float]] = []
+        for size in sorted(sizes):
+            if _next_s(known, size) > longest_s:
+                break
+            taken = slowest([time_once(group, collective, size)], group.device)[0]
+            known.append((size, taken))
+            group.seconds[collective, size] = [taken] if taken > LONG_S else []
+    return sorted(group.seconds, key=lambda call: (call[0] == "p2p", call[1]))
+
+
+def _next_s(known: Sequence[tuple[int, float]], size: int) -> float:
+    """What a call of ``size`` will take, given sizes and seconds of smaller ones."""
+    if len(known) < 2:
+        return known[-1][1] if known else 0.0
+    # By what the last bytes took: the first may have gone at any speed.
+    (before, less), (last, most) = known[-2:]
+    return most + max(most - less, 0.0) / (last - before) * (size - last)
+
+
+def curves(group: Group, scale: float = 1.0) -> tuple[CollectiveCurve, ...]:
+    """The medians as curves, with their fitted lines. ``scale`` is how many times as many bytes
+    would have taken as long with nobody beside the group, at the bandwidth of the level."""
     found = []
     for collective in COLLECTIVES:
         points = {s: v for (c, s), v in group.seconds.items() if c == collective}
         sizes = sorted(points)
         medians = [float(torch.tensor(points[s], dtype=torch.float64).median()) for s in sizes]
-        wire = [float(size * sharing) for size in sizes]
+        wire = [float(size * scale) for size in sizes]
         line = fit_line(wire, medians)
         found.append(
             CollectiveCurve(

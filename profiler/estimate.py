@@ -1,12 +1,11 @@
 """A ModelProfile for a catalogued device that is not here: a roofline over counted work.
 
-    seconds = max( flops / (peak · FLOPS_REACHED), bytes / (bandwidth · BANDWIDTH_REACHED) )
-              + kernels · KERNEL_S
-
-Operations are counted by torch's FlopCounterMode on one small batch, bytes are those of the unit's
-inputs, outputs, saved feature maps and parameters. Nothing is computed where the model runs without
-values (``dry``), and nothing allocated. These are assumptions, not measurements: profile on the
-device when there is one.
+One step runs on torch's meta device at two batch sizes, where nothing is computed and nothing
+allocated (``dry``; on real tensors where the model needs values). Every operation of its forward
+and backward is recorded with its type and sizes (``operations``) and its seconds on the device
+follow from these (``roofline``). A member's share of a divided unit is counted likewise, alone, and
+compared with the whole unit, alone. These are estimates, not measurements: profile on the device
+when there is one.
 
 Where DeepPool published layer times for just that network and device, they replace the roofline.
 """
@@ -16,21 +15,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor, nn
 
 from ..executor.launch.start import software
 from ..models.compiled import uncompiled
-from ..models.replay import UnitCall, capture, preserved, run_modules
-from ..models.spec import UnitSpec
+from ..models.precision import measured_in
+from ..models.replay import UnitCall, capture, copied, preserved
+from ..models.spec import SplitSpec, UnitSpec
+from ..models.splits import apply_split
+from ..models.splits.check import isolated, member_call
 from ..models.target import own_batch
 from ..models.units.discover import Discovery, discovered
-from ..models.units.storages import tensors_in
-from ..models.workload import Workload
+from ..models.workload import Workload, device_of
 from ..planner.schema.capability import degrees
 from ..planner.schema.curve import Curve
 from ..planner.schema.errors import InputError
@@ -41,28 +41,22 @@ from ..planner.schema.profile import (
     UnitProfile,
     UpdateRate,
 )
-from .catalogue import GIGA, TERA, Datasheet, datasheet
-from .memory import Footprints, dry, is_dry
-from .model import unit_profile
-from .shares import shard_bytes
-
-# Share of a device's float32 peak that large matrix products are assumed to reach. Convolutions
-# may use TF32, as torch lets them by default, and are faster then: DeepPool's A100 table has
-# VGG-16 at three times the float32 peak, so an estimate errs on the slow side there.
-FLOPS_REACHED = 0.6
-
-# Share of the memory bandwidth that streaming kernels reach.
-BANDWIDTH_REACHED = 0.8
-
-# A kernel's launch on a GPU, which small units cannot beat.
-KERNEL_S = 5e-6
+from .catalogue import Datasheet, datasheet
+from .memory import Footprints, FusedAttention, dry, is_dry, saved_inputs
+from .model import inputs_of, unit_profile
+from .operations import OperationLog
+from .roofline import Work, seconds
+from .shares import Cost, cost_of, shard_bytes
+from .timing import OPTIMIZERS, Timeline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Memory is counted at these batch sizes, and is linear beyond.
 FOOTPRINT_SIZES = (2, 4)
 DEGREES = (2, 4, 8)
-# How often an optimizer reads or writes a parameter's bytes: parameter, gradient, state.
-STATE_TRAFFIC = {"sgd": 3, "momentum": 5, "adam": 7, "adamw": 7}
+# Shares are counted at these batch sizes: every member of the largest degree has samples.
+SHARE_SIZES = (max(DEGREES), 2 * max(DEGREES))
+# Optimizers are counted on one parameter of so many elements, enough to hide launches.
+UPDATED = 1 << 26
 
 # Workloads whose units are those of a published A100 table, one by one.
 TABLES = {"vgg16": "vgg16"}
@@ -79,32 +73,35 @@ def estimate(
     """
     sheet = datasheet(device)
     sizes = tuple(sorted(set(batches or BATCHES)))
-    with uncompiled(workload.model) as model, torch.random.fork_rng():
-        workload = replace(workload, model=model)
-        own_batch(workload, 2)
+    with (
+        torch.random.fork_rng(),
+        uncompiled(workload.model) as model,
+        measured_in(replace(workload, model=model), None) as chosen,
+    ):
+        own_batch(chosen, 2)
         try:
-            found, units = _counted(dry(workload), sheet, sizes)
+            found, units = _counted(dry(chosen), sheet, sizes)
         except Exception:
             # A model may need values (an index of what is not zero). With memory it has them.
             if is_dry(workload.model):
                 raise
-            found, units = _counted(workload, sheet, sizes)
+            found, units = _counted(chosen, sheet, sizes)
+        types = [p.dtype for p in workload.model.parameters() if p.is_floating_point()]
+    dtype = types[0] if types else torch.get_default_dtype()
     profile = ModelProfile(
         target=workload.name,
         model=found.fingerprint,
         device=device,
         device_type="cuda",
-        dtype="float32",
+        dtype=str(dtype).removeprefix("torch."),
         software=software(),
         batches=sizes,
         units=units,
         edges=found.edges,
         pieces=found.pieces,
-        updates=tuple(
-            UpdateRate(optimizer=name, seconds_per_byte=moves / (sheet.gbyte_s * GIGA))
-            for name, moves in STATE_TRAFFIC.items()
-        ),
+        updates=tuple(_update_rate(name, dtype, sheet) for name in OPTIMIZERS),
         origin="estimated",
+        precision=workload.precision,
     )
     if workload.name in TABLES and device.startswith("a100"):
         return with_table(profile, load_table(TABLES[workload.name]))
@@ -114,101 +111,188 @@ def estimate(
 def _counted(
     workload: Workload, sheet: Datasheet, sizes: tuple[int, ...]
 ) -> tuple[Discovery, tuple[UnitProfile, ...]]:
-    found, batch = discovered(workload.model, workload.make_batch)
-    with preserved(workload.model):
-        calls = capture(workload.model, batch, found.units)
+    model = workload.model
+    found, _ = discovered(model, workload.make_batch)
+    with preserved(model):
+        logs = [_step(workload, found.units, size) for size in FOOTPRINT_SIZES]
         footprints = Footprints(workload, found.units, FOOTPRINT_SIZES)
-        counted = _Estimator(workload.model, found, batch.size, calls, footprints, sheet, sizes)
-        return found, tuple(map(counted.unit, found.units))
+        divided = [u for u in found.units if u.splits]
+        calls = [capture(model, workload.make_batch(n), divided) for n in SHARE_SIZES]
+        batch = workload.make_batch(FOOTPRINT_SIZES[0])
+        with FusedAttention():
+            inputs = saved_inputs(model, found.units, batch, workload.loss) if divided else {}
+        counted = _Estimator(workload, found, logs, footprints, calls, sheet, sizes, {})
+        return found, tuple(
+            msgspec.structs.replace(counted.unit(u), **inputs_of(u, inputs, batch.size))
+            for u in found.units
+        )
 
 
-class _Work(NamedTuple):
-    """One unit's counted work for one sample: operations, bytes moved, and ``fixed`` bytes moved
-    for all samples together; kernels started; how many times the forward the backward takes."""
+def _step(workload: Workload, units: Sequence[UnitSpec], size: int) -> OperationLog:
+    """What one step runs, by unit."""
+    model, batch = workload.model, workload.make_batch(size)
+    model.zero_grad()  # backward would add to the gradients that are there
+    timeline = Timeline(model, units, device_of(model))
+    log = OperationLog(lambda: timeline.node)
+    with FusedAttention(), timeline, log:
+        timeline.step(batch, workload.loss)
+    model.zero_grad()
+    return log
 
-    flops: float
-    moved: float
-    fixed: float
-    kernels: int
-    back: float
 
-    def seconds(self, samples: float, part: float, sheet: Datasheet) -> float:
-        """Forward seconds of ``part`` of the unit on ``samples`` samples."""
-        compute = self.flops * samples * part / (sheet.float32 * TERA * FLOPS_REACHED)
-        traffic = (self.moved * samples + self.fixed) * part
-        memory = traffic / (sheet.gbyte_s * GIGA * BANDWIDTH_REACHED)
-        return max(compute, memory) + self.kernels * KERNEL_S
+def _update_rate(name: str, dtype: torch.dtype, sheet: Datasheet) -> UpdateRate:
+    """An optimizer's seconds by what torch's does to a parameter, one list of tensors at a time as
+    it does on a GPU."""
+    parameter = nn.Parameter(torch.empty(UPDATED, dtype=dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    optimizer = OPTIMIZERS[name]([parameter])
+    optimizer.param_groups[0]["foreach"] = True
+    optimizer.step()  # the first makes the state
+    log = OperationLog()
+    with log:
+        optimizer.step()
+    taken = sum(seconds(operation, sheet) for operation in log.forward.get("", ()))
+    return UpdateRate(optimizer=name, seconds_per_byte=taken / parameter.nbytes)
+
+
+class _Counted(NamedTuple):
+    """Forward and backward of something, and what it saved."""
+
+    forward: Work
+    backward: Work
+    cost: Cost
 
 
 class _Estimator(NamedTuple):
     """What has been counted of a model, for a device and batch sizes."""
 
-    model: nn.Module
+    workload: Workload
     found: Discovery
-    batch: int
-    calls: dict[str, UnitCall]
+    logs: list[OperationLog]
     footprints: Footprints
+    calls: list[dict[str, UnitCall]]
     sheet: Datasheet
     sizes: tuple[int, ...]
+    known: dict[tuple[Any, ...], _Counted | None]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.workload.model
 
     def unit(self, unit: UnitSpec) -> UnitProfile:
-        work = self._work(unit)
-        whole = self._share(unit, work, "none", 1, 0)
+        whole = self._whole(unit)
         outside = self.found.outside if unit is self.found.units[0] else ()
         base = unit_profile(self.model, unit, whole, outside)
         shares = [
-            self._share(
-                unit, work, split.style, degree, shard_bytes(self.model, unit, split, degree)
-            )
+            share
             for split in unit.splits
             for degree in DEGREES
             if degrees(base, split.style, degree)
+            and (share := self._share(unit, base.whole, split, degree))
         ]
         kept = unit.name not in self.footprints.smallest.discarded
         return msgspec.structs.replace(base, shares=(base.whole, *shares), output_kept=kept)
 
-    def _work(self, unit: UnitSpec) -> _Work:
-        if not unit.modules:
-            # Glue is taken to read and write what flows: one kernel, and nothing that is computed.
-            edges = [e for e in self.found.edges if unit.name in (e.source, e.target)]
-            flows = sum(e.bytes_per_sample for e in edges) if unit.kind == "glue" else 0.0
-            return _Work(0.0, flows, 0.0, 1 if flows else 0, 1.0)
-        call, size = self.calls[unit.name], self.batch
-        counter = FlopCounterMode(display=False)
-        with torch.no_grad(), counter:
-            output = run_modules(self.model, unit.modules, call.fresh())
-        saved = self.footprints.smallest.saved.get(unit.name, 0)
-        moved = sum(t.nbytes for t in (*call.tensors(), *tensors_in(output))) + saved
-        modules = [self.model.get_submodule(name) for name in unit.modules]
-        parameters = sum(p.nbytes for m in modules for p in m.parameters())
-        # The gradient of the input and that of the weight take as much as the forward each.
-        back = 2.0 if any(t.requires_grad for t in call.tensors()) else 1.0
-        # Every innermost module starts a kernel.
-        kernels = sum(not list(x.children()) for m in modules for x in m.modules())
-        return _Work(counter.get_total_flops() / size, moved / size, parameters, kernels, back)
+    def _whole(self, unit: UnitSpec) -> ShareProfile:
+        def work(phase: str) -> Work:
+            few, many = (getattr(log, phase).get(unit.name, ()) for log in self.logs)
+            return Work(FOOTPRINT_SIZES, few, many)
+
+        kinds = ("saved", "gradient", "workspace", "fresh", "spared")
+        return ShareProfile(
+            style="none",
+            degree=1,
+            forward=self._curve(work("forward")),
+            backward=self._curve(work("backward")),
+            parameter_bytes=0,
+            **{kind: self.footprints.curve(kind, unit.name) for kind in kinds},
+        )
+
+    def _curve(self, work: Work) -> Curve:
+        seconds = tuple(work.seconds(size, self.sheet) for size in self.sizes)
+        return Curve(x=tuple(map(float, self.sizes)), y=seconds)
 
     def _share(
-        self, unit: UnitSpec, work: _Work, style: str, degree: int, parameter_bytes: int
-    ) -> ShareProfile:
-        part = 1 / degree
-        forward = [work.seconds(b, part, self.sheet) for b in self.sizes]
-        sizes = tuple(map(float, self.sizes))
-        footprints, name = self.footprints, unit.name
-        # A column share keeps its input whole and makes a part of its output; a row share the
-        # reverse. What is saved is mostly inputs.
-        kept = 1.0 if style == "column" else part
-        return ShareProfile(
-            style=style,  # type: ignore[arg-type]
-            degree=degree,
-            forward=Curve(x=sizes, y=tuple(forward)),
-            backward=Curve(x=sizes, y=tuple(work.back * f for f in forward)),
-            saved=footprints.curve("saved", name, kept),
-            gradient=footprints.curve("gradient", name),
-            workspace=footprints.curve("workspace", name, part),
-            parameter_bytes=parameter_bytes,
-            fresh=footprints.curve("fresh", name, part),
-            spared=footprints.curve("spared", name, part),
+        self, unit: UnitSpec, whole: ShareProfile, split: SplitSpec, degree: int
+    ) -> ShareProfile | None:
+        """A member's share: what it takes alone, compared with the unit alone, of what the unit
+        takes in the model."""
+        alone, member = self._alone(unit), self._alone(unit, split, degree)
+        if alone is None or member is None:
+            return None
+        size = shard_bytes(self.model, unit, split, degree)
+        part = size / max(whole.parameter_bytes, 1)
+        saved, gradient, output = (
+            a / b if b else 1.0 for a, b in zip(member.cost[2:], alone.cost[2:], strict=True)
         )
+        return ShareProfile(
+            style=split.style,
+            degree=degree,
+            forward=_compared(
+                whole.forward, self._curve(member.forward), self._curve(alone.forward)
+            ),
+            backward=_compared(
+                whole.backward, self._curve(member.backward), self._curve(alone.backward)
+            ),
+            saved=whole.saved.scaled(saved),
+            gradient=whole.gradient.scaled(gradient),
+            workspace=whole.workspace.scaled(output),
+            parameter_bytes=size,
+            fresh=whole.fresh.scaled(part),
+            spared=whole.spared.scaled(min(part, saved)),
+        )
+
+    def _alone(
+        self, unit: UnitSpec, split: SplitSpec | None = None, degree: int = 1
+    ) -> _Counted | None:
+        """A unit run by itself, or a member's share of it; equal ones are counted once."""
+        calls = [found.get(unit.name) for found in self.calls]
+        if None in calls:  # a forward leaves it out
+            return None
+        modules = [self.model.get_submodule(name) for name in unit.modules]
+        shapes = [tuple(t.shape) for m in modules for t in m.parameters()]
+        inputs = [(tuple(t.shape), t.dtype) for call in calls if call for t in call.tensors()]
+        style = split.style if split else "none"
+        key = (unit.kind, style, degree, *map(str, modules), *shapes, *inputs)
+        if key not in self.known:
+            try:
+                self.known[key] = self._count_alone(unit, split, degree)
+            except Exception:
+                # A member's few samples may be too few for what follows in the unit.
+                self.known[key] = None
+        return self.known[key]
+
+    def _count_alone(self, unit: UnitSpec, split: SplitSpec | None, degree: int) -> _Counted:
+        holder = isolated(self.model, unit.modules)
+
+        # Stands for the collective: the member's own samples of the group's, at no cost.
+        def reduce(partial: Tensor) -> Tensor:
+            return partial[: -(-len(partial) // degree)]
+
+        if split is not None:
+            holder = copied(holder)
+            apply_split(holder, unit.modules, split, degree, 0, reduce)
+        logs = []
+        for calls in self.calls:
+            call = calls[unit.name]
+            if split is not None:
+                call = member_call(unit, split, call, degree, 0)
+            log, where = OperationLog(), device_of(self.model)
+            with FusedAttention(), log:
+                cost = cost_of(holder, unit, call, where, self.workload.precision)
+            logs.append(log)
+        few, many = logs
+        forward, backward = (
+            Work(SHARE_SIZES, getattr(few, phase).get("", ()), getattr(many, phase).get("", ()))
+            for phase in ("forward", "backward")
+        )
+        return _Counted(forward, backward, cost)
+
+
+def _compared(whole: Curve, part: Curve, alone: Curve) -> Curve:
+    """``whole`` by the ratio of the other two."""
+    rows = zip(whole.y, part.y, alone.y, strict=True)
+    return Curve(x=whole.x, y=tuple(w * p / a if a else w for w, p, a in rows))
 
 
 def with_table(profile: ModelProfile, table: ModelProfile) -> ModelProfile:

@@ -1,29 +1,38 @@
-"""The links among the ranks of a process group, measured, as a Cluster: collectives, how computing
-and communicating slow each other, and the link between a device and its host's memory."""
+"""The links among the ranks of a process group, measured, as a Cluster: each host's network,
+collectives, how computing and communicating slow each other, and the link between a device and its
+host's memory."""
 
 from __future__ import annotations
 
 import itertools
 import socket
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
 from ..executor.launch.start import device_name, memory_bytes, software
+from ..planner.cost.collectives import Fabric, rings
 from ..planner.schema.cluster import Cluster, CollectiveCurve, Device, Interference, Level, Node
 from ..planner.schema.errors import InputError
-from .collectives import COLLECTIVES, Group, curves, measure, synchronise
+from .collectives import Group, curves, measure, synchronise
+from .host_rates import Rates, common_rate, differ, measure_host_rates
+from .progress import StageProgress
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS = 9
-# Seconds for all groups together; on a slow network fewer rounds are made.
-BUDGET_S = 8.0
+# Seconds for all groups together; on a slow network fewer rounds are made, of smaller messages.
+BUDGET_S = 12.0
+HOSTS_S, SLOWDOWN_S = 3.0, 2.0
+"""Seconds that measuring the hosts' rates, and interference, mostly takes."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -36,11 +45,13 @@ def probe(
     budget_s: float = BUDGET_S,
     progress: Progress | None = None,
 ) -> Cluster:
-    """Measures latency and bandwidth of point-to-point messages, all-reduce, all-gather,
-    reduce-scatter and all-to-all by message size, on the groups that plans use (neighbours, and
-    ranks with equal places in these), how much computing and communicating slow each other, and on
-    CUDA what each device's link to its host's memory carries while all devices use theirs.
+    """Measures what the network carries from host to host, latency and bandwidth of point-to-point
+    messages, all-reduce, all-gather, reduce-scatter and all-to-all by message size, on the groups
+    that plans use (neighbours, and ranks with equal places in these), how much computing and
+    communicating slow each other, and on CUDA what each device's link to its host's memory carries
+    while all devices use theirs.
 
+    Sizes and rounds follow the links: the groups together take about ``budget_s``.
     Collective: every rank of an initialised process group calls it, and all get the same Cluster.
     Uses process groups of its own and ends them. Raises ``InputError`` where there is no group.
     """
@@ -52,28 +63,32 @@ def probe(
     hosts, devices = _hosts(where)
     _check_order(hosts)
     plan = _groups(hosts)
-    found: dict[str, list[CollectiveCurve]] = {}
+    names = [f"measuring links ({i} of {len(plan)})" for i in range(1, len(plan) + 1)]
+    slowed = "measuring interference"
+    stages = StageProgress(
+        progress,
+        {"measuring hosts": HOSTS_S if len(set(hosts)) > 1 else 0.0}
+        | {name: budget_s / len(plan) / 2 for name in names}
+        | {slowed: SLOWDOWN_S},
+    )
+    rates = None
+    if len(set(hosts)) > 1:
+        rates = measure_host_rates(hosts, where, partial(stages.at, "measuring hosts"))
+    measured: list[tuple[str, GroupSets, Group]] = []
     interference = Interference()
-    done, total = itertools.count(1), len(plan) * rounds * len(COLLECTIVES)
-
-    def tick() -> None:
-        if progress is not None:
-            progress(next(done), total, "measuring links")
-
-    for level, group_sets in plan:
+    for (level, group_sets), name in zip(plan, names, strict=True):
         group = _join(group_sets, where)
-        measure(group, sizes, rounds, budget_s / len(plan), tick)
-        own = curves(group, sharing(group_sets, hosts))
-        # Once, among all ranks: a Cluster has one figure for each slowdown.
+        measure(group, sizes, rounds, budget_s / len(plan), partial(stages.at, name))
+        # Once, among all ranks, the last of the sets: a Cluster has one figure for each slowdown.
         if group.size == dist.get_world_size():
+            stages.at(slowed, 0.0)
             interference = measure_interference(group)
-        found.setdefault(level, []).extend(own)
+        measured.append((level, group_sets, group))
         dist.destroy_process_group(group.handle)
-    # Every rank has measured its own groups; all plan from rank 0's figures.
-    answer: list[Any] = [_cluster(hosts, devices, found, interference)]
+    # All plan from rank 0's figures, to the last digit.
+    answer: list[Any] = [_cluster(hosts, devices, measured, interference, rates)]
     dist.broadcast_object_list(answer, src=0)
-    if progress is not None:
-        progress(total, total, "measured links")
+    stages.end("measured links")
     return answer[0]  # type: ignore[no-any-return]
 
 
@@ -125,14 +140,6 @@ def _groups(hosts: Sequence[str]) -> list[tuple[str, GroupSets]]:
     return found
 
 
-def sharing(sets: GroupSets, hosts: Sequence[str]) -> int:
-    """How many of the groups, which run at once, share the busiest host's network interface (1
-    where none leaves its host): what one of them takes is then what all their bytes take."""
-    crossing = [{hosts[r] for r in ranks} for ranks in sets]
-    loads = [sum(1 for c in crossing if len(c) > 1 and host in c) for host in hosts]
-    return max(*loads, 1)
-
-
 def _check_order(hosts: Sequence[str]) -> None:
     """Ranks are numbered through the hosts: a Cluster says so, and groups of neighbours need it."""
     changes = [b for a, b in itertools.pairwise(hosts) if a != b]
@@ -144,22 +151,20 @@ def _check_order(hosts: Sequence[str]) -> None:
 
 
 def _join(sets: GroupSets, device: torch.device) -> Group:
-    """Creates all groups of a set, in one order on all ranks; this rank's."""
-    own: Group | None = None
-    for ranks in sets:
-        # new_group is collective over all ranks, also for those that are not in the group.
-        handle = dist.new_group(list(ranks), backend="nccl" if device.type == "cuda" else "gloo")
-        if dist.get_rank() in ranks:
-            own = Group(handle, ranks, ranks.index(dist.get_rank()), device)
-    assert own is not None, "the groups of a set cover all ranks"
-    return own
+    """Creates the group of a set that this rank is in; the set covers all ranks."""
+    rank, backend = dist.get_rank(), "nccl" if device.type == "cuda" else "gloo"
+    ranks = next(one for one in sets if rank in one)
+    # Among its members only: 64 ranks have 126 groups, and each would wait for all of them.
+    handle = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    return Group(handle, ranks, ranks.index(rank), device)
 
 
 def _cluster(
     hosts: Sequence[str],
     devices: Sequence[Device],
-    found: dict[str, list[CollectiveCurve]],
+    measured: Sequence[tuple[str, GroupSets, Group]],
     interference: Interference,
+    rates: Rates | None,
 ) -> Cluster:
     order = list(dict.fromkeys(hosts))
     nodes = tuple(
@@ -169,25 +174,60 @@ def _cluster(
         )
         for name in order
     )
-    levels = []
-    for name, measured in found.items():
-        # The level's own line is that of the fewest ranks: two neighbours and nobody beside them.
-        line = min((c for c in measured if c.collective == "p2p"), key=lambda c: c.ranks)
-        levels.append(
-            Level(
-                name=name,  # type: ignore[arg-type]
-                latency_s=line.latency_s,
-                bytes_per_s=line.bytes_per_s,
-                curves=tuple({(c.collective, c.ranks): c for c in measured}.values()),
-            )
-        )
-    return Cluster(
+    lines = {name: _line(name, measured, rates) for name in dict.fromkeys(m[0] for m in measured)}
+    cluster = Cluster(
         name=f"{len(hosts)} ranks on {', '.join(order[:4])}{' and more' if len(order) > 4 else ''}",
         nodes=nodes,
-        levels=tuple(levels),
+        levels=tuple(lines.values()),
         interference=interference,
+        pair_bytes_per_s=_pairs(hosts, rates, lines),
         origin="measured",
         software=software(),
+    )
+    fabric = Fabric(cluster, tuple(range(len(hosts))))
+    found: dict[str, list[CollectiveCurve]] = {}
+    for name, sets, group in measured:
+        own = curves(group, rings(fabric, np.array(sets)).scale)
+        found.setdefault(name, []).extend(own)
+    levels = tuple(
+        msgspec.structs.replace(
+            level, curves=tuple({(c.collective, c.ranks): c for c in found[level.name]}.values())
+        )
+        for level in cluster.levels
+    )
+    return msgspec.structs.replace(cluster, levels=levels)
+
+
+def _line(
+    name: str, measured: Sequence[tuple[str, GroupSets, Group]], rates: Rates | None
+) -> Level:
+    """The level without its curves. Its line is that of the fewest ranks, two neighbours and nobody
+    beside them; between hosts the bandwidth is what streams carried."""
+    group = min((m[2] for m in measured if m[0] == name), key=lambda g: g.size)
+    line = next(c for c in curves(group) if c.collective == "p2p")
+    if name == "intra" or rates is None:
+        return Level(name="intra", latency_s=line.latency_s, bytes_per_s=line.bytes_per_s)
+    carried, least, first_s = common_rate(rates), line.seconds.x[0], line.seconds.y[0]
+    # Less than the wire takes is what a token bucket lets through: then all of it is latency.
+    wire_s = least / carried
+    latency_s = first_s - wire_s if first_s > wire_s else first_s
+    return Level(name="inter", latency_s=latency_s, bytes_per_s=carried)
+
+
+def _pairs(
+    hosts: Sequence[str], rates: Rates | None, lines: Mapping[str, Level]
+) -> tuple[tuple[float, ...], ...]:
+    """The bandwidth between each two ranks where the hosts' links differ, else nothing: a level's
+    line says the same, and plans for equal hosts are found sooner."""
+    if rates is None or not differ(rates):
+        return ()
+    node = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
+    inside = lines["intra"].bytes_per_s if "intra" in lines else 0.0
+    return tuple(
+        tuple(
+            0.0 if i == j else inside if a == b else float(rates[a, b]) for j, b in enumerate(node)
+        )
+        for i, a in enumerate(node)
     )
 
 
@@ -229,6 +269,10 @@ def copy_rate(
 
 
 MESSAGE_BYTES = 4 * 2**20
+"""The largest message that is sent beside computing; on slow links it is one that takes half of
+``LOAD_S``."""
+MOST_MESSAGES = 64
+"""As many are sent at most to find out how many take ``LOAD_S``."""
 SLOWDOWN_ROUNDS = 5
 # On a CPU the communication library's threads take cores and memory bandwidth from the computation;
 # on a GPU its kernels take multiprocessors. Three things are timed in turn, several rounds: a fixed
@@ -236,7 +280,7 @@ SLOWDOWN_ROUNDS = 5
 # goes on.
 LOAD_S = 0.06
 # No further round is begun after so long.
-SLOWDOWN_BUDGET_S = 3.0
+SLOWDOWN_BUDGET_S = 2.0
 
 
 class _Load:
@@ -248,22 +292,28 @@ class _Load:
         self.image = torch.randn(4, 32, 32, 32, device=device)
         self.kernel = torch.randn(32, 32, 3, 3, device=device)
         self.matrix = torch.randn(384, 384, device=device)
-        self.message = torch.zeros(MESSAGE_BYTES // 4, device=device)
+        self.message = torch.zeros(_message_bytes(group) // 4, device=device)
         self.pieces = self.messages = 1
         # The first run starts threads and allocates; it does not count.
         self.compute()
         self.pieces = _agreed(group, max(int(LOAD_S / max(self.compute(), 1e-6)), 1))
-        self.messages = _agreed(group, max(int(LOAD_S / max(self.send(), 1e-6)), 2))
+        # Twice: what a link has saved up, as a token bucket does, lets the first ones through.
+        for most in (MOST_MESSAGES, sys.maxsize):
+            each_s = self.send() / self.messages
+            self.messages = _agreed(group, min(max(int(LOAD_S / max(each_s, 1e-6)), 2), most))
 
     def compute(self) -> float:
         """Seconds of computing."""
         start = time.perf_counter()
-        with torch.no_grad():
-            for _ in range(self.pieces):
-                F.conv2d(self.image, self.kernel, padding=1)
-                self.matrix @ self.matrix
+        for _ in range(self.pieces):
+            self._piece()
         synchronise(self.group.device)
         return time.perf_counter() - start
+
+    @torch.no_grad()
+    def _piece(self) -> None:
+        F.conv2d(self.image, self.kernel, padding=1)
+        self.matrix @ self.matrix
 
     def send(self) -> float:
         """Seconds of communicating. Collective."""
@@ -274,18 +324,24 @@ class _Load:
         return time.perf_counter() - start
 
     def both(self) -> tuple[float, float]:
-        """Seconds of computing under communication, and until both are over. Collective."""
+        """Seconds of computing under communication, and until communication is over. Collective."""
         start = time.perf_counter()
-        works = [
+        issued = [
             dist.all_reduce(self.message, group=self.group.handle, async_op=True)
             for _ in range(self.messages)
         ]
-        computed_s = self.compute()
-        for work in works:
-            if work is not None:
-                work.wait()
+        works = [work for work in issued if work is not None]
+        over_s: float | None = None
+        for _ in range(self.pieces):
+            self._piece()
+            if over_s is None and works and works[-1].is_completed():
+                over_s = time.perf_counter() - start
         synchronise(self.group.device)
-        return computed_s, time.perf_counter() - start
+        computed_s = time.perf_counter() - start
+        for work in works:
+            work.wait()
+        synchronise(self.group.device)
+        return computed_s, over_s or time.perf_counter() - start
 
 
 def measure_interference(group: Group) -> Interference:
@@ -295,6 +351,9 @@ def measure_interference(group: Group) -> Interference:
     while len(rows) < SLOWDOWN_ROUNDS:
         dist.barrier(group=group.handle)
         alone = load.compute()
+        dist.barrier(group=group.handle)
+        # What a link has saved up while it was idle, as a token bucket does, is used up first.
+        load.send()
         dist.barrier(group=group.handle)
         sent = load.send()
         dist.barrier(group=group.handle)
@@ -313,6 +372,14 @@ def measure_interference(group: Group) -> Interference:
     )
 
 
+def _message_bytes(group: Group) -> int:
+    """The largest size up to ``MESSAGE_BYTES`` whose all-reduce takes no more than half of
+    ``LOAD_S``, by what was measured."""
+    sizes = sorted(size for (name, size) in group.seconds if name == "all_reduce")
+    quick = [s for s in sizes if median(group.seconds["all_reduce", s]) <= LOAD_S / 2]
+    return min(max([*quick, sizes[0]]), MESSAGE_BYTES)
+
+
 def _agreed(group: Group, count: int) -> int:
     """The largest count of all members: all must do the same."""
     value = torch.tensor([count], dtype=torch.int64, device=group.device)
@@ -320,14 +387,14 @@ def _agreed(group: Group, count: int) -> int:
     return int(value)
 
 
-def _stretch(sent: float, together: float, both: float) -> float:
-    """How much slower communicating was while computing went on for ``together`` seconds.
+def _stretch(sent: float, together: float, over: float) -> float:
+    """How much slower communicating, which takes ``sent`` by itself, was while computing went on
+    for ``together`` seconds.
 
-    If it ended with the computing or before, all of it was slowed; else what was left ran alone:
-    both = together + (sent - together / slowdown).
+    If it was ``over`` before the computing, all of it was slowed; else what was left ran alone:
+    over = together + (sent - together / slowdown).
     """
-    # Within 2% the end of computing and that of communicating cannot be told apart.
-    if both <= together * 1.02:
-        return max(together / sent, 1.0)
-    done_meanwhile = sent - (both - together)
+    if over <= together:
+        return max(over / sent, 1.0)
+    done_meanwhile = sent - (over - together)
     return together / done_meanwhile if done_meanwhile > 0.05 * together else 1.0

@@ -54,15 +54,16 @@ class SavedTensors:
 
     def __init__(self, known: Sequence[Tensor], node: Callable[[], str]) -> None:
         self.bytes: dict[str, int] = {}
-        # Tensors are kept, as the address of one that is freed could be another one's later.
-        self._seen = {t.untyped_storage().data_ptr(): t for t in known}
+        # Tensors are kept, as the number of one that is freed could be another one's later. On the
+        # meta device storages have numbers too, but no addresses.
+        self._seen = {t.untyped_storage()._cdata: t for t in known}
         self._node = node
 
     def pack(self, tensor: Tensor) -> Tensor:
         """The hook for ``torch.autograd.graph.saved_tensors_hooks``."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen[storage.data_ptr()] = tensor
+        if storage._cdata not in self._seen:
+            self._seen[storage._cdata] = tensor
             self.bytes[self._node()] = self.bytes.get(self._node(), 0) + storage.nbytes()
         return tensor
 
@@ -329,7 +330,7 @@ class FusedAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if func is _ATTENTION and args and args[0].is_meta and not given.get("enable_gqa"):
+        if func is _ATTENTION and args and args[0].is_meta:
             return _fused(*args, **given)
         return func(*args, **given)
 
@@ -344,7 +345,8 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    # The CPU's flash kernel takes additive masks only; on meta nothing is computed.
+    # The CPU's flash kernel takes additive masks and as many heads of keys as of queries; on meta
+    # nothing is computed.
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.to(query.dtype)
     found = _FUSED(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)

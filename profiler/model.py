@@ -280,13 +280,14 @@ def _units(
         msgspec.structs.replace(
             bases[u.name],
             output_kept=u.name not in discarded,
-            **_inputs_of(u, kept, batch.size),
+            **inputs_of(u, kept, batch.size),
         )
         for u in found.units
     )
 
 
-def _inputs_of(unit: UnitSpec, found: Mapping[str, SavedInputs], size: int) -> dict[str, float]:
+def inputs_of(unit: UnitSpec, found: Mapping[str, SavedInputs], size: int) -> dict[str, float]:
+    """A unit profile's fields of the inputs that it saves, by what ``size`` samples have shown."""
     if not unit.splits or unit.name not in found:
         return {}
     inputs = found[unit.name]

@@ -5,12 +5,16 @@ turns. What the step takes longer under the plan, less the all-reduce of its one
 in redistributions (which predictions count by themselves), is the executor's: the ranks' agreement
 on samples and on used parameters, hooks, the filling and averaging of buckets, and what goes on in
 Python around a redistribution.
+
+Toys are as large as the links carry quickly: what a byte costs the executor can be told from what
+it costs the wire to a share of the latter, however many there are.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from math import inf, sqrt
 from statistics import median
 from typing import NamedTuple
 
@@ -24,8 +28,13 @@ from ..planner.schema.cluster import StepOverhead
 from ..planner.schema.goal import Goal
 from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.plan import Plan, Prediction, Provenance, ScheduleName, UnitPlan
+from .collectives import slowest
 
 ROUNDS, UNCOUNTED = 25, 3
+# No further round is begun once a toy has taken so long, unless it has had the fewest.
+TOY_S, FEWEST = 1.0, 5
+# What the exchange of the large toy's gradients takes at most.
+EXCHANGE_S = 0.05
 # What travels at once: all of a toy, and slices as plans mostly choose them.
 MESSAGE_BYTES: dict[ScheduleName, int] = {"barrier": 25 * 2**20, "priority": 4 * 2**20}
 
@@ -47,8 +56,18 @@ class _Toy(NamedTuple):
         return 4 * self.layers * self.width * (self.width + 1)
 
 
-SMALL, MANY, LARGE = _Toy(4), _Toy(48), _Toy(4, 1024)
+SMALL, MANY = _Toy(4), _Toy(48)
+# The large toy has as many layers as the small one; the width is bounded on both sides.
+WIDTHS = (64, 1024)
 DIVIDED_LAYERS = 12
+
+
+def _large(ranks: int, bytes_per_s: float) -> _Toy:
+    """The toy whose gradients are all-reduced in ``EXCHANGE_S`` over links of that rate."""
+    carried = EXCHANGE_S * bytes_per_s * ranks / (2 * (ranks - 1))
+    # By the bytes of its matrices.
+    width = int(sqrt(min(carried / (4 * SMALL.layers), WIDTHS[1] ** 2)))
+    return SMALL._replace(width=max(width, WIDTHS[0]))
 
 
 class _Excess(NamedTuple):
@@ -58,43 +77,55 @@ class _Excess(NamedTuple):
     moves: int
 
 
-def measure_overheads(rounds: int = ROUNDS) -> tuple[StepOverhead, StepOverhead]:
+def measure_overheads(
+    rounds: int = ROUNDS,
+    bytes_per_s: float = inf,
+    tick: Callable[[float], None] = lambda share: None,
+) -> tuple[StepOverhead, StepOverhead]:
     """Of steps with a barrier and by priority (updates one parameter at a time included), on CPU
-    ranks, as the slowest rank sees them. Collective over the default group."""
+    ranks joined by links of that rate (the slowest counts), as the slowest rank sees them. ``tick``
+    is told the share that is over. Collective over the default group."""
     ranks = dist.get_world_size()
     if ranks == 1:
         return StepOverhead(), StepOverhead()
     degree = next(d for d in range(2, ranks + 1) if ranks % d == 0)
     whole = _Toy(DIVIDED_LAYERS, max(8, degree))
-    toys = (SMALL, MANY, LARGE, whole, whole._replace(degree=degree))
-    by_barrier = _excesses(toys, rounds, "barrier")
-    by_priority = _excesses(toys[:3], rounds, "priority")
+    large = _large(ranks, bytes_per_s)
+    toys = (SMALL, MANY, large, whole, whole._replace(degree=degree))
+    every = len(toys) + 3
+    by_barrier = _excesses(toys, rounds, "barrier", lambda done: tick(done / every))
+    by_priority = _excesses(
+        toys[:3], rounds, "priority", lambda done: tick((len(toys) + done) / every)
+    )
     undivided, divided = by_barrier[3:]
     # A redistribution is the same whatever the schedule.
     move_s = max((divided.seconds - undivided.seconds) / divided.moves, 0.0)
-    return _overhead(by_barrier, move_s), _overhead(by_priority, move_s)
+    more_bytes = large.bytes - SMALL.bytes
+    return _overhead(by_barrier, more_bytes, move_s), _overhead(by_priority, more_bytes, move_s)
 
 
-def _overhead(found: Sequence[_Excess], move_s: float) -> StepOverhead:
+def _overhead(found: Sequence[_Excess], more_bytes: int, move_s: float) -> StepOverhead:
     small, many, large = (one.seconds for one in found[:3])
     each = max((many - small) / (MANY.parameters - SMALL.parameters), 0.0)
     return StepOverhead(
         step_s=max(small - SMALL.parameters * each, 0.0),
         parameter_s=each,
-        byte_s=max((large - small) / (LARGE.bytes - SMALL.bytes), 0.0),
+        byte_s=max((large - small) / more_bytes, 0.0),
         move_s=move_s,
     )
 
 
-def _excesses(toys: Sequence[_Toy], rounds: int, schedule: ScheduleName) -> list[_Excess]:
+def _excesses(
+    toys: Sequence[_Toy], rounds: int, schedule: ScheduleName, tick: Callable[[int], None]
+) -> list[_Excess]:
     """What each toy's step is longer by, the same on every rank: the slowest one's."""
+    found = []
     with torch.random.fork_rng(devices=[]):
-        found = [_excess(toy, dist.get_world_size(), rounds, schedule) for toy in toys]
-    slowest = torch.tensor([one.seconds for one in found], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return [
-        one._replace(seconds=seconds) for one, seconds in zip(found, slowest.tolist(), strict=True)
-    ]
+        for done, toy in enumerate(toys, 1):
+            found.append(_excess(toy, dist.get_world_size(), rounds, schedule))
+            tick(done)
+    worst = slowest([one.seconds for one in found], torch.device("cpu"))
+    return [one._replace(seconds=seconds) for one, seconds in zip(found, worst, strict=True)]
 
 
 def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Excess:
@@ -119,15 +150,21 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
         reduce,
     ]
     taken: list[list[float]] = [[], [], []]
-    for _ in range(rounds + UNCOUNTED):
+    begun, made = time.perf_counter(), 0
+    while made < rounds + UNCOUNTED:
         for turn, seconds in zip(turns, taken, strict=True):
             dist.barrier()
             start, waited = time.perf_counter(), meter.seconds
             turn()
             # Waiting in redistributions is predicted by itself.
             seconds.append(time.perf_counter() - start - (meter.seconds - waited))
+        made += 1
+        # Agreed, as a rank that stops alone leaves the others waiting in the next round.
+        spent_s = slowest([time.perf_counter() - begun], torch.device("cpu"))[0]
+        if spent_s > TOY_S and made >= FEWEST + UNCOUNTED:
+            break
     plainly, under, wire = (median(seconds[UNCOUNTED:]) for seconds in taken)
-    return _Excess(under - plainly - wire, meter.moves // (rounds + UNCOUNTED))
+    return _Excess(under - plainly - wire, meter.moves // made)
 
 
 def _updated(model: nn.Module) -> torch.optim.Optimizer:

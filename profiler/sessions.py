@@ -33,7 +33,7 @@ from ..executor.launch.start import (
 from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
 from ..models.compiled import described, uncompiled
-from ..models.precision import measured_in, surrounding_precision
+from ..models.precision import surrounding_precision
 from ..models.target import try_out, workload
 from ..models.units.storages import tensors_in
 from ..models.workload import Workload
@@ -50,6 +50,7 @@ from .estimate import estimate
 from .links import probe as probe_ranks
 from .model import FEW
 from .model import profile as profile_model
+from .progress import StageProgress
 
 # [Note: What is measured together]
 # Ranks that share a host share its memory bandwidth, caches and clock rate, in the run as well. So
@@ -60,6 +61,8 @@ from .model import profile as profile_model
 # Collectives are not timed while the model computes; how much both slow each other is measured
 # separately (``links.measure_interference``) and applied by the simulation.
 
+# Seconds that measuring links, and the executor's own work, mostly takes.
+LINKS_S, OVERHEAD_S = 15.0, 8.0
 # Of a device's memory, what measuring may take: others may be on the machine.
 ROOM = 0.6
 
@@ -118,14 +121,25 @@ def cluster_of_ranks(
 
 def _probe(device: torch.device, progress: Step | None) -> Cluster:
     """The links, and what the executor itself adds to a step. Collective."""
-    cluster = probe_ranks(device=device, progress=progress)
     # On a GPU the host's work runs ahead of the device's and hides behind it: it costs nothing.
-    if device.type != "cpu":
+    on_cpu = device.type == "cpu"
+    expected_s = {"links": LINKS_S} | ({"overhead": OVERHEAD_S} if on_cpu else {})
+    stages = StageProgress(progress, expected_s)
+    cluster = probe_ranks(
+        device=device, progress=lambda done, total, what: stages.at("links", done / total, what)
+    )
+    if not on_cpu:
         return cluster
     # Here, as it brings the whole executor, which planning for other devices can do without.
     from .overhead import measure_overheads
 
-    overhead, priority = measure_overheads()
+    # All toys are trained over the slowest links that there are.
+    line = cluster.level("inter") or cluster.levels[0]
+    overhead, priority = measure_overheads(
+        bytes_per_s=line.bytes_per_s,
+        tick=lambda share: stages.at("overhead", share, "measuring the executor's own work"),
+    )
+    stages.end("measured")
     return msgspec.structs.replace(cluster, overhead=overhead, priority_overhead=priority)
 
 
@@ -221,8 +235,7 @@ def profile(
     if device is not None and device.split(":")[0] not in ("cpu", "cuda"):
         # An unknown device is told before any work.
         datasheet(device)
-        with measured_in(_dry_workload(target, precision), None) as dry:
-            return estimate(dry, device, batches=batches)
+        return estimate(_dry_workload(target, precision), device, batches=batches)
     chosen = workload(target, precision=precision)
     try_out(chosen)
     if ranks > 1:

@@ -148,16 +148,20 @@ class Bed:
                 process.wait(_KILL_S)
         self._running.clear()
 
-    def set_rate(self, host: Host, mbit_s: float) -> None:
-        """Gives a host's link another rate, each way; while something runs, too."""
-        rate = f"{mbit_s:.6f}mbit"
-        limit = int(max(mbit_s * 1e6 / 8 * QUEUE_S, 2 * self.burst_bytes))
+    def set_rate(self, host: Host, mbit_s: float, receives: float | None = None) -> None:
+        """Gives a host's link another rate, each way, or ``receives`` for what comes in; while
+        something runs, too."""
         # Each way has a bucket of its own, at the end that sends.
-        for namespace, device in ((host.namespace, "eth0"), (self.switch, f"port{host.number}")):
+        into = mbit_s if receives is None else receives
+        for namespace, device, mbit in (
+            (host.namespace, "eth0", mbit_s),
+            (self.switch, f"port{host.number}", into),
+        ):
+            limit = int(max(mbit * 1e6 / 8 * QUEUE_S, 2 * self.burst_bytes))
             _inside(
                 namespace,
-                *("tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate),
-                *("burst", str(self.burst_bytes), "limit", str(limit)),
+                *("tc", "qdisc", "replace", "dev", device, "root", "tbf"),
+                *("rate", f"{mbit:.6f}mbit", "burst", str(self.burst_bytes), "limit", str(limit)),
             )
 
     def cut(self, host: Host) -> None:

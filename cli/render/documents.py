@@ -6,6 +6,7 @@ from itertools import groupby
 
 from rich.table import Table
 
+from ...planner.cost.collectives import Fabric
 from ...planner.cost.compute import batch_counts, busiest_samples
 from ...planner.explain.compare import policy_words, segment_words
 from ...planner.explain.why import Bottleneck
@@ -269,8 +270,13 @@ def _devices(node: Node) -> str:
     return "; ".join(f"{len(list(equal))} x {text}" for text, equal in shown)
 
 
+# Hosts of unequal links that a table lists, the slowest first.
+LISTED_HOSTS = 8
+
+
 def cluster_table(cluster: Cluster) -> Table:
-    """Nodes, devices and links; neighbouring nodes that are equal share a row."""
+    """Nodes, devices and links; neighbouring nodes that are equal share a row. Where hosts' links
+    differ, what each one sends and receives at most."""
     hosts = "one node" if len(cluster.nodes) == 1 else f"{len(cluster.nodes)} nodes"
     count = "one device" if cluster.world_size == 1 else f"{cluster.world_size} devices"
     title = f"{cluster.name}: {count} on {hosts}"
@@ -279,6 +285,17 @@ def cluster_table(cluster: Cluster) -> Table:
         table.add_row(names_of([node.name for node in equal]), devices, "", "")
     for level in cluster.levels:
         where = "between nodes" if level.name == "inter" else "inside a node"
+        if level.name == "inter" and cluster.pair_bytes_per_s:
+            where = "slowest between nodes"
         curves = f"{len(level.curves)} curves measured" if level.curves else "by formula"
         table.add_row(where, curves, seconds(level.latency_s), rate(level.bytes_per_s))
+    if cluster.pair_bytes_per_s and len(cluster.nodes) > 1:
+        sent, received = Fabric(cluster, tuple(range(cluster.world_size))).interfaces
+        by_rate = sorted(range(len(cluster.nodes)), key=lambda i: min(sent[i], received[i]))
+        for i in by_rate[:LISTED_HOSTS]:
+            both = rate(sent[i]), rate(received[i])
+            text = both[0] if both[0] == both[1] else f"{both[0]} out, {both[1]} in"
+            table.add_row(cluster.nodes[i].name, "its fastest link", "", text)
+        if len(by_rate) > LISTED_HOSTS:
+            table.add_row(f"{len(by_rate) - LISTED_HOSTS} more hosts", "faster ones", "", "")
     return table

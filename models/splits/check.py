@@ -206,18 +206,23 @@ def _is_equivalent(
 
 def _shortened(call: UnitCall, holder: nn.Module) -> UnitCall:
     """The call with the first few positions of long sequences. The call itself where nothing is
-    long, or where a length is also that of a parameter."""
+    long, or where a length of what may be no sequences is also that of a parameter."""
     # What a split computes does not depend on how many positions there are, and the time that it
     # takes does.
     first = next((t for t in call.tensors() if t.ndim > 2), None)
     length = first.shape[1] if first is not None else 0
     known = {size for p in (*holder.parameters(), *holder.buffers()) for size in p.shape}
-    if length <= _LONG or length in known or first is None or length in first.shape[2:]:
+    if first is None or length <= _LONG:
+        return call
+    # A model may be as wide as its sequences are long. The middle dimension has the positions then;
+    # where it has not, the forward on what is cut fails.
+    as_wide = length in known or length in first.shape[2:]
+    if as_wide and first.ndim > 3:
         return call
 
     def cut(tensor: Tensor) -> Tensor:
         for dim, size in enumerate(tensor.shape):
-            if size == length:
+            if size == length and (not as_wide or (tensor.ndim == 3 and dim == 1)):
                 tensor = tensor.narrow(dim, 0, _SHORT)
         return tensor.detach().requires_grad_(tensor.requires_grad)
 

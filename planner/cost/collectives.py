@@ -14,6 +14,9 @@ node's network interface, which the devices of the node share: rings that run at
 divide it. A collective that leaves a node occupies the link between nodes for all of its time,
 whichever of its parts is the slowest, so that no faster link can ever make it compete with more.
 
+Where pairs of ranks were measured, a ring is as fast as its slowest hop. Curves hold at the
+bandwidth of their level; other rings read them at the size that takes as long there.
+
 Time never rises with bandwidth and never falls with bytes.
 """
 
@@ -59,6 +62,17 @@ class Fabric:
         np.fill_diagonal(placed, np.inf)
         return placed
 
+    @cached_property
+    def interfaces(self) -> tuple[Matrix, Matrix]:
+        """Bytes per second that each node sends, and receives, at most by the measured pairs."""
+        pairs = self.pair_bytes_per_s
+        assert pairs is not None, "asked for only where pairs were measured"
+        crossing = np.where(self.node_of[:, None] != self.node_of, pairs, 0.0)
+        sent, received = np.zeros((2, len(self.cluster.nodes)))
+        np.maximum.at(sent, self.node_of, crossing.max(axis=1))
+        np.maximum.at(received, self.node_of, crossing.max(axis=0))
+        return sent, received
+
     def level(self, name: LevelName) -> Level:
         """The level of that name; asked for only where the cluster has such links."""
         level = self.cluster.level(name)
@@ -70,14 +84,15 @@ class Rings(NamedTuple):
     """Groups of one size that communicate at the same time, each as a ring over neighbours.
 
     ``load`` is how many of the rings share the busiest network interface, ``bytes_per_s`` the rate
-    of the slowest hop with that sharing. ``paired`` says whether measured pairs entered it.
+    of the slowest hop with that sharing. ``scale`` is how many times as many bytes take as long on
+    a ring alone at the level's own bandwidth.
     """
 
     ranks: int
     level: LevelName
     load: int
     bytes_per_s: float
-    paired: bool
+    scale: float
 
 
 def groups_of(layout: Layout) -> Positions:
@@ -95,7 +110,7 @@ def rings(fabric: Fabric, groups: Positions) -> Rings:
     """How the rings over all ``groups`` at once load the links."""
     ranks = groups.shape[1]
     if ranks < 2:
-        return Rings(ranks, "intra", 1, float("inf"), False)
+        return Rings(ranks, "intra", 1, float("inf"), 1.0)
     source, target = groups.ravel(), np.roll(groups, -1, axis=1).ravel()
     from_node, to_node = fabric.node_of[source], fabric.node_of[target]
     crossing = from_node != to_node
@@ -104,7 +119,6 @@ def rings(fabric: Fabric, groups: Positions) -> Rings:
     out = np.bincount(from_node[crossing], minlength=nodes)
     into = np.bincount(to_node[crossing], minlength=nodes)
     sharing = np.where(crossing, np.maximum(out[from_node], into[to_node]), 1)
-    paired = fabric.pair_bytes_per_s is not None
     rates = np.empty(len(source))  # of each hop on its own
     if fabric.pair_bytes_per_s is not None:
         rates = fabric.pair_bytes_per_s[source, target]
@@ -114,7 +128,10 @@ def rings(fabric: Fabric, groups: Positions) -> Rings:
         for name, mask in hops:
             if mask.any():
                 rates[mask] = fabric.level(name).bytes_per_s
-    return Rings(ranks, level, int(sharing.max()), float((rates / sharing).min()), paired)
+    load, slowest = int(sharing.max()), float((rates / sharing).min())
+    paired = fabric.pair_bytes_per_s is not None
+    scale = fabric.level(level).bytes_per_s / slowest if paired else float(load)
+    return Rings(ranks, level, load, slowest, scale)
 
 
 def _steps_and_share(collective: Collective, ranks: int) -> tuple[int, float]:
@@ -133,13 +150,11 @@ def collective_s(fabric: Fabric, ring: Rings, collective: Collective, size_bytes
         return 0.0
     level = fabric.level(ring.level)
     steps, share = _steps_and_share(collective, ring.ranks)
-    wire_s = share * size_bytes / ring.bytes_per_s
     # Rings that share an interface take as long as one of them with the bytes of all.
-    measured = measured_s(level, collective, ring.ranks, size_bytes * ring.load)
+    measured = measured_s(level, collective, ring.ranks, size_bytes * ring.scale)
     if measured is None:
-        return steps * level.latency_s + wire_s
-    # Curves were measured over some pairs of ranks, and this ring may have a slower one.
-    return max(measured, wire_s) if ring.paired else measured
+        return steps * level.latency_s + share * size_bytes / ring.bytes_per_s
+    return measured
 
 
 def all_to_all_s(level: Level, partners: int, busiest_bytes: float) -> float:

@@ -263,7 +263,7 @@ class CostModel(Exchanges):
         # Backward the same boxes go the other way: what was received is sent.
         return EdgeCost(
             OnLink(self.move_s(moved, element).item(), link, sent * element),
-            OnLink(self.move_s(moved, back).item(), link, received * back),
+            OnLink(self.move_s(moved, back, backward=True).item(), link, received * back),
             received * element,
         )
 
@@ -275,9 +275,9 @@ class CostModel(Exchanges):
         moves = cost.received_bytes or cost.backward.sent_bytes
         return NO_MOVE if moves and self.redistributed_before(e, decisions) else cost
 
-    def move_s(self, moved: Traffic, element_bytes: float) -> Reals:
+    def move_s(self, moved: Traffic, element_bytes: float, *, backward: bool = False) -> Reals:
         """[source, target] seconds of redistributions, with the executor's own work around each."""
-        seconds = redistribution_s(self.fabric, moved, element_bytes)
+        seconds = redistribution_s(self.fabric, moved, element_bytes, backward=backward)
         return seconds + self.cluster.overhead.move_s * (seconds > 0)
 
     def chain(self, decisions: Sequence[Option]) -> Chain:

@@ -117,9 +117,10 @@ class Traffic(NamedTuple):
 
     ``level`` is an index in ``LINKS``: whether any traffic leaves a node. ``sent`` and ``received``
     are the busiest position's, ``intra`` what the busiest position sends or receives inside its
-    node, ``inter`` what the busiest network interface carries one way. ``pair_s`` is the seconds
-    that the busiest position needs per byte of an element by measured pairs. ``partners`` is the
-    largest number of others that a position exchanges with.
+    node, ``inter`` what the busiest network interface carries one way, ``inter_back`` where
+    everything goes the other way. Where pairs of ranks were measured, these three are what takes as
+    long at the bandwidth of their level. ``partners`` is the largest number of others that a
+    position exchanges with.
     """
 
     level: Positions
@@ -127,7 +128,7 @@ class Traffic(NamedTuple):
     received: Reals
     intra: Reals
     inter: Reals
-    pair_s: Reals
+    inter_back: Reals
     partners: Positions
 
 
@@ -155,11 +156,14 @@ def traffic(
     return Traffic(*(np.concatenate(columns, axis=1) for columns in zip(*parts, strict=True)))
 
 
-def redistribution_s(fabric: Fabric, moved: Traffic, element_bytes: float) -> Reals:
+def redistribution_s(
+    fabric: Fabric, moved: Traffic, element_bytes: float, *, backward: bool = False
+) -> Reals:
     """[source, target] seconds of each redistribution; ``element_bytes`` is the size of one
     sample's one feature."""
-    seconds = moved.pair_s * element_bytes
-    for name, elements in zip(LINKS, (moved.intra, moved.inter), strict=True):
+    seconds = np.zeros(moved.inter.shape)
+    inter = moved.inter_back if backward else moved.inter
+    for name, elements in zip(LINKS, (moved.intra, inter), strict=True):
         if element_bytes > 0 and elements.any():
             level = fabric.level(name)
             exchange_s = _exchange_s(level, moved.partners, elements * element_bytes)
@@ -217,26 +221,49 @@ def pair_traffic(
     nodes = fabric.node_of.reshape(-1, size)
     crossing = (nodes[:, :, None] != nodes[:, None, :]) * elements
     inside = elements - crossing
-    count = len(fabric.cluster.nodes)
-    out = np.bincount(nodes.ravel(), crossing.sum(axis=1).ravel(), count)
-    into = np.bincount(nodes.ravel(), crossing.sum(axis=2).ravel(), count)
     partners = max((elements > 0).sum(axis=1).max(), (elements > 0).sum(axis=2).max())
-    pair_s = 0.0
-    if fabric.pair_bytes_per_s is not None:
+    if fabric.pair_bytes_per_s is None:
+        count = len(fabric.cluster.nodes)
+        out = np.bincount(nodes.ravel(), crossing.sum(axis=1).ravel(), count)
+        into = np.bincount(nodes.ravel(), crossing.sum(axis=2).ravel(), count)
+        inter = inter_back = float(max(out.max(), into.max()))
+    else:
         positions = np.arange(len(counts)).reshape(-1, size)
         # rates[b, target, source]: from source to target
         rates = fabric.pair_bytes_per_s[positions[:, None, :], positions[:, :, None]]
-        seconds: Reals = elements / rates
-        pair_s = float(max(seconds.sum(axis=1).max(), seconds.sum(axis=2).max()))
+        if inside.any():
+            inside = inside * (fabric.level("intra").bytes_per_s / rates)
+        inter = _interface_elements(fabric, crossing, rates, nodes)
+        inter_back = _interface_elements(fabric, crossing.transpose(0, 2, 1), rates, nodes)
     return (
         int(crossing.any()),
         float(elements.sum(axis=1).max()),
         float(elements.sum(axis=2).max()),
         float(max(inside.sum(axis=1).max(), inside.sum(axis=2).max())),
-        float(max(out.max(), into.max())),
-        pair_s,
+        inter,
+        inter_back,
         int(partners),
     )
+
+
+def _interface_elements(
+    fabric: Fabric, elements: Positions, rates: Reals, nodes: Positions
+) -> float:
+    """What takes as long at the bandwidth between nodes as ``elements`` [block, target, source] do
+    by measured pairs: an interface carries them at the rate of its fastest pair, and two nodes
+    theirs at the pair's own."""
+    block, target, source = np.nonzero(elements)
+    if not len(block):
+        return 0.0
+    moved, rate = elements[block, target, source], rates[block, target, source]
+    to, of, count = nodes[block, target], nodes[block, source], len(fabric.cluster.nodes)
+    sent, received = fabric.interfaces
+    slowest_s = max(
+        np.bincount(of * count + to, moved / rate).max(),
+        (np.bincount(of, moved, count) / sent).max(),
+        (np.bincount(to, moved, count) / received).max(),
+    )
+    return float(slowest_s) * fabric.level("inter").bytes_per_s
 
 
 # -- node by node: in a time that grows with the positions, not with their pairs -------------------
@@ -332,7 +359,7 @@ def _node_traffic(owned: _Side, needed: _Side, starts: Positions) -> Traffic:
         received=received.max(axis=2).astype(np.float64),
         intra=np.maximum(sent_inside.max(axis=2), received_inside.max(axis=2)).astype(np.float64),
         inter=inter.astype(np.float64),
-        pair_s=np.zeros(inter.shape),
+        inter_back=inter.astype(np.float64),
         partners=partners,
     )
 

@@ -58,7 +58,9 @@ class Level(Record, frozen=True, kw_only=True):
     """The links of one level: among the devices of a node (``intra``) or between nodes (``inter``).
 
     ``bytes_per_s`` is one direction of one device's link (``intra``) or of one node's network
-    interface, which its devices share (``inter``). ``curves`` replace the formula where measured.
+    interface, which its devices share (``inter``). ``curves`` replace the formula where measured;
+    they hold at this bandwidth. Where nodes differ it is that of the slowest link, which a ring
+    over all nodes must pass.
     """
 
     name: LevelName
@@ -91,8 +93,9 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
 
     ``overhead`` is that of the barrier's schedule, ``priority_overhead`` that of priority, which
     sends slices and updates parameter by parameter; where it was not measured the barrier's stands
-    for it. ``pair_bytes_per_s`` is an optional matrix of measured bandwidths between ranks, row by
-    row, by which ranks are placed; zero on its diagonal.
+    for it. ``pair_bytes_per_s`` is an optional matrix of measured bandwidths from the row's rank to
+    the column's, zero on its diagonal. By it ranks are placed, and every ring and redistribution
+    takes as long as its own links do. ``probe`` gives it where hosts' links differ.
     """
 
     name: str

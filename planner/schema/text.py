@@ -35,4 +35,8 @@ def rate(bytes_per_s: float) -> str:
     """A bandwidth in bits."""
     # Networks are sold by the bit, memory and messages are counted by the byte.
     gigabits = bytes_per_s * 8 / 1e9
+    if gigabits < 1:
+        return (
+            f"{gigabits * 1000:.0f} Mbit/s" if gigabits >= 0.01 else f"{gigabits * 1000:.2g} Mbit/s"
+        )
     return f"{gigabits:.2f} Gbit/s" if gigabits < 100 else f"{gigabits:.0f} Gbit/s"

@@ -348,7 +348,8 @@ class EdgeFigures:
 
     def _seconds(self, flow: Traffic, element: float, back: float) -> Reals:
         """The figures for a tensor whose elements have so many bytes, and so many in backward."""
-        ahead, behind = (self.model.move_s(flow, size) for size in (element, back))
+        ahead = self.model.move_s(flow, element)
+        behind = self.model.move_s(flow, back, backward=True)
         on = [flow.level == i for i in range(len(LINKS))]
         rows = [*(ahead * link for link in on), *(behind * link for link in on)]
         return np.stack([*rows, flow.received * element])

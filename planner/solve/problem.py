@@ -61,7 +61,11 @@ class Problem:
         """The problem with a placement chosen, if it left that open."""
         if self.placement is not None:
             return self
-        return replace(self, placement=place(self.cluster))
+        # Which hosts a burst takes matters where their links differ: it takes the first positions.
+        bursts = self.capability.idle_positions and bool(self.cluster.pair_bytes_per_s)
+        world = self.cluster.world_size
+        layouts = [y for y in lattice(world, bursts=bursts) if y.size == world or y.groups == 1]
+        return replace(self, placement=place(self.cluster, layouts))
 
     def cost_model(
         self,

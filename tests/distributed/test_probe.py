@@ -38,6 +38,7 @@ def test_both_ranks_get_the_same_cluster(ranks: Callable[[int], Ranks]) -> None:
     assert cluster.world_size == 2
     assert cluster.origin == "measured"
     assert seen[-1][0] == seen[-1][1]
+    assert sorted(seen) == seen  # a bar that never goes back
 
 
 def test_all_collectives_are_measured_at_all_sizes(ranks: Callable[[int], Ranks]) -> None:

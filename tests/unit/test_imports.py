@@ -19,6 +19,7 @@ ORDER = (
     "planner",
     "models/workload",
     "models/compiled",
+    "models/meta_autocast",
     "models/precision",
     "models/spec",
     "models/replay",

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -130,6 +131,55 @@ def test_traffic_of_all_pairs_is_that_of_each_pair(seed):
                 for name, elements in (("intra", one.intra), ("inter", one.inter))
             )
             assert seconds[i, j] == pytest.approx(expected, rel=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(redistributions(), st.data())
+def test_measured_pairs_of_one_rate_are_the_levels_line(redistribution, data):
+    counts, source, target, features = redistribution
+    world = len(counts)
+    per_node = data.draw(st.sampled_from([d for d in range(1, world + 1) if world % d == 0]))
+    links = cluster(devices=(per_node,) * (world // per_node))
+    rates = {name: links.level(name).bytes_per_s for name in ("intra", "inter")}
+    paired = msgspec.structs.replace(
+        links,
+        pair_bytes_per_s=tuple(
+            tuple(
+                0.0 if i == j else rates["intra" if i // per_node == j // per_node else "inter"]
+                for j in range(world)
+            )
+            for i in range(world)
+        ),
+    )
+    order = tuple(range(world))
+    one, other = (
+        pair_traffic(Fabric(c, order), counts, source, target, features) for c in (links, paired)
+    )
+    assert one == pytest.approx(other)
+
+
+def test_each_way_of_a_link_has_its_own_rate():
+    """Host 0 sends at 1 and receives at 4; three samples go from it to the others, and back."""
+    rates = ((0.0, 1.0, 1.0), (4.0, 0.0, 8.0), (4.0, 8.0, 0.0))
+    fabric = Fabric(cluster(3, inter=1.0, latency_s=0.0, pairs=rates), (0, 1, 2))
+    source = TensorPlacement(Layout(groups=1), "batch_shard")
+    target = TensorPlacement(Layout(groups=3), "batch_shard")
+    moved = traffic(fabric, (1, 1, 1), [source], [target], 1)
+    assert redistribution_s(fabric, moved, 4.0).item() == 8.0
+    assert redistribution_s(fabric, moved, 4.0, backward=True).item() == 2.0
+
+
+def test_fast_hosts_do_not_wait_for_a_slow_one_that_has_no_part():
+    rates = np.minimum.outer([1.0, 4.0, 4.0], [1.0, 4.0, 4.0])
+    np.fill_diagonal(rates, 0.0)
+    links = cluster(3, inter=1.0, latency_s=0.0, pairs=tuple(map(tuple, rates.tolist())))
+    among = TensorPlacement(Layout(groups=2), "batch_shard")
+    single = TensorPlacement(Layout(groups=1), "batch_shard")
+    seconds = [
+        redistribution_s(f, traffic(f, (1, 1, 0), [among], [single], 1), 4.0).item()
+        for f in (Fabric(links, (1, 2, 0)), Fabric(links, (0, 1, 2)))
+    ]
+    assert seconds == [1.0, 4.0]
 
 
 @pytest.mark.parametrize("per_node", [1, 8, 128])

@@ -55,3 +55,17 @@ def test_one_rank_is_this_device_alone(meshwright, profile_file, tmp_path):
     assert not found.levels
     done = meshwright("plan", profile_file, "-c", path, "--batch", 16)
     assert done.code == 0, done.err
+
+
+def test_hosts_of_unequal_links_are_listed_the_slowest_first():
+    rates = ((0.0, 1e7, 2.5e6), (1e7, 0.0, 2.5e6), (5e6, 5e6, 0.0))
+    made = msgspec.structs.replace(cluster_of(3), pair_bytes_per_s=rates)
+    *_, bandwidth = cluster_table(made).columns
+    assert rows(made)[-4:] == [
+        ("slowest between nodes", "by formula"),
+        ("host2", "its fastest link"),
+        ("host0", "its fastest link"),
+        ("host1", "its fastest link"),
+    ]
+    told = list(map(str, bandwidth.cells))[-3:]
+    assert told == ["40 Mbit/s out, 20 Mbit/s in", "80 Mbit/s", "80 Mbit/s"]

@@ -11,7 +11,13 @@ from meshwright.models import zoo as models
 from meshwright.models.replay import UnitCall, capture
 from meshwright.models.spec import SplitSpec, UnitSpec
 from meshwright.models.splits import apply_split, find_splits, join_parameter
-from meshwright.models.splits.check import is_equivalent, joined, main_output, run_members
+from meshwright.models.splits.check import (
+    _shortened,
+    is_equivalent,
+    joined,
+    main_output,
+    run_members,
+)
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.layout import Style
 from torch import Tensor, nn
@@ -328,3 +334,14 @@ class _Hidden(nn.ReLU):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         return input.softmax(-1)
+
+
+def test_a_split_of_a_model_as_wide_as_its_sequences_is_tried_on_few_positions():
+    x, mask = torch.randn(2, 300, 300), torch.ones(300, 300)
+    short = _shortened(UnitCall((x, mask), {}), nn.Linear(300, 4))
+    # Only the middle dimension has the positions for certain.
+    assert [tuple(t.shape) for t in short.tensors()] == [(2, 16, 300), (300, 300)]
+    image = UnitCall((torch.randn(2, 300, 5, 5),), {})
+    assert _shortened(image, nn.Conv2d(300, 4, 1)) is image
+    either = _shortened(UnitCall((torch.randn(2, 300, 8), mask), {}), nn.Linear(8, 4))
+    assert [tuple(t.shape) for t in either.tensors()] == [(2, 16, 8), (16, 16)]

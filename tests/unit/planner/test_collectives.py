@@ -83,6 +83,32 @@ def test_measured_pairs_bound_the_slowest_hop():
     assert rings(f, peers_of(data_parallel(4))).bytes_per_s == 1e7
 
 
+def test_pairs_of_the_levels_own_rate_change_nothing():
+    """Neither by formula nor where curves were measured."""
+    for curves in ((), (curve("all_reduce", 2, (0.01, 0.02)),)):
+        rows = tuple(
+            tuple(0.0 if i == j else INSIDE if i // 2 == j // 2 else RATE for j in range(4))
+            for i in range(4)
+        )
+        one, other = (fabric(2, 2, curves=curves, pairs=pairs) for pairs in ((), rows))
+        for layout in (Layout(groups=2, degree=2), data_parallel(4)):
+            for groups in (groups_of(layout), peers_of(layout)):
+                seconds = [
+                    collective_s(f, rings(f, groups), "all_reduce", 1e6) for f in (one, other)
+                ]
+                assert seconds[0] == pytest.approx(seconds[1])
+
+
+def test_a_ring_over_faster_links_reads_the_curve_at_fewer_bytes():
+    pairs = tuple(
+        tuple(0.0 if i == j else RATE * (1 + (i + j > 2)) for j in range(4)) for i in range(4)
+    )
+    f = fabric(pairs=pairs, curves=(curve("all_reduce", 2, (0.01, 0.02)),))
+    slow, fast = (rings(f, np.array([ranks])) for ranks in ((0, 1), (2, 3)))
+    assert collective_s(f, slow, "all_reduce", 2e6) == pytest.approx(0.02)
+    assert collective_s(f, fast, "all_reduce", 2e6) == pytest.approx(0.01)
+
+
 def curve(collective, ranks, seconds, latency_s=1e-3, rate=1e8):
     points = Curve(x=(1e6, 2e6), y=seconds)
     return CollectiveCurve(

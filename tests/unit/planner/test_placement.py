@@ -1,5 +1,8 @@
 """Placement on small clusters whose best order is known."""
 
+from dataclasses import replace
+
+import msgspec
 from meshwright.planner.cost.placement import order_cost, place
 from meshwright.planner.schema.goal import Goal
 from meshwright.planner.schema.layout import Layout
@@ -65,3 +68,18 @@ def test_the_plan_takes_the_placement():
     assert plan.prediction.step_s < plan.baseline.step_s
     fixed = Problem(profile, links, Goal(batch=16), placement=(3, 2, 1, 0))
     assert solve(fixed).plan.placement == (3, 2, 1, 0)
+
+
+def test_a_burst_takes_the_hosts_with_the_fastest_links():
+    """Host 0 is the slow one; where units may leave ranks idle it comes last."""
+    rates = (7.0, 20.0, 90.0)
+    pairs = tuple(
+        tuple(0.0 if i == j else 1e6 * min(a, b) for j, b in enumerate(rates))
+        for i, a in enumerate(rates)
+    )
+    profile = chain_profile([linear("fc", 64, 64, 1e-4)])
+    asked = Problem(profile, cluster(3, pairs=pairs), Goal(batch=6))
+    assert asked.placed().placement == (0, 1, 2)
+    bursts = msgspec.structs.replace(asked.capability, idle_positions=True)
+    able = replace(asked, capability=bursts)
+    assert able.placed().placement[-1] == 0

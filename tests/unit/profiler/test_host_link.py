@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
-from meshwright.planner.schema.cluster import CollectiveCurve, Device, Interference
-from meshwright.planner.schema.curve import Curve
+from meshwright.planner.schema.cluster import Device, Interference
+from meshwright.profiler.collectives import COLLECTIVES, Group
 from meshwright.profiler.links import _cluster, copy_rate, host_bytes_per_s
 
 CPU = torch.device("cpu")
@@ -49,10 +50,9 @@ def test_each_device_has_its_own_rate(
     rates: tuple[float | None, float | None], least: float | None
 ) -> None:
     devices = [Device(name="gpu", memory_bytes=2**30, host_bytes_per_s=rate) for rate in rates]
-    second = Curve(x=(1.0,), y=(1.0,))
-    line = CollectiveCurve(
-        collective="p2p", ranks=2, seconds=second, latency_s=0.0, bytes_per_s=1.0
-    )
-    made = _cluster(["a", "b"], devices, {"inter": [line]}, Interference())
+    group = Group(None, (0, 1), 0, CPU)  # type: ignore[arg-type]
+    group.seconds = {(collective, 1024): [1.0] for collective in COLLECTIVES}
+    between = np.array([[0.0, 1.0], [1.0, 0.0]])
+    made = _cluster(["a", "b"], devices, [("inter", [(0, 1)], group)], Interference(), between)
     assert tuple(device.host_bytes_per_s for device in made.devices) == rates
     assert made.host_bytes_per_s == least
