@@ -21,6 +21,7 @@ import torch.distributed as dist
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.launch.start import cores
 from meshwright.executor.launch.train import run_steps
+from meshwright.models.workload import Workload
 from meshwright.models.zoo import build
 from meshwright.planner.schema.capability import degrees
 from meshwright.planner.schema.cluster import Cluster
@@ -53,14 +54,16 @@ HEADINGS = ("model", "batch", "layout", "schedule", "step", "error", "compute", 
 
 class Case(NamedTuple):
     """A model, its global batch and optimizer, the groups of its divided units (as many as there
-    are ranks for plain data parallelism, 1 for model parallelism over all of them), and whether
-    gradients travel in buckets to a barrier or in slices by priority."""
+    are ranks for plain data parallelism, 1 for model parallelism over all of them), whether
+    gradients travel in buckets to a barrier or in slices by priority, and whether its repeated
+    blocks are compiled."""
 
     model: str
     batch: int
     optimizer: str
     groups: int
     schedule: ScheduleName = "barrier"
+    compiled: bool = False
 
 
 CASES = [
@@ -74,6 +77,9 @@ CASES = [
     Case("gpt-mini", 8, "adamw", 2),
     Case("gpt-mini", 8, "adamw", 1),
     Case("gpt-mini", 8, "adamw", 2, "priority"),
+    Case("gpt-mini", 8, "adamw", 2, compiled=True),
+    Case("gpt-mini", 8, "adamw", 1, compiled=True),
+    Case("gpt-mini", 8, "adamw", 2, "priority", compiled=True),
     Case("seq2seq-mini", 16, "adamw", 2),
     Case("seq2seq-mini", 16, "adamw", 2, "priority"),
     Case("resnet50-32", 8, "momentum", 2),
@@ -96,6 +102,15 @@ def decisions(profile: ModelProfile, groups: int, world_size: int) -> list[Optio
     return found
 
 
+def workload_of(case: Case) -> Workload:
+    """The case's workload, equally initialised each time."""
+    torch.manual_seed(0)
+    workload = build(case.model)
+    for block in workload.model.get_submodule("h") if case.compiled else ():
+        block.compile()
+    return workload
+
+
 def layout_of(plan: Plan) -> str:
     """The plan's layouts in words: data parallelism, and how many units have another."""
     plain = data_parallel(plan.world_size)
@@ -111,9 +126,8 @@ def rows_of(cases: list[Case], cluster: Cluster) -> list[dict[str, Any]]:
     """The layouts of one model and batch, predicted and measured. Collective."""
     first = cases[0]
     goal = Goal(batch=first.batch, optimizer=first.optimizer)
-    torch.manual_seed(0)
     sizes = batches_for(goal, dist.get_world_size())
-    profile = profile_on_ranks(build(first.model), sizes, torch.device("cpu"), refresh=True)
+    profile = profile_on_ranks(workload_of(first), sizes, torch.device("cpu"), refresh=True)
     rows = []
     for case in cases:
         chosen = decisions(profile, case.groups, cluster.world_size)
@@ -122,8 +136,7 @@ def rows_of(cases: list[Case], cluster: Cluster) -> list[dict[str, Any]]:
             profile, cluster, goal, chosen, schedule=case.schedule, executor=CAPABILITY, **slices
         )
         steps = int(RUN_S / max(plan.prediction.step_s, 1e-6))
-        torch.manual_seed(0)
-        measured = run_steps(build(case.model), plan, min(max(steps, LEAST_STEPS), MOST_STEPS))
+        measured = run_steps(workload_of(case), plan, min(max(steps, LEAST_STEPS), MOST_STEPS))
         row = {"case": case, "layout": layout_of(plan)}
         rows.append({**row, "predicted": plan.prediction, "measured": measured})
     return rows
@@ -144,7 +157,7 @@ def cells(row: dict[str, Any]) -> tuple[object, ...]:
         (p.update_s, m.update_s),
     ]
     return (
-        case.model, case.batch, row["layout"], case.schedule,
+        case.model + ", compiled" * case.compiled, case.batch, row["layout"], case.schedule,
         f"{1e3 * p.step_s:.1f} / {1e3 * m.step_s:.1f}", f"{error_of(row):+.0%}",
         *(f"{1e3 * a:.1f} / {1e3 * b:.1f}" for a, b in pairs),
         f"{max(p.peak_bytes) / 1e6:.1f} / {max(m.peak_bytes) / 1e6:.1f}",
@@ -156,7 +169,7 @@ def main() -> None:
         return
     cluster = cluster_of_ranks(torch.device("cpu"), refresh=True)
     rows = []
-    for _, same in groupby(CASES, key=lambda c: (c.model, c.batch, c.optimizer)):
+    for _, same in groupby(CASES, key=lambda c: (c.model, c.batch, c.optimizer, c.compiled)):
         for row in rows_of(list(same), cluster):
             rows.append(row)
             if dist.get_rank() == 0:
@@ -173,7 +186,8 @@ def main() -> None:
     )
     found = [
         {
-            "model": r["case"].model, "layout": r["layout"], "schedule": r["case"].schedule,
+            "model": r["case"].model, "compiled": r["case"].compiled, "layout": r["layout"],
+            "schedule": r["case"].schedule,
             "predicted_s": r["predicted"].step_s, "measured_s": r["measured"].step_s,
         }
         for r in rows

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..models.compiled import Taken
 from ..models.units.discover import altered, check_gradients
 from ..models.workload import device_of
 from ..planner.cost.exchange import sent_whole
@@ -23,6 +24,7 @@ from .comm.control import digest
 from .comm.groups import Group, Place, flat, make_world
 from .comm.watchdog import Watchdog, time_limit
 from .comm.worker_threads import finish_all
+from .compiled import check_compiled, compile_regions
 from .division import (
     check_subset_units,
     check_ties,
@@ -69,6 +71,23 @@ def apply(
     exchanges that send a part. Raises ``InputError`` where the plan does not fit the model or the
     ranks; nothing is changed then.
     """
+    taken = Taken(model)
+    try:
+        _apply(taken.model, optimizer, plan, timeout_s, lossy)
+    except BaseException:
+        taken.restore()
+        raise
+    taken.redirect(model)
+    return model, optimizer
+
+
+def _apply(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    plan: Plan,
+    timeout_s: float | None,
+    lossy: Lossy | None,
+) -> None:
     limit = time_limit(timeout_s)
     check(model, optimizer, plan)
     finish_all(limit)
@@ -96,12 +115,12 @@ def apply(
     run.start(params, _buffers(model, plan, shards))
     install_chunks(model, run.flat_shards)
     adopt(model, run)
+    compile_regions(model, run)
     watch_memory(run, model, optimizer)
     if optimizer is not None:
         run.make_lazy(optimizer)
     # Last, as what tells of steps wraps a step that may be lazy.
     tell_pacer(run.watch, model.parameters(), optimizer)
-    return model, optimizer
 
 
 def _make_run(model: nn.Module, plan: Plan, limit: float, lossy: Lossy | None) -> Run:
@@ -163,6 +182,7 @@ def check(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
     check_ties(model, plan)
     _check_norms(model, plan)
     _check_release(optimizer, plan)
+    check_compiled(model, plan)
     check_feedback(optimizer, plan)
     if optimizer is not None:
         optimizers.check_holds(optimizer, model)

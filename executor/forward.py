@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame  # torch has no public name for it
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from ..models.compiled import not_traced
 from ..planner.schema.errors import InputError
 from .comm.control import Gathered, Header
 
@@ -105,7 +107,11 @@ class _Scale(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
+    @not_traced
     def backward(ctx: Any, *gradients: Any) -> Any:
+        # A function that is compiled with its backward is traced no further, as all hooks would be
+        # with it; torch goes on tracing when that function has returned.
+        eval_frame.set_eval_frame(None)
         (gradient,) = gradients
         # Before anything waits: what the last step left pending must be finished first.
         ctx.began(ctx.record)

@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
+from torch._C._dynamo import eval_frame  # torch has no public name for it
 from torch.optim import Optimizer
 
+from ..models.compiled import CompiledForward, not_traced, unwrapped
 from ..planner.schema.errors import InputError
+from .compiled import take_again
 from .forward import Weight
 from .gradients.feedback import LossyGradGroup
 from .gradients.reshard import whole_chunks
@@ -32,10 +35,20 @@ class ParallelModule(nn.Module):
     instance of its own class.
     """
 
+    @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Through ``torch.compile(model)`` of after the plan all that follows would be traced.
+        callback = eval_frame.set_eval_frame(None)
+        try:
+            return self._forward_as_planned(args, kwargs, callback)
+        finally:
+            eval_frame.set_eval_frame(callback)
+
+    def _forward_as_planned(self, args: Any, kwargs: Any, callback: Any) -> Any:
         run = run_of(self)
         if run.inside:  # the model calls itself: one forward to the outside
             return super().__call__(*args, **kwargs)
+        take_again(self, run, callback)
         _remember(run)
         with run.around(self, args, kwargs) as forward:
             output = super().__call__(*args, **kwargs)
@@ -72,6 +85,9 @@ class ParallelModule(nn.Module):
             self.__dict__[_RUN] = run
         for _, norm in norms_of(plain):
             norm.__dict__.pop("forward", None)  # it would keep the statistics of the original
+        for own, module in zip(self.modules(), plain.modules(), strict=True):
+            if isinstance(vars(own).get("forward"), CompiledForward):
+                vars(module).pop("forward", None)
         return plain
 
 
@@ -88,12 +104,12 @@ def adopt(model: ModelT, run: Run) -> None:
 
 def is_parallel(model: nn.Module) -> bool:
     """Whether a plan was applied to this model object."""
-    return _RUN in model.__dict__
+    return _RUN in unwrapped(model).__dict__
 
 
 def run_of(model: nn.Module) -> Run:
     """The run that looks after ``model``; ``InputError`` where no plan was applied to it."""
-    run = model.__dict__.get(_RUN)
+    run = unwrapped(model).__dict__.get(_RUN)
     if not isinstance(run, Run):
         raise InputError(
             f"no plan was applied to this {type(model).__name__}: call auto_parallelize first"
@@ -130,12 +146,14 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
 
     With ``rank0_only`` the other ranks get an empty dict, and keep none of it in memory.
     """
-    run = run_of(model)
+    run, own = run_of(model), unwrapped(model)
     only = 0 if rank0_only else None
     # Entry by entry, the chunks of a fully sharded parameter are put together before its slices
     # are: it was divided among a group's members first, and among their peers then.
-    state = whole_chunks(model, run.flat_shards)
-    return gather_state(state, run.shards, run.watch, rank=run.world.rank, only=only)
+    state = whole_chunks(own, run.flat_shards)
+    whole = gather_state(state, run.shards, run.watch, rank=run.world.rank, only=only)
+    # What torch.compile(model) returned has the model inside, and its names say so.
+    return whole if own is model else {f"_orig_mod.{name}": t for name, t in whole.items()}
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

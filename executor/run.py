@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..models.compiled import CompiledRegions
 from ..planner.cost.ownership import TensorPlacement, boxes
 from ..planner.schema.layout import Layout, data_parallel
 from ..planner.schema.plan import SHARDING, Plan
@@ -60,7 +61,7 @@ from .redistribution.cache import RedistributionCache
 from .redistribution.lazy import materialize
 from .redistribution.redistribute import Meter
 from .redistribution.shards import Shard
-from .synchronise import GradientSynchroniser, MicroBatchCheck
+from .synchronise import GradientSynchroniser, Kernels, MicroBatchCheck
 
 
 class Run:
@@ -95,6 +96,9 @@ class Run:
         self.divided_parameters: dict[nn.Parameter, Shard] = {}
         self.flat_shards: dict[nn.Parameter, FlatShardSpec] = {}
         self.regions = Regions()
+        self.modules: tuple[nn.Module, ...] = ()
+        self.compiled: CompiledRegions | None = None
+        self.kernels = Kernels()
         self._kept = KeptResults()
         self._guard: Guard | None = None
         self.weight_next: Weight | None = None
@@ -160,7 +164,7 @@ class Run:
         check = self._micro_batches.exchanged if self.world.rank == 0 else None
         exchange = self._exchange_of(entries)
         self._gradients = GradientSynchroniser(
-            entries, exchange, self.control, lambda: self.forward, anchor, check
+            entries, exchange, self.control, lambda: self.forward, anchor, check, self.kernels
         )
 
     def _exchange_of(self, entries: Sequence[GradParam]) -> Exchange:

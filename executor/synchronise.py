@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,13 @@ from .comm.control import Control, Gathered
 from .forward import Forward
 from .gradients.buckets import Exchange, GradParam
 from .gradients.pending import weakly
+
+
+@dataclass
+class Kernels:
+    """Whether backward runs torch's own kernels, whose gradients are tensors of their own each."""
+
+    eager: bool = True
 
 
 class GradientSynchroniser:
@@ -45,6 +53,7 @@ class GradientSynchroniser:
         latest: Callable[[], Forward | None],
         anchor: Tensor | None = None,
         exchanged: Callable[[int], None] | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.params = list(entries)
         self._voting_s = 0.0
@@ -58,6 +67,7 @@ class GradientSynchroniser:
         self._changed: set[GradParam] = set()
         self._number = 0
         self._exchanged, self._backwards = exchanged, 0
+        self._kernels = kernels or Kernels()
         self._hooks = [h for entry in self.params for h in self._attach(entry)]
         if anchor is not None:
             leaf: Any = anchor
@@ -71,7 +81,7 @@ class GradientSynchroniser:
         ready = weakly(self._ready, entry)
         hooks = [parameter.register_post_accumulate_grad_hook(ready)]
         if entry.divisor != 1:  # before it is accumulated, as what is in ``grad`` may be averages
-            divide = partial(_divide, entry.divisor, entry.degree > 1)
+            divide = partial(_divide, entry.divisor, entry.degree > 1, self._kernels)
             hooks.append(parameter.register_hook(divide))
         return hooks
 
@@ -202,14 +212,21 @@ def _clear_grad(leaf: Tensor) -> None:
     leaf.grad = None
 
 
-def _divide(divisor: float, exclusive: bool, gradient: Tensor | None) -> Tensor | None:
+def _divide(
+    divisor: float, exclusive: bool, kernels: Kernels, gradient: Tensor | None
+) -> Tensor | None:
     """A hook on a gradient. ``exclusive`` says that nobody else has the tensor, as of a divided
-    unit's kinds, whose kernels make it."""
+    unit's kinds, whose ``kernels`` make it where they are eager."""
     # None where nothing of what the parameter was used for has gone on to the loss from this rank,
     # as where it has no samples and the next unit leaves it idle.
     if gradient is None:
         return None
-    if exclusive and not gradient.requires_grad and gradient.layout is torch.strided:
+    if (
+        exclusive
+        and kernels.eager
+        and not gradient.requires_grad
+        and gradient.layout is torch.strided
+    ):
         dims = zip(gradient.shape, gradient.stride(), strict=True)
         # Elements of an expanded tensor lie in one place, and would be divided several times.
         if all(step or n < 2 for n, step in dims):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..planner.schema.errors import InputError
 from ..planner.schema.precision import PRECISIONS, Precision, PrecisionTraits, check_precision
+from .compiled import unwrapped
 from .meta_autocast import MetaAutocast
 from .workload import Batch, Workload, device_of
 
@@ -85,7 +86,7 @@ def set_precision(
 ) -> None:
     """Makes a model compute in ``precision``, in place: the same objects with other values. Raises
     ``InputError`` where its ``optimizer`` has state already, which would be of another type."""
-    traits = PRECISIONS[precision]
+    model, traits = unwrapped(model), PRECISIONS[precision]
     dtype = getattr(torch, traits.parameters)
     other = any(p.is_floating_point() and p.dtype != dtype for p in model.parameters())
     if other and optimizer is not None and optimizer.state:
@@ -116,8 +117,8 @@ def _set_tf32(traits: PrecisionTraits) -> None:
 def measured_in(workload: Workload, precision: str | None) -> Iterator[Workload]:
     """``in_precision`` for as long as it is measured: afterwards the model and torch's settings are
     as they were."""
-    model, tf32 = workload.model, torch.backends.cudnn.allow_tf32
-    products, known = torch.get_float32_matmul_precision(), workload.model.__dict__.get(_AUTOCAST)
+    model, tf32 = unwrapped(workload.model), torch.backends.cudnn.allow_tf32
+    products, known = torch.get_float32_matmul_precision(), model.__dict__.get(_AUTOCAST)
     before = [(p, p.data, p.grad) for p in model.parameters()]
     # Modules put other objects in their buffers' place, unlike parameters'.
     buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]

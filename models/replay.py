@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from .compiled import eagerly
 from .spec import UnitSpec
 from .workload import Batch
 
@@ -107,7 +108,7 @@ def capture(model: nn.Module, batch: Batch, units: Sequence[UnitSpec]) -> dict[s
         first = model.get_submodule(unit.modules[0])
         handles.append(first.register_forward_pre_hook(hook, with_kwargs=True))
     try:
-        with preserved(model), torch.enable_grad():
+        with preserved(model), eagerly(), torch.enable_grad():
             model(*batch.args, **batch.kwargs)
     finally:
         for handle in handles:

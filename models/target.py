@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..planner.schema.errors import InputError
 from ..planner.schema.precision import Precision, check_precision
+from .compiled import eagerly, uncompiled, unwrapped
 from .precision import measured_in
 from .replay import preserved
 from .workload import Batch, Workload
@@ -173,7 +174,13 @@ def try_out(chosen: Workload, size: int = 2, device: torch.device | str = "cpu")
     training mode are left as they were.
     """
     try:
-        with measured_in(chosen, None) as run, preserved(run.model), torch.no_grad():
+        with (
+            uncompiled(chosen.model) as model,
+            measured_in(replace(chosen, model=model), None) as run,
+            preserved(run.model),
+            eagerly(),
+            torch.no_grad(),
+        ):
             own_batch(chosen, size)
             batch = run.make_batch(size).to(device)
             loss = run.loss(run.model(*batch.args, **batch.kwargs), batch.target)
@@ -211,7 +218,7 @@ def from_model(
     def make_batch(size: int) -> Batch:
         return example.take(torch.arange(size) % max(example.size, 1))
 
-    return Workload(type(model).__name__, model, make_batch, loss or default_loss)
+    return Workload(type(unwrapped(model)).__name__, model, make_batch, loss or default_loss)
 
 
 def example_batch(model: nn.Module, inputs: Any) -> Batch:

@@ -13,6 +13,7 @@ Where DeepPool published layer times for just that network and device, they repl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..executor.launch.start import software
+from ..models.compiled import uncompiled
 from ..models.precision import measured_in
 from ..models.replay import UnitCall, capture, copied, preserved
 from ..models.spec import SplitSpec, UnitSpec
@@ -71,7 +73,11 @@ def estimate(
     """
     sheet = datasheet(device)
     sizes = tuple(sorted(set(batches or BATCHES)))
-    with torch.random.fork_rng(), measured_in(workload, None) as chosen:
+    with (
+        torch.random.fork_rng(),
+        uncompiled(workload.model) as model,
+        measured_in(replace(workload, model=model), None) as chosen,
+    ):
         own_batch(chosen, 2)
         try:
             found, units = _counted(dry(chosen), sheet, sizes)

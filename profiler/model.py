@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import msgspec
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..executor.launch.start import device_name, software
+from ..models.compiled import CompiledRegions, ancestors, uncompiled
 from ..models.precision import measured_in
 from ..models.replay import capture, preserved
 from ..models.spec import UnitSpec
@@ -92,11 +93,16 @@ def profile(
     state and train/eval flags are left as they were; the model is moved to ``device`` and stays
     there. With ``room_bytes`` a batch size that would take more memory than that, or too long for
     the budget, is halved until it does not: times and bytes of larger batches follow the line
-    through those that were measured. Raises ``InputError`` where the model fails on its batch.
+    through those that were measured. Compiled modules are timed as compiled, with graphs that end
+    at units where units are told apart; bytes, and how a divided unit's shares compare with the
+    whole, are those of the eager model. Raises ``InputError`` where the model fails on its batch.
     """
     where = torch.device(device or "cpu")
     workload.model.to(where)
-    with measured_in(workload, workload.precision) as chosen:
+    with (
+        uncompiled(workload.model) as model,
+        measured_in(replace(workload, model=model), workload.precision) as chosen,
+    ):
         job = _Job(chosen, where, budget_s, progress)
         return _profile(job, batches, optimizers, degrees, repeats, room_bytes)
 
@@ -205,13 +211,19 @@ def _measure_batch(job: _Job, found: Discovery, size: int, repeats: int, share: 
     model, loss, batch = job.workload.model, job.workload.loss, job.batch(size)
     footprint = measure_footprint(model, found.units, batch, loss, job.device)
     steps, plain = [], []
+    # Anew for each size, so that graphs are of this one, as in training, and not of any.
+    whole = CompiledRegions(model)
+    parts = CompiledRegions(model, ancestors(m for unit in found.units for m in unit.modules))
     # One more than asked for: the first warms up and is not counted.
     for i in range(repeats + 1):
         model.zero_grad()
-        plain.append(plain_step(model, batch, loss, job.device))
+        with whole:
+            plain.append(plain_step(model, batch, loss, job.device))
         model.zero_grad()
-        with Timeline(model, found.units, job.device) as timeline:
+        with parts, Timeline(model, found.units, job.device) as timeline:
             steps.append(timeline.step(batch, loss))
+        if i == 0 and len(whole):
+            job.start += plain[0] + steps[0].total  # compiling is not counted either
         if i >= 2 and job.left_s(share) < 0:
             break
     model.zero_grad()

@@ -32,6 +32,7 @@ from ..executor.launch.start import (
 )
 from ..executor.launch.tasks import Task, rank_zero_bar, run_task
 from ..models import target as targets
+from ..models.compiled import described, uncompiled
 from ..models.precision import surrounding_precision
 from ..models.target import try_out, workload
 from ..models.units.storages import tensors_in
@@ -184,10 +185,12 @@ def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torc
         (name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for name, p in model.named_parameters(remove_duplicate=False)
     ]
+    with uncompiled(model) as own:
+        compiled = described(own)
     where = (device_name(device), local_ranks(), torch.get_num_threads(), software())
     how = (
         workload.precision or surrounding_precision(device), switches,
-        torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32,
+        torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, compiled,
     )  # fmt: skip
     return _digest("profile", workload.name, repr(model), parameters, inputs, batches, where, how)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...models.compiled import Taken
 from ...models.precision import in_precision
 from ...models.replay import copied
 from ...models.units.trace import coarse_modules, record
@@ -195,6 +196,8 @@ def verify_on_ranks(
     The same workload, equally initialised, must be given on every rank; its model is not usable
     afterwards. ``batch`` in samples: the plan's, but at most four for each rank, unless given.
     """
+    # Copies keep what is noted as compiled, and are eager, as is what a plan is compared with.
+    workload = replace(workload, model=Taken(workload.model).model)
     workload = in_precision(workload, plan.precision)
     plan, notes = _over_the_whole_batch(plan, workload.model)
     notes += _without_dropout(workload.model)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from ...models.compiled import eager, not_traced
 from ...models.spec import SplitSpec
 from ...planner.cost.ownership import (
     Form,
@@ -131,6 +132,7 @@ class Boundary:
         source = TensorPlacement(self.unit.layout, "feature_shard")
         return LazyRedistributed.of(local, torch.Size(shape), dim, group, redistribute, source)
 
+    @eager
     def reduce(self, partial: Tensor) -> Tensor:
         """A member's partial sums over its group's samples to the sum for its own samples."""
         member = self.mover.group.member
@@ -291,6 +293,7 @@ class BurstUnit:
         return LazyRedistributed.of(local, torch.Size(shape), dim, None, redistribute, self.leaves)
 
 
+@not_traced
 def _skip(*args: Any, **kwargs: Any) -> Any:
     """The forward of a module on a rank that its unit leaves idle."""
     return args[0] if args else None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...models.compiled import eager
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 from .redistribute import Meter
@@ -52,7 +53,7 @@ def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) ->
             x, module.weight, module.bias, module.eps, moments, statistics, name
         )
 
-    module.forward = forward  # type: ignore[method-assign, assignment]
+    module.forward = eager(forward)  # type: ignore[method-assign, assignment]
 
 
 def tolerate_nothing(module: _BatchNorm) -> None:

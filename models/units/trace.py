@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.schema.errors import InputError
+from ..compiled import eagerly
 from ..replay import preserved
 from ..workload import Batch
 
@@ -176,7 +177,7 @@ def record(model: nn.Module, batch: Batch) -> Trace:
     """The trace of one forward of the model on ``batch``, in training mode; the model is left as it
     was. Raises ``InputError`` with the model's own error where it fails on its batch."""
     recorder = _Recorder(model)
-    with preserved(model), torch.enable_grad():
+    with preserved(model), eagerly(), torch.enable_grad():
         # Only where the whole is in evaluation mode: the user may have frozen parts of it.
         if not model.training:
             model.train()

@@ -18,6 +18,7 @@ ORDER = (
     "planner/multiplex",
     "planner",
     "models/workload",
+    "models/compiled",
     "models/meta_autocast",
     "models/precision",
     "models/spec",
