@@ -4,7 +4,14 @@ import sys
 
 import pytest
 import torch
-from meshwright.executor.launch.verify import Deviation, Yardstick, _within_spread, deviations
+from meshwright.executor.launch.verify import (
+    MOST_SPREAD,
+    Deviation,
+    Yardstick,
+    _most_spread,
+    _within_spread,
+    deviations,
+)
 
 ALLOWED = Yardstick(1e-9, 1e-10)
 
@@ -25,15 +32,29 @@ def deviation(of_allowed: float, what: str = "loss") -> Deviation:
     ],
 )
 def test_a_plan_may_be_a_few_times_further_off_than_one_process_from_itself(found, own, passed):
-    judged, told = _within_spread((deviation(found),), (deviation(own),))
+    judged, told = _within_spread((deviation(found),), {"rounds so": own}, MOST_SPREAD)
     assert judged[0].passed == passed
     assert bool(told) == (1 / 3 < own <= 100)
 
 
-def test_the_largest_of_all_kinds_counts():
-    own = (deviation(0.1), deviation(2.0, "parameters"))
-    judged, _ = _within_spread((deviation(5.0), deviation(7.0, "parameters")), own)
+def test_the_way_that_rounds_most_counts():
+    spreads = {"rounds so": 0.1, "rounds otherwise": 2.0}
+    found = deviation(5.0), deviation(7.0, "parameters")
+    judged, told = _within_spread(found, spreads, MOST_SPREAD)
     assert [d.passed for d in judged] == [True, False]
+    assert "rounds otherwise" in told[0]
+
+
+def test_nothing_is_allowed_where_no_other_way_computes():
+    judged, told = _within_spread((deviation(1.3),), {}, MOST_SPREAD)
+    assert not judged[0].passed
+    assert not told
+
+
+def test_half_a_value_is_no_rounding():
+    # What bfloat16 allows is 4% of a value, so a dozen times that is the most.
+    assert _most_spread(torch.bfloat16) == pytest.approx(12.5)
+    assert _most_spread(torch.float64) == MOST_SPREAD
 
 
 def judged(found: list[float], reference: list[float]) -> Deviation:
