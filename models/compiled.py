@@ -114,7 +114,7 @@ def not_traced(function: CallableT) -> CallableT:
     """``function``, whose own frame torch.compile leaves alone; what it calls is traced unless it
     prevents that."""
     if not hasattr(eval_frame, "_FrameExecStrategy"):  # torch does not promise to keep it
-        return torch.compiler.disable(function, recursive=False)  # type: ignore[no-any-return]
+        return torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call,no-any-return]
     skip = eval_frame._FrameExecStrategy(
         eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 
 import meshwright as mw
@@ -22,6 +23,15 @@ from torch import Tensor, nn
 from tests.strategies import cluster
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def settings_of_torch() -> Iterator[None]:
+    """A precision sets what is torch's for the whole process."""
+    tf32, products = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    yield
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.set_float32_matmul_precision(products)
 
 
 class Seeing(nn.Linear):
