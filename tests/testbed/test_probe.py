@@ -13,7 +13,6 @@ from benchmarks.testbed import Bed, missing
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.slow,
     pytest.mark.timeout(150),
 ]
 
@@ -36,6 +35,7 @@ def between(cluster: Cluster) -> float:
     return level.bytes_per_s / MBIT
 
 
+@pytest.mark.slow
 def test_unequal_hosts_are_told_apart(tmp_path: Path) -> None:
     rates = (70.0, 200.0, 900.0)
     with Bed(3, rates) as bed:
@@ -47,6 +47,7 @@ def test_unequal_hosts_are_told_apart(tmp_path: Path) -> None:
     assert between(cluster) == pytest.approx(70, rel=0.12)
 
 
+@pytest.mark.long
 def test_slow_equal_hosts_have_one_rate(tmp_path: Path) -> None:
     with Bed(2, 10.0) as bed:
         cluster = probed(bed, tmp_path)
@@ -59,6 +60,7 @@ def test_slow_equal_hosts_have_one_rate(tmp_path: Path) -> None:
     assert 10 * MBIT * reduced(25e6) == pytest.approx(25e6, rel=0.12)
 
 
+@pytest.mark.long
 def test_a_host_that_sends_slower_than_it_receives(tmp_path: Path) -> None:
     with Bed(3, 200.0) as bed:
         bed.set_rate(bed.hosts[1], 50.0, receives=200.0)

@@ -27,6 +27,8 @@ from meshwright.profiler.operations import OperationLog
 from meshwright.profiler.roofline import KERNEL_S, bandwidth, seconds
 from torch import nn
 
+from tests.sampling import sampled
+
 from .llama import LLAMA2_7B, MPT, Llama, language_model
 
 THROUGHPUT = json.loads(Path(__file__).with_name("throughput.json").read_text())
@@ -181,8 +183,9 @@ def step_s(profile: ModelProfile, batch: float, gpus: int) -> float:
     return computing + update * 2 * profile.parameter_bytes / gpus
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", THROUGHPUT["llama"]["rows"], ids=lambda row: row["device"])
+@pytest.mark.parametrize(
+    "row", sampled(THROUGHPUT["llama"]["rows"], 1), ids=lambda row: row["device"]
+)
 def test_training_llama_2_in_bf16(row: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = Llama(LLAMA2_7B)
