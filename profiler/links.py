@@ -77,7 +77,7 @@ def probe(
     measured: list[tuple[str, GroupSets, Group]] = []
     interference = Interference()
     for (level, group_sets), name in zip(plan, names, strict=True):
-        group = _join(group_sets, where)
+        group = join(group_sets, where)
         measure(group, sizes, rounds, budget_s / len(plan), partial(stages.at, name))
         # Once, among all ranks, the last of the sets: a Cluster has one figure for each slowdown.
         if group.size == dist.get_world_size():
@@ -150,12 +150,14 @@ def _check_order(hosts: Sequence[str]) -> None:
         )
 
 
-def _join(sets: GroupSets, device: torch.device) -> Group:
+def join(sets: GroupSets, device: torch.device) -> Group:
     """Creates the group of a set that this rank is in; the set covers all ranks."""
     rank, backend = dist.get_rank(), "nccl" if device.type == "cuda" else "gloo"
-    ranks = next(one for one in sets if rank in one)
-    # Among its members only: 64 ranks have 126 groups, and each would wait for all of them.
-    handle = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    # By every rank, member or not, which nobody waits for. Among its members only torch would name
+    # a group after its ranks: a second one of that name finds the addresses of the first, which are
+    # gone, where a member is not there yet.
+    handles = [dist.new_group(list(ranks), backend=backend) for ranks in sets]
+    ranks, handle = next(pair for pair in zip(sets, handles, strict=True) if rank in pair[0])
     return Group(handle, ranks, ranks.index(rank), device)
 
 

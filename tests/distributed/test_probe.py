@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ from meshwright.planner.schema.cluster import Cluster, StepOverhead
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.record import decode, encode
 from meshwright.profiler.collectives import COLLECTIVES, Group, curves, measure
-from meshwright.profiler.links import probe
+from meshwright.profiler.links import join, probe
 from meshwright.profiler.overhead import measure_overheads
 
 SIZES = (1 << 10, 1 << 16, 1 << 20)
@@ -61,6 +62,22 @@ def test_four_ranks_have_curves_for_pairs_and_for_all(ranks: Callable[[int], Ran
     cluster = decode(Cluster, ranks(4)(probed, 1)[0][0])
     (level,) = cluster.levels
     assert {c.ranks for c in level.curves} == {2, 4}
+
+
+def joined_late(rank: int) -> float:
+    value = torch.ones(1)
+    for late_s in (0.0, 0.5):
+        time.sleep(late_s * rank)
+        group = join([(0, 1)], torch.device("cpu"))
+        dist.all_reduce(value, group=group.handle)
+        dist.destroy_process_group(group.handle)
+    return float(value)
+
+
+def test_a_second_group_of_the_same_ranks_waits_for_those_that_come_late(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    assert ranks(2)(joined_late) == [4.0, 4.0]
 
 
 def slow_messages(rank: int) -> list[int]:
