@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import (
         auto_parallelize,
+        calibrate,
         compare,
         describe_cluster,
         explain,
@@ -42,12 +43,13 @@ if TYPE_CHECKING:
     from .planner.schema.plan import Plan
     from .planner.schema.profile import ModelProfile
     from .planner.schema.record import load, save
+    from .planner.schema.report import RunReport
 
 __version__ = "0.1.0"
 
 _HOMES = {
     ".api": (
-        "auto_parallelize compare describe_cluster explain front launch multiplex "
+        "auto_parallelize calibrate compare describe_cluster explain front launch multiplex "
         "plan probe profile sizes verify"
     ),
     ".executor.launch.background": "Background",
@@ -62,6 +64,7 @@ _HOMES = {
     ".planner.schema.errors": "InfeasibleError InputError MeshwrightError RunError",
     ".planner.schema.goal": "Goal",
     ".planner.schema.record": "load save",
+    ".planner.schema.report": "RunReport",
     ".planner.schema.plan": "Plan",
     ".planner.schema.profile": "ModelProfile",
     ".models.workload": "Batch Workload",
@@ -80,8 +83,10 @@ __all__ = [
     "ModelProfile",
     "Plan",
     "RunError",
+    "RunReport",
     "Workload",
     "auto_parallelize",
+    "calibrate",
     "compare",
     "demo",
     "describe_cluster",

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 import msgspec
 
 from .executor.capability import CAPABILITY
+from .planner.explain import calibration, why
 from .planner.explain import compare as comparing
 from .planner.explain import memory_timeline as timelines
 from .planner.explain import what_if as changes
-from .planner.explain import why
+from .planner.explain.calibration import Calibration
 from .planner.explain.compare import Comparison
 from .planner.explain.front import Front, described_front
 from .planner.explain.memory_timeline import MemoryTimeline
@@ -34,6 +35,7 @@ from .planner.schema.plan import Plan
 from .planner.schema.precision import check_precision
 from .planner.schema.profile import ModelProfile
 from .planner.schema.record import write_whole
+from .planner.schema.report import RunReport
 from .planner.solve.problem import Problem, Relaxation
 from .planner.solve.request import (
     Schedules,
@@ -55,7 +57,6 @@ if TYPE_CHECKING:
     from .executor.gradients.feedback import Lossy
     from .executor.launch.background import Background
     from .executor.launch.progress import Step
-    from .executor.launch.report import RunReport
     from .executor.launch.verify import Verification
     from .models.workload import Workload
     from .planner.schema.goal import BatchStatistics
@@ -345,6 +346,19 @@ def multiplex(
 def compare(first: Plan, second: Plan) -> Comparison:
     """What two plans decide differently, and what they predict."""
     return comparing.compare(first, second)
+
+
+def calibrate(
+    plan: Plan,
+    report: RunReport,
+    profile: ModelProfile | None = None,
+    cluster: Cluster | None = None,
+) -> Calibration:
+    """What a run of ``plan`` contradicts of the profile and the cluster that it was made from, and
+    both of them corrected, to plan with next. ``report`` is what ``launch`` returned. The profile
+    and the cluster are found as for ``explain``. Raises ``InputError`` for the report of another
+    plan, and for one that tells nothing."""
+    return calibration.calibrate(plan, report, *made_from(plan, profile, cluster))
 
 
 def is_rank_zero() -> bool:

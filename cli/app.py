@@ -13,6 +13,7 @@ import typer
 
 from .. import __version__
 from ..planner.schema.errors import InputError, MemoryRunError, MeshwrightError
+from .calibrate import calibrate
 from .launch import demo, launch, separate_script, verify
 from .measure import cluster, probe, profile
 from .multiplex import multiplex
@@ -30,7 +31,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # In the order in which they are used: the help lists them so.
-for _verb in (profile, probe, cluster, plan, explain, compare, multiplex, verify, launch, demo):
+for _verb in (
+    profile, probe, cluster, plan, explain, compare, multiplex, verify, launch, calibrate, demo,
+):  # fmt: skip
     app.command(_verb.__name__)(_verb)
 
 

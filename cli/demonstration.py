@@ -12,7 +12,6 @@ from rich.console import RenderableType
 
 from .. import api
 from ..executor.launch.processes import Ranks, new_folder
-from ..executor.launch.report import RunReport
 from ..executor.launch.tasks import Task, run_task
 from ..executor.launch.verify import Verification
 from ..models import target as targets
@@ -22,6 +21,7 @@ from ..planner.schema.goal import make_goal
 from ..planner.schema.plan import Plan
 from ..planner.schema.profile import ModelProfile
 from ..planner.schema.record import Record, Seconds, save
+from ..planner.schema.report import RunReport
 from ..planner.solve.evaluate import make_plan
 from .render.comparisons import measured_rows, verification_table
 from .render.documents import cluster_table, decision_table, gain, prediction_table, units_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,15 +13,12 @@ from ..executor.launch.progress import console
 from ..planner.schema.errors import InputError, RunError
 from ..planner.schema.plan import Plan
 from ..planner.schema.record import load
+from ..planner.schema.report import RunReport
 from ..planner.schema.text import size
 from . import options
 from .output import check_out, deliver, note
 from .render.comparisons import measured_table, verification_table
 from .values import whole
-
-# It loads torch, which the other verbs need not wait for.
-if TYPE_CHECKING:
-    from ..executor.launch.report import RunReport
 
 
 def verify(

@@ -20,6 +20,14 @@ Timeout = Annotated[
 ]
 
 
+PlansProfile = Annotated[
+    Path | None, typer.Option(help="The profile it was made from (else found by fingerprint).")
+]
+PlansCluster = Annotated[
+    Path | None, typer.Option(help="The cluster it was made for (else found by fingerprint).")
+]
+
+
 def out(what: str) -> OptionInfo:
     """The option that names the file which a result is written to."""
     option: OptionInfo = typer.Option("--out", "-o", help=f"Write the {what} here.")

@@ -165,7 +165,7 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
     # A profile measured for this plan is found on disk again, unless it could not be kept there.
     with suppress(InputError):
         profile, cluster = made_from(made, profile, cluster)
-        words += origin_sentences(made, profile)
+        words += origin_sentences(made, profile, cluster)
         words += memory_sentences(made, profile, cluster)
         words.append(bound_sentence(api.bottleneck(made, profile, cluster)))
         better = api.quicker_in_parts(made, profile, cluster, **how)
@@ -181,12 +181,8 @@ def _remarks(made: Plan, profile: ModelProfile | None, cluster: Cluster, **how: 
 
 def explain(
     plan_file: options.PlanFile,
-    profile: Annotated[
-        Path | None, typer.Option(help="The profile it was made from (else found by fingerprint).")
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="The cluster it was made for (else found by fingerprint).")
-    ] = None,
+    profile: options.PlansProfile = None,
+    cluster: options.PlansCluster = None,
     best: Annotated[int, whole("So many alternatives of each unit.")] = 2,
     what_if: Annotated[
         bool,

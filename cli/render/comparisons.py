@@ -1,5 +1,5 @@
-"""Tables that hold one thing against another: two plans, a plan against a run or one process, and
-many plans over cluster sizes or as the front of step time and device time."""
+"""Tables that hold one thing against another: two plans, a plan against a run or one process, what
+a run corrects, and many plans over cluster sizes or as the front of step time and device time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from ...planner.explain.calibration import Calibration
 from ...planner.explain.compare import Comparison
 from ...planner.explain.front import Front
 from ...planner.explain.what_if import Size, Sizes
+from ...planner.schema.report import BackgroundFigures, Figures, RunReport
 from ...planner.schema.text import gap_text, seconds, size
 from .table import filled_table
 
-# They load torch, which comparing plans need not wait for.
+# It loads torch, which comparing plans need not wait for.
 if TYPE_CHECKING:
-    from ...executor.launch.report import BackgroundFigures, RunReport
     from ...executor.launch.verify import Verification
 
 QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -165,6 +166,25 @@ def measured_table(report: RunReport) -> Table:
     )
     headings = ("", "predicted", "measured", "ratio")
     return filled_table(title, headings, measured_rows(report))
+
+
+def calibration_parts(found: Calibration) -> list[Table | str]:
+    """The step as predicted, measured and predicted from what was corrected; then what that is."""
+    every = (found.predicted, found.measured, found.calibrated)
+    rows = [
+        (QUANTITIES[name][0], *(seconds(_part(figures, name)) for figures in every))
+        for name in ("step_s", "compute_s", "blocking_s", "exposed_s")
+    ]
+    title = "The plan's step, and what is predicted of it now"
+    table = filled_table(title, ("", "predicted", "measured", "calibrated"), rows)
+    # Their sentences begin with a small letter, as they stand inside others too.
+    changed = [f"Corrected: {change.sentence}." for change in found.changes]
+    return [table, *(changed or ["The run contradicts nothing."]), *found.remarks]
+
+
+def _part(figures: Figures, name: str) -> float:
+    waited_s = (figures.blocking_s or 0.0) + (figures.exposed_s or 0.0)
+    return figures.step_s - waited_s if name == "compute_s" else getattr(figures, name)
 
 
 def verification_table(found: Verification) -> Table:

@@ -10,7 +10,7 @@ from ...planner.cost.collectives import Fabric
 from ...planner.cost.compute import batch_counts, busiest_samples
 from ...planner.explain.compare import policy_words, segment_words
 from ...planner.explain.why import Bottleneck
-from ...planner.schema.cluster import Cluster, Node
+from ...planner.schema.cluster import LINK_NAMES, Cluster, Node
 from ...planner.schema.plan import Plan, Prediction, UnitPlan
 from ...planner.schema.profile import ModelProfile, UnitProfile
 from ...planner.schema.text import gap_text, rate, seconds, size
@@ -69,8 +69,8 @@ def bound_sentence(found: Bottleneck) -> str:
     return f"Bound by {what} ({part}): {', '.join(advice)}."
 
 
-def origin_sentences(plan: Plan, profile: ModelProfile) -> list[str]:
-    """What the times are based on, where that is less than measuring what the plan does."""
+def origin_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[str]:
+    """What the times are based on, where that is not just measuring what the plan does."""
     words = []
     if profile.origin != "measured":
         source = {
@@ -86,7 +86,7 @@ def origin_sentences(plan: Plan, profile: ModelProfile) -> list[str]:
             f"The units' times were measured up to batches of {measured} and are extrapolated to "
             f"{largest}."
         )
-    return words
+    return words + [f"Calibrated: {said}." for said in (*profile.calibrated, *cluster.calibrated)]
 
 
 def memory_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[str]:
@@ -107,7 +107,6 @@ def memory_sentences(plan: Plan, profile: ModelProfile, cluster: Cluster) -> lis
 FULL = 0.95
 # Times of batches this many times as large as those measured are on the measured line still.
 EXTRAPOLATED = 2
-LINK_NAMES = {"inter": "between nodes", "intra": "inside nodes"}
 # Recomputing that takes less of the step is not mentioned.
 RECOMPUTED = 0.02
 

@@ -17,6 +17,7 @@ from ...planner.schema.errors import InputError, MemoryRunError
 from ...planner.schema.plan import Plan
 from ...planner.schema.profile import ModelProfile
 from ...planner.schema.record import load, save
+from ...planner.schema.report import RunReport
 from ...planner.schema.text import seconds, size
 from ...planner.solve.problem import Problem
 from ...planner.solve.solver import solve
@@ -36,7 +37,6 @@ from .report import (
     PLAN_VARIABLE,
     REPORT_VARIABLE,
     RankFigures,
-    RunReport,
     background_figures,
     report_of_script,
 )

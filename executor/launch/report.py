@@ -14,25 +14,14 @@ import time
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 
-from ...planner.schema.goal import BACKGROUND_LIMIT
-from ...planner.schema.plan import Plan, Prediction
-from ...planner.schema.record import (
-    Bytes,
-    Count,
-    Index,
-    Record,
-    Seconds,
-    Share,
-    Slowdown,
-    load,
-    save,
-)
+from ...planner.schema.plan import Plan
+from ...planner.schema.record import Count, Record, load, save
+from ...planner.schema.report import BackgroundFigures, Figures, RunReport, predicted_figures
 from ..background.protocol import State
 from ..comm.steps import after_each_step
 from ..parallel import run_of
@@ -46,66 +35,11 @@ REPORT_VARIABLE = "MESHWRIGHT_REPORT"
 WARM_UP = 3
 
 
-class Figures(Record, frozen=True, kw_only=True):
-    """What a step takes on the busiest rank. None: not measured (``peak_bytes`` of a script on a
-    CPU, where nothing counts what is alive). ``exposed_s`` is gradient exchange that nothing hid,
-    ``blocking_s`` redistribution and the collectives inside units."""
-
-    step_s: Seconds
-    blocking_s: Seconds | None = None
-    exposed_s: Seconds | None = None
-    peak_bytes: Bytes | None = None
-
-
 class RankFigures(Record, frozen=True, kw_only=True):
     """One rank's figures over the ``steps`` that were counted."""
 
     steps: Count
     figures: Figures
-
-
-class BackgroundFigures(Record, frozen=True, kw_only=True):
-    """What a background job on this host has had when the foreground ended, and cost it.
-
-    It was let run for ``open_share`` of the time and used ``cpu_s`` of processors. While the
-    foreground made its steps, for ``beside_s``, these were ``beside_open_share`` and
-    ``beside_cpu_s``; it was stopped ``stops`` times then, and held for ``held_shares`` of that
-    time: to ``learn`` the steps' undisturbed time, to keep the ``limit``, for want of a ``gap``,
-    and while the foreground did something ``else`` than steps. Over ``steps`` of the foreground,
-    those included in which it was held, a step took ``slowdown`` times ``undisturbed_s``; up to
-    ``limit`` times was allowed. ``ended`` says how it ended, if it had.
-    """
-
-    open_share: Share
-    cpu_s: Seconds
-    beside_s: Seconds
-    beside_open_share: Share
-    beside_cpu_s: Seconds
-    stops: Index
-    held_shares: dict[str, Share]
-    steps: Index
-    slowdown: float
-    undisturbed_s: Seconds
-    limit: Slowdown = BACKGROUND_LIMIT
-    ended: str = ""
-
-
-class RunReport(Record, frozen=True, kw_only=True):
-    """A run's end: predicted, measured, and what data parallelism was predicted to take.
-
-    ``loss`` of the last step and ``accuracy`` on test data (0 to 1) where the plan's own workload
-    was trained and has some.
-    """
-
-    target: str
-    world_size: Count
-    steps: Count
-    predicted: Figures
-    measured: Figures
-    data_parallel: Figures
-    loss: float | None = None
-    accuracy: float | None = None
-    background: BackgroundFigures | None = None
 
 
 def background_figures(state: State, limit: float) -> BackgroundFigures:
@@ -131,25 +65,15 @@ def background_figures(state: State, limit: float) -> BackgroundFigures:
     )
 
 
-def predicted_figures(prediction: Prediction) -> Figures:
-    """A prediction's figures as far as they are measured too."""
-    return Figures(
-        step_s=prediction.step_s,
-        blocking_s=prediction.blocking_s,
-        exposed_s=prediction.exposed_s,
-        peak_bytes=max(prediction.peak_bytes, default=0),
-    )
-
-
 def report_of_script(plan: Plan, ranks: Iterable[RankFigures]) -> RunReport:
     """The report of a script's run from what its ranks have left."""
     found = list(ranks)
-    # A step ends when the slowest rank's does, so each figure is the largest.
-    largest: dict[str, Any] = {}
-    for name in Figures.__struct_fields__:
-        values = [getattr(rank.figures, name) for rank in found]
-        largest[name] = max((v for v in values if v is not None), default=None)
-    return _report(plan, min(rank.steps for rank in found), Figures(**largest))
+    # A step ends when the slowest rank's does. Its parts are of that rank, so that they add up.
+    slowest = max((rank.figures for rank in found), key=lambda figures: figures.step_s)
+    peaks = [rank.figures.peak_bytes for rank in found]
+    fullest = max((peak for peak in peaks if peak is not None), default=None)
+    figures = msgspec.structs.replace(slowest, peak_bytes=fullest)
+    return _report(plan, min(rank.steps for rank in found), figures)
 
 
 def report_of_training(plan: Plan, measured: Measured, accuracy: float | None) -> RunReport:

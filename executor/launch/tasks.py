@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from ...planner.schema.plan import Plan
 from ...planner.schema.precision import Precision
 from ...planner.schema.record import Record, load, save
+from ...planner.schema.report import RunReport
 from .progress import Step, progress
 
 if TYPE_CHECKING:
     import torch
 
     from .processes import Ranks
-    from .report import RunReport
     from .verify import Verification
 
 TaskName = Literal["probe", "profile", "verify", "train"]

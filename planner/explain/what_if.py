@@ -7,7 +7,7 @@ decisions may change with it; nothing is extrapolated.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -199,24 +199,29 @@ def _size(problem: Problem, solver: str, time_limit_s: float | None) -> Size:
 
 def with_bandwidth(cluster: Cluster, name: LevelName, more_bytes_per_s: float) -> Cluster:
     """The cluster with faster links of one level, by formula and where they were measured."""
+    return with_rates(cluster, name, lambda rate: rate + more_bytes_per_s)
 
-    def faster(level: Level) -> Level:
+
+def with_rates(cluster: Cluster, name: LevelName, changed: Callable[[float], float]) -> Cluster:
+    """The cluster with other bandwidths of one level's links, by formula and where they were
+    measured; latencies stay."""
+
+    def with_rate(level: Level) -> Level:
         if level.name != name:
             return level
-        rate = level.bytes_per_s + more_bytes_per_s
+        rate = changed(level.bytes_per_s)
         curves = tuple(_shrunk(curve, level.bytes_per_s / rate) for curve in level.curves)
         return msgspec.structs.replace(level, bytes_per_s=rate, curves=curves)
 
-    def gained(i: int, j: int) -> float:
-        on_level = i != j and (node[i] == node[j]) == (name == "intra")
-        return more_bytes_per_s if on_level else 0.0
+    def on_level(i: int, j: int) -> bool:
+        return i != j and (node[i] == node[j]) == (name == "intra")
 
     node = cluster.node_of_rank
     pairs = tuple(
-        tuple(rate + gained(i, j) for j, rate in enumerate(row))
+        tuple(changed(rate) if on_level(i, j) else rate for j, rate in enumerate(row))
         for i, row in enumerate(cluster.pair_bytes_per_s)
     )
-    levels = tuple(map(faster, cluster.levels))
+    levels = tuple(map(with_rate, cluster.levels))
     return msgspec.structs.replace(cluster, levels=levels, pair_bytes_per_s=pairs)
 
 

@@ -9,6 +9,8 @@ from .record import Bytes, Count, Document, Positive, Record, Seconds
 
 Collective = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 LevelName = Literal["intra", "inter"]
+LINK_NAMES: dict[LevelName, str] = {"inter": "between nodes", "intra": "inside nodes"}
+"""What people call the links of a level."""
 
 
 class Device(Record, frozen=True, kw_only=True):
@@ -95,7 +97,8 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
     sends slices and updates parameter by parameter; where it was not measured the barrier's stands
     for it. ``pair_bytes_per_s`` is an optional matrix of measured bandwidths from the row's rank to
     the column's, zero on its diagonal. By it ranks are placed, and every ring and redistribution
-    takes as long as its own links do. ``probe`` gives it where hosts' links differ.
+    takes as long as its own links do. ``probe`` gives it where hosts' links differ. ``calibrated``
+    says what was corrected since, by runs.
     """
 
     name: str
@@ -106,6 +109,7 @@ class Cluster(Document, frozen=True, kw_only=True, tag="Cluster"):
     priority_overhead: StepOverhead | None = None
     pair_bytes_per_s: tuple[tuple[float, ...], ...] = ()
     origin: Literal["measured", "described"] = "described"
+    calibrated: tuple[str, ...] = ()
     software: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:

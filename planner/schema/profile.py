@@ -225,7 +225,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     sizes measured. ``step`` is the measured forward plus backward of the whole model, with
     which the sum of units is compared. ``pieces`` are what segments that are recomputed can be
     made of. ``dtype`` is that of the parameters, and ``precision`` how the model computed (none:
-    as it was built).
+    as it was built). ``calibrated`` says what was corrected since, by runs.
     """
 
     target: str
@@ -243,6 +243,7 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     updates: tuple[UpdateRate, ...] = ()
     compression: tuple[CompressionRate, ...] = ()
     origin: Literal["measured", "estimated", "table"] = "measured"
+    calibrated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

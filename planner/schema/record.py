@@ -62,12 +62,13 @@ def _floats(record: msgspec.Struct) -> Iterator[tuple[str, float]]:
                     yield f"{name}[{i}]", item
 
 
-# How a user makes each kind of document, said where another kind was given.
+# How a user makes each kind of file, said where another kind was given.
 MADE_BY = {
     "Plan": "'meshwright plan TARGET -c CLUSTER --batch N -o plan.json'",
     "Cluster": "'meshwright probe -o cluster.json', or 'meshwright cluster' for one that is not "
     "here",
     "ModelProfile": "'meshwright profile TARGET -o profile.json'",
+    "RunReport": "'meshwright launch plan.json --report result.json'",
 }
 
 
@@ -78,7 +79,7 @@ def encode(record: Record) -> bytes:
 
 def decode(cls: type[RecordT], data: bytes, origin: str = "JSON") -> RecordT:
     """The record in ``data``; ``origin`` names the source in the message of an ``InputError``."""
-    if issubclass(cls, Document):
+    if cls.__name__ in MADE_BY:
         _check_head(cls, data, origin)
     try:
         return msgspec.json.decode(data, type=cls)
@@ -93,7 +94,7 @@ def decode(cls: type[RecordT], data: bytes, origin: str = "JSON") -> RecordT:
         raise InputError(f"{origin} {what}") from None
 
 
-def _check_head(cls: type[Document], data: bytes, origin: str) -> None:
+def _check_head(cls: type[Record], data: bytes, origin: str) -> None:
     """Refuses another kind of document, and another version of the schema."""
     # Before the typed decoder, whose words on unknown fields would confuse there.
     try:

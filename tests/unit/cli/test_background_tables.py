@@ -5,8 +5,8 @@ from meshwright.cli.render.comparisons import measured_rows
 from meshwright.cli.render.documents import prediction_table
 from meshwright.executor.background.law import LIMIT
 from meshwright.executor.launch.background import over_step_limit
-from meshwright.executor.launch.report import BackgroundFigures, Figures, RunReport
 from meshwright.planner.schema.goal import BACKGROUND_LIMIT, Goal
+from meshwright.planner.schema.report import BackgroundFigures, Figures, RunReport
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.solver import solve
 

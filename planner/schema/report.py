@@ -1,0 +1,72 @@
+"""RunReport: what a run was predicted to take, beside what it took."""
+
+from __future__ import annotations
+
+from .goal import BACKGROUND_LIMIT
+from .plan import Prediction
+from .record import Bytes, Count, Index, Record, Seconds, Share, Slowdown
+
+
+class Figures(Record, frozen=True, kw_only=True):
+    """What a step takes on the busiest rank. None: not measured (``peak_bytes`` of a script on a
+    CPU, where nothing counts what is alive). ``exposed_s`` is gradient exchange that nothing hid,
+    ``blocking_s`` redistribution and the collectives inside units."""
+
+    step_s: Seconds
+    blocking_s: Seconds | None = None
+    exposed_s: Seconds | None = None
+    peak_bytes: Bytes | None = None
+
+
+class BackgroundFigures(Record, frozen=True, kw_only=True):
+    """What a background job on this host has had when the foreground ended, and cost it.
+
+    It was let run for ``open_share`` of the time and used ``cpu_s`` of processors. While the
+    foreground made its steps, for ``beside_s``, these were ``beside_open_share`` and
+    ``beside_cpu_s``; it was stopped ``stops`` times then, and held for ``held_shares`` of that
+    time: to ``learn`` the steps' undisturbed time, to keep the ``limit``, for want of a ``gap``,
+    and while the foreground did something ``else`` than steps. Over ``steps`` of the foreground,
+    those included in which it was held, a step took ``slowdown`` times ``undisturbed_s``; up to
+    ``limit`` times was allowed. ``ended`` says how it ended, if it had.
+    """
+
+    open_share: Share
+    cpu_s: Seconds
+    beside_s: Seconds
+    beside_open_share: Share
+    beside_cpu_s: Seconds
+    stops: Index
+    held_shares: dict[str, Share]
+    steps: Index
+    slowdown: float
+    undisturbed_s: Seconds
+    limit: Slowdown = BACKGROUND_LIMIT
+    ended: str = ""
+
+
+class RunReport(Record, frozen=True, kw_only=True):
+    """A run's end: predicted, measured, and what data parallelism was predicted to take.
+
+    ``loss`` of the last step and ``accuracy`` on test data (0 to 1) where the plan's own workload
+    was trained and has some.
+    """
+
+    target: str
+    world_size: Count
+    steps: Count
+    predicted: Figures
+    measured: Figures
+    data_parallel: Figures
+    loss: float | None = None
+    accuracy: float | None = None
+    background: BackgroundFigures | None = None
+
+
+def predicted_figures(prediction: Prediction) -> Figures:
+    """A prediction's figures as far as they are measured too."""
+    return Figures(
+        step_s=prediction.step_s,
+        blocking_s=prediction.blocking_s,
+        exposed_s=prediction.exposed_s,
+        peak_bytes=max(prediction.peak_bytes, default=0),
+    )
