@@ -184,7 +184,8 @@ def calibration_parts(found: Calibration) -> list[Table | str]:
 
 def _part(figures: Figures, name: str) -> float:
     waited_s = (figures.blocking_s or 0.0) + (figures.exposed_s or 0.0)
-    return figures.step_s - waited_s if name == "compute_s" else getattr(figures, name)
+    seconds_: float = figures.step_s - waited_s if name == "compute_s" else getattr(figures, name)
+    return seconds_
 
 
 def verification_table(found: Verification) -> Table:

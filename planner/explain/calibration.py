@@ -351,9 +351,9 @@ class _Run:
         told, where = self._told(name, times), LINK_NAMES[name]
         if told.unexplained:
             return [
-                f"Ranks waited {seconds(told.found_s)} for communication {where}, less than its "
-                f"latency alone is predicted to take ({seconds(told.latency_s)}): the links are "
-                "left as they are; probe them anew."
+                f"Ranks waited {seconds(told.found_s)} for communication {where}, less than "
+                f"predicted without any bytes to move ({seconds(told.latency_s)}, by latency): the "
+                "links are left as they are; probe them anew."
             ]
         if not told.open:
             return []
@@ -383,7 +383,8 @@ def _parts(assumed: Evaluation) -> dict[Part, tuple[FigureName, ...]]:
 
 
 def _total(found: Prediction, names: tuple[FigureName, ...]) -> float:
-    return sum(getattr(found, name) for name in names)
+    total: float = sum(getattr(found, name) for name in names)
+    return total
 
 
 def _with_slower(cluster: Cluster, name: LevelName, times: float) -> Cluster:
