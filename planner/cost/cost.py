@@ -67,15 +67,16 @@ class _Share(NamedTuple):
 
 
 class EdgeCost(NamedTuple):
-    """The redistribution of one edge's tensor, forward and backward, and the bytes that the
-    busiest rank receives forward."""
+    """The redistribution of one edge's tensor, forward and backward, the bytes that the busiest
+    rank receives forward, and those of all that stands side by side as the gradient goes back."""
 
     forward: OnLink
     backward: OnLink
     received_bytes: float
+    returning_bytes: float
 
 
-NO_MOVE = EdgeCost(OnLink(), OnLink(), 0.0)
+NO_MOVE = EdgeCost(OnLink(), OnLink(), 0.0, 0.0)
 
 
 class CostModel(Exchanges):
@@ -265,6 +266,7 @@ class CostModel(Exchanges):
             OnLink(self.move_s(moved, element).item(), link, sent * element),
             OnLink(self.move_s(moved, back, backward=True).item(), link, received * back),
             received * element,
+            moved.returning.item() * back,
         )
 
     def arrival(self, e: int, decisions: Sequence[Option]) -> EdgeCost:

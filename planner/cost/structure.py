@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from ..schema.options import Option, tied_units
@@ -84,6 +84,10 @@ class Structure:
             for earlier in self.same_tensors_before[e]:
                 found[self.ends[earlier][1]].add(b)
         return tuple(frozenset(units) for units in found)
+
+    def sources_of(self, units: Iterable[int]) -> set[int]:
+        """The units whose outputs some of these take."""
+        return {self.ends[e][0] for k in units for e in self.edges_into[k]}
 
     @cached_property
     def last_use(self) -> tuple[int, ...]:

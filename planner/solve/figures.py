@@ -30,7 +30,7 @@ from ..cost.redistribution import (
     traffic,
 )
 from ..cost.step_time import LINKS
-from ..memory.rows import AT, ENTRY, FIGURES, OWN_BYTES, RECEIVED
+from ..memory.rows import AT, ENTRY, FIGURES, OWN_BYTES, RECEIVED, RETURNING
 from ..memory.unit_memory import MemoryModel
 from ..schema.curve import Curve
 from ..schema.layout import Layout, Style
@@ -42,8 +42,9 @@ Numbers = npt.NDArray[np.int64]
 State = tuple[Layout, Style]
 """What the neighbours of a unit see of its decision."""
 
-EDGE_FIGURES: tuple[int, ...] = (*ENTRY, RECEIVED)
-"""The figures that an edge adds to its target: seconds, then bytes received."""
+EDGE_FIGURES: tuple[int, ...] = (*ENTRY, RETURNING, RECEIVED)
+"""The figures of an edge: seconds that it adds to its target, then the bytes that stand side by
+side at its source as the gradient comes back, and those that its target receives."""
 Sizes = tuple[float, float, int]
 """An edge's bytes per sample, those of its gradient, and its features."""
 
@@ -352,7 +353,7 @@ class EdgeFigures:
         behind = self.model.move_s(flow, back, backward=True)
         on = [flow.level == i for i in range(len(LINKS))]
         rows = [*(ahead * link for link in on), *(behind * link for link in on)]
-        return np.stack([*rows, flow.received * element])
+        return np.stack([*rows, flow.returning * back, flow.received * element])
 
 
 class SharedEdges:

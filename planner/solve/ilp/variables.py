@@ -13,9 +13,8 @@ import numpy as np
 import pulp
 
 from ...cost.step_time import Vector
-from ...memory.rows import RECEIVED, Matrix, Rows
+from ...memory.rows import ENTRY, Matrix, Rows
 from ...schema.options import Decisions, cuts
-from ..figures import EDGE_FIGURES
 from ..option_table import OptionTable
 
 Terms = dict[pulp.LpVariable, float]
@@ -32,7 +31,7 @@ def summed(parts: Iterable[tuple[pulp.LpVariable, float]]) -> Terms:
 
 
 class Pair(NamedTuple):
-    """One variable of an edge and what it adds to the target: ``EDGE_FIGURES``.
+    """One variable of an edge and its ``EDGE_FIGURES``.
     ``source`` and ``target`` are the numbers of the ends' states."""
 
     variable: pulp.LpVariable
@@ -171,12 +170,11 @@ class Variables:
 
     def form(self, k: int, weights: Vector, figures: Matrix) -> Terms:
         """weights·f_k; ``figures`` [option, figure] are the unit's own."""
-        # Without bytes received: of several edges the largest counts (``MemoryRows._received``).
+        # Without an edge's bytes: of several edges the largest counts (``MemoryRows._largest``).
         own = zip(self.x[k], figures @ weights, strict=True)
-        into = [w for w in EDGE_FIGURES if w != RECEIVED]
-        entry = weights[into]
+        entry = weights[list(ENTRY)]
         edges = [
-            (pair.variable, float(pair.figures[: len(into)] @ entry))
+            (pair.variable, float(pair.figures[: len(ENTRY)] @ entry))
             for e in self.model.edges_into[k]
             for pair in self.moves[e]
         ]
