@@ -231,6 +231,7 @@ class _Table:
         moved = (
             self.entry(chosen, lambda c: c.received_bytes, largest=True),
             self.entry(chosen, lambda c: c.returning_bytes, largest=True, at_source=True),
+            self.entry(chosen, lambda c: c.kept_bytes),
         )
         seen = set()
         layouts = sorted({o.layout for row in self.options for o in row})
@@ -256,7 +257,8 @@ class _Table:
         workspace, exchanged, renewed = held("workspace"), held("bucketed"), held("update_temp")
         leaving = held("exchange_temp")
         part = self.unit(chosen, lambda k, o, c: samples[o.layout] is not None)
-        received, returning = (each * part for each in moved)
+        received, returning, kept = (each * part for each in moved)
+        saved = saved + kept
         beside = {n: np.zeros(chosen.shape) for n in ("neighbours_forward", "neighbours_backward")}
         for one in self.memory.overlaps:
             figures, found = held(one.field), np.zeros(chosen.shape)

@@ -120,8 +120,9 @@ class Traffic(NamedTuple):
     node, ``inter`` what the busiest network interface carries one way, ``inter_back`` where
     everything goes the other way. Where pairs of ranks were measured, these three are what takes as
     long at the bandwidth of their level. ``partners`` is the largest number of others that a
-    position exchanges with. ``returning`` is what stands side by side where everything goes the
-    other way: what a position has, what comes for it, and what it makes of that.
+    position exchanges with. ``needed`` is the largest box of those that need something (none where
+    nothing moves), and ``returning`` what stands side by side where everything goes the other way:
+    what a position has, what comes for it, and what it makes of that.
     """
 
     level: Positions
@@ -131,6 +132,7 @@ class Traffic(NamedTuple):
     inter: Reals
     inter_back: Reals
     partners: Positions
+    needed: Reals
     returning: Reals
 
 
@@ -246,6 +248,7 @@ def pair_traffic(
         inter,
         inter_back,
         int(partners),
+        float(volume(ends[1]).max() * elements.any()),
         float(_side_by_side(volume(ends[0]), volume(ends[1]), elements.sum(axis=1).ravel())),
     )
 
@@ -372,6 +375,7 @@ def _node_traffic(owned: _Side, needed: _Side, starts: Positions) -> Traffic:
         inter=inter.astype(np.float64),
         inter_back=inter.astype(np.float64),
         partners=partners,
+        needed=volume(need_boxes).max(axis=2) * (sent.max(axis=2) > 0.0),
         returning=_side_by_side(volume(own_boxes), volume(need_boxes), sent),
     )
 

@@ -56,6 +56,13 @@ class Structure:
             same[tensors] = (*found[e], e)
         return tuple(found)
 
+    @cached_property
+    def sharable(self) -> tuple[bool, ...]:
+        """For each edge whether another carries the same tensors."""
+        tensors = [edge_tensors(edge) for edge in self.profile.edges]
+        times = Counter(tensors)
+        return tuple(times[one] > 1 for one in tensors)
+
     def redistributed_before(
         self, e: int, decisions: Sequence[Option] | Mapping[int, Option]
     ) -> bool:

@@ -38,7 +38,7 @@ Matrix = npt.NDArray[np.float64]
 _VECTORS = ("forward", "backward", "update")
 _PER_LINK = ("inner_forward", "inner_backward", "exchange", "entry_forward", "entry_backward")
 _BYTES = (
-    *timeline.FIGURES, "received", "returning", "returned", "neighbours_forward",
+    *timeline.FIGURES, "kept_input", "received", "returning", "returned", "neighbours_forward",
     "neighbours_backward",
 )  # fmt: skip
 """Bytes, as ``UnitBytes.figures`` has them; what a unit receives, what there is as its output's
@@ -57,9 +57,10 @@ FIGURES: tuple[str, ...] = (
 the seconds of its compute), and seconds of one slice of its exchange (see ``slice_waits``)."""
 AT = {name: i for i, name in enumerate(FIGURES)}
 ENTRY: tuple[int, ...] = tuple(i for i, n in enumerate(FIGURES) if n.startswith("entry_"))
-RECEIVED, RETURNING, RETURNED = (AT[name] for name in ("received", "returning", "returned"))
+KEPT_INPUT, RECEIVED = AT["kept_input"], AT["received"]
+RETURNING, RETURNED = AT["returning"], AT["returned"]
 NEIGHBOURS: tuple[int, ...] = (AT["neighbours_forward"], AT["neighbours_backward"])
-OWN_BYTES = slice(AT["persistent"], AT["received"])
+OWN_BYTES = slice(AT["persistent"], KEPT_INPUT)
 """The figures of memory that are a unit's own."""
 SLICES: tuple[int, ...] = tuple(AT[f"slice.{link}"] for link in LINKS)
 LOST_FIGURE = AT["lost"]

@@ -155,15 +155,16 @@ FIGURES: Fields = ("persistent", *PerPhase._fields, *Neighbours._fields)
 """The names of ``UnitBytes.figures``."""
 UNIT_FIELDS: Fields = (*Persistent._fields, *PerPhase._fields, *Neighbours._fields)
 OTHERS_FIELDS: Fields = (
-    "received", "returned", "neighbours_forward", "neighbours_backward", "unfilled_buckets",
-    "open_buckets", "segment_outputs", "segment_remade", "segment_rerun",
+    "kept_input", "received", "returned", "neighbours_forward", "neighbours_backward",
+    "unfilled_buckets", "open_buckets", "segment_outputs", "segment_remade", "segment_rerun",
 )  # fmt: skip
-"""Bytes at a unit's points that follow from several units' decisions: the largest tensor that a
-redistribution brings; what the redistribution of its output's gradient takes, as that comes back,
-beyond what the backward itself does; what others hold in its forward and in its backward; the part
-of open buckets that is not filled, as its backward works and before it begins; and of its segment
-the outputs that are there in its forward, the feature maps made again before its own, and what
-running all of it again takes at most."""
+"""Bytes at a unit's points that follow from several units' decisions: inputs that came for it in
+the form that it and others need; the largest tensor that a redistribution brings; what the
+redistribution of its output's gradient takes, as that comes back, beyond what the backward itself
+does; what others hold in its forward and in its backward; the part of open buckets that is not
+filled, as its backward works and before it begins; and of its segment the outputs that are there in
+its forward, the feature maps made again before its own, and what running all of it again takes at
+most."""
 FIELDS: Fields = (*UNIT_FIELDS, *OTHERS_FIELDS)
 FIELD = {name: i for i, name in enumerate(FIELDS)}
 """The row of each field in a table [field, unit]."""
@@ -173,7 +174,7 @@ FIELDS_OF: dict[str, Fields] = {
     "optimizer": ("optimizer",),
     "residuals": ("residual",),
     "gradients": ("gradients",),
-    "feature_maps": ("saved", "never_together"),
+    "feature_maps": ("saved", "kept_input", "never_together"),
     "map_gradients": ("map_gradients", "exchange_temp", "output_gradients"),
     "buffers": (
         "comm_buffers", "new_grad", "received", "returned", "unfilled_buckets", "open_buckets",
@@ -221,12 +222,12 @@ def points(*, many: bool, sliced: bool, together: bool) -> Points:
     temporaries of all units' updates are there at once."""
     always = Persistent._fields
     kept = (*always, "gradients") if many else always
-    past = (*kept, "saved")
+    past = (*kept, "saved", "kept_input")
     complete = (*always, "gradients", "comm_buffers")
-    work = ("saved", "workspace")
+    work = ("saved", "kept_input", "workspace")
     # The barrier applies all gradients at the end of the step. By priority those of a unit are
     # applied just before its next forward, when the units before it have saved feature maps again.
-    updated = (*always, "saved") if sliced else complete
+    updated = (*always, "saved", "kept_input") if sliced else complete
     others = ("update_temp",) if together else ()
     return Points(
         forward=Point(

@@ -183,9 +183,12 @@ class MemoryModel:
         unit, degree = self.model.profile.units[k], option.layout.degree
         if degree == 1 or samples is None:
             return 0.0
-        edges = (self.model.profile.edges[e] for e in self.model.edges_into[k])
-        entering = sum(edge.bytes_per_sample for edge in edges)
+        edges, into = self.model.profile.edges, self.model.edges_into[k]
+        entering = sum(edges[e].bytes_per_sample for e in into)
         whole = (entering if unit.input_saved is None else unit.input_saved) * samples
+        # What it may share with other units is counted once for all of them (``moved``).
+        alone = sum(edges[e].bytes_per_sample for e in into if not self.model.sharable[e])
+        whole *= alone / entering if entering else 0.0
         split = unit.split(option.style)
         if option.style == "row" and split is not None:
             # The largest member's part.
@@ -296,9 +299,9 @@ class MemoryModel:
         what concerns all of them."""
         table = np.zeros((len(FIELDS), units.shape[1]))
         table[: len(units)] = units
-        table[FIELD["received"]] = moved[0]
+        table[FIELD["kept_input"]], table[FIELD["received"]] = moved[:2]
         own_backward = indicator(OWN_BACKWARD, UNIT_FIELDS) @ units
-        table[FIELD["returned"]] = returned_bytes(moved[1], own_backward)
+        table[FIELD["returned"]] = returned_bytes(moved[2], own_backward)
         if units[FIELD["unsharded"] :].any():
             for overlap in self.overlaps:
                 table[FIELD[overlap.point]] += overlap.added(table[FIELD[overlap.field]])
@@ -330,14 +333,18 @@ class MemoryModel:
 
     def moved(
         self, k: int, decisions: Sequence[Option], samples: int | None
-    ) -> tuple[float, float]:
-        """Bytes of the largest tensor that unit ``k`` receives from a redistribution, and of all
-        that stands side by side as its output's gradient comes back from one."""
+    ) -> tuple[float, float, float]:
+        """Bytes of the inputs that redistributions bring to unit ``k`` and others may share, of the
+        largest tensor that it receives from one, and of all that stands side by side as its
+        output's gradient comes back from one."""
         if samples is None:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         into, back = (
             [self.model.arrival(e, decisions) for e in edges[k]]
             for edges in (self.model.edges_into, self.model.edges_from)
         )
-        received = max((c.received_bytes for c in into), default=0.0)
-        return received, max((c.returning_bytes for c in back), default=0.0)
+        return (
+            sum(c.kept_bytes for c in into),
+            max((c.received_bytes for c in into), default=0.0),
+            max((c.returning_bytes for c in back), default=0.0),
+        )

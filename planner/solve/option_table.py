@@ -23,7 +23,6 @@ from ..cost.compute import saved_bytes
 from ..cost.cost import CostModel
 from ..memory.prefetch_overlap import neighbours_bytes
 from ..memory.rows import (
-    ENTRY,
     FIGURES,
     LOST_FIGURE,
     OWN_BYTES,
@@ -37,7 +36,7 @@ from ..schema.layout import Layout
 from ..schema.options import Decisions, Option, allowed, ties_agree
 from .choices import STYLES, exchange_options, layouts_of, memory_policies, unit_options
 from .evaluate import memory_of
-from .figures import EdgeFigures, Numbers, Reals, SharedEdges, State, UnitFigures
+from .figures import SUMMED, EdgeFigures, Numbers, Reals, SharedEdges, State, UnitFigures
 
 Mask = npt.NDArray[np.bool_]
 Policy = tuple[tuple[str, Any], ...]
@@ -350,12 +349,11 @@ class OptionTable:
         units that they come from, and what others have at each unit's points: of several
         redistributions at one unit the seconds add up, and the largest of each of the bytes
         counts."""
-        entry = slice(ENTRY[0], ENTRY[-1] + 1)
         entered = set(units)
         left = entered | self.model.sources_of(entered)
         for k in entered:
             costs = [self._moved(numbers, e) for e in self.model.edges_into[k]]
-            figures[k, entry] = sum(cost[:-2] for cost in costs)
+            figures[k, SUMMED] = sum(cost[: len(SUMMED)] for cost in costs)
             figures[k, RECEIVED] = max((cost[-1] for cost in costs), default=0.0)
         for k in left:
             costs = [self._moved(numbers, e) for e in self.model.edges_from[k]]

@@ -150,7 +150,7 @@ class ScoredDecisions:
         option = self.decisions[k]
         return self.memory.unit(k, option, self.samples(option.layout)).column
 
-    def _moved(self, k: int) -> tuple[float, float]:
+    def _moved(self, k: int) -> tuple[float, float, float]:
         return self.memory.moved(k, self.decisions, self.samples(self.decisions[k].layout))
 
     def set(self, changes: Iterable[tuple[int, Option]]) -> dict[int, Option]:

@@ -14,14 +14,23 @@ import pulp
 from ...cost.cost import CostModel
 from ...cost.ownership import group_samples
 from ...cost.step_time import Vector
-from ...memory.rows import AT, OWN_BACKWARD, OWN_BYTES, RECEIVED, RETURNING, Matrix, Rows
+from ...memory.rows import (
+    AT,
+    KEPT_INPUT,
+    OWN_BACKWARD,
+    OWN_BYTES,
+    RECEIVED,
+    RETURNING,
+    Matrix,
+    Rows,
+)
 from ...schema.layout import Layout
 from ..evaluate import limits_bytes
 from ..figures import EDGE_FIGURES
 from ..option_table import OptionTable
 from .variables import Terms, Variables, summed
 
-_RETURNING, _RECEIVED = (EDGE_FIGURES.index(figure) for figure in (RETURNING, RECEIVED))
+_KEPT, _RETURNING, _RECEIVED = map(EDGE_FIGURES.index, (KEPT_INPUT, RETURNING, RECEIVED))
 
 
 class MemoryClass(NamedTuple):
@@ -78,7 +87,8 @@ def _always_fits(table: OptionTable, each: MemoryClass) -> bool:
                      + f[:, AT["gradients_sent"]].max())
                for f in each.figures)  # fmt: skip
     moved = [e.figures[[_RETURNING, _RECEIVED]].max(initial=0.0) for e in table.edges]
-    return most + max(moved, default=0.0) <= each.limit_bytes
+    kept = sum(float(e.figures[_KEPT].max(initial=0.0)) for e in table.edges)
+    return most + kept + max(moved, default=0.0) <= each.limit_bytes
 
 
 class MemoryRows:
@@ -94,6 +104,7 @@ class MemoryRows:
         received = [self._received(i, k, each) for k in units]
         returned = [self._returned(i, k, figures[k], each) for k in units]
         flight = self._buckets(i, figures, each)
+        kept = [part / each.limit_bytes for part in each.takes_part]
         none: list[Terms] = [{} for _ in units]
         families = [("forward", received, none), ("backward", returned, flight)]
         # Without temporaries of the update, or of an exchange, backward's rows hold these points.
@@ -103,7 +114,7 @@ class MemoryRows:
             families.append(("exchange", none, none))
         for point, *more in families:
             track = self.rows.memory_track(point)
-            table = self.program.track(f"m{i}_{track}", self.rows, track, figures)
+            table = self.program.track(f"m{i}_{track}", self.rows, track, figures, kept)
             there = self._neighbours(track, figures)
             for row, into, buckets, others in zip(table, *more, there, strict=True):
                 self._fits([*row.items(), *into.items(), *buckets.items(), *others])
