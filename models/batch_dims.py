@@ -32,8 +32,9 @@ Dims = tuple[int | None, ...]
 
 # Batches to look at, the third where two leave a doubt. Some workloads draw even sizes only.
 _SIZES = ((2, 3, 5), (2, 4, 6), (4, 8, 12))
-# What rounding may do to the same sample in another batch, in parts of the largest output.
-_ROUNDING = 1e-3
+# What rounding may do to the same sample in another batch, in parts of the largest output: so much,
+# or so many units in the last place of coarse types.
+_ROUNDING, _LAST_PLACES = 1e-3, 4
 # Guesses at where an example has its samples: a forward each.
 _TRIES = 12
 
@@ -151,7 +152,9 @@ def _guesses(batch: Batch) -> Iterator[Dims]:
     seen: set[Dims] = set()
     for one in inputs:
         for dim, size in enumerate(one.shape):
-            choices = [[dim] if t is one else _dims_of(t, size, dim) for t in tensors]
+            choices: list[list[int | None]] = [
+                [dim] if t is one else _dims_of(t, size, dim) for t in tensors
+            ]
             for dims in product(*choices):
                 if dims not in seen and len(seen) < _TRIES:
                     seen.add(dims)
@@ -160,15 +163,16 @@ def _guesses(batch: Batch) -> Iterator[Dims]:
 
 def _dims_of(tensor: Tensor, size: int, dim: int) -> list[int | None]:
     """Where a tensor may have its samples beside one that has ``size`` of them in ``dim``."""
-    fitting = [d for d, length in enumerate(tensor.shape) if length == size]
-    return sorted(fitting, key=lambda d: d != dim) or [None]  # type: ignore[return-value]
+    fitting: list[int | None] = [d for d, length in enumerate(tensor.shape) if length == size]
+    fitting.sort(key=lambda d: d != dim)
+    return fitting or [None]
 
 
 def _tells_samples(model: nn.Module, batch: Batch, whole: Sequence[Tensor]) -> bool:
     """Whether the model gives for some samples of the batch, backwards, what it gave for them among
     all (``whole``)."""
     size = batch.size
-    index = torch.arange(size).flip(0)[: -(-size // 2)] if size > 1 else torch.zeros(2, dtype=int)
+    index = torch.arange(size).flip(0)[: -(-size // 2)] if size > 1 else torch.tensor([0, 0])
     part = batch.take(index)
     found = tensors_in(model(*part.args, **part.kwargs))
     if len(found) != len(whole):
@@ -197,4 +201,5 @@ def _close(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return bool(torch.equal(a, b))
     largest = float(a.abs().max()) if a.numel() else 0.0
-    return torch.allclose(a, b, _ROUNDING, _ROUNDING * largest)
+    allowed = max(_ROUNDING, _LAST_PLACES * torch.finfo(a.dtype).eps)
+    return torch.allclose(a, b, allowed, allowed * largest)

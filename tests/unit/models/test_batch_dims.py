@@ -4,17 +4,23 @@ in the tensors inside a model."""
 from __future__ import annotations
 
 import meshwright as mw
+import msgspec
 import pytest
 import torch
+from meshwright.executor.capability import CAPABILITY
+from meshwright.executor.division import check_subset_units
 from meshwright.executor.forward import input_dims, shapes_of
 from meshwright.models.batch_dims import located, sample_dim, with_dims
 from meshwright.models.target import from_model, own_batch
 from meshwright.models.target import workload as workload_of
 from meshwright.models.units.discover import Discovery, discover, discovered
 from meshwright.planner.schema.errors import InputError
+from meshwright.planner.schema.layout import Layout
+from meshwright.planner.schema.options import Option, allowed
 from meshwright.planner.schema.plan import UnitPlan
 from torch import Tensor, nn
 
+from tests.strategies import linear
 from tests.time_first import DIMS, STEPS, Bags, bags, workload
 
 
@@ -289,7 +295,7 @@ class _Planned:
 
 
 def test_a_plan_tells_where_the_models_samples_are() -> None:
-    layout = mw.Layout(groups=2, degree=1)
+    layout = Layout(groups=2, degree=1)
     ends = UnitPlan(name="@input", kind="input", modules=(), layout=layout)
     assert input_dims(_Planned(ends)) == {}
     ends = UnitPlan(
@@ -302,9 +308,24 @@ def test_a_plan_tells_where_the_models_samples_are() -> None:
     assert shapes_of(few, {}, {}) != shapes_of(many, {}, {})
 
 
+def test_units_with_samples_elsewhere_have_all_ranks() -> None:
+    here = linear("a", 32, 32, 1e-3)
+    there = msgspec.structs.replace(here, batch_dims=(1,))
+    narrow = Option(Layout(groups=1, degree=1))
+    goal = mw.Goal(batch=4, all_layouts=True)
+    assert allowed(here, narrow, goal, CAPABILITY, 2)
+    assert not allowed(there, narrow, goal, CAPABILITY, 2)
+    unit = UnitPlan(
+        name="a", kind="linear", modules=("a",), layout=narrow.layout, batched_inputs=(0,),
+        batch_dims=(1,),
+    )  # fmt: skip
+    with pytest.raises(InputError, match="its samples are in dim 1 of its input"):
+        check_subset_units(nn.ModuleDict({"a": nn.Linear(2, 2)}), _Planned(unit))
+
+
 def test_dims_and_inputs_go_together() -> None:
     with pytest.raises(ValueError, match="2 batch_dims for 1 batched_inputs"):
         UnitPlan(
-            name="a", kind="linear", modules=("a",), layout=mw.Layout(groups=2, degree=1),
+            name="a", kind="linear", modules=("a",), layout=Layout(groups=2, degree=1),
             batched_inputs=(0,), batch_dims=(1, 1),
         )  # fmt: skip
