@@ -88,7 +88,6 @@ def discover(
     # One sample more, as one less could be one, which batch normalisation refuses.
     other = other or batch.take(torch.arange(batch.size + 1) % batch.size)
     traces = record(model, batch), record(model, other)
-    _check_bags(traces[0])
     trial = _Trial(model, batch) if check else None
     refused: set[str] = set()
     # Ends after a few rounds: ``refused`` only grows, and each name in it is a module.
@@ -141,21 +140,6 @@ def _input_dims(batch: Batch) -> dict[int, int]:
     found = {i: dim for i, dim in enumerate(known) if dim is not None}
     first = next((i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.ndim), None)
     return found if any(found.values()) or (found and first not in found) else {}
-
-
-def _check_bags(trace: Trace) -> None:
-    """``InputError`` where bags are given as one list of symbols with offsets: no dimension of it
-    counts the samples, so no part of a batch could be taken."""
-    given = {seen.key for seen in trace.given}
-    for event in trace.events:
-        symbols = event.given[0] if event.name == "embedding_bag" else None
-        if symbols is not None and len(symbols.shape) == 1 and symbols.key in given:
-            raise InputError(
-                f"embedding bag {event.stack[-1]!r} is given an input of the model of shape "
-                f"{list(symbols.shape)} with offsets, of which no dimension counts samples: give "
-                "symbols of shape (samples, length), short bags filled up with the bag's "
-                "padding_idx"
-            )
 
 
 def check_gradients(model: nn.Module) -> None:
