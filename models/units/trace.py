@@ -115,8 +115,8 @@ class _Recorder(TorchFunctionMode):
             )  # fmt: skip
 
     def _check_bags(self, symbols: Tensor) -> None:
-        """Refuses an input of the model that is one list of symbols with offsets: no dimension of it
-        counts the samples, so no part of a batch could be taken."""
+        """Refuses an input of the model that is one list of symbols with offsets: it has no
+        dimension that counts samples, so no part of a batch could be taken."""
         given = any(seen is not None and seen.key == id(symbols) for seen in self.stack[0].inputs)
         if given and symbols.ndim == 1:
             raise InputError(
