@@ -192,8 +192,9 @@ def _same_samples(whole: Tensor, part: Tensor, index: Tensor, size: int) -> bool
     per_sample, rest = divmod(whole.shape[dim], size)
     if rest or part.shape[dim] != per_sample * len(index):
         return False
-    outer = whole.unflatten(dim, (size, per_sample)).index_select(dim, index)
-    inner = whole.unflatten(dim, (per_sample, size)).index_select(dim + 1, index)
+    before, after = whole.shape[:dim], whole.shape[dim + 1 :]
+    outer = whole.reshape(*before, size, per_sample, *after).index_select(dim, index)
+    inner = whole.reshape(*before, per_sample, size, *after).index_select(dim + 1, index)
     return any(_close(way.flatten(dim, dim + 1), part) for way in (outer, inner))
 
 

@@ -290,6 +290,8 @@ def test_bags_of_one_length_are_units() -> None:
 class _Planned:
     """As much of a plan as is asked."""
 
+    world_size = 2
+
     def __init__(self, *units: UnitPlan) -> None:
         self.units = units
 
