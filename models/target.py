@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..planner.schema.errors import InputError
 from ..planner.schema.precision import Precision, check_precision
-from .batch_dims import located, with_dims
 from .compiled import eagerly, uncompiled, unwrapped
 from .precision import measured_in
 from .replay import preserved
+from .units.batch_dims import located, with_dims
 from .workload import Batch, Workload
 from .zoo import build
 

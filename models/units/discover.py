@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.schema.errors import InputError
 from ...planner.schema.profile import EdgeProfile, PieceProfile
-from ..batch_dims import sample_dim
 from ..replay import UnitCall, capture
 from ..spec import SplitSpec, UnitSpec
 from ..splits import find_splits, guessed
 from ..splits.check import is_equivalent
 from ..splits.leaves import BATCH_NORMS
 from ..workload import Batch
+from .batch_dims import sample_dim
 from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, pruned, tensor_numbers
 from .kept import kept_results
 from .pieces import pieces_of
@@ -44,7 +44,7 @@ from .trace import Trace, record
 # name in plans, and the executor does not need a graph: it wraps modules of the model as it is.
 # Two sizes tell samples apart from other dimensions: bytes that do not grow with the batch are no
 # activations, and the dimension of a tensor that is as long as the batch in both counts samples
-# (see [Note: Where the samples are] in models/batch_dims.py). What these two forwards do not show
+# (see [Note: Where the samples are] in models/units/batch_dims.py). What these two forwards do not show
 # (a branch taken for other inputs) is not known.
 
 _TRIED_SAMPLES = 2

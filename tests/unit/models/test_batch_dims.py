@@ -10,9 +10,9 @@ import torch
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.division import check_subset_units
 from meshwright.executor.forward import input_dims, shapes_of
-from meshwright.models.batch_dims import located, sample_dim, with_dims
 from meshwright.models.target import from_model, own_batch
 from meshwright.models.target import workload as workload_of
+from meshwright.models.units.batch_dims import located, sample_dim, with_dims
 from meshwright.models.units.discover import Discovery, discover, discovered
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.layout import Layout

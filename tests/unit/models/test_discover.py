@@ -183,7 +183,8 @@ def test_lstm_states_count_although_their_batch_is_not_in_front() -> None:
     between = {(e.source, e.target): e for e in found.edges}
     states = between["encoder.lstm", "@glue.0"]
     assert states.bytes_per_sample == 2 * 2 * 32 * 4  # hidden and cell, 2 layers, 32 wide
-    assert found.unit("decoder.lstm").batched_inputs == ()
+    lstm = found.unit("decoder.lstm")  # [sample, time], and states with layers in front
+    assert (lstm.batched_inputs, lstm.batch_dims) == ((0, 1, 2), (0, 1, 1))
     assert found.unit("output").kind == "linear"  # not to be mixed up with the model's output
 
 

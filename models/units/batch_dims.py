@@ -12,10 +12,10 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from .compiled import eagerly, uncompiled
-from .replay import preserved
-from .units.storages import tensors_in
-from .workload import Batch, Workload, device_of
+from ..compiled import eagerly, uncompiled
+from ..replay import preserved
+from ..workload import Batch, Workload, device_of
+from .storages import tensors_in
 
 # [Note: Where the samples are]
 # - A workload draws batches of any size: what is as long as the batch in batches of several sizes
