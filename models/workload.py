@@ -26,8 +26,8 @@ class Batch:
     Each of the three may nest tensors in anything that torch flattens (tuples, lists, dicts, named
     tuples). ``batch_dims`` says, for each tensor of args, kwargs and target in this order, which of
     its dims counts the samples; None for a tensor that all samples share. Without it, as in what
-    ``make_batch`` returns, Meshwright finds them (models/units/batch_dims.py); where it cannot, a tensor
-    whose dim 0 is as long as that of the first tensor holds one entry per sample.
+    ``make_batch`` returns, Meshwright finds them (models/units/batch_dims.py); where it cannot, a
+    tensor whose dim 0 is as long as that of the first tensor holds one entry per sample.
     """
 
     args: tuple[Any, ...]

@@ -10,6 +10,7 @@ from meshwright.models.workload import Batch, Workload
 from meshwright.models.zoo import build, names
 from meshwright.models.zoo.gpt import Attention
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 # Their attention asks ``view`` to infer the number of heads, which it cannot without samples.
 FROM_TRANSFORMERS = ("bert-tiny", "gpt2-tiny", "vit-tiny")
