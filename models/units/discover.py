@@ -44,8 +44,8 @@ from .trace import Trace, record
 # name in plans, and the executor does not need a graph: it wraps modules of the model as it is.
 # Two sizes tell samples apart from other dimensions: bytes that do not grow with the batch are no
 # activations, and the dimension of a tensor that is as long as the batch in both counts samples
-# (see [Note: Where the samples are] in batch_dims.py). What these two forwards do not show (a branch
-# taken for other inputs) is not known.
+# (see [Note: Where the samples are] in batch_dims.py). What these two forwards do not show (a
+# branch taken for other inputs) is not known.
 
 _TRIED_SAMPLES = 2
 # Batches to find units with. None of one sample: where normalisation sees one pixel it has no
