@@ -122,13 +122,15 @@ class _Table:
         ]
         return np.stack(columns, axis=1).astype(float)
 
-    def entry(self, chosen, figure, largest=False):
-        """[combination, unit] of a figure of the edges into a unit, summed or the largest."""
+    def entry(self, chosen, figure, largest=False, at_source=False):
+        """[combination, unit] of a figure of the edges into a unit, summed or the largest, or of
+        those out of it."""
         found = np.zeros(chosen.shape)
         for e, ((a, b), costs) in enumerate(zip(self.model.ends, self.edges, strict=True)):
             values = np.array([[figure(c) for c in row] for row in costs], dtype=float)
             mine = np.where(self._there(chosen, e), 0.0, values[chosen[:, a], chosen[:, b]])
-            found[:, b] = np.maximum(found[:, b], mine) if largest else found[:, b] + mine
+            k = a if at_source else b
+            found[:, k] = np.maximum(found[:, k], mine) if largest else found[:, k] + mine
         return found
 
     def _there(self, chosen, e):
@@ -226,7 +228,11 @@ class _Table:
         model = self.model
         limits = limits_bytes(model)
         keep, most = np.ones(len(chosen), dtype=bool), np.zeros(len(chosen))
-        received = self.entry(chosen, lambda c: c.received_bytes, largest=True)
+        moved = (
+            self.entry(chosen, lambda c: c.received_bytes, largest=True),
+            self.entry(chosen, lambda c: c.returning_bytes, largest=True, at_source=True),
+            self.entry(chosen, lambda c: c.kept_bytes),
+        )
         seen = set()
         layouts = sorted({o.layout for row in self.options for o in row})
         for position, limit in enumerate(limits):
@@ -234,12 +240,12 @@ class _Table:
             key = (limit, tuple(there.values()))
             if key not in seen:
                 seen.add(key)
-                peak = np.ceil(self._peak(chosen, there, received) - 1e-6)
+                peak = np.ceil(self._peak(chosen, there, moved) - 1e-6)
                 most = np.maximum(most, peak)
                 keep &= peak <= limit
         return most, keep
 
-    def _peak(self, chosen, samples, received):
+    def _peak(self, chosen, samples, moved):
         def held(i):
             return self.unit(
                 chosen, lambda k, o, c: self.memory.unit(k, o, samples[o.layout]).column[FIELD[i]]
@@ -251,7 +257,8 @@ class _Table:
         workspace, exchanged, renewed = held("workspace"), held("bucketed"), held("update_temp")
         leaving = held("exchange_temp")
         part = self.unit(chosen, lambda k, o, c: samples[o.layout] is not None)
-        received = received * part
+        received, returning, kept = (each * part for each in moved)
+        saved = saved + kept
         beside = {n: np.zeros(chosen.shape) for n in ("neighbours_forward", "neighbours_backward")}
         for one in self.memory.overlaps:
             figures, found = held(one.field), np.zeros(chosen.shape)
@@ -269,18 +276,21 @@ class _Table:
         behind = np.zeros(len(chosen))
         for k in range(self.count):
             behind = behind + saved[:, k]
-            work = behind + workspace[:, k] + received[:, k]
+            work = behind + workspace[:, k]
             later = gradients[:, k:].sum(axis=1)
             past = travelling[:, k + 1 :].sum(axis=1)
             alive = (own if many else later) + past
             before = own if many else 0.0
             if self.model.sliced and not many:
                 before = later - gradients[:, k] + past
-            there = work + beside["neighbours_forward"][:, k]
+            there = work + received[:, k] + beside["neighbours_forward"][:, k]
             peak = np.maximum(peak, always + before + there)
-            there = work + beside["neighbours_backward"][:, k]
+            there = behind + beside["neighbours_backward"][:, k]
             filling = np.minimum(to_come[:, k], open_ - closed[:, k])
-            peak = np.maximum(peak, always + alive + filling + there + maps[:, k])
+            if k > self.model.last_trained:
+                filling = np.zeros(len(chosen))  # no bucket before the first gradient
+            busy = np.maximum(workspace[:, k] + maps[:, k], returning[:, k])
+            peak = np.maximum(peak, always + alive + filling + there + busy)
             left = alive + behind - saved[:, k] + travelling[:, k] + leaving[:, k]
             peak = np.maximum(peak, always + left + beside["neighbours_backward"][:, k])
             if self.model.sliced:

@@ -30,9 +30,10 @@ results in forward is that same transpose, and the gather is its backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -164,14 +165,12 @@ class Mover:
     def run(self, tensor: Tensor, step: _Step) -> Tensor:
         """The move itself, without autograd."""
         (_, need, send, receive, quiet), dims = step.route, step.dims
-        size = list(tensor.shape)
-        size[dims.batch] = need.hi - need.lo
-        if dims.features is not None:
-            size[dims.features] = need.right - need.left
-        result = tensor.new_zeros(size) if step.add else tensor.new_empty(size)
         received = {}
         if not (quiet or self.outside):
-            received = self._all_to_all(tensor, step, result)
+            received = self._all_to_all(tensor, step)
+        # Not earlier: what has been sent is gone by now.
+        size = _size(tensor, need, dims)
+        result = tensor.new_zeros(size) if step.add else tensor.new_empty(size)
         for member, box in receive:  # in the order of members, so that sums repeat in every run
             part = _part(result, box, dims)
             if member == self.group.member:
@@ -185,21 +184,20 @@ class Mover:
                 part.copy_(arrived)
         return result
 
-    def _all_to_all(self, tensor: Tensor, step: _Step, result: Tensor) -> dict[int, Tensor]:
-        """Sends the boxes of other members; what these send for ``result``, flat, by member."""
+    def _all_to_all(self, tensor: Tensor, step: _Step) -> dict[int, Tensor]:
+        """Sends the boxes of other members; what these send, flat, by member."""
         (_, _, send, receive, _), dims, doing, _ = step
         me, ranks = self.group.member, self.group.group_ranks
         sends = {t.peer: _part(tensor, t.box, dims) for t in send if t.peer != me}
-        expects = {t.peer: _part(result, t.box, dims).numel() for t in receive if t.peer != me}
+        expects = {t.peer: prod(_size(tensor, t.box, dims)) for t in receive if t.peer != me}
         # Torch splits the buffers in the order of ranks, which is not always that of members.
         order = sorted(range(self.group.size), key=ranks.__getitem__)
         width = tensor.element_size()
-        flat = [sends[m].reshape(-1) for m in order if m in sends]
+        parts = [sends[m] for m in order if m in sends]
         waits = bool(expects) or self.group.on_stream
-        # One box is sent from where it lies, which nothing touches while this rank waits (a
-        # gradient that is one number, seen as many, lies nowhere).
-        in_place = waits and len(flat) == 1 and flat[0].stride(0) == 1
-        buffer = flat[0] if in_place else torch.cat([tensor.new_empty(0), *flat])
+        # One box is sent from where it lies, which nothing touches while this rank waits.
+        in_place = waits and len(parts) == 1 and parts[0].is_contiguous()
+        buffer = parts[0].view(-1) if in_place else _joined(tensor, parts)
         arriving = tensor.new_empty(sum(expects.values()))
         self._issued(doing, 0, self.group)
         # Bytes travel, so that every dtype does.
@@ -221,8 +219,7 @@ class Mover:
         self.meter.sent_bytes += buffer.numel() * width
         self.meter.moved_bytes += buffer.numel() * width
         members = [m for m in order if m in expects]
-        parts = torch.split(arriving, [expects[m] for m in members])
-        return dict(zip(members, parts, strict=True))
+        return dict(zip(members, torch.split(arriving, [expects[m] for m in members]), strict=True))
 
 
 class _Move(torch.autograd.Function):
@@ -241,6 +238,24 @@ class _Move(torch.autograd.Function):
         step = _Step(route.reversed(), dims, back, not add)
         moved = _Move.apply(gradients[0], ctx.mover, step)  # type: ignore[no-untyped-call]
         return moved, None, None
+
+
+def _size(like: Tensor, box: Box, dims: Dims) -> list[int]:
+    """The size of a tensor like that one, of the samples and the features of a box."""
+    size = list(like.shape)
+    size[dims.batch] = box.hi - box.lo
+    if dims.features is not None:
+        size[dims.features] = box.right - box.left
+    return size
+
+
+def _joined(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """The parts one after the other in new memory."""
+    sizes = [part.numel() for part in parts]
+    joined = like.new_empty(sum(sizes))
+    for piece, part in zip(torch.split(joined, sizes), parts, strict=True):
+        piece.view(part.shape).copy_(part)
+    return joined
 
 
 def _part(tensor: Tensor, box: Box, dims: Dims) -> Tensor:

@@ -26,7 +26,7 @@ from ..schema.goal import OPTIMIZERS, Goal
 from ..schema.layout import Style, data_parallel
 from ..schema.options import Decisions, Option, segments_of
 from ..schema.plan import MIRRORS, Plan
-from ..schema.profile import EdgeProfile, ModelProfile
+from ..schema.profile import ModelProfile
 from .collectives import Fabric, collective_s
 from .compute import backward_s, batch_counts, busiest_samples, forward_s, saved_bytes, shard_bytes
 from .exchange import Exchanges
@@ -67,15 +67,18 @@ class _Share(NamedTuple):
 
 
 class EdgeCost(NamedTuple):
-    """The redistribution of one edge's tensor, forward and backward, and the bytes that the
-    busiest rank receives forward."""
+    """The redistribution of one edge's tensor, forward and backward, the bytes that the busiest
+    rank receives forward, those of all that stands side by side as the gradient goes back, and of a
+    tensor that several divided units may share, those that it has in the form that they need."""
 
     forward: OnLink
     backward: OnLink
     received_bytes: float
+    returning_bytes: float
+    kept_bytes: float
 
 
-NO_MOVE = EdgeCost(OnLink(), OnLink(), 0.0)
+NO_MOVE = EdgeCost(OnLink(), OnLink(), 0.0, 0.0, 0.0)
 
 
 class CostModel(Exchanges):
@@ -242,15 +245,14 @@ class CostModel(Exchanges):
         key = (e, source, target)
         if key not in self._edges:
             self._edges[key] = self._edge(
-                self.profile.edges[e],
+                e,
                 output_placement(source.layout, source.style),
                 input_placement(target.layout, target.style),
             )
         return self._edges[key]
 
-    def _edge(
-        self, edge: EdgeProfile, source: TensorPlacement, target: TensorPlacement
-    ) -> EdgeCost:
+    def _edge(self, e: int, source: TensorPlacement, target: TensorPlacement) -> EdgeCost:
+        edge = self.profile.edges[e]
         # Where no end slices features, what moves is the same for any number of them.
         features = edge.features if "feature_shard" in (source.form, target.form) else 1
         key = (source, target, features)
@@ -265,6 +267,8 @@ class CostModel(Exchanges):
             OnLink(self.move_s(moved, element).item(), link, sent * element),
             OnLink(self.move_s(moved, back, backward=True).item(), link, received * back),
             received * element,
+            moved.returning.item() * back,
+            moved.needed.item() * element * (self.sharable[e] and target.layout.degree > 1),
         )
 
     def arrival(self, e: int, decisions: Sequence[Option]) -> EdgeCost:

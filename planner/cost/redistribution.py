@@ -120,7 +120,9 @@ class Traffic(NamedTuple):
     node, ``inter`` what the busiest network interface carries one way, ``inter_back`` where
     everything goes the other way. Where pairs of ranks were measured, these three are what takes as
     long at the bandwidth of their level. ``partners`` is the largest number of others that a
-    position exchanges with.
+    position exchanges with. ``needed`` is the largest box of those that need something (none where
+    nothing moves), and ``returning`` what stands side by side where everything goes the other way:
+    what a position has, what comes for it, and what it makes of that.
     """
 
     level: Positions
@@ -130,6 +132,8 @@ class Traffic(NamedTuple):
     inter: Reals
     inter_back: Reals
     partners: Positions
+    needed: Reals
+    returning: Reals
 
 
 def traffic(
@@ -218,6 +222,7 @@ def pair_traffic(
 ) -> tuple[float, ...]:
     """The fields of ``Traffic`` for one source and one target."""
     elements, size = pair_overlaps(counts, source, target, features)
+    ends = _ends(counts, source, target, features)
     nodes = fabric.node_of.reshape(-1, size)
     crossing = (nodes[:, :, None] != nodes[:, None, :]) * elements
     inside = elements - crossing
@@ -243,7 +248,16 @@ def pair_traffic(
         inter,
         inter_back,
         int(partners),
+        float(volume(ends[1]).max() * elements.any()),
+        float(_side_by_side(volume(ends[0]), volume(ends[1]), elements.sum(axis=1).ravel())),
     )
+
+
+def _side_by_side(owned: Positions, needed: Positions, sent: Positions) -> Reals:
+    """[...] the most that any position has at once where what was [..., position] sent comes back:
+    the gradient that it has, what comes, and the gradient that it makes of both."""
+    most: Reals = (owned + needed + sent).max(axis=-1) * (sent.max(axis=-1) > 0.0)
+    return most
 
 
 def _interface_elements(
@@ -361,6 +375,8 @@ def _node_traffic(owned: _Side, needed: _Side, starts: Positions) -> Traffic:
         inter=inter.astype(np.float64),
         inter_back=inter.astype(np.float64),
         partners=partners,
+        needed=volume(need_boxes).max(axis=2) * (sent.max(axis=2) > 0.0),
+        returning=_side_by_side(volume(own_boxes), volume(need_boxes), sent),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from ..schema.options import Option, tied_units
@@ -56,6 +56,13 @@ class Structure:
             same[tensors] = (*found[e], e)
         return tuple(found)
 
+    @cached_property
+    def sharable(self) -> tuple[bool, ...]:
+        """For each edge whether another carries the same tensors."""
+        tensors = [edge_tensors(edge) for edge in self.profile.edges]
+        times = Counter(tensors)
+        return tuple(times[one] > 1 for one in tensors)
+
     def redistributed_before(
         self, e: int, decisions: Sequence[Option] | Mapping[int, Option]
     ) -> bool:
@@ -84,6 +91,10 @@ class Structure:
             for earlier in self.same_tensors_before[e]:
                 found[self.ends[earlier][1]].add(b)
         return tuple(frozenset(units) for units in found)
+
+    def sources_of(self, units: Iterable[int]) -> set[int]:
+        """The units whose outputs some of these take."""
+        return {self.ends[e][0] for k in units for e in self.edges_into[k]}
 
     @cached_property
     def last_use(self) -> tuple[int, ...]:

@@ -37,9 +37,13 @@ Matrix = npt.NDArray[np.float64]
 
 _VECTORS = ("forward", "backward", "update")
 _PER_LINK = ("inner_forward", "inner_backward", "exchange", "entry_forward", "entry_backward")
-_BYTES = (*timeline.FIGURES, "received", "neighbours_forward", "neighbours_backward")
-"""Bytes, as ``UnitBytes.figures`` has them; what a unit receives, and what others have there while
-it works, follow from other units' decisions too (``write_neighbours``)."""
+_BYTES = (
+    *timeline.FIGURES, "kept_input", "received", "returning", "returned", "neighbours_forward",
+    "neighbours_backward",
+)  # fmt: skip
+"""Bytes, as ``UnitBytes.figures`` has them; what a unit receives, what there is as its output's
+gradient comes back, and what others have there while it works, follow from other units' decisions
+too (``write_others``)."""
 FIGURES: tuple[str, ...] = (
     *_VECTORS,
     *(f"{name}.{link}" for name in _PER_LINK for link in LINKS),
@@ -53,9 +57,10 @@ FIGURES: tuple[str, ...] = (
 the seconds of its compute), and seconds of one slice of its exchange (see ``slice_waits``)."""
 AT = {name: i for i, name in enumerate(FIGURES)}
 ENTRY: tuple[int, ...] = tuple(i for i, n in enumerate(FIGURES) if n.startswith("entry_"))
-RECEIVED = AT["received"]
+KEPT_INPUT, RECEIVED = AT["kept_input"], AT["received"]
+RETURNING, RETURNED = AT["returning"], AT["returned"]
 NEIGHBOURS: tuple[int, ...] = (AT["neighbours_forward"], AT["neighbours_backward"])
-OWN_BYTES = slice(AT["persistent"], AT["received"])
+OWN_BYTES = slice(AT["persistent"], KEPT_INPUT)
 """The figures of memory that are a unit's own."""
 SLICES: tuple[int, ...] = tuple(AT[f"slice.{link}"] for link in LINKS)
 LOST_FIGURE = AT["lost"]
@@ -142,11 +147,17 @@ def rows(micro_batches: int, schedule: ScheduleName, *, together: bool = False) 
     )
 
 
-def write_neighbours(figures: Matrix, overlaps: Sequence[PrefetchOverlap]) -> None:
-    """Writes into a plan's ``figures`` [unit, figure] what others have at each unit's points."""
+def write_others(figures: Matrix, overlaps: Sequence[PrefetchOverlap]) -> None:
+    """Writes into a plan's ``figures`` [unit, figure] what others have at each unit's points, and
+    what a gradient that comes back takes beyond the unit's own backward."""
+    figures[:, RETURNED] = timeline.returned_bytes(figures[:, RETURNING], figures @ OWN_BACKWARD)
     figures[:, list(NEIGHBOURS)] = 0.0
     for overlap in overlaps:
         figures[:, AT[overlap.point]] += overlap.added(figures[:, AT[overlap.field]])
+
+
+OWN_BACKWARD = _figures_of(timeline.OWN_BACKWARD)
+"""Coefficients of the figures of what a unit's own backward has besides what is saved."""
 
 
 def values(rows_: Rows, figures: Matrix) -> Values:

@@ -33,9 +33,10 @@ and ``rows`` turns it into rows that are linear in the units' decisions, for the
 #                    output (recompute), none (offload)
 #     map_gradients  while a unit's backward runs. With early release, and with feedback in place or
 #                    in mirrors, its weight gradients are among these, as they go when it ends
-#     buffers        what a redistribution receives; the part of open buckets that is not filled
-#                    yet; a new gradient until it is copied into its bucket or added to another; and
-#                    copies of gradients until their exchange has been waited for
+#     buffers        what a redistribution receives, or has as a gradient comes back; the part of
+#                    open buckets that is not filled yet; a new gradient until it is copied into its
+#                    bucket or added to another; and copies of gradients until their exchange has
+#                    been waited for
 #     workspace      temporaries of the unit at work, of its update, its feature maps that are there
 #                    only meanwhile (recompute, offload), and what other units hold there while it
 #                    works (``prefetch_overlap``, ``checkpoint_segments``)
@@ -154,14 +155,16 @@ FIGURES: Fields = ("persistent", *PerPhase._fields, *Neighbours._fields)
 """The names of ``UnitBytes.figures``."""
 UNIT_FIELDS: Fields = (*Persistent._fields, *PerPhase._fields, *Neighbours._fields)
 OTHERS_FIELDS: Fields = (
-    "received", "neighbours_forward", "neighbours_backward", "unfilled_buckets", "open_buckets",
-    "segment_outputs", "segment_remade", "segment_rerun",
+    "kept_input", "received", "returned", "neighbours_forward", "neighbours_backward",
+    "unfilled_buckets", "open_buckets", "segment_outputs", "segment_remade", "segment_rerun",
 )  # fmt: skip
-"""Bytes at a unit's points that follow from several units' decisions: the largest tensor that a
-redistribution brings; what others hold in its forward and in its backward; the part of open buckets
-that is not filled, as its backward works and before it begins; and of its segment the outputs that
-are there in its forward, the feature maps made again before its own, and what running all of it
-again takes at most."""
+"""Bytes at a unit's points that follow from several units' decisions: inputs that came for it in
+the form that it and others need; the largest tensor that a redistribution brings; what the
+redistribution of its output's gradient takes, as that comes back, beyond what the backward itself
+does; what others hold in its forward and in its backward; the part of open buckets that is not
+filled, as its backward works and before it begins; and of its segment the outputs that are there in
+its forward, the feature maps made again before its own, and what running all of it again takes at
+most."""
 FIELDS: Fields = (*UNIT_FIELDS, *OTHERS_FIELDS)
 FIELD = {name: i for i, name in enumerate(FIELDS)}
 """The row of each field in a table [field, unit]."""
@@ -171,9 +174,11 @@ FIELDS_OF: dict[str, Fields] = {
     "optimizer": ("optimizer",),
     "residuals": ("residual",),
     "gradients": ("gradients",),
-    "feature_maps": ("saved", "never_together"),
+    "feature_maps": ("saved", "kept_input", "never_together"),
     "map_gradients": ("map_gradients", "exchange_temp", "output_gradients"),
-    "buffers": ("comm_buffers", "new_grad", "received", "unfilled_buckets", "open_buckets"),
+    "buffers": (
+        "comm_buffers", "new_grad", "received", "returned", "unfilled_buckets", "open_buckets",
+    ),
     "workspace": (
         "workspace", "update_temp", "neighbours_forward", "neighbours_backward",
         "segment_outputs", "segment_remade", "segment_rerun",
@@ -182,6 +187,8 @@ FIELDS_OF: dict[str, Fields] = {
 """The fields that count to each class of ``CLASS_NAMES``; the others count at no point."""
 SUBTRACTED = ("never_together",)
 """Fields that are taken off; all others add up."""
+OWN_BACKWARD: Fields = ("workspace", "map_gradients", "new_grad", "never_together")
+"""What a unit's own backward has besides what is saved."""
 
 
 class Point(NamedTuple):
@@ -215,18 +222,18 @@ def points(*, many: bool, sliced: bool, together: bool) -> Points:
     temporaries of all units' updates are there at once."""
     always = Persistent._fields
     kept = (*always, "gradients") if many else always
-    past = (*kept, "saved")
+    past = (*kept, "saved", "kept_input")
     complete = (*always, "gradients", "comm_buffers")
-    work = ("saved", "workspace", "received")
+    work = ("saved", "kept_input", "workspace")
     # The barrier applies all gradients at the end of the step. By priority those of a unit are
     # applied just before its next forward, when the units before it have saved feature maps again.
-    updated = (*always, "saved") if sliced else complete
+    updated = (*always, "saved", "kept_input") if sliced else complete
     others = ("update_temp",) if together else ()
     return Points(
         forward=Point(
             "forward",
             before=past,
-            at=(*kept, *work, "neighbours_forward", "segment_outputs"),
+            at=(*kept, *work, "received", "neighbours_forward", "segment_outputs"),
             after=complete if sliced and not many else kept,
         ),
         backward=Point(
@@ -234,7 +241,7 @@ def points(*, many: bool, sliced: bool, together: bool) -> Points:
             before=past,
             at=(
                 *always, "gradients", *work, "map_gradients", "new_grad", "never_together",
-                "neighbours_backward", "unfilled_buckets", "segment_remade",
+                "returned", "neighbours_backward", "unfilled_buckets", "segment_remade",
             ),
             after=complete,
         ),
@@ -269,6 +276,13 @@ def indicator(fields: Fields, columns: Sequence[str]) -> Vector:
     for name in fields:
         if name in columns:
             found[columns.index(name)] = -1.0 if name in SUBTRACTED else 1.0
+    return found
+
+
+def returned_bytes(returning: Vector, own_backward: Vector) -> Vector:
+    """What the redistribution of a unit's output's gradient, which takes ``returning``, has beyond
+    ``OWN_BACKWARD``: the one comes before the other."""
+    found: Vector = np.maximum(returning - own_backward, 0.0)
     return found
 
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from ..cost.compute import Quantity, shard_bytes, share_of
 from ..cost.cost import CostModel
-from ..cost.step_time import Vector
 from ..schema.goal import OPTIMIZERS
 from ..schema.layout import Layout, Style
 from ..schema.options import Option
@@ -30,13 +29,17 @@ from .prefetch_overlap import Gathered, PrefetchOverlap, gathered, prefetch_over
 from .timeline import (
     FIELD,
     FIELDS,
+    OWN_BACKWARD,
+    UNIT_FIELDS,
     Neighbours,
     PerPhase,
     Persistent,
     PositionMemory,
     Table,
     UnitBytes,
+    indicator,
     points,
+    returned_bytes,
 )
 
 _QUANTITIES: tuple[Quantity, ...] = (
@@ -180,9 +183,12 @@ class MemoryModel:
         unit, degree = self.model.profile.units[k], option.layout.degree
         if degree == 1 or samples is None:
             return 0.0
-        edges = (self.model.profile.edges[e] for e in self.model.edges_into[k])
-        entering = sum(edge.bytes_per_sample for edge in edges)
+        edges, into = self.model.profile.edges, self.model.edges_into[k]
+        entering = sum(edges[e].bytes_per_sample for e in into)
         whole = (entering if unit.input_saved is None else unit.input_saved) * samples
+        # What it may share with other units is counted once for all of them (``moved``).
+        alone = sum(edges[e].bytes_per_sample for e in into if not self.model.sharable[e])
+        whole *= alone / entering if entering else 0.0
         split = unit.split(option.style)
         if option.style == "row" and split is not None:
             # The largest member's part.
@@ -284,14 +290,18 @@ class MemoryModel:
     ) -> PositionMemory:
         """What a position of a class holds."""
         columns = [self.unit(k, o, samples[o.layout]).column for k, o in enumerate(decisions)]
-        received = [self.received(k, decisions, samples[o.layout]) for k, o in enumerate(decisions)]
-        return self.joined(np.array(columns, dtype=np.float64).T, np.array(received), decisions)
+        moved = [self.moved(k, decisions, samples[o.layout]) for k, o in enumerate(decisions)]
+        table = np.array(columns, dtype=np.float64).T
+        return self.joined(table, np.array(moved).T, decisions)
 
-    def joined(self, units: Table, received: Vector, decisions: Sequence[Option]) -> PositionMemory:
-        """The table ``units`` [field of ``UNIT_FIELDS``, unit] with what concerns all of them."""
+    def joined(self, units: Table, moved: Table, decisions: Sequence[Option]) -> PositionMemory:
+        """The table ``units`` [field of ``UNIT_FIELDS``, unit], and ``moved`` of each unit, with
+        what concerns all of them."""
         table = np.zeros((len(FIELDS), units.shape[1]))
         table[: len(units)] = units
-        table[FIELD["received"]] = received
+        table[FIELD["kept_input"]], table[FIELD["received"]] = moved[:2]
+        own_backward = indicator(OWN_BACKWARD, UNIT_FIELDS) @ units
+        table[FIELD["returned"]] = returned_bytes(moved[2], own_backward)
         if units[FIELD["unsharded"] :].any():
             for overlap in self.overlaps:
                 table[FIELD[overlap.point]] += overlap.added(table[FIELD[overlap.field]])
@@ -321,9 +331,20 @@ class MemoryModel:
             units <= last
         )
 
-    def received(self, k: int, decisions: Sequence[Option], samples: int | None) -> float:
-        """Bytes of the largest tensor that unit ``k`` receives from a redistribution."""
+    def moved(
+        self, k: int, decisions: Sequence[Option], samples: int | None
+    ) -> tuple[float, float, float]:
+        """Bytes of the inputs that redistributions bring to unit ``k`` and others may share, of the
+        largest tensor that it receives from one, and of all that stands side by side as its
+        output's gradient comes back from one."""
         if samples is None:
-            return 0.0
-        costs = (self.model.arrival(e, decisions) for e in self.model.edges_into[k])
-        return max((c.received_bytes for c in costs), default=0.0)
+            return 0.0, 0.0, 0.0
+        into, back = (
+            [self.model.arrival(e, decisions) for e in edges[k]]
+            for edges in (self.model.edges_into, self.model.edges_from)
+        )
+        return (
+            sum(c.kept_bytes for c in into),
+            max((c.received_bytes for c in into), default=0.0),
+            max((c.returning_bytes for c in back), default=0.0),
+        )

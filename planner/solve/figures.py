@@ -30,7 +30,7 @@ from ..cost.redistribution import (
     traffic,
 )
 from ..cost.step_time import LINKS
-from ..memory.rows import AT, ENTRY, FIGURES, OWN_BYTES, RECEIVED
+from ..memory.rows import AT, ENTRY, FIGURES, KEPT_INPUT, OWN_BYTES, RECEIVED, RETURNING
 from ..memory.unit_memory import MemoryModel
 from ..schema.curve import Curve
 from ..schema.layout import Layout, Style
@@ -42,8 +42,11 @@ Numbers = npt.NDArray[np.int64]
 State = tuple[Layout, Style]
 """What the neighbours of a unit see of its decision."""
 
-EDGE_FIGURES: tuple[int, ...] = (*ENTRY, RECEIVED)
-"""The figures that an edge adds to its target: seconds, then bytes received."""
+SUMMED: tuple[int, ...] = (*ENTRY, KEPT_INPUT)
+"""Of an edge's figures those that its target has the sum of: seconds, then bytes."""
+EDGE_FIGURES: tuple[int, ...] = (*SUMMED, RETURNING, RECEIVED)
+"""The figures of an edge; of the last two the largest of several edges counts: bytes that stand
+side by side at its source as the gradient comes back, and those that its target receives."""
 Sizes = tuple[float, float, int]
 """An edge's bytes per sample, those of its gradient, and its features."""
 
@@ -308,18 +311,20 @@ class EdgeFigures:
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self._nodes = _Nodes(model.fabric)
-        self._edges: dict[tuple[Sizes, tuple[State, ...], tuple[State, ...]], Reals] = {}
+        self._edges: dict[tuple[Sizes, tuple[State, ...], tuple[State, ...], bool], Reals] = {}
 
     def of(self, e: int, sources: tuple[State, ...], targets: tuple[State, ...]) -> Reals:
         """``EDGE_FIGURES`` of edge ``e``, [figure, source's state, target's state]."""
         edge = self.model.profile.edges[e]
         sizes = edge.bytes_per_sample, edge.gradient_bytes_per_sample, edge.features
-        key = sizes, sources, targets
+        key = sizes, sources, targets, self.model.sharable[e]
         if key not in self._edges:
-            self._edges[key] = self._between(sizes, sources, targets)
+            self._edges[key] = self._between(*key)
         return self._edges[key]
 
-    def _between(self, sizes: Sizes, sources: Sequence[State], targets: Sequence[State]) -> Reals:
+    def _between(
+        self, sizes: Sizes, sources: Sequence[State], targets: Sequence[State], sharable: bool
+    ) -> Reals:
         made, taken = (
             [output_placement(*s) for s in sources],
             [input_placement(*t) for t in targets],
@@ -342,6 +347,8 @@ class EdgeFigures:
                 ends = tuple(out[i] for i in rows), tuple(into[i] for i in cols)
                 flow = _flows(self._nodes, self.model.counts, *ends, features)
                 part = self._seconds(flow, sizes[0] / features, sizes[1] / features)
+                divided = np.array([sharable and into[i].layout.degree > 1 for i in cols])
+                part[len(ENTRY)] *= divided
                 figures[np.ix_(every, rows, cols)] = part
         where = [out.index(h) for h in made], [into.index(h) for h in taken]
         return figures[np.ix_(every, *where)]
@@ -352,7 +359,8 @@ class EdgeFigures:
         behind = self.model.move_s(flow, back, backward=True)
         on = [flow.level == i for i in range(len(LINKS))]
         rows = [*(ahead * link for link in on), *(behind * link for link in on)]
-        return np.stack([*rows, flow.received * element])
+        sizes = flow.needed * element, flow.returning * back, flow.received * element
+        return np.stack([*rows, *sizes])
 
 
 class SharedEdges:

@@ -12,7 +12,7 @@ states share one table, and so do the exchanges of units with the same parameter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,13 +22,21 @@ import numpy.typing as npt
 from ..cost.compute import saved_bytes
 from ..cost.cost import CostModel
 from ..memory.prefetch_overlap import neighbours_bytes
-from ..memory.rows import ENTRY, FIGURES, LOST_FIGURE, OWN_BYTES, RECEIVED, Matrix, write_neighbours
+from ..memory.rows import (
+    FIGURES,
+    LOST_FIGURE,
+    OWN_BYTES,
+    RECEIVED,
+    RETURNING,
+    Matrix,
+    write_others,
+)
 from ..schema.capability import Capability
 from ..schema.layout import Layout
 from ..schema.options import Decisions, Option, allowed, ties_agree
 from .choices import STYLES, exchange_options, layouts_of, memory_policies, unit_options
 from .evaluate import memory_of
-from .figures import EdgeFigures, Numbers, Reals, SharedEdges, State, UnitFigures
+from .figures import SUMMED, EdgeFigures, Numbers, Reals, SharedEdges, State, UnitFigures
 
 Mask = npt.NDArray[np.bool_]
 Policy = tuple[tuple[str, Any], ...]
@@ -333,32 +341,43 @@ class OptionTable:
     def plan_figures(self, numbers: Numbers) -> Matrix:
         """[unit, figure] of a plan."""
         figures = np.array([u.figures(n) for u, n in zip(self.units, numbers, strict=True)])
-        for k in range(len(figures)):
-            self.write_entry(figures, numbers, k)
-        write_neighbours(figures, self.memory.overlaps)
+        self.write_moves(figures, numbers, range(len(figures)))
         return figures
 
-    def write_entry(self, figures: Matrix, numbers: Numbers, k: int) -> None:
-        """Writes the redistributions at the entry of unit ``k`` of a plan: of several the seconds
-        add up, and the largest is received."""
+    def write_moves(self, figures: Matrix, numbers: Numbers, units: Iterable[int]) -> None:
+        """Writes what redistributions at the entry of ``units`` of a plan take, there and at the
+        units that they come from, and what others have at each unit's points: of several
+        redistributions at one unit the seconds add up, and the largest of each of the bytes
+        counts."""
+        entered = set(units)
+        left = entered | self.model.sources_of(entered)
+        for k in entered:
+            costs = [self._moved(numbers, e) for e in self.model.edges_into[k]]
+            figures[k, SUMMED] = sum(cost[: len(SUMMED)] for cost in costs)
+            figures[k, RECEIVED] = max((cost[-1] for cost in costs), default=0.0)
+        for k in left:
+            costs = [self._moved(numbers, e) for e in self.model.edges_from[k]]
+            figures[k, RETURNING] = max((cost[-2] for cost in costs), default=0.0)
+        write_others(figures, self.memory.overlaps)
 
-        def state(unit: int) -> int:
-            return self.units[unit].state(numbers[unit])
+    def _moved(self, numbers: Numbers, e: int) -> Reals:
+        """The figures of edge ``e`` in a plan: none where an earlier unit has got the same."""
+        edge = self.edges[e]
+        states = self._state(numbers, edge.source), self._state(numbers, edge.target)
+        cost: Reals = edge.figures[:, *states]
+        earlier = self.model.same_tensors_before[e]
+        # Most edges cost nothing: only for the others is it worth asking who came before.
+        if earlier and cost.any():
+            ends = {unit for other in (e, *earlier) for unit in self.model.ends[other]}
+            decided = {
+                unit: Option(*self.states[unit][self._state(numbers, unit)]) for unit in ends
+            }
+            if self.model.redistributed_before(e, decided):
+                return np.zeros_like(cost)
+        return cost
 
-        entry = slice(ENTRY[0], ENTRY[-1] + 1)
-        figures[k, entry] = figures[k, RECEIVED] = 0.0
-        for e in self.model.edges_into[k]:
-            edge = self.edges[e]
-            cost = edge.figures[:, state(edge.source), state(k)]
-            earlier = self.model.same_tensors_before[e]
-            # Most edges cost nothing: only for the others is it worth asking who came before.
-            if earlier and cost.any():
-                ends = {unit for other in (e, *earlier) for unit in self.model.ends[other]}
-                decided = {unit: Option(*self.states[unit][state(unit)]) for unit in ends}
-                if self.model.redistributed_before(e, decided):
-                    continue
-            figures[k, entry] += cost[:-1]
-            figures[k, RECEIVED] = max(figures[k, RECEIVED], cost[-1])
+    def _state(self, numbers: Numbers, unit: int) -> int:
+        return self.units[unit].state(numbers[unit])
 
 
 def _exchange_of(option: Option) -> Policy:

@@ -12,13 +12,17 @@ from harness import Ranks
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """``ranks(4)(function)`` runs a function on four ranks."""
-    pools: dict[int, Ranks] = {}
-
-    def of_size(size: int) -> Ranks:
-        return pools.setdefault(size, Ranks(size))
-
-    yield of_size
-    for pool in pools.values():
+def pools() -> Iterator[dict[int, Ranks]]:
+    """The ranks that have been started, by their number."""
+    started: dict[int, Ranks] = {}
+    yield started
+    for pool in started.values():
         pool.stop()
+
+
+@pytest.fixture(scope="module")
+def ranks(pools: dict[int, Ranks]) -> Iterator[Callable[[int], Ranks]]:
+    """``ranks(4)(function)`` runs a function on four ranks."""
+    yield lambda size: pools.setdefault(size, Ranks(size))
+    for pool in pools.values():
+        pool.leave_groups()

@@ -90,10 +90,10 @@ class Checkpointing:
             for unit, option in zip(model.profile.units, decisions, strict=True)
         )
         self._samples = {o.layout: busiest_samples(model.counts, o.layout) for o in self.decisions}
-        self._received = np.array([
-            self.memory.received(k, self.decisions, self._samples[o.layout])
+        self._moved = np.array([
+            self.memory.moved(k, self.decisions, self._samples[o.layout])
             for k, o in enumerate(self.decisions)
-        ])  # fmt: skip
+        ]).T  # fmt: skip
 
     def quickest(self, limit_bytes: float) -> Decisions | None:
         """The decisions that compute least again within the limit, of these those with fewest units
@@ -250,7 +250,7 @@ class Checkpointing:
 
     def _held(self, decisions: Sequence[Option], table: Table | None = None) -> PositionMemory:
         table = self._table(decisions) if table is None else table
-        return self.memory.joined(table, self._received, decisions)
+        return self.memory.joined(table, self._moved, decisions)
 
     def _most(self, held: PositionMemory) -> Vector:
         """By unit the most that is there at its points that grow with what is saved."""

@@ -135,7 +135,7 @@ class ScoredDecisions:
         self._samples: dict[Layout, int] = {}
         units = range(len(self.decisions))
         self.table = np.array([self._memory(k) for k in units], dtype=np.float64).T
-        self.received = np.array([self._received(k) for k in units])
+        self.moved = np.array([self._moved(k) for k in units]).T
         self.evaluations = 0
 
     def samples(self, layout: Layout) -> int:
@@ -150,8 +150,8 @@ class ScoredDecisions:
         option = self.decisions[k]
         return self.memory.unit(k, option, self.samples(option.layout)).column
 
-    def _received(self, k: int) -> float:
-        return self.memory.received(k, self.decisions, self.samples(self.decisions[k].layout))
+    def _moved(self, k: int) -> tuple[float, float, float]:
+        return self.memory.moved(k, self.decisions, self.samples(self.decisions[k].layout))
 
     def set(self, changes: Iterable[tuple[int, Option]]) -> dict[int, Option]:
         """Makes changes; returns what was there before, by which they are undone."""
@@ -167,7 +167,8 @@ class ScoredDecisions:
             entries.update(self.model.entered_after[k])
         for k in entries:
             self.model.write_entry(self.chain, k, self.decisions)
-            self.received[k] = self._received(k)
+        for k in entries | self.model.sources_of(entries):
+            self.moved[:, k] = self._moved(k)
         return before
 
     def move_to(self, decisions: Sequence[Option]) -> None:
@@ -199,7 +200,7 @@ class ScoredDecisions:
 
     def peak(self) -> float:
         """Peak bytes of the rank judged."""
-        return peak_bytes(self.memory.joined(self.table, self.received, self.decisions))[0]
+        return peak_bytes(self.memory.joined(self.table, self.moved, self.decisions))[0]
 
     def taken(self) -> Decisions:
         """The decisions as they stand."""

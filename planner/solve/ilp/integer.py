@@ -19,7 +19,10 @@ family of constraints, with the function that adds it:
                          and Σ_k update·f_k for the update, for each
                          class of positions; v = 0 but where it is
                          what shall be least                           ``MemoryRows.add``
- (7) bytes received      r_k ≥ what each edge brings to unit k         ``MemoryRows._received``
+ (7) bytes moved         r_k ≥ what each edge brings to unit k         ``MemoryRows._received``
+                         g_k ≥ what stands side by side as the
+                         gradient of k's output comes back over each
+                         edge - what k's own backward has, g ≥ 0       ``MemoryRows._returned``
  (8) open buckets        h_k ≥ min(Σ_{i<k} sent_i,
                                    (layouts in use - those that the
                                    unit closes) · bucket)              ``MemoryRows._buckets``
@@ -52,7 +55,7 @@ import pulp
 from ...cost.budget import energy_budget, gpu_seconds_limit, lost_energy
 from ...cost.cost import CostModel
 from ...cost.step_time import LINKS, Vector
-from ...memory.rows import AT, RECEIVED, SLICES, rows
+from ...memory.rows import AT, ENTRY, SLICES, rows
 from ...schema.options import Option
 from ..answer import choice
 from ..figures import EDGE_FIGURES
@@ -96,7 +99,7 @@ class Program(Variables):
         """T in units of time is at least every row of seconds."""
         figures = [u.figures / self.time_unit_s for u in self.table.listed]
         # The seconds of edges likewise; their bytes stay.
-        scale = [1.0 if f == RECEIVED else 1 / self.time_unit_s for f in EDGE_FIGURES]
+        scale = [1 / self.time_unit_s if f in ENTRY else 1.0 for f in EDGE_FIGURES]
         self.moves = [
             [p._replace(figures=p.figures * np.array(scale)) for p in row] for row in self.moves
         ]

@@ -14,11 +14,23 @@ import pulp
 from ...cost.cost import CostModel
 from ...cost.ownership import group_samples
 from ...cost.step_time import Vector
-from ...memory.rows import AT, OWN_BYTES, Matrix, Rows
+from ...memory.rows import (
+    AT,
+    KEPT_INPUT,
+    OWN_BACKWARD,
+    OWN_BYTES,
+    RECEIVED,
+    RETURNING,
+    Matrix,
+    Rows,
+)
 from ...schema.layout import Layout
 from ..evaluate import limits_bytes
+from ..figures import EDGE_FIGURES
 from ..option_table import OptionTable
 from .variables import Terms, Variables, summed
+
+_KEPT, _RETURNING, _RECEIVED = map(EDGE_FIGURES.index, (KEPT_INPUT, RETURNING, RECEIVED))
 
 
 class MemoryClass(NamedTuple):
@@ -74,8 +86,9 @@ def _always_fits(table: OptionTable, each: MemoryClass) -> bool:
     most = sum(float(f[:, OWN_BYTES].max(axis=0).sum() + f[:, AT["gradients"]].max()
                      + f[:, AT["gradients_sent"]].max())
                for f in each.figures)  # fmt: skip
-    received = [e.figures[-1].max(initial=0.0) for e in table.edges]
-    return most + max(received, default=0.0) <= each.limit_bytes
+    moved = [e.figures[[_RETURNING, _RECEIVED]].max(initial=0.0) for e in table.edges]
+    kept = sum(float(e.figures[_KEPT].max(initial=0.0)) for e in table.edges)
+    return most + kept + max(moved, default=0.0) <= each.limit_bytes
 
 
 class MemoryRows:
@@ -89,9 +102,11 @@ class MemoryRows:
         units = range(len(self.program.x))
         figures = [f / each.limit_bytes for f in each.figures]
         received = [self._received(i, k, each) for k in units]
+        returned = [self._returned(i, k, figures[k], each) for k in units]
         flight = self._buckets(i, figures, each)
+        kept = [part / each.limit_bytes for part in each.takes_part]
         none: list[Terms] = [{} for _ in units]
-        families = [("forward", received, none), ("backward", received, flight)]
+        families = [("forward", received, none), ("backward", returned, flight)]
         # Without temporaries of the update, or of an exchange, backward's rows hold these points.
         if any(f[:, AT["update_temp"]].any() for f in figures):
             families.append(("update", none, none))
@@ -99,7 +114,7 @@ class MemoryRows:
             families.append(("exchange", none, none))
         for point, *more in families:
             track = self.rows.memory_track(point)
-            table = self.program.track(f"m{i}_{track}", self.rows, track, figures)
+            table = self.program.track(f"m{i}_{track}", self.rows, track, figures, kept)
             there = self._neighbours(track, figures)
             for row, into, buckets, others in zip(table, *more, there, strict=True):
                 self._fits([*row.items(), *into.items(), *buckets.items(), *others])
@@ -126,17 +141,38 @@ class MemoryRows:
 
     def _received(self, i: int, k: int, each: MemoryClass) -> Terms:
         """The bytes that a unit receives over its edges, of which the largest counts."""
-        takes_part = each.takes_part[k]
+        takes_part = each.takes_part[k] / each.limit_bytes
         found = [
-            summed((p.variable, p.figures[-1] / each.limit_bytes * takes_part[p.target])
+            summed((p.variable, p.figures[_RECEIVED] * takes_part[p.target])
                    for p in self.program.moves[e])
             for e in self.program.model.edges_into[k]
         ]  # fmt: skip
         if len(found) < 2:
             return found[0] if found else {}
-        # A variable of at least each of them: a point has one row, not one for each edge.
-        most = self.program.new(f"r{i}_{k}")
-        for terms in found:
+        return self._at_least(f"r{i}_{k}", found)
+
+    def _returned(self, i: int, k: int, figures: Matrix, each: MemoryClass) -> Terms:
+        """The bytes that stand side by side as the gradient of a unit's output comes back, beyond
+        those of its own backward (``timeline.returned_bytes``)."""
+        program, takes_part = self.program, each.takes_part[k] / each.limit_bytes
+        own = figures @ OWN_BACKWARD
+        least: dict[int, float] = {}
+        for state, size in zip(program.table.listed[k].state_of, own, strict=True):
+            least[state] = min(least.get(state, size), size)
+        found = []
+        for e in program.model.edges_from[k]:
+            sizes = ((p, p.figures[_RETURNING] * takes_part[p.source]) for p in program.moves[e])
+            # Most are smaller than whatever the unit's own backward has.
+            more = summed((p.variable, size) for p, size in sizes if size > least[p.source])
+            if more:
+                ours = zip(program.x[k], -own, strict=True)
+                found.append(summed([*more.items(), *ours]))
+        return self._at_least(f"g{i}_{k}", found) if found else {}
+
+    def _at_least(self, name: str, forms: Sequence[Terms]) -> Terms:
+        """A variable of at least each of them: a point has one row, not one for each edge."""
+        most = self.program.new(name)
+        for terms in forms:
             self.program.at_most(terms | {most: -1.0}, 0.0)
         return {most: 1.0}
 

@@ -13,9 +13,9 @@ import numpy as np
 import pulp
 
 from ...cost.step_time import Vector
-from ...memory.rows import RECEIVED, Matrix, Rows
+from ...memory.rows import ENTRY, Matrix, Rows
 from ...schema.options import Decisions, cuts
-from ..figures import EDGE_FIGURES
+from ..figures import SUMMED
 from ..option_table import OptionTable
 
 Terms = dict[pulp.LpVariable, float]
@@ -32,7 +32,7 @@ def summed(parts: Iterable[tuple[pulp.LpVariable, float]]) -> Terms:
 
 
 class Pair(NamedTuple):
-    """One variable of an edge and what it adds to the target: ``EDGE_FIGURES``.
+    """One variable of an edge and its ``EDGE_FIGURES``.
     ``source`` and ``target`` are the numbers of the ends' states."""
 
     variable: pulp.LpVariable
@@ -146,10 +146,18 @@ class Variables:
             found.setdefault(key, []).append(x)
         return found
 
-    def track(self, name: str, rows: Rows, track: int, figures: Sequence[Matrix]) -> list[Terms]:
-        """The rows of a track, one for each unit; ``figures`` [option, figure] are units' own."""
+    def track(
+        self,
+        name: str,
+        rows: Rows,
+        track: int,
+        figures: Sequence[Matrix],
+        kept: Sequence[Vector] | None = None,
+    ) -> list[Terms]:
+        """The rows of a track, one for each unit; ``figures`` [option, figure] are units' own, and
+        ``kept`` as in ``form``."""
         before, at, after = (
-            [self.form(k, weights, own) for k, own in enumerate(figures)]
+            [self.form(k, weights, own, kept) for k, own in enumerate(figures)]
             for weights in (rows.before[track], rows.at[track], rows.after[track])
         )
         # Running sums: a row has its own terms and two more, not those of all units.
@@ -169,16 +177,22 @@ class Variables:
     def running(self, now: pulp.LpVariable, last: pulp.LpVariable, added: Terms) -> None:
         self.equal({now: 1.0, last: -1.0} | {v: -c for v, c in added.items()}, 0.0)
 
-    def form(self, k: int, weights: Vector, figures: Matrix) -> Terms:
-        """weights·f_k; ``figures`` [option, figure] are the unit's own."""
-        # Without bytes received: of several edges the largest counts (``MemoryRows._received``).
+    def form(
+        self, k: int, weights: Vector, figures: Matrix, kept: Sequence[Vector] | None = None
+    ) -> Terms:
+        """weights·f_k; ``figures`` [option, figure] are the unit's own. ``kept`` has for each
+        unit's states by what the bytes of inputs are multiplied there (none: no bytes count)."""
+        # Without the bytes of which the largest counts (``MemoryRows._received``, ``_returned``).
         own = zip(self.x[k], figures @ weights, strict=True)
-        into = [w for w in EDGE_FIGURES if w != RECEIVED]
-        entry = weights[into]
+        entry = weights[list(SUMMED)]
+        scale = np.zeros(len(self.table.states[k])) if kept is None else kept[k]
+
+        def added(pair: Pair) -> float:
+            seconds = pair.figures[: len(ENTRY)] @ entry[:-1]
+            return float(seconds + entry[-1] * scale[pair.target] * pair.figures[len(ENTRY)])
+
         edges = [
-            (pair.variable, float(pair.figures[: len(into)] @ entry))
-            for e in self.model.edges_into[k]
-            for pair in self.moves[e]
+            (pair.variable, added(pair)) for e in self.model.edges_into[k] for pair in self.moves[e]
         ]
         return summed([*own, *(edges if entry.any() else ())])
 

@@ -14,13 +14,13 @@ from ...memory.rows import (
     AT,
     LOST,
     NEIGHBOURS,
+    RETURNED,
     Matrix,
     Rows,
     Values,
     changes,
     slice_waits,
     values,
-    write_neighbours,
 )
 from ..figures import Numbers
 from ..option_table import OptionTable
@@ -195,11 +195,9 @@ class PlanJudge:
         for k in block:
             figures[k] = self.table.units[k].figures(numbers[k])
             touched.update(self.table.model.entered_after[k])
-        for k in touched:
-            self.table.write_entry(figures, numbers, k)
-        write_neighbours(figures, self.table.memory.overlaps)
+        self.table.write_moves(figures, numbers, touched)
         # What others have at a unit's points may change far from the block.
-        others = list(NEIGHBOURS)
+        others = [*NEIGHBOURS, RETURNED]
         moved = (figures[:, others] != plan.figures[:, others]).any(axis=1)
         changed = sorted(touched | {int(k) for k in np.flatnonzero(moved)})
         gained = changes(self.rows, changed, figures[changed] - plan.figures[changed], len(numbers))

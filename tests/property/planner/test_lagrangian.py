@@ -6,7 +6,14 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from meshwright.planner.memory.rows import ENTRY, RECEIVED, slice_waits, values
+from meshwright.planner.memory.rows import (
+    ENTRY,
+    KEPT_INPUT,
+    RECEIVED,
+    RETURNING,
+    slice_waits,
+    values,
+)
 from meshwright.planner.solve.answer import choice
 from meshwright.planner.solve.choices import unit_options
 from meshwright.planner.solve.lagrangian.dynamic import minimise, order_of
@@ -18,7 +25,7 @@ from tests import brute, problems
 QUICK = range(3000, 3012)
 SAMPLED = range(3012, 3080)
 FULL = range(3080, 3340)
-EDGE_FIGURES = [*ENTRY, RECEIVED]
+EDGE_FIGURES = [*ENTRY, KEPT_INPUT, RETURNING, RECEIVED]
 
 
 def judge(seed):

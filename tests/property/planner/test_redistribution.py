@@ -59,6 +59,26 @@ def test_as_many_elements_as_transfers(redistribution):
 
 @settings(max_examples=100, deadline=None)
 @given(redistributions())
+def test_a_gradient_goes_back_beside_what_arrives_and_what_it_becomes(redistribution):
+    """Everything that a position needed is a gradient, what it sent comes back, and what it had is
+    made of both; nothing where nothing moves."""
+    counts, source, target, features = redistribution
+    if source.form == "replicate":
+        return
+    sent, _ = transfers.traffic(transfers.transfers(*redistribution), len(counts))
+    held = [
+        sum((b.hi - b.lo) * (b.right - b.left) for b in (way.have, way.need))
+        for way in (position_transfers(*redistribution, p) for p in range(len(counts)))
+    ]
+    most = max(a + b for a, b in zip(held, sent, strict=True)) if any(sent) else 0
+    fabric = Fabric(cluster(nodes=len(counts)), tuple(range(len(counts))))
+    assert pair_traffic(fabric, counts, source, target, features)[-1] == most
+    moved = traffic(fabric, counts, (source,), (target, target), features)
+    assert moved.returning.tolist() == [[most, most]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(redistributions())
 def test_positions_send_and_receive_the_transfers(redistribution):
     counts, source, target, features = redistribution
     moves = transfers.transfers(counts, source, target, features)

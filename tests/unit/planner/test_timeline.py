@@ -19,7 +19,14 @@ def position(many, sliced, together, seed=0):
     part."""
     table = np.zeros((len(FIELDS), 6))
     rng = np.random.default_rng(seed)
-    known = [*UNIT_FIELDS, "received", "neighbours_forward", "neighbours_backward"]
+    known = [
+        *UNIT_FIELDS,
+        "kept_input",
+        "received",
+        "returned",
+        "neighbours_forward",
+        "neighbours_backward",
+    ]
     table[[FIELD[name] for name in known]] = rng.integers(0, 1000, (len(known), 6))
     table[FIELD["output_gradients"]] = 0.0
     stated = points(many=many, sliced=sliced, together=together)
