@@ -84,7 +84,8 @@ class Training(System):
         units = (
             UnitPlan(
                 name=spec.name, kind=spec.kind, modules=spec.modules,
-                batched_inputs=spec.batched_inputs, layout=data_parallel(dist.get_world_size()),
+                batched_inputs=spec.batched_inputs, batch_dims=spec.batch_dims,
+                layout=data_parallel(dist.get_world_size()),
                 exchange=exchange.policy, exchange_ratio=exchange.ratio,
             )
             for spec in found.units

@@ -176,6 +176,11 @@ def check_subset_units(model: nn.Module, plan: Plan) -> None:
                 f"unit {unit.name!r} leaves ranks idle and no input of it carries the batch: give "
                 "it all ranks"
             )
+        if unit.batch_dims:
+            raise InputError(
+                f"unit {unit.name!r} leaves ranks idle and its samples are in dim "
+                f"{unit.batch_dim()} of its input, not in dim 0: give it all ranks"
+            )
         if unit.segment:
             segment = " and ".join(repr(name) for name in unit.segment)
             raise InputError(

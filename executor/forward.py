@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ..models.compiled import not_traced
 from ..planner.schema.errors import InputError
+from ..planner.schema.plan import Plan
 from .comm.control import Gathered, Header
 
 
@@ -74,23 +75,38 @@ class Forward:
         return weight.factor()
 
 
-def samples_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Dim 0 of the first tensor among a call's inputs."""
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor) and leaf.ndim > 0:
-            return int(leaf.shape[0])
+def input_dims(plan: Plan) -> dict[int, int]:
+    """Which dim counts the samples, for those leaves of the model's flattened inputs that have
+    some; empty where it is dim 0 of the first tensor."""
+    ends = (unit for unit in plan.units if unit.kind == "input")
+    return {i: unit.batch_dim(n) for unit in ends for n, i in enumerate(unit.batched_inputs)}
+
+
+def samples_of(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Mapping[int, int]) -> int:
+    """How many samples a call is given, by ``dims`` of its inputs (see ``input_dims``)."""
+    for i, leaf in enumerate(pytree.tree_leaves((args, kwargs))):
+        dim = dims.get(i) if dims else 0
+        if dim is not None and isinstance(leaf, Tensor) and leaf.ndim > dim:
+            return int(leaf.shape[dim])
+    if dims:
+        raise InputError(
+            f"none of the inputs with which the model was called has its samples in dim "
+            f"{min(dims.values())}, as those had with which it was planned: call it with the same "
+            "arguments, or plan again"
+        )
     raise InputError(
         "the model was called without a tensor that has a batch dim: pass the batch as a tensor "
         "with its samples in dim 0"
     )
 
 
-def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Mapping[int, int]) -> str:
     """The inputs' shapes as text that can be compared between ranks."""
-    # Without dim 0: ranks may feed different numbers of samples.
+    # Without the samples: ranks may feed different numbers of them.
     return ";".join(
-        f"{tuple(leaf.shape[1:])}{leaf.dtype}{leaf.requires_grad}"
-        for leaf in pytree.tree_leaves((args, kwargs))
+        f"{(*leaf.shape[: dims.get(i, 0)], *leaf.shape[dims.get(i, 0) + 1 :])}"
+        f"{leaf.dtype}{leaf.requires_grad}"
+        for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))
         if isinstance(leaf, Tensor)
     )
 

@@ -12,6 +12,7 @@ from ..models.workload import Batch
 from ..planner.schema.errors import InputError
 from .forward import Weight
 from .parallel import run_of
+from .run import Run
 
 
 def micro_batches(
@@ -27,16 +28,18 @@ def micro_batches(
     ``parts``. Collective.
 
     ``batch`` is a ``Batch``, or what a loader gives: a tuple such as ``(x, y)``, a list or a dict,
-    whose tensors with the batch's dim 0 are cut. Pieces are of its kind.
+    whose tensors with the batch's dim 0 are cut. Pieces are of its kind. Where the model has its
+    samples elsewhere, only a ``Batch`` with ``batch_dims`` says where to cut.
     """
     if parts < 1:
         raise InputError(f"a batch cannot be cut into {parts} micro-batches: use at least 1")
+    run = run_of(model)
+    _check_dims(run, batch)
     whole = _whole(batch)
     bounds = [whole.size * i // parts for i in range(parts + 1)]
     mine = [bounds[i + 1] - bounds[i] for i in range(parts)] if counts is None else list(counts)
     if len(mine) != parts:
         raise InputError(f"{len(mine)} counts were given for {parts} micro-batches: give one each")
-    run = run_of(model)
     # Not waited for before backward: on a busy link it would stand behind slices.
     gathered = run.control.gather([sum(mine)], "the start of a step", whole=False)
     before = run.synchronise
@@ -62,12 +65,23 @@ def _whole(batch: Any) -> Batch:
     return Batch((batch,), None)
 
 
+def _check_dims(run: Run, item: Any) -> None:
+    known = isinstance(item, Batch) and item.batch_dims is not None
+    if any(run.input_dims.values()) and not known:
+        raise InputError(
+            "the model has its samples in another dim than 0, so where to cut must be said: give "
+            "a meshwright.Batch(args, target, batch_dims=...) with the dim of samples of each "
+            "tensor"
+        )
+
+
 def join(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
     """Yields this rank's batches, then empty ones until every rank has used up its own.
 
     So that ranks with fewer batches take part to the end, as they must where others need them. An
     empty batch is the last one with no samples: every tensor that has the batch's dim 0 is cut to
-    none. Collective: iterate to the end on every rank.
+    none (of a ``Batch``, every tensor that has samples by its ``batch_dims``). Collective: iterate
+    to the end on every rank.
     """
     run = run_of(model)
     last: Any = None
@@ -83,6 +97,7 @@ def join(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
                 f"rank {run.world.rank} has no batch at all while others do, so an empty one "
                 "cannot be made: give every rank at least one batch"
             )
+        _check_dims(run, last)
         yield _emptied(last)
 
 

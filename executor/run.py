@@ -45,7 +45,7 @@ from .comm.control import Control, Header, Row, digest
 from .comm.groups import Group, World
 from .comm.watchdog import Watchdog
 from .comm.worker_threads import LEAVE_S
-from .forward import Forward, Weight, samples_of, scale_output, shapes_of
+from .forward import Forward, Weight, input_dims, samples_of, scale_output, shapes_of
 from .gradients.buckets import BucketExchange, Exchange, GradParam, make_buckets
 from .gradients.feedback import Lossy
 from .gradients.flat_shard import FlatShardSpec
@@ -83,6 +83,7 @@ class Run:
         self.control = Control(world, watch)
         self.meter = Meter()
         self.divided = any(unit.layout != data_parallel(world.size) for unit in plan.units)
+        self.input_dims = input_dims(plan)
         self.synchronise = True
         self.inside = False
         self.forward: Forward | None = None
@@ -271,8 +272,8 @@ class Run:
 
     def _new_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Forward:
         # Shapes are compared only where tensors move between ranks: else each may have its own.
-        samples = samples_of(args, kwargs)
-        shapes = digest(shapes_of(args, kwargs)) if self.divided else 0
+        samples = samples_of(args, kwargs, self.input_dims)
+        shapes = digest(shapes_of(args, kwargs, self.input_dims)) if self.divided else 0
         mode = 2 * model.training + torch.is_grad_enabled()
 
         def begin() -> Header:

@@ -78,7 +78,7 @@ def in_precision(workload: Workload, precision: str | None = None) -> Workload:
 def _fed(batch: Batch, dtype: torch.dtype) -> Batch:
     """The batch with its inputs in that type; what the loss compares with is left as it is."""
     cast = batch.to(dtype=dtype)
-    return Batch(cast.args, batch.target, cast.kwargs)
+    return replace(cast, target=batch.target)
 
 
 def set_precision(

@@ -53,7 +53,9 @@ class UnitSpec:
     """A unit: consecutive submodules entered at the first and left at the last.
 
     ``batched_inputs`` are the leaves among the flattened ``(args, kwargs)`` of the first module's
-    call whose dimension 0 is the batch.
+    call that hold samples, ``batch_dims`` the dimension of each that counts them (None: 0 of all).
+    ``mixed`` units stay whole only because an input of theirs grows with the batch and no one
+    dimension of it counts samples.
     """
 
     name: str
@@ -62,6 +64,13 @@ class UnitSpec:
     batched_inputs: tuple[int, ...] = ()
     splits: tuple[SplitSpec, ...] = ()
     batch_statistics: bool = False
+    batch_dims: tuple[int, ...] | None = None
+    mixed: bool = False
+
+    @property
+    def batch_dim(self) -> int:
+        """The dimension of samples in its first batched input, and in the output if it divides."""
+        return self.batch_dims[0] if self.batch_dims else 0
 
     def split(self, style: Style) -> SplitSpec | None:
         return next((s for s in self.splits if s.style == style), None)

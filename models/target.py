@@ -20,6 +20,7 @@ from ..planner.schema.precision import Precision, check_precision
 from .compiled import eagerly, uncompiled, unwrapped
 from .precision import measured_in
 from .replay import preserved
+from .units.batch_dims import located, with_dims
 from .workload import Batch, Workload
 from .zoo import build
 
@@ -49,7 +50,7 @@ def planned(target: str, precision: Precision | None = None) -> Workload:
 
 def workload(target: str | Workload, *, seed: int = 0, precision: str | None = None) -> Workload:
     """The workload that ``target`` names, under that name; a Workload is returned as it is, but to
-    compute in ``precision`` where one is given.
+    compute in ``precision`` where one is given. Its batches say where their samples are.
 
     Its parameters are drawn with ``seed``, so that every process builds the same; the caller's
     random state is left alone. Raises ``InputError`` with the remedy.
@@ -58,7 +59,7 @@ def workload(target: str | Workload, *, seed: int = 0, precision: str | None = N
     if chosen is not None:
         return replace(workload(target, seed=seed), precision=chosen)
     if isinstance(target, Workload):
-        return target
+        return located(target)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if ":" in target:
@@ -91,7 +92,7 @@ def _from_factory(target: str) -> Workload:
             f"factory {target!r} returned {type(made).__name__}, expected a meshwright.Workload: "
             "return Workload(name, model, make_batch, loss)"
         )
-    return replace(made, name=target)  # plans name it so, and it is found again by that
+    return located(replace(made, name=target))  # plans name it so, and it is found again by that
 
 
 def _module(name: str) -> ModuleType:
@@ -156,13 +157,9 @@ def own_batch(chosen: Workload, size: int) -> Batch:
     except ValueError as error:
         raise InputError(f"make_batch({size}) of {chosen.name!r}: {error}: {wanted}") from None
     if found != size:
-        leaves = pytree.tree_leaves((batch.args, dict(batch.kwargs)))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        second = any(t.ndim > 1 and t.shape[1] == size for t in tensors)
-        hint = "; dim 1 seems to count them: use batch_first=True, or transpose in the model"
         raise InputError(
-            f"make_batch({size}) of {chosen.name!r} gave {found} samples, which dim 0 of the first "
-            f"tensor counts: {wanted}{hint if second else ''}"
+            f"make_batch({size}) of {chosen.name!r} gave {found} samples, as dim 0 of the first "
+            f"tensor counts them where no dim follows the size that is asked for: {wanted}"
         )
     return batch
 
@@ -205,7 +202,8 @@ def from_model(
 
     ``example_inputs`` is a tensor, a tuple of positional arguments, a mapping of keyword arguments
     or a ``Batch`` with its target; without it the model's ``dummy_inputs`` (transformers) are
-    taken. Batches of other sizes repeat its samples. ``loss(output, target)``: by default the
+    taken. Which dims count the samples is found by running the model, unless the ``Batch`` says it.
+    Batches of other sizes repeat its samples. ``loss(output, target)``: by default the
     output's own ``loss`` where it has one, else a mean of all outputs, which costs next to nothing.
     """
     example = example_batch(model, example_inputs)
@@ -237,6 +235,7 @@ def example_batch(model: nn.Module, inputs: Any) -> Batch:
         batch = Batch((), None, dict(inputs))
     else:
         batch = Batch(tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), None)
+    batch = with_dims(model, batch)
     try:
         empty = batch.size == 0
     except ValueError:
@@ -265,7 +264,7 @@ def workload_of(
 ) -> tuple[Workload, int]:
     """What to measure, and how many samples a rank feeds where the user does not say."""
     if isinstance(model, Workload):
-        return model, WORKLOAD_SAMPLES
+        return located(model), WORKLOAD_SAMPLES
     if not isinstance(model, nn.Module):
         raise InputError(
             f"auto_parallelize got {type(model).__name__} as model, expected a torch.nn.Module or "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
+from ..planner.schema.errors import InputError
 from ..planner.schema.precision import Precision
 
 
@@ -23,29 +24,61 @@ class Batch:
     """What one forward is fed: ``model(*args, **kwargs)``, then ``loss(output, target)``.
 
     Each of the three may nest tensors in anything that torch flattens (tuples, lists, dicts, named
-    tuples). A tensor whose dim 0 is the batch size holds one entry per sample; any other tensor
-    is shared by all samples. A shared tensor whose dim 0 *happens* to equal the batch size cannot
-    be told apart and is taken as one per sample: give it a leading dim of 1.
+    tuples). ``batch_dims`` says, for each tensor of args, kwargs and target in this order, which of
+    its dims counts the samples; None for a tensor that all samples share. Without it, as in what
+    ``make_batch`` returns, Meshwright finds them (models/units/batch_dims.py); where it cannot, a
+    tensor whose dim 0 is as long as that of the first tensor holds one entry per sample.
     """
 
     args: tuple[Any, ...]
     target: Any
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    batch_dims: tuple[int | None, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_dims is None:
+            return
+        tensors = self.tensors()
+        if len(self.batch_dims) != len(tensors):
+            raise InputError(
+                f"batch_dims={self.batch_dims} has {len(self.batch_dims)} entries for "
+                f"{len(tensors)} tensors: give one for each tensor of args, kwargs and target, "
+                "None where samples share it"
+            )
+        pairs = list(zip(tensors, self.batch_dims, strict=True))
+        shapes = [list(t.shape) for t in tensors]
+        if any(d is not None and not 0 <= d < t.ndim for t, d in pairs):
+            raise InputError(
+                f"batch_dims={self.batch_dims} names dims that tensors of shapes {shapes} do not "
+                "have: count them from 0"
+            )
+        if len({t.shape[d] for t, d in pairs if d is not None}) != 1:
+            raise InputError(
+                f"batch_dims={self.batch_dims} of tensors of shapes {shapes} do not agree on one "
+                "number of samples: name the dim of each that counts them"
+            )
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of args, kwargs and target, in this order."""
+        # As a dict: torch flattens no other mapping.
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs), self.target))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     @property
     def size(self) -> int:
-        """How many samples: dim 0 of the first tensor that has one (args, kwargs, target)."""
-        # As a dict: torch flattens no other mapping.
-        for leaf in pytree.tree_leaves((self.args, dict(self.kwargs), self.target)):
-            if isinstance(leaf, Tensor) and leaf.ndim > 0:
-                return leaf.shape[0]
+        """How many samples, as the first tensor that has some counts them."""
+        tensors = self.tensors()
+        dims = self.batch_dims or [0 if t.ndim else None for t in tensors]
+        for tensor, dim in zip(tensors, dims, strict=True):
+            if dim is not None:
+                return tensor.shape[dim]
         raise ValueError("a batch needs a tensor with at least one dim, this one has none")
 
     def slice(self, lo: int, hi: int) -> Batch:
         """Samples ``lo`` to ``hi - 1`` as views; ``lo == hi`` is an empty batch."""
         if not 0 <= lo <= hi <= self.size:
             raise ValueError(f"cannot slice samples {lo}..{hi} out of a batch of {self.size}")
-        return self._per_sample(lambda tensor: tensor[lo:hi])
+        return self._per_sample(lambda tensor, dim: tensor.narrow(dim, lo, hi - lo))
 
     def copied(self) -> Batch:
         """The same in memory of its own."""
@@ -53,7 +86,7 @@ class Batch:
 
     def take(self, index: Tensor) -> Batch:
         """Copies of the samples that ``index`` (1-d, integers) names, in that order."""
-        return self._per_sample(lambda tensor: tensor[index.to(tensor.device)])
+        return self._per_sample(lambda t, dim: t.index_select(dim, index.to(t.device)))
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -65,11 +98,14 @@ class Batch:
 
         return self._map(move)
 
-    def _per_sample(self, pick: Callable[[Tensor], Tensor]) -> Batch:
+    def _per_sample(self, pick: Callable[[Tensor, int], Tensor]) -> Batch:
         size = self.size
+        known = self.batch_dims or [0 if t.shape[:1] == (size,) else None for t in self.tensors()]
+        dims = iter(known)
 
         def pick_if_batched(tensor: Tensor) -> Tensor:
-            return pick(tensor) if tensor.ndim > 0 and tensor.shape[0] == size else tensor
+            dim = next(dims)
+            return tensor if dim is None else pick(tensor, dim)
 
         return self._map(pick_if_batched)
 
@@ -77,7 +113,7 @@ class Batch:
         args, kwargs, target = pytree.tree_map_only(
             Tensor, function, (self.args, dict(self.kwargs), self.target)
         )
-        return Batch(args, target, kwargs)
+        return replace(self, args=args, target=target, kwargs=kwargs)
 
 
 @dataclass(frozen=True, eq=False)

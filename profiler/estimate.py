@@ -267,7 +267,8 @@ class _Estimator(NamedTuple):
 
         # Stands for the collective: the member's own samples of the group's, at no cost.
         def reduce(partial: Tensor) -> Tensor:
-            return partial[: -(-len(partial) // degree)]
+            samples = partial.shape[unit.batch_dim]
+            return partial.narrow(unit.batch_dim, 0, -(-samples // degree))
 
         if split is not None:
             holder = copied(holder)

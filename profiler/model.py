@@ -343,6 +343,7 @@ def unit_profile(
         kind=unit.kind,
         modules=unit.modules,
         batched_inputs=unit.batched_inputs,
+        batch_dims=unit.batch_dims,
         parameters=parameters,
         state_bytes=sum(b.nbytes for m in modules for b in m.buffers()),
         batch_statistics=unit.batch_statistics,

@@ -180,7 +180,7 @@ def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torc
     with torch.random.fork_rng():
         batch = workload.make_batch(1)
     given = tensors_in((batch.args, dict(batch.kwargs), batch.target))
-    inputs = [(tuple(t.shape), str(t.dtype)) for t in given]
+    inputs = [batch.batch_dims, *((tuple(t.shape), str(t.dtype)) for t in given)]
     parameters = [
         (name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for name, p in model.named_parameters(remove_duplicate=False)

@@ -108,7 +108,8 @@ class ShareMeter:
 
         # Stands for the collective: the member's own samples of the group's, at no cost.
         def reduce(partial: Tensor) -> Tensor:
-            return partial[: -(-len(partial) // degree)]
+            samples = partial.shape[unit.batch_dim]
+            return partial.narrow(unit.batch_dim, 0, -(-samples // degree))
 
         apply_split(shard, unit.modules, split, degree, 0, reduce)
         given = member_call(unit, split, call, degree, 0)

@@ -28,7 +28,7 @@ from ...planner.schema.plan import UnitPlan
 from .bursts import Bursts
 from .cache import RedistributionCache, UnitInput, unit_input
 from .lazy import LazyRedistributed
-from .redistribute import Mover, group_route
+from .redistribute import Dims, Mover, group_route
 
 
 class Boundary:
@@ -102,7 +102,7 @@ class Boundary:
             tensor = tensor.materialize()
         member = self.mover.group.member
         route = group_route(self._counts(), "batch_shard", need.target.form, need.features, member)
-        return self.mover.move(tensor, route, need.dim, need.doing)
+        return self.mover.move(tensor, route, need.dims, need.doing)
 
     def _move_direct(self, lazy: LazyRedistributed, need: UnitInput) -> Tensor | None:
         """The tensor as it is needed out of its slices, where the same members hold them."""
@@ -114,21 +114,22 @@ class Boundary:
         assert dim is not None, "all ranks take part, so features are sliced"
         features, member = int(lazy.shape[dim]), self.mover.group.member
         route = group_route(self._counts(), "feature_shard", "replicate", features, member)
-        return self.mover.move(lazy.local, route, dim, need.doing)
+        return self.mover.move(lazy.local, route, Dims(need.batch_dim, dim), need.doing)
 
     def _leave(self, local: Tensor) -> Tensor:
         """A column unit's output as the rest of the model may use it."""
         counts, group = self._counts(), self.mover.group
         features, dim = self.spec.features, self.spec.feature_dim % local.ndim
+        dims = Dims(self.unit.batch_dim(), dim)
         route = group_route(counts, "feature_shard", "batch_shard", features, group.member)
 
         def redistribute() -> Tensor:
-            return self.mover.move(local, route, dim, f"the output of unit {self.unit.name!r}")
+            return self.mover.move(local, route, dims, f"the output of unit {self.unit.name!r}")
 
         if not self.keeps:
             return redistribute()
         shape = list(local.shape)
-        shape[0], shape[dim] = counts[group.member], features
+        shape[dims.batch], shape[dim] = counts[group.member], features
         source = TensorPlacement(self.unit.layout, "feature_shard")
         return LazyRedistributed.of(local, torch.Size(shape), dim, group, redistribute, source)
 
@@ -139,7 +140,8 @@ class Boundary:
         # The sum of partial results is the transpose of a gather: its boxes, the other way, added.
         gather = group_route(self._counts(), "batch_shard", "replicate", 1, member)
         doing = f"the sum inside unit {self.unit.name!r}"
-        return self.mover.move(partial, gather.reversed(), None, doing, add=True)
+        dims = Dims(self.unit.batch_dim(), None)
+        return self.mover.move(partial, gather.reversed(), dims, doing, add=True)
 
 
 def keeps_features(unit: UnitPlan, following: Sequence[UnitPlan]) -> bool:

@@ -90,7 +90,7 @@ class Bursts:
         way = route(self.counts(), source, need.target, need.features, position, span.start)
         if way.quiet and way.have == way.need:
             return local
-        return self._movers[span].move(local, way, need.dim, need.doing)
+        return self._movers[span].move(local, way, need.dims, need.doing)
 
     def _span(self, source: Layout, target: Layout) -> range:
         """The positions that take part in a move: those of one of its ends, if they contain the

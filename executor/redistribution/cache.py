@@ -19,11 +19,13 @@ from ...planner.cost.ownership import Form, TensorPlacement, data_parallel_place
 from ...planner.cost.redistribution import SharedRedistribution, shared_redistribution
 from ...planner.schema.plan import UnitPlan
 from .lazy import LazyRedistributed, version_of
+from .redistribute import Dims
 
 
 class UnitInput(NamedTuple):
     """Input ``number`` of a unit, and how the unit needs it: ``features`` along ``dim`` are sliced
-    (1 and None: none are). ``doing`` names its redistribution in reports."""
+    (1 and None: none are). ``doing`` names its redistribution in reports; samples are in
+    ``batch_dim``."""
 
     unit: str
     number: int
@@ -31,6 +33,12 @@ class UnitInput(NamedTuple):
     features: int
     dim: int | None
     doing: str
+    batch_dim: int = 0
+
+    @property
+    def dims(self) -> Dims:
+        """What a move of it cuts."""
+        return Dims(self.batch_dim, self.dim)
 
     def takes_slices_of(self, lazy: LazyRedistributed) -> bool:
         """Whether the same dim is sliced here and in ``lazy``, which has slices of features."""
@@ -47,7 +55,8 @@ def unit_input(unit: UnitPlan, spec: SplitSpec | None, form: Form, number: int =
         assert spec is not None, "what is divided has a specification"
         features, dim = spec.features, spec.feature_dim
     doing = f"the input of unit {unit.name!r}"
-    return UnitInput(unit.name, number, TensorPlacement(unit.layout, form), features, dim, doing)
+    placement = TensorPlacement(unit.layout, form)
+    return UnitInput(unit.name, number, placement, features, dim, doing, unit.batch_dim(number))
 
 
 # The first use of a tensor in a forward: the unit, which of its inputs, which of its calls, and

@@ -110,12 +110,19 @@ class Meter:
     exchanged_bytes: int = 0
 
 
+class Dims(NamedTuple):
+    """The dimensions of samples and of features (None: only samples move) in a tensor."""
+
+    batch: int
+    features: int | None
+
+
 class _Step(NamedTuple):
-    """How a tensor moves: along ``route``, features in ``dim`` (None: only samples move), called
-    ``doing`` in reports; with ``add`` boxes that arrive are added to zeros."""
+    """How a tensor moves: along ``route``, cut in ``dims``, called ``doing`` in reports; with
+    ``add`` boxes that arrive are added to zeros."""
 
     route: Route
-    dim: int | None
+    dims: Dims
     doing: str
     add: bool
 
@@ -136,39 +143,39 @@ class Mover:
         self._issued = issued
 
     def move(
-        self, tensor: Tensor, route: Route, dim: int | None, doing: str, *, add: bool = False
+        self, tensor: Tensor, route: Route, dims: Dims, doing: str, *, add: bool = False
     ) -> Tensor:
         """The tensor after its way along ``route``; with ``add`` overlapping boxes are summed.
-
-        ``dim`` is the dimension of features, None where only samples move. Collective.
-        """
-        if dim is not None and dim < 0:
-            dim += tensor.ndim
+        Collective."""
+        batch, features = dims
+        if features is not None and features < 0:
+            features += tensor.ndim
         have = route.have
-        if tensor.shape[0] != have.hi - have.lo or (
-            dim is not None and tensor.shape[dim] != have.right - have.left
+        if tensor.shape[batch : batch + 1] != (have.hi - have.lo,) or (
+            features is not None and tensor.shape[features] != have.right - have.left
         ):
             raise RunError(
                 f"{doing} got a tensor of shape {list(tensor.shape)} where it holds "
-                f"{have.hi - have.lo} samples: tensors that enter or leave a divided unit need "
-                "the model's samples in dim 0"
+                f"{have.hi - have.lo} samples: tensors that enter or leave this divided unit need "
+                f"the model's samples in dim {batch}"
             )
-        return _Move.apply(tensor, self, _Step(route, dim, doing, add))  # type: ignore[no-any-return, no-untyped-call]
+        step = _Step(route, Dims(batch, features), doing, add)
+        return _Move.apply(tensor, self, step)  # type: ignore[no-any-return, no-untyped-call]
 
     def run(self, tensor: Tensor, step: _Step) -> Tensor:
         """The move itself, without autograd."""
-        (_, need, send, receive, quiet), dim = step.route, step.dim
+        (_, need, send, receive, quiet), dims = step.route, step.dims
         received = {}
         if not (quiet or self.outside):
             received = self._all_to_all(tensor, step)
         # Not earlier: what has been sent is gone by now.
-        size = _size(tensor, need, dim)
+        size = _size(tensor, need, dims)
         result = tensor.new_zeros(size) if step.add else tensor.new_empty(size)
         for member, box in receive:  # in the order of members, so that sums repeat in every run
-            part = _part(result, box, dim)
+            part = _part(result, box, dims)
             if member == self.group.member:
                 kept = next(t.box for t in send if t.peer == member)
-                arrived = _part(tensor, kept, dim)
+                arrived = _part(tensor, kept, dims)
             else:
                 arrived = received[member].view(part.shape)
             if step.add:
@@ -179,10 +186,10 @@ class Mover:
 
     def _all_to_all(self, tensor: Tensor, step: _Step) -> dict[int, Tensor]:
         """Sends the boxes of other members; what these send, flat, by member."""
-        (_, _, send, receive, _), dim, doing, _ = step
+        (_, _, send, receive, _), dims, doing, _ = step
         me, ranks = self.group.member, self.group.group_ranks
-        sends = {t.peer: _part(tensor, t.box, dim) for t in send if t.peer != me}
-        expects = {t.peer: prod(_size(tensor, t.box, dim)) for t in receive if t.peer != me}
+        sends = {t.peer: _part(tensor, t.box, dims) for t in send if t.peer != me}
+        expects = {t.peer: prod(_size(tensor, t.box, dims)) for t in receive if t.peer != me}
         # Torch splits the buffers in the order of ranks, which is not always that of members.
         order = sorted(range(self.group.size), key=ranks.__getitem__)
         width = tensor.element_size()
@@ -225,20 +232,20 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        route, dim, doing, add = ctx.step
+        route, dims, doing, add = ctx.step
         # Applied as a function of its own, so that a gradient of the gradient moves too.
         back = doing if doing.endswith("backward") else f"{doing}, backward"
-        step = _Step(route.reversed(), dim, back, not add)
+        step = _Step(route.reversed(), dims, back, not add)
         moved = _Move.apply(gradients[0], ctx.mover, step)  # type: ignore[no-untyped-call]
         return moved, None, None
 
 
-def _size(like: Tensor, box: Box, dim: int | None) -> list[int]:
+def _size(like: Tensor, box: Box, dims: Dims) -> list[int]:
     """The size of a tensor like that one, of the samples and the features of a box."""
     size = list(like.shape)
-    size[0] = box.hi - box.lo
-    if dim is not None:
-        size[dim] = box.right - box.left
+    size[dims.batch] = box.hi - box.lo
+    if dims.features is not None:
+        size[dims.features] = box.right - box.left
     return size
 
 
@@ -251,6 +258,8 @@ def _joined(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
     return joined
 
 
-def _part(tensor: Tensor, box: Box, dim: int | None) -> Tensor:
-    part = tensor[box.lo : box.hi]
-    return part if dim is None else part.narrow(dim, box.left, box.right - box.left)
+def _part(tensor: Tensor, box: Box, dims: Dims) -> Tensor:
+    part = tensor.narrow(dims.batch, box.lo, box.hi - box.lo)
+    if dims.features is None:
+        return part
+    return part.narrow(dims.features, box.left, box.right - box.left)

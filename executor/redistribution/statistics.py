@@ -63,7 +63,7 @@ def tolerate_nothing(module: _BatchNorm) -> None:
     original = module.forward
 
     def forward(x: Tensor) -> Tensor:
-        if x.shape[0] or not _by_batch(module):
+        if x.numel() or not _by_batch(module):
             return original(x)
         ones = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
         return F.batch_norm(x, ones, ones, module.weight, module.bias, eps=module.eps)

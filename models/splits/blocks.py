@@ -149,12 +149,12 @@ def _return_first_only(module: nn.Module) -> None:
 
 class MultiheadRecipe:
     def specs(self, modules: Modules) -> list[SplitSpec]:
-        """A pair, for packed projections with the batch first and nothing added to the keys."""
+        """A pair, for packed projections with nothing added to the keys."""
         (name, module), *rest = modules.items()
         if type(module) is not nn.MultiheadAttention or rest:
             return []
         plain = module.bias_k is None and not module.add_zero_attn
-        if not (plain and module.batch_first and module._qkv_same_embed_dim):
+        if not (plain and module._qkv_same_embed_dim):
             return []
         packed = {"in_proj_weight": 0, "in_proj_bias": 0}
         cuts = (
@@ -174,7 +174,7 @@ class MultiheadRecipe:
 
 
 def _forward(module: nn.MultiheadAttention, heads: slice) -> Callable[..., tuple[Tensor, None]]:
-    """Attention [sample, position, width] of some of the heads; arguments as torch's."""
+    """Attention of some of the heads; arguments as torch's."""
 
     def forward(
         query: Tensor,
@@ -186,6 +186,10 @@ def _forward(module: nn.MultiheadAttention, heads: slice) -> Callable[..., tuple
         **_: Any,
     ) -> tuple[Tensor, None]:
         # Queries, keys and values, a third each: they are cut alike, so a member's are thirds too.
+        inputs = (query, key, value)
+        # [sample, position, width]
+        if not module.batch_first:
+            inputs = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
         weights = module.in_proj_weight.chunk(3)
         biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         # Each [sample, head, position, size]. The number of heads is said, as torch could not tell
@@ -193,12 +197,14 @@ def _forward(module: nn.MultiheadAttention, heads: slice) -> Callable[..., tuple
         own = len(weights[0]) // module.head_dim
         q, k, v = (
             F.linear(x, w, b).view(*x.shape[:-1], own, module.head_dim).transpose(1, 2)
-            for x, w, b in zip((query, key, value), weights, biases, strict=True)
+            for x, w, b in zip(inputs, weights, biases, strict=True)
         )
-        mask = _mask(attn_mask, key_padding_mask, len(query), heads, query.dtype)
+        mask = _mask(attn_mask, key_padding_mask, len(inputs[0]), heads, query.dtype)
         dropout = module.dropout if module.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-        return module.out_proj(mixed.transpose(1, 2).flatten(2)), None
+        mixed = mixed.transpose(1, 2).flatten(2)
+        # As it was given: the sums in the projection are over samples in that dimension.
+        return module.out_proj(mixed if module.batch_first else mixed.transpose(0, 1)), None
 
     return forward
 

@@ -48,10 +48,10 @@ _SPREAD = 0.2
 class _ThreadReduce:
     """The reduction of members that run as threads: each gets the sum for its own samples."""
 
-    def __init__(self, degree: int) -> None:
+    def __init__(self, degree: int, dim: int) -> None:
         self._barrier = threading.Barrier(degree)
         self._partials: dict[int, Tensor] = {}
-        self._degree = degree
+        self._degree, self._dim = degree, dim
 
     def reduce(self, member: int, partial: Tensor) -> Tensor:
         self._partials[member] = partial
@@ -59,11 +59,9 @@ class _ThreadReduce:
         self._barrier.wait(_WAIT_S)
         parts = [self._partials[m] for m in range(self._degree)]
         self._barrier.wait(_WAIT_S)
-        left, right = feature_bounds(len(partial), self._degree, member)
-        total = parts[0][left:right]
-        for part in parts[1:]:
-            total = total + part[left:right]
-        return total
+        left, right = feature_bounds(partial.shape[self._dim], self._degree, member)
+        own = [part.narrow(self._dim, left, right - left) for part in parts]
+        return sum(own[1:], own[0])
 
     def abort(self) -> None:
         self._barrier.abort()
@@ -85,7 +83,7 @@ def run_members(
 
     ``holder`` has the unit's modules under their names. Outputs keep their graphs.
     """
-    meeting = _ThreadReduce(degree)
+    meeting = _ThreadReduce(degree, unit.batch_dim)
     members = [Member(copied(holder)) for _ in range(degree)]
 
     def work(member: Member, given: UnitCall) -> None:
@@ -127,10 +125,10 @@ def member_call(
     return UnitCall(args, kwargs)
 
 
-def joined(spec: SplitSpec, outputs: Sequence[Any]) -> Tensor:
+def joined(spec: SplitSpec, outputs: Sequence[Any], batch_dim: int = 0) -> Tensor:
     """The whole unit's main output from the members' own."""
     tensors = [main_output(output) for output in outputs]
-    return torch.cat(tensors, spec.feature_dim if spec.style == "column" else 0)
+    return torch.cat(tensors, spec.feature_dim if spec.style == "column" else batch_dim)
 
 
 def main_output(output: Any) -> Tensor:
@@ -292,7 +290,7 @@ def _agrees(
         members = run_members(holder, unit, spec, split_call, degree)
     except Exception:  # a look-alike's forward on its parts
         return False
-    output = joined(spec, [m.output for m in members])
+    output = joined(spec, [m.output for m in members], unit.batch_dim)
     if output.shape != whole.shape or not tolerance.same(output, whole):
         return False
     # A loss of random weights: a plain sum has the same gradient everywhere and hides permutations.

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.schema.errors import InputError
-from ...planner.schema.profile import EdgeProfile, PieceProfile, UnitKind
+from ...planner.schema.profile import EdgeProfile, PieceProfile
 from ..replay import UnitCall, capture
 from ..spec import SplitSpec, UnitSpec
 from ..splits import find_splits, guessed
 from ..splits.check import is_equivalent
 from ..splits.leaves import BATCH_NORMS
 from ..workload import Batch
+from .batch_dims import sample_dim
 from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, pruned, tensor_numbers
 from .kept import kept_results
 from .pieces import pieces_of
@@ -39,8 +43,9 @@ from .trace import Trace, record
 # forwards that look at values or shapes, it needs operations instead of the modules that users
 # name in plans, and the executor does not need a graph: it wraps modules of the model as it is.
 # Two sizes tell samples apart from other dimensions: bytes that do not grow with the batch are no
-# activations, and a dimension of size N that stays is a coincidence. What these two forwards do
-# not show (a branch taken for other inputs) is not known.
+# activations, and the dimension of a tensor that is as long as the batch in both counts samples
+# (see [Note: Where the samples are] in batch_dims.py). What these two forwards do not show (a
+# branch taken for other inputs) is not known.
 
 _TRIED_SAMPLES = 2
 # Batches to find units with. None of one sample: where normalisation sees one pixel it has no
@@ -96,7 +101,7 @@ def discover(
             n for n, u in specs.items() if u.kind in _BLOCKS and u.splits and not kept[n].splits
         }
         if lost <= refused:
-            return _discovery(model, traces[0], traced[0], flows, kept, batch.size - other.size)
+            return _discovery(model, traces, traced[0], flows, kept, _input_dims(batch))
         refused |= lost
 
 
@@ -107,10 +112,34 @@ def discovered(model: nn.Module, make_batch: Callable[[int], Batch]) -> tuple[Di
     for size, other in _SIZES:
         try:
             batch = make_batch(size)
-            return discover(model, batch, make_batch(other)), batch
+            found = discover(model, batch, make_batch(other))
+            _tell_mixed(found)
+            return found, batch
         except Exception as error:  # of make_batch, or the model's own
             errors.append(error)
     raise errors[0]
+
+
+def _tell_mixed(found: Discovery) -> None:
+    names = [unit.name for unit in found.units if unit.mixed]
+    if names:
+        warnings.warn(
+            f"{len(names)} units are not divided, {names[0]!r} first: what enters them grows with "
+            "the batch, but in no one dimension that counts the samples (keep samples and "
+            "positions in dimensions of their own)",
+            stacklevel=2,
+        )
+
+
+def _input_dims(batch: Batch) -> dict[int, int]:
+    """The dims of the leaves among the model's inputs that hold samples; none where dim 0 of the
+    first tensor tells them."""
+    dims = iter(batch.batch_dims or ())
+    leaves = pytree.tree_leaves((batch.args, dict(batch.kwargs)))
+    known = [next(dims, None) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    found = {i: dim for i, dim in enumerate(known) if dim is not None}
+    first = next((i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.ndim), None)
+    return found if any(found.values()) or (found and first not in found) else {}
 
 
 def check_gradients(model: nn.Module) -> None:
@@ -125,26 +154,28 @@ def check_gradients(model: nn.Module) -> None:
 
 def _discovery(
     model: nn.Module,
-    trace: Trace,
+    traces: Sequence[Trace],
     traced: list[TracedUnit],
     flows: Sequence[Flow],
     specs: dict[str, UnitSpec],
-    samples: int,
+    inputs: dict[int, int],
 ) -> Discovery:
-    """Puts units and edges together; the flows differ by so many ``samples``."""
-    slopes = _slopes(flows[0], flows[1], samples)
+    """Puts units and edges together; ``inputs`` are the dims of samples in the model's inputs."""
+    slopes = _slopes(flows[0], flows[1], traces[0].size - traces[1].size)
     # What does not grow with the batch is no activation: weights, tables of positions.
     nodes, ends = pruned(flows[0], {e for e, (whole, _) in slopes.items() if whole > 0})
     names = {node: node for node in nodes}
     glue = [node for node in nodes if node.startswith(GLUE)]
     names.update({node: f"{GLUE}{i}" for i, node in enumerate(glue)})
-    kinds: dict[str, UnitKind] = {INPUT: "input", OUTPUT: "output"}
-    units = tuple(
-        specs[n] if n in specs else UnitSpec(names[n], kinds.get(n, "glue"), ()) for n in nodes
-    )
+    fixed = {
+        INPUT: UnitSpec(INPUT, "input", (), **_batched_fields(inputs)),
+        OUTPUT: UnitSpec(OUTPUT, "output", ()),
+    }
+    known = {**specs, **fixed}
+    units = tuple(known.get(n) or UnitSpec(names[n], "glue", ()) for n in nodes)
     numbers = tensor_numbers(flows[0], ends)
     edges = tuple(_edge(e, slopes[e], names, specs, numbers[e]) for e in ends)
-    pieces = pieces_of(trace, traced, names)
+    pieces = pieces_of(traces[0], traced, names)
     outside = parameters_outside(model, traced)
     return Discovery(units, edges, outside, fingerprint(model, units), pieces)
 
@@ -196,16 +227,19 @@ def _specs(
     """The units by name, with the splits that they have by the look of them."""
     found = {}
     twins = {unit.name: unit for unit in traced[1]}
-    sizes = [trace.size for trace in traces]
+    sizes = traces[0].size, traces[1].size
     shared = parameters_used_outside(model, traces[0], traced[0])
     for unit in traced[0]:
         twin = twins.get(unit.name)
         batched = _batched(unit, twin, sizes)
+        # Whether it would be divided, if only one dimension of its inputs counted samples.
+        mixed = batched is None and twin is not None
+        dims = _batched_fields(batched or {})
         modules = [model.get_submodule(name) for name in unit.modules]
         own = {id(p) for m in modules for p in m.parameters()}
         # Only a unit whose hooks see all that enters and leaves it, and its parameters, is divided.
         plain = (
-            _leaves_samples(unit, twin, sizes, flow)
+            (mixed or _leaves_samples(unit, twin, sizes, flow, batched or {}))
             and unit.name not in flow.inside
             and not own & shared
             and not draws_early(traces[0], unit)
@@ -214,10 +248,13 @@ def _specs(
             # A member would keep what it makes of its part, or of a whole group's samples.
             and not any(True for m in modules for _ in kept_results(m))
         )
-        splits = find_splits(model, unit.modules) if batched and plain else ()
-        fitting = tuple(s for s in splits if _fits(unit, s))
+        splits = find_splits(model, unit.modules) if plain else ()
+        fitting = tuple(s for s in splits if batched and _fits(unit, s, batched))
         norms = any(isinstance(inner, BATCH_NORMS) for m in modules for inner in m.modules())
-        found[unit.name] = UnitSpec(unit.name, unit.kind, unit.modules, batched, fitting, norms)
+        found[unit.name] = UnitSpec(
+            unit.name, unit.kind, unit.modules, **dims, splits=fitting, batch_statistics=norms,
+            mixed=mixed and bool(splits),
+        )  # fmt: skip
     return found
 
 
@@ -234,44 +271,65 @@ def altered(module: nn.Module) -> bool:
     )
 
 
-def _batched(unit: TracedUnit, twin: TracedUnit | None, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The leaves of the unit's inputs whose dimension 0 is the batch in both forwards; none if a
-    main input has its samples elsewhere."""
+def _batched(
+    unit: TracedUnit, twin: TracedUnit | None, sizes: tuple[int, int]
+) -> dict[int, int] | None:
+    """The leaves of the unit's inputs that hold samples, with the dims that count them in both
+    forwards; None where an input grows with the batch and no one dim of it counts samples."""
     if twin is None or len(unit.calls[0].inputs) != len(twin.calls[0].inputs):
-        return ()
-    found = []
+        return None
+    found = {}
     pairs = zip(unit.calls[0].inputs, twin.calls[0].inputs, strict=True)
     for i, (a, b) in enumerate(pairs):
         if a is None or b is None:
             continue
-        if a.shape[:1] == (sizes[0],) and b.shape[:1] == (sizes[1],):
-            found.append(i)
-        elif a.shape != b.shape:  # it grows with the batch, along another dim
-            return ()
-    return tuple(found)
+        dim, sure = sample_dim(a.shape, b.shape, sizes)
+        if not sure:
+            return None
+        if dim is not None:
+            found[i] = dim
+    return found
+
+
+class _BatchedFields(TypedDict):
+    batched_inputs: tuple[int, ...]
+    batch_dims: tuple[int, ...] | None
+
+
+def _batched_fields(dims: Mapping[int, int]) -> _BatchedFields:
+    """A unit's fields by the dims of those inputs that hold samples."""
+    elsewhere = tuple(dims.values()) if any(dims.values()) else None
+    return {"batched_inputs": tuple(dims), "batch_dims": elsewhere}
 
 
 def _leaves_samples(
-    unit: TracedUnit, twin: TracedUnit | None, sizes: Sequence[int], flow: Flow
+    unit: TracedUnit,
+    twin: TracedUnit | None,
+    sizes: tuple[int, int],
+    flow: Flow,
+    batched: Mapping[int, int],
 ) -> bool:
-    """Whether the unit's first output has its samples in dim 0, and no other is used."""
+    """Whether the unit's first output has its samples where the first batched input has them, and
+    no other is used."""
     outputs, others = unit.calls[-1].made, twin.calls[-1].made if twin else []
-    if not outputs or not others:
+    if not outputs or not others or not batched:
         return False
-    if outputs[0].shape[:1] != (sizes[0],) or others[0].shape[:1] != (sizes[1],):
+    dim, sure = sample_dim(outputs[0].shape, others[0].shape, sizes)
+    if not sure or dim != next(iter(batched.values())):
         return False
     used = {key for ends, seen in flow.edges.items() if ends[0] == unit.name for key in seen}
     return all(s.key == outputs[0].key or s.key not in used for s in outputs)
 
 
-def _fits(unit: TracedUnit, split: SplitSpec) -> bool:
-    """Whether a split suits the tensors that the unit was seen with: its features are not what
-    dim 0 counts, and the input that a row split slices comes first."""
+def _fits(unit: TracedUnit, split: SplitSpec, batched: Mapping[int, int]) -> bool:
+    """Whether a split suits the tensors that the unit was seen with: its features are not where
+    the samples are, and the input that a row split slices comes first."""
     given, made = unit.calls[0].inputs[0], unit.calls[-1].outputs[0]
     if given is None or made is None:
         return False
     tensor = given if split.style == "row" else made
-    return len(tensor.shape) > 1 and len(tensor.shape) > split.feature_dim
+    dims, samples = len(tensor.shape), next(iter(batched.values()))
+    return dims > 1 and dims > split.feature_dim and split.feature_dim % dims != samples
 
 
 class _Trial:
@@ -284,7 +342,12 @@ class _Trial:
 
     def checked(self, specs: Mapping[str, UnitSpec]) -> dict[str, UnitSpec]:
         """The units with those splits only that compute what the whole unit does."""
-        doubtful = [u for u in specs.values() if u.splits and guessed(self.model, u.modules)]
+        # Recipes have been written for samples in dim 0: elsewhere each split is shown right.
+        doubtful = [
+            u
+            for u in specs.values()
+            if u.splits and (u.batch_dim or guessed(self.model, u.modules))
+        ]
         calls = capture(self.model, self.batch, doubtful) if doubtful else {}
         found = dict(specs)
         for unit in doubtful:
@@ -299,7 +362,8 @@ class _Trial:
         # By what a module prints: its class and settings, those of all modules inside it too.
         modules = [self.model.get_submodule(name) for name in unit.modules]
         inside = [(repr(m), [tuple(p.shape) for p in m.parameters()]) for m in modules]
-        key = (split.style, split.parts, str(inside), str([t.shape for t in call.tensors()]))
+        shapes = [t.shape for t in call.tensors()]
+        key = (split.style, split.parts, str(inside), str(shapes), unit.batch_dims)
         if key not in self._tried:
             # The fewest members that can share it: each is a copy of the unit, and a thread.
             degree = next((d for d in (2, 3, 5, 7) if split.uneven or split.parts % d == 0), 0)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
@@ -113,6 +114,18 @@ class _Recorder(TorchFunctionMode):
                 tensor.dtype,
             )  # fmt: skip
 
+    def _check_bags(self, symbols: Tensor) -> None:
+        """Refuses an input of the model that is one list of symbols with offsets: it has no
+        dimension that counts samples, so no part of a batch could be taken."""
+        given = any(seen is not None and seen.key == id(symbols) for seen in self.stack[0].inputs)
+        if given and symbols.ndim == 1:
+            raise InputError(
+                f"embedding bag {self.names[-1]!r} is given an input of the model of shape "
+                f"{list(symbols.shape)} with offsets, of which no dimension counts samples: give "
+                "symbols of shape (samples, length), short bags filled up with the bag's "
+                "padding_idx"
+            )
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(e.module for e in self.stack if e.module is not None)
@@ -132,6 +145,8 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is F.embedding_bag:
+            self._check_bags(args[0] if args else (kwargs or {})["input"])
         result = func(*args, **(kwargs or {}))
         # An assignment to a slice returns None, but changes its first argument.
         outputs = self.seen(args[0] if func is Tensor.__setitem__ else result)
@@ -184,6 +199,8 @@ def record(model: nn.Module, batch: Batch) -> Trace:
         try:
             with _hooked(model, recorder), recorder:
                 model(*batch.args, **batch.kwargs)
+        except InputError:
+            raise  # a sentence of its own
         except Exception as error:
             raise InputError(
                 f"the model failed on its own batch of {batch.size}: "

@@ -82,6 +82,9 @@ def allowed(
     local = unit.batch_statistics and goal.batch_statistics == "local"
     if unit.fixed or local or not unit.batched_inputs:
         return layout == data_parallel(world_size) and option.style == "none"
+    # Idle ranks make up outputs without samples, in dimension 0.
+    if unit.batch_dims and layout.size < world_size:
+        return False
     return (
         layout.first + layout.size <= world_size
         and capability.allows(layout, world_size)

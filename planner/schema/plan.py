@@ -7,7 +7,7 @@ from typing import Literal
 from .goal import Goal
 from .layout import Layout, Style
 from .precision import Precision
-from .profile import UnitKind
+from .profile import UnitKind, check_batch_dims
 from .record import Bytes, Count, Document, Index, Record, Seconds
 
 MemoryPolicy = Literal["keep", "recompute", "offload"]
@@ -34,15 +34,17 @@ class UnitPlan(Record, frozen=True, kw_only=True):
 
     Seconds are of one micro-batch; ``exchange_s`` is of one step. ``blocking_s`` is what the unit
     waits for: redistribution at its input and the collectives inside it, both ways.
-    ``batched_inputs`` as in ``UnitProfile``: what is redistributed at entry. ``segment``, where it
-    is not empty, names modules called one after another that contain this unit and its neighbours
-    with the same ``segment``: these are recomputed together, from the segment's input.
+    ``batched_inputs`` and ``batch_dims`` as in ``UnitProfile``: what is redistributed at entry.
+    ``segment``, where it is not empty, names modules called one after another that contain this
+    unit and its neighbours with the same ``segment``: these are recomputed together, from the
+    segment's input.
     """
 
     name: str
     kind: UnitKind
     modules: tuple[str, ...]
     batched_inputs: tuple[Index, ...] = ()
+    batch_dims: tuple[Index, ...] | None = None
     layout: Layout
     style: Style = "none"
     memory: MemoryPolicy = "keep"
@@ -56,6 +58,15 @@ class UnitPlan(Record, frozen=True, kw_only=True):
     backward_s: Seconds = 0.0
     blocking_s: Seconds = 0.0
     exchange_s: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_batch_dims(self.name, self.batched_inputs, self.batch_dims)
+
+    def batch_dim(self, number: int = 0) -> int:
+        """The dimension of samples in its batched input ``number``; that of the first is also
+        that of a divided unit's output."""
+        return self.batch_dims[number] if self.batch_dims else 0
 
 
 Phase = Literal["forward", "backward", "update"]

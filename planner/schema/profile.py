@@ -102,6 +102,14 @@ class FidelityProfile(Record, frozen=True, kw_only=True):
             raise ValueError(f"ratios must be positive and rising, got {self.ratios}")
 
 
+def check_batch_dims(unit: str, inputs: tuple[int, ...], dims: tuple[int, ...] | None) -> None:
+    """Raises ``ValueError`` unless each of a unit's batched inputs has its dimension."""
+    if dims is not None and len(dims) != len(inputs):
+        raise ValueError(
+            f"unit {unit!r} has {len(dims)} batch_dims for {len(inputs)} batched_inputs"
+        )
+
+
 class UnitProfile(Record, frozen=True, kw_only=True):
     """The smallest piece of a model that gets its own decision.
 
@@ -110,7 +118,9 @@ class UnitProfile(Record, frozen=True, kw_only=True):
     measurements, the undivided unit (style ``none``, degree 1) first. ``state_bytes`` are buffers.
     ``batch_statistics`` marks units whose result depends on which samples are together;
     ``statistics_bytes`` is what ``global`` statistics all-reduce, each way. ``batched_inputs`` are
-    the leaves of the flattened ``(args, kwargs)`` at entry whose dimension 0 is the batch.
+    the leaves of the flattened ``(args, kwargs)`` at entry that hold samples, ``batch_dims`` the
+    dimension of each that counts them (None: dimension 0 of all). Of ``@input`` both are empty
+    where the first tensor tells the samples in its dimension 0.
     ``output_kept`` says whether somebody saves its output for backward (a shortcut's sum does not),
     ``input_kept`` how many bytes of its inputs, for each sample, it alone saves, ``input_saved``
     how many it saves, whoever else does (unknown: all that enters it).
@@ -122,6 +132,7 @@ class UnitProfile(Record, frozen=True, kw_only=True):
     kind: UnitKind
     modules: tuple[str, ...] = ()
     batched_inputs: tuple[Index, ...] = ()
+    batch_dims: tuple[Index, ...] | None = None
     parameters: tuple[ParameterProfile, ...] = ()
     state_bytes: Bytes = 0
     batch_statistics: bool = False
@@ -139,6 +150,7 @@ class UnitProfile(Record, frozen=True, kw_only=True):
         # ``whole`` reads the first, and ``cost.compute.share_of`` measures all others by it.
         if not self.shares or self.shares[0].style != "none" or self.shares[0].degree != 1:
             raise ValueError(f"shares of unit {self.name!r} must begin with the undivided unit")
+        check_batch_dims(self.name, self.batched_inputs, self.batch_dims)
 
     @property
     def whole(self) -> ShareProfile:

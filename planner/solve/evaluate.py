@@ -308,6 +308,7 @@ def _unit_plan(done: Evaluation, k: int) -> UnitPlan:
         kind=unit.kind,
         modules=unit.modules,
         batched_inputs=unit.batched_inputs,
+        batch_dims=unit.batch_dims,
         layout=option.layout,
         style=option.style,
         memory=option.memory,

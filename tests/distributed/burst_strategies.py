@@ -110,9 +110,10 @@ def _units(
         kind=unit.kind,
         modules=unit.modules,
         batched_inputs=unit.batched_inputs,
+        batch_dims=unit.batch_dims,
         layout=Layout(groups=world),
     )
-    if not unit.modules:
+    if not unit.modules or unit.batch_dims:  # ranks are left idle only where samples are in front
         return decided
     layout, style = Layout(groups=world), "none"
     if not (wide and draw(st.booleans())):

@@ -100,6 +100,7 @@ def plan_for(
                 kind=spec.kind,
                 modules=spec.modules,
                 batched_inputs=spec.batched_inputs,
+                batch_dims=spec.batch_dims,
                 layout=Layout(groups=world_size // degree, degree=degree),
                 style=style,
             )

@@ -38,6 +38,7 @@ def plan_of(workload: mw.Workload, world: int, styles: dict[str, str], **more: o
                 kind=spec.kind,
                 modules=spec.modules,
                 batched_inputs=spec.batched_inputs,
+                batch_dims=spec.batch_dims,
                 layout=Layout(groups=world // degree, degree=degree),
                 style=style,
             )

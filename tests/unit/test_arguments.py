@@ -86,7 +86,7 @@ def test_an_optimizer_state_without_its_parts(state: dict[str, Any], key: str):
 def alone(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """A model of one rank that exchanges nothing."""
     control = SimpleNamespace(gather=lambda *given, **how: None)
-    run = SimpleNamespace(control=control, synchronise=True, weigh_next=None)
+    run = SimpleNamespace(control=control, synchronise=True, weigh_next=None, input_dims={})
     monkeypatch.setattr(micro, "run_of", lambda model: run)
     return nn.Linear(3, 2)
 

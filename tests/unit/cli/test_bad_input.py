@@ -54,10 +54,6 @@ def always_eight():
     return fed(lambda size: Batch((torch.randn(8, 3),), torch.zeros(8, 2)))
 
 
-def sequence_first():
-    return fed(lambda size: Batch((torch.randn(5, size, 3),), torch.zeros(size, 2)))
-
-
 def no_tensor():
     return fed(lambda size: Batch((), None))
 
@@ -112,7 +108,6 @@ def test_unknown_model_names_the_nearest(meshwright, tmp_path):
         ("mine.py:pairs", ("make_batch(2)", "a tuple", "Batch((x,), target) with 2 samples")),
         ("mine.py:bare", ("arguments as a Tensor", "expected a tuple", "Batch((x,), target)")),
         ("mine.py:always_eight", ("make_batch(2)", "8 samples", "with 2 samples")),
-        ("mine.py:sequence_first", ("gave 5 samples", "dim 1 seems to", "batch_first=True")),
         ("mine.py:no_tensor", ("a batch needs a tensor", "with 2 samples")),
         ("mine.py:no_batches", ("make_batch(2)", "KeyError")),
         ("mine.py:needy", ("missing 1 required positional argument", "without arguments")),

@@ -98,9 +98,14 @@ def test_without_divided_units_modes_and_shapes_may_differ():
 
 
 def test_samples_are_dim_0_of_the_first_tensor():
-    assert samples_of((None, torch.zeros(()), {"x": torch.zeros(5, 2)}), {}) == 5
+    assert samples_of((None, torch.zeros(()), {"x": torch.zeros(5, 2)}), {}, {}) == 5
+    assert samples_of((torch.zeros(4, 5),), {"x": torch.zeros(5, 2)}, {0: 1, 1: 0}) == 5
+    # An argument that was there in planning is left out.
+    assert samples_of((None,), {"x": torch.zeros(5, 2)}, {0: 1, 1: 0}) == 5
+    with pytest.raises(InputError, match="has its samples in dim 1"):
+        samples_of((torch.zeros(4),), {}, {0: 1})
     with pytest.raises(InputError, match="without a tensor that has a batch dim"):
-        samples_of((3,), {})
+        samples_of((3,), {}, {})
 
 
 def test_a_lazy_tensor_is_materialized_once_when_it_is_used():

@@ -183,7 +183,8 @@ def test_lstm_states_count_although_their_batch_is_not_in_front() -> None:
     between = {(e.source, e.target): e for e in found.edges}
     states = between["encoder.lstm", "@glue.0"]
     assert states.bytes_per_sample == 2 * 2 * 32 * 4  # hidden and cell, 2 layers, 32 wide
-    assert found.unit("decoder.lstm").batched_inputs == ()
+    lstm = found.unit("decoder.lstm")  # [sample, time], and states with layers in front
+    assert (lstm.batched_inputs, lstm.batch_dims) == ((0, 1, 2), (0, 1, 1))
     assert found.unit("output").kind == "linear"  # not to be mixed up with the model's output
 
 
@@ -465,12 +466,18 @@ def test_an_embedding_used_by_the_models_own_code_is_not_divided() -> None:
     assert (styles(found, "e"), styles(found, "f")) == ([], ["column", "row"])
 
 
-def test_samples_elsewhere_than_in_front_are_not_divided() -> None:
+def test_only_units_with_samples_in_a_dimension_of_their_own_are_divided() -> None:
     flat = found_in(lambda m, x: m.a(x.flatten(0, 1)).view(x.shape), 5, 4, a=nn.Linear(4, 4))
     assert (flat.unit("a").batched_inputs, flat.unit("a").splits) == ((), ())
+    assert flat.unit("a").mixed
     assert [e.bytes_per_sample for e in flat.edges] == [80.0] * 4
     turned = found_in(lambda m, x: m.a(x.transpose(0, 1)), 5, 4, a=nn.Linear(4, 4))
-    assert (turned.unit("a").batched_inputs, turned.unit("a").splits) == ((), ())
+    assert (turned.unit("a").batched_inputs, turned.unit("a").batch_dims) == ((0,), (1,))
+    assert (styles(turned, "a"), turned.unit("a").mixed) == (["column", "row"], False)
+    # Pairs of samples grow in two dimensions.
+    pairs = found_in(lambda m, x: m.a(x[:, None] * x), 4, a=nn.Linear(4, 4))
+    assert (pairs.unit("a").batched_inputs, pairs.unit("a").splits) == ((), ())
+    assert pairs.unit("a").mixed
 
 
 class LikeMLP(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,16 +55,21 @@ def randomised(model: nn.Module) -> nn.Module:
 
 
 def compare(
-    model: nn.Module, modules: Sequence[str], spec: SplitSpec, call: UnitCall, degree: int
+    model: nn.Module,
+    modules: Sequence[str],
+    spec: SplitSpec,
+    call: UnitCall,
+    degree: int,
+    batch_dims: tuple[int, ...] | None = None,
 ) -> None:
     """The members' outputs and gradients put together, against the whole unit's."""
-    unit = unit_of(modules, spec)
+    unit = replace(unit_of(modules, spec), batch_dims=batch_dims)
     whole_call, split_call = call.fresh(), call.fresh()
     whole: object = model.get_submodule(modules[0])(*whole_call.args, **whole_call.kwargs)
     for name in modules[1:]:
         whole = model.get_submodule(name)(whole)
     members = run_members(copy.deepcopy(model), unit, spec, split_call, degree)
-    output = joined(spec, [m.output for m in members])
+    output = joined(spec, [m.output for m in members], unit.batch_dim)
     torch.testing.assert_close(output, main_output(whole), rtol=1e-10, atol=1e-11)
     weight = torch.randn_like(output)
     (main_output(whole) * weight).sum().backward()
@@ -175,11 +181,13 @@ def test_blocks(workload: str, module: str, style: Style, degree: int) -> None:
 
 
 @pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(("bias", "samples"), [(True, 4), (False, 4), (True, 0)])
-def test_torchs_own_attention(degree: int, bias: bool, samples: int) -> None:
-    attention = nn.MultiheadAttention(8, 4, bias=bias, batch_first=True)
+def test_torchs_own_attention(degree: int, first: bool, bias: bool, samples: int) -> None:
+    attention = nn.MultiheadAttention(8, 4, bias=bias, batch_first=first)
     model = randomised(nn.Sequential(attention))
-    x = torch.randn(samples, 6, 8, dtype=torch.double, requires_grad=True)
+    shape = (samples, 6, 8) if first else (6, samples, 8)
+    x = torch.randn(shape, dtype=torch.double, requires_grad=True)
     padding = torch.zeros(samples, 6, dtype=torch.bool)
     padding[1:2, 4:] = True
     per_head = torch.randn(samples * 4, 6, 6, dtype=torch.double)
@@ -193,7 +201,7 @@ def test_torchs_own_attention(degree: int, bias: bool, samples: int) -> None:
     for masks in ({}, *(masked if samples else ())):  # torch bears no masks without samples
         model.zero_grad()
         call = UnitCall((x, x, x), {**masks, "need_weights": False})
-        compare(model, ["0"], spec, call, degree)
+        compare(model, ["0"], spec, call, degree, None if first else (1,))
 
 
 class GroupedQueries(nn.Module):
@@ -304,7 +312,6 @@ def test_an_unknown_style_is_refused() -> None:
         nn.Embedding(9, 4, sparse=True),
         nn.Embedding(9, 4, scale_grad_by_freq=True),
         nn.LayerNorm(4),
-        nn.MultiheadAttention(4, 2),
         nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True),
         nn.LSTM(4, 4),
         nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),

@@ -1,0 +1,206 @@
+"""Where a batch has its samples: the dimension of every tensor that counts them, found by two batch
+sizes or by running the model on a part of the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+
+from ..compiled import eagerly, uncompiled
+from ..replay import preserved
+from ..workload import Batch, Workload, device_of
+from .storages import tensors_in
+
+# [Note: Where the samples are]
+# - A workload draws batches of any size: what is as long as the batch in batches of several sizes
+#   counts samples (``LocatedBatches``).
+# - Of a model with one example, each dim of each input is tried: the model is run on some of the
+#   samples along it, in another order, and must give for each what it gave in the whole batch
+#   (``with_dims``). That tells samples from time: a recurrent layer minds the order of steps, and
+#   attention how many there are.
+# - Inside the model discovery compares the shapes of two forwards (``sample_dim``).
+# Plans keep the dims (``batch_dims`` of units), so that running one finds nothing anew.
+
+MakeBatch = Callable[[int], Batch]
+Dims = tuple[int | None, ...]
+
+# Batches to look at, the third where two leave a doubt. Some workloads draw even sizes only.
+_SIZES = ((2, 3, 5), (2, 4, 6), (4, 8, 12))
+# What rounding may do to the same sample in another batch, in parts of the largest output: so much,
+# or so many units in the last place of coarse types.
+_ROUNDING, _LAST_PLACES = 1e-3, 4
+# Guesses at where an example has its samples: a forward each.
+_TRIES = 12
+
+
+def located(workload: Workload) -> Workload:
+    """The workload with batches that say where their samples are."""
+    if isinstance(workload.make_batch, LocatedBatches):
+        return workload
+    make_batch, data = LocatedBatches(workload.make_batch), workload.data
+
+    def located_data(part: str) -> Batch:
+        assert data is not None
+        return make_batch.say(data(part))
+
+    return replace(workload, make_batch=make_batch, data=located_data if data else None)
+
+
+class LocatedBatches:
+    """A ``make_batch`` whose batches have ``batch_dims``, found when the first is drawn; batches
+    that say it themselves, or of which no dimension counts the samples, are left as they are."""
+
+    def __init__(self, make_batch: MakeBatch) -> None:
+        self._make_batch = make_batch
+        self._dims: Dims | None = None
+        self._looked = False
+
+    def __call__(self, size: int) -> Batch:
+        return self.say(self._make_batch(size))
+
+    def say(self, batch: Batch) -> Batch:
+        """The batch with its dims."""
+        # What a user's function returns may be anything: others say what is wrong with it.
+        if not isinstance(batch, Batch) or batch.batch_dims is not None:
+            return batch
+        if not self._looked:
+            self._looked = True
+            self._dims = self._find(batch)
+        if self._dims is None:
+            return batch
+        with suppress(ValueError):  # it is not like those that were looked at
+            return replace(batch, batch_dims=self._dims)
+        return batch
+
+    def _find(self, batch: Batch) -> Dims | None:
+        for sizes in _SIZES:
+            # A workload may refuse a size.
+            with suppress(Exception), torch.random.fork_rng(devices=[]):
+                drawn = [self._make_batch(size).tensors() for size in sizes[:2]]
+                counted = _counted(drawn, sizes)
+                if any(len(dims) > 1 for dims in counted):
+                    drawn.append(self._make_batch(sizes[2]).tensors())
+                    counted = _counted(drawn, sizes)
+                # Where several still do (scores of all samples against all), the first.
+                found = tuple(min(dims, default=None) for dims in counted)
+                inputs = len(tensors_in((batch.args, dict(batch.kwargs))))
+                # A target alone is no batch.
+                return found if any(dim is not None for dim in found[:inputs]) else None
+        return None
+
+
+def _counted(drawn: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[list[int]]:
+    """For each tensor of batches of several sizes the dims that are as long as the batch."""
+    # The rank may change from batch to batch, too.
+    return [
+        [
+            d
+            for d in range(min(t.ndim for t in same))
+            if all(t.shape[d] == size for t, size in zip(same, sizes, strict=False))
+        ]
+        for same in zip(*drawn, strict=True)
+    ]
+
+
+def sample_dim(
+    shape: Sequence[int], other: Sequence[int], sizes: tuple[int, int]
+) -> tuple[int | None, bool]:
+    """The dim that counts the samples of a tensor, by its shapes in forwards of two sizes (None
+    where it has none), and whether that is sure: not where several dims grow with the batch, or
+    one does that does not count the samples."""
+    if len(shape) != len(other):
+        return None, False
+    few, many = sizes
+    # Other dims may differ too, where batches have lengths of their own.
+    grows = [
+        d for d, (a, b) in enumerate(zip(shape, other, strict=True)) if a and a * many == b * few
+    ]
+    if len(grows) == 1 and shape[grows[0]] == few:
+        return grows[0], True
+    return None, tuple(shape) == tuple(other)
+
+
+def with_dims(model: nn.Module, batch: Batch) -> Batch:
+    """The example ``batch`` with the dims that count its samples, found by running ``model``; as it
+    is where the model's outputs do not tell."""
+    if batch.batch_dims is not None or any(p.is_meta for p in model.parameters()):
+        return batch
+    try:
+        with uncompiled(model) as own, preserved(own), eagerly(), torch.no_grad():
+            own.eval()
+            given = batch.to(device_of(own))
+            whole = tensors_in(own(*given.args, **given.kwargs))
+            for dims in _guesses(batch):
+                with suppress(Exception):  # cut there, the model's inputs may not fit together
+                    if _tells_samples(own, replace(given, batch_dims=dims), whole):
+                        return replace(batch, batch_dims=dims)
+    except Exception:  # the model's own, which whoever measures it will say
+        return batch
+    return batch
+
+
+def _guesses(batch: Batch) -> Iterator[Dims]:
+    """Where the samples may be, likely places first."""
+    tensors = batch.tensors()
+    inputs = tensors_in((batch.args, dict(batch.kwargs)))
+    seen: set[Dims] = set()
+    for one in inputs:
+        for dim, size in enumerate(one.shape):
+            choices: list[list[int | None]] = [
+                [dim] if t is one else _dims_of(t, size, dim) for t in tensors
+            ]
+            for dims in product(*choices):
+                if dims not in seen and len(seen) < _TRIES:
+                    seen.add(dims)
+                    yield dims
+
+
+def _dims_of(tensor: Tensor, size: int, dim: int) -> list[int | None]:
+    """Where a tensor may have its samples beside one that has ``size`` of them in ``dim``."""
+    fitting: list[int | None] = [d for d, length in enumerate(tensor.shape) if length == size]
+    fitting.sort(key=lambda d: d != dim)
+    return fitting or [None]
+
+
+def _tells_samples(model: nn.Module, batch: Batch, whole: Sequence[Tensor]) -> bool:
+    """Whether the model gives for some samples of the batch, backwards, what it gave for them among
+    all (``whole``)."""
+    size = batch.size
+    index = torch.arange(size).flip(0)[: -(-size // 2)] if size > 1 else torch.tensor([0, 0])
+    part = batch.take(index)
+    found = tensors_in(model(*part.args, **part.kwargs))
+    if len(found) != len(whole):
+        return False
+    changed = [(a, b) for a, b in zip(whole, found, strict=True) if a.shape != b.shape]
+    return bool(changed) and all(_same_samples(a, b, index, size) for a, b in changed)
+
+
+def _same_samples(whole: Tensor, part: Tensor, index: Tensor, size: int) -> bool:
+    """Whether ``part`` holds the samples ``index`` of ``whole``, which has ``size``; they may share
+    their dimension with another."""
+    index = index.to(whole.device)
+    others = [d for d in range(whole.ndim) if whole.shape[d] != part.shape[d]]
+    if whole.ndim != part.ndim or len(others) != 1:
+        return False
+    dim = others[0]
+    per_sample, rest = divmod(whole.shape[dim], size)
+    if rest or part.shape[dim] != per_sample * len(index):
+        return False
+    before, after = whole.shape[:dim], whole.shape[dim + 1 :]
+    outer = whole.reshape(*before, size, per_sample, *after).index_select(dim, index)
+    inner = whole.reshape(*before, per_sample, size, *after).index_select(dim + 1, index)
+    return any(_close(way.flatten(dim, dim + 1), part) for way in (outer, inner))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if not a.is_floating_point():
+        return bool(torch.equal(a, b))
+    largest = float(a.abs().max()) if a.numel() else 0.0
+    allowed = max(_ROUNDING, _LAST_PLACES * torch.finfo(a.dtype).eps)
+    return torch.allclose(a, b, allowed, allowed * largest)
