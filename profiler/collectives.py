@@ -36,9 +36,8 @@ LONGEST = 1 / 12
 # and few rounds tell enough; of quicker calls there are no fewer than so many.
 LONG_S, FEWEST = 0.1, 3
 
-# torch 2.13 renamed both; the old names warn there.
+# torch 2.13 renamed it; the old name warns there.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 Call = tuple[Collective, int]
@@ -78,16 +77,17 @@ class Group:
         """The collective with its tensors, to be issued on a group."""
         if collective == "all_reduce":
             return partial(dist.all_reduce, self._tensor("out", count))
-        if collective == "all_to_all":
-            each = -(-count // max(self.size - 1, 1))
+        if collective in ("all_to_all", "reduce_scatter"):
+            # The executor scatters so too and adds up what has come: gloo's own reduce-scatter is
+            # an all-reduce inside and sends twice as much.
+            parts = self.size - (collective == "all_to_all")
+            each = -(-count // max(parts, 1))
             splits = [0 if m == self.member else each for m in range(self.size)]
             out, into = self._tensor("out", sum(splits)), self._tensor("into", sum(splits))
             return partial(dist.all_to_all_single, into, out, splits, splits)
         shard = self._tensor("out", -(-count // self.size))
         full = self._tensor("into", shard.numel() * self.size)
-        if collective == "all_gather":
-            return partial(_ALL_GATHER, full, shard)
-        return partial(_REDUCE_SCATTER, shard, full)
+        return partial(_ALL_GATHER, full, shard)
 
     def _tensor(self, use: str, count: int) -> Tensor:
         """All sizes share their memory: it is there, and known, when a size is timed."""
