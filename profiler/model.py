@@ -91,14 +91,15 @@ def profile(
 
     ``batches`` are the batch sizes to measure; by default 1 to 32, stopping early where a step
     takes long. ``degrees`` are the model parallel degrees at which divided units are measured.
-    ``budget_s`` bounds the time roughly: fewer repeats are made and larger degrees left out when it
-    runs short; of quick steps more than ``repeats``. The workload's ``precision`` holds meanwhile. Weights, buffers, gradients, random
-    state and train/eval flags are left as they were; the model is moved to ``device`` and stays
-    there. With ``room_bytes`` a batch size that would take more memory than that, or too long for
-    the budget, is halved until it does not: times and bytes of larger batches follow the line
-    through those that were measured. Compiled modules are timed as compiled, with graphs that end
-    at units where units are told apart; bytes, and how a divided unit's shares compare with the
-    whole, are those of the eager model. Raises ``InputError`` where the model fails on its batch.
+    ``budget_s`` bounds the time roughly: fewer repeats are made and larger degrees left out
+    when it runs short; of quick steps more than ``repeats``. The workload's ``precision`` holds
+    meanwhile. Weights, buffers, gradients, random state and train/eval flags are left as they
+    were; the model is moved to ``device`` and stays there. With ``room_bytes`` a batch size
+    that would take more memory than that, or too long for the budget, is halved until it does
+    not: times and bytes of larger batches follow the line through those that were measured.
+    Compiled modules are timed as compiled, with graphs that end at units where units are told
+    apart; bytes, and how a divided unit's shares compare with the whole, are those of the eager
+    model. Raises ``InputError`` where the model fails on its batch.
     """
     where = torch.device(device or "cpu")
     workload.model.to(where)

@@ -82,8 +82,8 @@ def profile_on_ranks(
     *,
     refresh: bool = False,
 ) -> ModelProfile:
-    """One profile, the same on every rank; collective. Unless ``refresh`` asks for these ``batches``,
-    they are taken as far as they fit."""
+    """One profile, the same on every rank. Unless ``refresh`` asks for these ``batches``, they are
+    taken as far as they fit. Collective."""
 
     def measure() -> ModelProfile:
         step = progress if dist.get_rank() == 0 else None

@@ -225,7 +225,8 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     ``target`` is how the model was named (``vgg16``, ``file.py:factory``); ``model`` the
     fingerprint of its structure (parameter names and shapes, unit names). ``batches`` are the batch
     sizes measured. ``step`` is the measured forward plus backward of the whole model, with
-    which the sum of units is compared, and ``spread`` how far its repetitions lay apart. ``pieces`` are what segments that are recomputed can be
+    which the sum of units is compared, and ``spread`` how far repetitions of it lay apart.
+    ``pieces`` are what segments that are recomputed can be
     made of. ``dtype`` is that of the parameters, and ``precision`` how the model computed (none:
     as it was built).
     """

@@ -20,10 +20,12 @@ from .schedule import COMPUTE, Step, Work
 CONFIDENCE = 0.9
 """How often the measured step lies in the interval, if all is as it was when it was measured."""
 
-MISSED: dict[Origin, float] = {"measured": 0.10, "estimated": 0.28, "table": 0.28}
-"""What a prediction misses besides, relative to the step, ``CONFIDENCE`` of the time; by where the
-profile's times come from. Measured ones: the errors in docs/results/prediction.md say how it was
-chosen. Others: the worst of the published steps in docs/profiling.md that were not fitted."""
+MISSED = 0.10
+"""What a prediction misses besides, relative to the step, ``CONFIDENCE`` of the time:
+docs/results/prediction.md says by which rows it was chosen."""
+MISSED_UNMEASURED = 0.28
+"""What computing takes more or less than estimated, or published elsewhere, where it was not
+measured: the worst of the published steps in docs/profiling.md that nothing was fitted on."""
 
 
 def slowest_of(ranks: int, spread: float) -> float:
@@ -74,10 +76,10 @@ def interval(
     computing = min(compute_s / step_s, 1.0)
     # Independent of each other: squares add up.
     relative = hypot(
-        MISSED[origin],
+        MISSED,
+        0.0 if origin == "measured" else MISSED_UNMEASURED * computing,
         deviations * compute_spread * computing,
         deviations * link_spread * (1 - computing),
     )
     # A ratio: what takes long can be wrong by more than all of it.
     return Interval(step_s / (1 + relative), step_s * (1 + relative))
-

@@ -88,12 +88,14 @@ def test_an_interval_follows_what_was_measured():
         return found.high_s / found.low_s
 
     least = width(spread_=0.0)
-    assert least == pytest.approx((1 + spread.MISSED["measured"]) ** 2)
+    assert least == pytest.approx((1 + spread.MISSED) ** 2)
     assert width(spread_=0.1) > least
     # What links do matters where they are waited for.
     assert width(spread_=0.0, links_spread=0.2, inter=1e5) > 1.1 * least
     assert width(spread_=0.0, links_spread=0.2, inter=1e12) == pytest.approx(least, rel=1e-3)
+    # Computing that was not measured matters where there is much of it.
     assert width(spread_=0.0, origin="estimated") > 1.2 * least
+    assert width(spread_=0.0, origin="estimated", inter=1e4) == pytest.approx(least, rel=1e-2)
 
 
 def test_an_interval_is_written_beside_its_middle():
