@@ -261,9 +261,11 @@ def _units(
 ) -> tuple[UnitProfile, ...]:
     model = job.workload.model
     sizes = [m.batch for m in measured]
-    middle = job.batch(sizes[len(sizes) // 2])
-    calls = capture(model, middle, [u for u in found.units if u.splits])
-    meter = ShareMeter(model, job.device, job.start + job.budget_s, job.workload.precision)
+    # The largest: what a divided unit works on is a whole group's batch.
+    calls = capture(model, job.batch(sizes[-1]), [u for u in found.units if u.splits])
+    # A step goes through feature maps, weights and their gradients.
+    touched = measured[-1].footprint.total + 2 * sum(p.nbytes for p in model.parameters())
+    meter = ShareMeter(model, job.device, job.start + job.budget_s, job.workload.precision, touched)
     # Parameters that no unit has count to the model's beginning, as in the executor.
     outside = {found.units[0].name: found.outside}
     bases = {
