@@ -22,7 +22,7 @@ help:
 	@echo "make smoke             the few that run under every Python (VENV=folder PYTHON=python3.13)"
 	@echo "make lint, make types  ruff, mypy"
 	@echo "make lock              constraints.txt anew, from constraints.in"
-	@echo "make bench-prediction  predicted against measured step times"
+	@echo "make bench-prediction  predicted against measured step times and their order, on a test bed (needs root)"
 	@echo "make bench-memory      predicted against measured peak memory"
 	@echo "make bench-planner     time, gap and memory of planning, by units and ranks"
 	@echo "make bench-deeppool    plans against DeepPool's greedy search (TABLES=folder)"
@@ -79,7 +79,8 @@ lock:
 	.ci/lock
 
 bench-prediction: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/prediction.py --markdown docs/results/prediction.md
+	$(BIN)/python benchmarks/prediction.py --ranking --markdown docs/results/prediction.md
 
 bench-memory: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/memory.py

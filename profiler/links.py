@@ -8,7 +8,7 @@ import itertools
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -26,6 +26,7 @@ from ..planner.schema.errors import InputError
 from .collectives import Group, curves, measure, synchronise
 from .host_rates import Rates, common_rate, differ, measure_host_rates
 from .progress import StageProgress
+from .timing import spread_of
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS = 9
@@ -193,11 +194,23 @@ def _cluster(
         found.setdefault(name, []).extend(own)
     levels = tuple(
         msgspec.structs.replace(
-            level, curves=tuple({(c.collective, c.ranks): c for c in found[level.name]}.values())
+            level,
+            curves=tuple({(c.collective, c.ranks): c for c in found[level.name]}.values()),
+            spread=_spread(group for name, _, group in measured if name == level.name),
         )
         for level in cluster.levels
     )
     return msgspec.structs.replace(cluster, levels=levels)
+
+
+# What takes less is mostly Python's, and hidden or small.
+NOTICED_S = 1e-3
+
+
+def _spread(groups: Iterable[Group]) -> float:
+    """How far the times of one collective and size lay apart."""
+    every = (seconds for group in groups for seconds in group.seconds.values())
+    return spread_of(s for s in every if s and median(s) >= NOTICED_S)
 
 
 def _line(

@@ -26,7 +26,7 @@ from ..planner.schema.profile import ModelProfile, ParameterProfile, ShareProfil
 from .fidelity import STEPS, measure_fidelity
 from .memory import Footprint, SavedInputs, measure_footprint, saved_inputs
 from .shares import ShareMeter, split_profiles
-from .timing import StepTimes, Timeline, plain_step, update_rates
+from .timing import StepTimes, Timeline, plain_step, spread_of, update_rates
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 OPTIMIZERS = ("sgd", "momentum", "adamw")
@@ -34,6 +34,8 @@ DEGREES = (2, 4, 8)
 # Without sizes given, no larger batch is measured once a step takes this long.
 LONGEST_STEP_S = 4.0
 
+# Of quick steps up to so many times the repetitions are made, until they took so long.
+MORE, REPEATED_S = 6, 0.5
 # Of the time for a profile, what a step may take where sizes are to fit.
 LONGEST_SHARE = 0.2
 # Samples whose step tells what larger batches take, and the fewest that are measured for a goal: a
@@ -48,6 +50,7 @@ class _Measured:
     batch: int
     times: StepTimes
     footprint: Footprint
+    whole_s: Sequence[float]
 
 
 @dataclass
@@ -88,14 +91,15 @@ def profile(
 
     ``batches`` are the batch sizes to measure; by default 1 to 32, stopping early where a step
     takes long. ``degrees`` are the model parallel degrees at which divided units are measured.
-    ``budget_s`` bounds the time roughly: fewer repeats are made and larger degrees left out when it
-    runs short. The workload's ``precision`` holds meanwhile. Weights, buffers, gradients, random
-    state and train/eval flags are left as they were; the model is moved to ``device`` and stays
-    there. With ``room_bytes`` a batch size that would take more memory than that, or too long for
-    the budget, is halved until it does not: times and bytes of larger batches follow the line
-    through those that were measured. Compiled modules are timed as compiled, with graphs that end
-    at units where units are told apart; bytes, and how a divided unit's shares compare with the
-    whole, are those of the eager model. Raises ``InputError`` where the model fails on its batch.
+    ``budget_s`` bounds the time roughly: fewer repeats are made and larger degrees left out
+    when it runs short; of quick steps more than ``repeats``. The workload's ``precision`` holds
+    meanwhile. Weights, buffers, gradients, random state and train/eval flags are left as they
+    were; the model is moved to ``device`` and stays there. With ``room_bytes`` a batch size
+    that would take more memory than that, or too long for the budget, is halved until it does
+    not: times and bytes of larger batches follow the line through those that were measured.
+    Compiled modules are timed as compiled, with graphs that end at units where units are told
+    apart; bytes, and how a divided unit's shares compare with the whole, are those of the eager
+    model. Raises ``InputError`` where the model fails on its batch.
     """
     where = torch.device(device or "cpu")
     workload.model.to(where)
@@ -144,6 +148,7 @@ def _profile(
         edges=found.edges,
         pieces=found.pieces,
         step=_curve(sizes, [m.times.total for m in measured]),
+        spread=spread_of(m.whole_s for m in measured),
         updates=rates,
     )
 
@@ -210,12 +215,14 @@ def _measure(
 def _measure_batch(job: _Job, found: Discovery, size: int, repeats: int, share: float) -> _Measured:
     model, loss, batch = job.workload.model, job.workload.loss, job.batch(size)
     footprint = measure_footprint(model, found.units, batch, loss, job.device)
-    steps, plain = [], []
+    steps, plain, spent_s = [], list[float](), 0.0
     # Anew for each size, so that graphs are of this one, as in training, and not of any.
     whole = CompiledRegions(model)
     parts = CompiledRegions(model, ancestors(m for unit in found.units for m in unit.modules))
-    # One more than asked for: the first warms up and is not counted.
-    for i in range(repeats + 1):
+    # One more than counted: the first warms up.
+    for i in range(MORE * repeats + 1):
+        if i > repeats and spent_s > REPEATED_S:
+            break
         model.zero_grad()
         with whole:
             plain.append(plain_step(model, batch, loss, job.device))
@@ -224,10 +231,11 @@ def _measure_batch(job: _Job, found: Discovery, size: int, repeats: int, share: 
             steps.append(timeline.step(batch, loss))
         if i == 0 and len(whole):
             job.start += plain[0] + steps[0].total  # compiling is not counted either
+        spent_s += (plain[-1] + steps[-1].total) * (i > 0)
         if i >= 2 and job.left_s(share) < 0:
             break
     model.zero_grad()
-    return _Measured(size, _medians(steps[1:], median(plain[1:])), footprint)
+    return _Measured(size, _medians(steps[1:], median(plain[1:])), footprint, plain[1:])
 
 
 def _medians(steps: Sequence[StepTimes], step_s: float) -> StepTimes:
@@ -253,9 +261,11 @@ def _units(
 ) -> tuple[UnitProfile, ...]:
     model = job.workload.model
     sizes = [m.batch for m in measured]
-    middle = job.batch(sizes[len(sizes) // 2])
-    calls = capture(model, middle, [u for u in found.units if u.splits])
-    meter = ShareMeter(model, job.device, job.start + job.budget_s, job.workload.precision)
+    # The largest: what a divided unit works on is a whole group's batch.
+    calls = capture(model, job.batch(sizes[-1]), [u for u in found.units if u.splits])
+    # A step goes through feature maps, weights and their gradients.
+    touched = measured[-1].footprint.total + 2 * sum(p.nbytes for p in model.parameters())
+    meter = ShareMeter(model, job.device, job.start + job.budget_s, job.workload.precision, touched)
     # Parameters that no unit has count to the model's beginning, as in the executor.
     outside = {found.units[0].name: found.outside}
     bases = {

@@ -54,8 +54,9 @@ from .progress import StageProgress
 
 # [Note: What is measured together]
 # Ranks that share a host share its memory bandwidth, caches and clock rate, in the run as well. So
-# on CPUs all ranks of a host profile the model at the same time, and rank 0's times are taken: they
-# hold what the others cost. On GPUs each rank has a device to itself and rank 0 measures alone.
+# on CPUs all ranks of a host profile the model at the same time, and the slowest one's times are
+# taken: they hold what the others cost, and everybody waits for it in the run as well. On GPUs each
+# rank has a device to itself and rank 0 measures alone.
 # Links are measured by the groups that plans use at the same time: all blocks of neighbours at
 # once, then all ranks with equal places at once, because these share a host's network interface.
 # Collectives are not timed while the model computes; how much both slow each other is measured
@@ -81,8 +82,8 @@ def profile_on_ranks(
     *,
     refresh: bool = False,
 ) -> ModelProfile:
-    """Rank 0's profile, on every rank; collective. Unless ``refresh`` asks for these ``batches``,
-    they are taken as far as they fit."""
+    """One profile, the same on every rank. Unless ``refresh`` asks for these ``batches``, they are
+    taken as far as they fit. Collective."""
 
     def measure() -> ModelProfile:
         step = progress if dist.get_rank() == 0 else None
@@ -95,8 +96,11 @@ def profile_on_ranks(
         # See [Note: What is measured together].
         if device.type != "cpu" or dist.get_world_size() == 1:
             return rank_zero_decides(measure)
-        own = together(measure)
-        return rank_zero_decides(lambda: own)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, together(measure))
+        # At a size that all have measured: one that is slow may have stopped earlier.
+        size = min(profile.batches[-1] for profile in every)
+        return max(every, key=lambda profile: profile.step(size))  # type: ignore[no-any-return]
 
     key = _profile_key(workload, batches, device)
     return _once(ModelProfile, key, measure_together, refresh)

@@ -2,6 +2,12 @@
 
 Both are run alone, one after the other on the same inputs, and the ratio of their times is applied
 to what the whole unit takes in the model. Equal units are measured once.
+
+In a training step other units come between two uses of a unit's weights, and between its forward
+and its backward: caches hold then what these have used. A share, being small, would fit into caches
+that the whole does not fit into, and measured again and again seem quicker than it is. So as many
+other bytes as a step touches, at most ``EVICTED_BYTES``, are read and written before each forward
+and each backward; what a neighbour has just made (inputs, gradients of outputs) is left there.
 """
 
 from __future__ import annotations
@@ -29,6 +35,8 @@ from .memory import SavedTensors
 from .timing import Clock
 
 ROUNDS = 3
+# More than last-level caches of CPUs and GPUs hold for one device, mostly.
+EVICTED_BYTES = 64 * 2**20
 
 
 class Cost(NamedTuple):
@@ -43,7 +51,8 @@ class Cost(NamedTuple):
 
 
 class ShareMeter:
-    """Measures shares until ``deadline`` (``time.perf_counter``), then leaves the rest out."""
+    """Measures shares until ``deadline`` (``time.perf_counter``), then leaves the rest out. A step
+    of the model touches ``touched_bytes``."""
 
     def __init__(
         self,
@@ -51,9 +60,12 @@ class ShareMeter:
         device: torch.device,
         deadline: float,
         precision: Precision | None = None,
+        touched_bytes: int = 0,
     ) -> None:
         self._model, self._device, self._deadline = model, device, deadline
         self._precision = precision
+        others = min(touched_bytes, EVICTED_BYTES)
+        self._others = torch.zeros(others, dtype=torch.uint8, device=device)
         self._known: dict[tuple[Any, ...], Cost | None] = {}
 
     def shares(
@@ -114,8 +126,11 @@ class ShareMeter:
         apply_split(shard, unit.modules, split, degree, 0, reduce)
         given = member_call(unit, split, call, degree, 0)
         # In turn, so that a disturbance hits both; the first round warms up.
-        of = partial(cost_of, device=self._device, precision=self._precision)
-        rounds = [(of(holder, unit, call), of(shard, unit, given)) for _ in range(ROUNDS + 1)][1:]
+        of = partial(cost_of, device=self._device, precision=self._precision, others=self._others)
+        rounds = [
+            (of(holder, unit, call), of(shard, unit, given, divisor=degree))
+            for _ in range(ROUNDS + 1)
+        ][1:]
         whole, part = (map(median, zip(*costs, strict=True)) for costs in zip(*rounds, strict=True))
         return Cost(*map(_over, part, whole))
 
@@ -146,10 +161,19 @@ def cost_of(
     call: UnitCall,
     device: torch.device,
     precision: Precision | None = None,
+    others: Tensor | None = None,
+    divisor: int = 1,
 ) -> Cost:
-    """What one run of a unit's modules takes, under the autocast of ``precision``."""
+    """What one run of a unit's modules takes, under the autocast of ``precision``, with ``others``
+    used before each forward and backward. Gradients of parameters are divided by ``divisor``, as
+    the executor does with those of divided parameters."""
     given = call.fresh()
     clock = Clock(device)
+    if others is not None:
+        others += 1
+        with torch.no_grad():
+            for tensor in given.tensors():
+                tensor.clone()
     # Without its inputs, which belong to whoever made them.
     apart = (*holder.parameters(), *holder.buffers(), *given.tensors())
     saved = SavedTensors(apart, lambda: "")
@@ -159,11 +183,16 @@ def cost_of(
         output = run_modules(holder, unit.modules, given)
     middle = clock.now()
     leaves = [t for t in tensors_in(output) if t.requires_grad]
+    if others is not None:
+        others += 1
     gradients = [torch.ones_like(t) for t in leaves]
     # Making the gradients is no part of the backward: a second moment in between.
     turn = clock.now()
     if leaves:
         torch.autograd.backward(leaves, gradients)
+    for parameter in holder.parameters() if divisor > 1 else ():
+        if parameter.grad is not None:
+            parameter.grad /= divisor
     end = clock.now()
     clock.finish()
     for parameter in holder.parameters():

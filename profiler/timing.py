@@ -10,9 +10,11 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
+from math import sqrt
+from statistics import NormalDist, median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -161,6 +163,20 @@ def plain_step(model: nn.Module, batch: Batch, loss: Loss, device: torch.device)
     end = clock.now()
     clock.finish()
     return clock.seconds(start, end)
+
+
+def spread_of(repeated: Iterable[Sequence[float]]) -> float:
+    """How much longer than the median one repetition in six takes, relative to it: a standard
+    deviation, were they normally distributed. Each sequence is of one thing, measured again and
+    again; those measured less than three times tell nothing."""
+    found = []
+    for seconds in repeated:
+        middle = median(seconds) if len(seconds) > 2 else 0.0
+        if middle:
+            # Of few, the median itself follows the disturbed ones.
+            own = sqrt(len(seconds) / (len(seconds) - 1))
+            found += [own * (one / middle - 1) for one in seconds]
+    return max(float(np.quantile(found, NormalDist().cdf(1.0))), 0.0) if found else 0.0
 
 
 # Of so many bytes of parameters copies are made at most; rates are per byte.

@@ -13,7 +13,7 @@ from ...planner.explain.compare import Comparison
 from ...planner.explain.front import Front
 from ...planner.explain.what_if import Size, Sizes
 from ...planner.schema.report import BackgroundFigures, Figures, RunReport
-from ...planner.schema.text import gap_text, seconds, size
+from ...planner.schema.text import expected, gap_text, seconds, size
 from .table import filled_table
 
 # It loads torch, which comparing plans need not wait for.
@@ -126,9 +126,18 @@ def measured_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
         predicted, measured = getattr(report.predicted, name), getattr(report.measured, name)
         if name == "step_s" and report.background is not None:
             rows += _step_with_background(report, report.background)
+        elif name == "step_s":
+            rows.append(_step(report.predicted, report.measured))
         else:
             rows.append(_predicted_and_measured(*QUANTITIES[name], predicted, measured))
     return rows
+
+
+def _step(predicted: Figures, measured: Figures) -> tuple[str, str, str, str]:
+    what, _, second, ratio = _predicted_and_measured(
+        *QUANTITIES["step_s"], predicted.step_s, measured.step_s
+    )
+    return what, expected(predicted.step_s, predicted.low_s, predicted.high_s), second, ratio
 
 
 def _predicted_and_measured(
@@ -165,7 +174,14 @@ def measured_table(report: RunReport) -> Table:
         "first ones"
     )
     headings = ("", "predicted", "measured", "ratio")
-    return filled_table(title, headings, measured_rows(report))
+    table = filled_table(title, headings, measured_rows(report))
+    if report.surprising:
+        table.caption = (
+            "The step lies outside of what was expected nine times in ten: was other work on the "
+            "machines, when profiling or now?"
+        )
+        table.caption_justify = "left"
+    return table
 
 
 def calibration_parts(found: Calibration) -> list[Table | str]:

@@ -13,7 +13,7 @@ from ...planner.explain.why import Bottleneck
 from ...planner.schema.cluster import LINK_NAMES, Cluster, Node
 from ...planner.schema.plan import Plan, Prediction, UnitPlan
 from ...planner.schema.profile import ModelProfile, UnitProfile
-from ...planner.schema.text import gap_text, rate, seconds, size
+from ...planner.schema.text import expected, gap_text, rate, seconds, size
 from .comparisons import QUANTITIES
 from .folding import fold_short as folded
 from .folding import unfolded
@@ -219,6 +219,8 @@ def prediction_table(plan: Plan) -> Table:
 
     def shown(prediction: Prediction, name: str) -> str:
         value = getattr(prediction, name)
+        if name == "step_s":
+            return expected(value, prediction.low_s, prediction.high_s)
         # Of what differs by rank the largest: the fullest rank is the one that may fail.
         return QUANTITIES[name][1](max(value, default=0) if isinstance(value, tuple) else value)
 

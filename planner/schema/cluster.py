@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from .curve import Curve
-from .record import Bytes, Count, Document, Positive, Record, Seconds
+from .record import Bytes, Count, Document, Positive, Record, Seconds, Spread
 
 Collective = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 LevelName = Literal["intra", "inter"]
@@ -62,13 +62,14 @@ class Level(Record, frozen=True, kw_only=True):
     ``bytes_per_s`` is one direction of one device's link (``intra``) or of one node's network
     interface, which its devices share (``inter``). ``curves`` replace the formula where measured;
     they hold at this bandwidth. Where nodes differ it is that of the slowest link, which a ring
-    over all nodes must pass.
+    over all nodes must pass. ``spread`` is how far repeated collectives lay apart.
     """
 
     name: LevelName
     latency_s: Seconds
     bytes_per_s: Positive
     curves: tuple[CollectiveCurve, ...] = ()
+    spread: Spread = 0.0
 
 
 class Interference(Record, frozen=True, kw_only=True):

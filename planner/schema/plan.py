@@ -121,6 +121,10 @@ class Prediction(Record, frozen=True, kw_only=True):
     ``blocking_s`` (redistribution and collectives inside units) + ``exposed_s`` (gradient exchange
     that nothing hides). ``peak_bytes`` by position. ``wire_bytes`` is what the busiest rank sends.
     ``fullest`` is the moment at which the fullest rank holds most.
+
+    ``waiting_s`` is how much longer the slowest rank computes than a median one, where that is
+    known: others wait for it, in ``blocking_s`` or ``exposed_s``. The measured step lies between
+    ``low_s`` and ``high_s`` nine times in ten (none: not said).
     """
 
     step_s: Seconds
@@ -134,6 +138,9 @@ class Prediction(Record, frozen=True, kw_only=True):
     gpu_seconds: Seconds
     samples_per_s: float
     fullest: Moment | None = None
+    waiting_s: Seconds = 0.0
+    low_s: Seconds | None = None
+    high_s: Seconds | None = None
 
 
 class Provenance(Record, frozen=True, kw_only=True):

@@ -7,8 +7,10 @@ from typing import Literal
 from .curve import ZERO, Curve
 from .layout import Style
 from .precision import Precision
-from .record import Bytes, BytesReal, Count, Document, Index, Record, Seconds, Share
+from .record import Bytes, BytesReal, Count, Document, Index, Record, Seconds, Share, Spread
 
+Origin = Literal["measured", "estimated", "table"]
+"""Where times come from: measured here, counted for a catalogued device, or published."""
 UnitKind = Literal[
     "input",
     "output",
@@ -235,7 +237,8 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     ``target`` is how the model was named (``vgg16``, ``file.py:factory``); ``model`` the
     fingerprint of its structure (parameter names and shapes, unit names). ``batches`` are the batch
     sizes measured. ``step`` is the measured forward plus backward of the whole model, with
-    which the sum of units is compared. ``pieces`` are what segments that are recomputed can be
+    which the sum of units is compared, and ``spread`` how far repetitions of it lay apart.
+    ``pieces`` are what segments that are recomputed can be
     made of. ``dtype`` is that of the parameters, and ``precision`` how the model computed (none:
     as it was built). ``calibrated`` says what was corrected since, by runs.
     """
@@ -252,9 +255,10 @@ class ModelProfile(Document, frozen=True, kw_only=True, tag="ModelProfile"):
     edges: tuple[EdgeProfile, ...]
     pieces: tuple[PieceProfile, ...] = ()
     step: Curve | None = None
+    spread: Spread = 0.0
     updates: tuple[UpdateRate, ...] = ()
     compression: tuple[CompressionRate, ...] = ()
-    origin: Literal["measured", "estimated", "table"] = "measured"
+    origin: Origin = "measured"
     calibrated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -25,6 +25,9 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Index = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Spread = Annotated[float, msgspec.Meta(ge=0)]
+"""How much longer than the median one measurement in six takes, relative to it: a standard
+deviation, were they normally distributed. Zero where it is not known."""
 Slowdown = Annotated[float, msgspec.Meta(gt=1)]
 """How many times as long something may take."""
 

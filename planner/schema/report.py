@@ -10,12 +10,15 @@ from .record import Bytes, Count, Index, Record, Seconds, Share, Slowdown
 class Figures(Record, frozen=True, kw_only=True):
     """What a step takes on the busiest rank. None: not measured (``peak_bytes`` of a script on a
     CPU, where nothing counts what is alive). ``exposed_s`` is gradient exchange that nothing hid,
-    ``blocking_s`` redistribution and the collectives inside units."""
+    ``blocking_s`` redistribution and the collectives inside units. A predicted step lies between
+    ``low_s`` and ``high_s`` nine times in ten."""
 
     step_s: Seconds
     blocking_s: Seconds | None = None
     exposed_s: Seconds | None = None
     peak_bytes: Bytes | None = None
+    low_s: Seconds | None = None
+    high_s: Seconds | None = None
 
 
 class BackgroundFigures(Record, frozen=True, kw_only=True):
@@ -61,6 +64,15 @@ class RunReport(Record, frozen=True, kw_only=True):
     accuracy: float | None = None
     background: BackgroundFigures | None = None
 
+    @property
+    def surprising(self) -> bool:
+        """Whether the measured step is outside of the predicted interval."""
+        low, high = self.predicted.low_s, self.predicted.high_s
+        # Beside a background job, steps are longer on purpose.
+        if low is None or high is None or self.background is not None:
+            return False
+        return not low <= self.measured.step_s <= high
+
 
 def predicted_figures(prediction: Prediction) -> Figures:
     """A prediction's figures as far as they are measured too."""
@@ -69,4 +81,6 @@ def predicted_figures(prediction: Prediction) -> Figures:
         blocking_s=prediction.blocking_s,
         exposed_s=prediction.exposed_s,
         peak_bytes=max(prediction.peak_bytes, default=0),
+        low_s=prediction.low_s,
+        high_s=prediction.high_s,
     )

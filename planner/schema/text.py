@@ -8,10 +8,24 @@ def seconds(value: float) -> str:
     # What is less than half a nanosecond is what rounding leaves of none.
     if value < 5e-10:
         return "0"
+    unit, scale = _unit_of(value)
+    return f"{value * scale:.2f} {unit}" if scale < 1e6 else f"{value * scale:.0f} {unit}"
+
+
+def expected(value: float, low: float | None, high: float | None) -> str:
+    """A duration with the interval in which it is expected, where that is known."""
+    if low is None or high is None or not value:
+        return seconds(value)
+    _, scale = _unit_of(value)
+    ends = (f"{v:.0f}" if v >= 100 else f"{v:.3g}" for v in (low * scale, high * scale))
+    return f"{seconds(value)} ({' to '.join(ends)})"
+
+
+def _unit_of(value: float) -> tuple[str, float]:
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if value * scale >= 1:
-            return f"{value * scale:.2f} {unit}"
-    return f"{value * 1e6:.0f} µs" if value >= 1e-6 else f"{value * 1e9:.0f} ns"
+            return unit, scale
+    return ("µs", 1e6) if value >= 1e-6 else ("ns", 1e9)
 
 
 def gap_text(gap: float) -> str:

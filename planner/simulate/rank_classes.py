@@ -20,6 +20,7 @@ from ..schema.layout import Layout
 from ..schema.options import Option
 from .events import ALONE, STEADY_STEPS, Simulation, Span, simulate
 from .schedule import COMPUTE, Message, ScheduleName, Step
+from .spread import slowed
 
 RankClasses = frozenset[int]
 """Numbers of rank classes."""
@@ -64,9 +65,10 @@ class _TaskGraph:
         decisions: Sequence[Option],
         messages: Sequence[Message],
         schedule: ScheduleName,
+        slowest: float,
     ) -> None:
         self.model, self.decisions, self.messages = model, tuple(decisions), tuple(messages)
-        self.schedule = schedule
+        self.schedule, self.slowest = schedule, slowest
         self.classes = rank_classes(model.world_size, [o.layout for o in decisions])
         self.of_unit = [
             # Positions of one class take part in the same units: the first speaks for all.
@@ -84,6 +86,7 @@ class _TaskGraph:
 
     def _compute(self, k: int, phase: str, seconds: float, after: Sequence[int]) -> int:
         mine = self.of_unit[k]
+        seconds *= self.slowest
         return self._add(Task(COMPUTE, k, phase, seconds, mine, mine, tuple(after)))
 
     def _collective(
@@ -270,10 +273,13 @@ def simulate_rank_classes(
     schedule: ScheduleName,
     interference: Interference = ALONE,
     steps: int | None = None,
+    *,
+    slowest: float = 1.0,
 ) -> Simulation:
     """Runs a few steps and describes the last, as ``simulate`` does; computing, blocking and
-    exposed seconds are those of the class that works longest."""
-    graph = _TaskGraph(model, decisions, messages, schedule)
+    exposed seconds are those of the class that works longest. Computing takes ``slowest`` times as
+    long."""
+    graph = _TaskGraph(model, decisions, messages, schedule, slowest)
     for _ in range(steps or STEADY_STEPS[schedule]):
         graph.step()
     tasks = graph.tasks
@@ -300,10 +306,18 @@ def simulate_rank_classes(
 
 
 def simulate_decisions(
-    model: CostModel, decisions: Sequence[Option], step: Step, steps: int | None = None
+    model: CostModel,
+    decisions: Sequence[Option],
+    step: Step,
+    steps: int | None = None,
+    *,
+    slowest: float = 1.0,
 ) -> Simulation:
-    """Runs the step of those decisions as the cluster does, with its interference."""
+    """Runs the step of those decisions as the cluster does, with its interference, on ranks that
+    compute ``slowest`` times as long."""
     noise = model.cluster.interference
     if any(option.layout.first for option in decisions):  # branches on ranks of their own
-        return simulate_rank_classes(model, decisions, step.messages, step.schedule, noise, steps)
-    return simulate(step, noise, steps)
+        return simulate_rank_classes(
+            model, decisions, step.messages, step.schedule, noise, steps, slowest=slowest
+        )
+    return simulate(slowed(step, slowest), noise, steps)

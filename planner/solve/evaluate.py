@@ -30,6 +30,7 @@ from ..schema.record import fingerprint
 from ..simulate.events import Simulation
 from ..simulate.rank_classes import simulate_decisions
 from ..simulate.schedule import ScheduleName, Step, step_of
+from ..simulate.spread import blocking_share, interval, slowest_of
 
 
 class RankMemory(NamedTuple):
@@ -112,10 +113,12 @@ def evaluation(
     if len(decisions) != len(units):
         raise InputError(f"{len(decisions)} decisions for {len(units)} units: give one for each")
     chain = model.chain(decisions)
+    # What is waited for is the slowest rank.
+    factor = slowest_of(model.world_size, model.profile.spread)
     step = step_of(model, decisions, chain, schedule)
-    result = simulate_decisions(model, decisions, step)
+    result = simulate_decisions(model, decisions, step, slowest=factor)
     memory = rank_memory(model, decisions)
-    prediction = _prediction(model, decisions, step, result, memory)
+    prediction = _prediction(model, decisions, step, result, factor, memory)
     return Evaluation(model, decisions, chain, step, result, memory, prediction)
 
 
@@ -145,6 +148,7 @@ def _prediction(
     decisions: Decisions,
     step: Step,
     result: Simulation,
+    factor: float,
     memory: Sequence[RankMemory],
 ) -> Prediction:
     peaks = {position: group.peak_bytes for group in memory for position in group.positions}
@@ -152,18 +156,28 @@ def _prediction(
     for message in step.messages:
         per_link[message.link] = per_link.get(message.link, 0.0) + message.seconds
     names = [unit.name for unit in model.profile.units]
+    # Measured is a median rank: it waits where the slowest computes.
+    compute_s = result.compute_s / factor
+    waiting_s = result.compute_s - compute_s
+    blocked_s = waiting_s * blocking_share(step.work) if waiting_s else 0.0
+    spread = max((level.spread for level in model.cluster.levels), default=0.0)
+    origin = model.profile.origin
+    expected = interval(result.step_s, result.compute_s, model.profile.spread, spread, origin)
     return Prediction(
         step_s=result.step_s,
-        compute_s=result.compute_s,
-        blocking_s=result.blocking_s,
-        exposed_s=result.exposed_s,
-        update_s=result.update_s,
+        compute_s=compute_s,
+        blocking_s=result.blocking_s + blocked_s,
+        exposed_s=result.exposed_s + waiting_s - blocked_s,
+        update_s=result.update_s / factor,
         exchange_s=max(per_link.values(), default=0.0),
         wire_bytes=round(_wire_bytes(model, decisions, step)),
         peak_bytes=tuple(peaks[position] for position in range(model.world_size)),
         gpu_seconds=_gpu_seconds(model, decisions, result),
         samples_per_s=model.goal.batch / result.step_s if result.step_s else 0.0,
         fullest=max(memory, key=lambda group: group.peak_bytes).fullest(names),
+        waiting_s=waiting_s,
+        low_s=expected.low_s,
+        high_s=expected.high_s,
     )
 
 

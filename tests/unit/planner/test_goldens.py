@@ -423,10 +423,15 @@ DECIDED = (
 )  # fmt: skip
 
 
+SURE = ("low_s", "high_s", "waiting_s")
+
+
 def figures(plan):
     """What is frozen of a plan."""
     made = msgspec.to_builtins(plan)
     found = {name: made[name] for name in DECIDED}
+    # How sure a prediction is changes with what predictions have been seen to miss.
+    found["prediction"] = {n: v for n, v in made["prediction"].items() if n not in SURE}
     found["baseline"] = {"step_s": made["baseline"]["step_s"]}
     proved = made["provenance"].items()
     found["provenance"] = {name: value for name, value in proved if name not in PASSING}
