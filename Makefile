@@ -47,6 +47,12 @@ $(VENV)/test.stamp: pyproject.toml constraints.txt
 	$(PIP) -e ".[data,test]"
 	touch $(VENV)/run.stamp $@
 
+# Models of other packages, for the zoo alone and beside the environment: transformers imports
+# torchvision where it is installed, and its package for CUDA does not load beside a CPU build.
+$(VENV)/vision.stamp: $(VENV)/test.stamp
+	$(PIP) --no-deps --upgrade --target $(VENV)/vision timm torchvision
+	touch $@
+
 demo: $(VENV)/run.stamp
 	$(BIN)/meshwright demo
 
@@ -54,7 +60,7 @@ test: $(VENV)/test.stamp
 	$(SINGLE) -m "not slow and not long"
 	$(SEVERAL) -m "not slow and not long"
 
-test-all: $(VENV)/test.stamp
+test-all: $(VENV)/vision.stamp
 	$(SINGLE) -m "not long"
 	$(SEVERAL) -m "not long"
 
@@ -98,8 +104,8 @@ bench-lossy: $(VENV)/test.stamp
 bench-laysa: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/laysa.py --own --markdown docs/results/laysa.md
 
-bench-zoo: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo.py --markdown docs/results/zoo.md
+bench-zoo: $(VENV)/vision.stamp
+	PYTHONPATH=$(VENV)/vision OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo.py --markdown docs/results/zoo.md
 
 bench-sharded: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/sharded.py --optimizers momentum adamw --ratios 0.5 1 2 --fsdp

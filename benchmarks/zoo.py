@@ -3,12 +3,13 @@
     OMP_NUM_THREADS=1 python benchmarks/zoo.py [--models llama vit] [--sample 20 --seed 1]
         [--keep rows.jsonl] [--markdown docs/results/zoo.md]
 
-Every architecture of transformers that can be made small by its configuration is built with random
-weights (``zoo_models.py``) and given to two ranks: its units are found and profiled, a plan is made
-for a slow link, and three steps under that plan are compared with one process (as ``meshwright
-verify`` does), then three more under a plan that divides every unit that can be divided. Peak
-memory under both is predicted and measured. A model has a time limit for all of it. Prints a row
-for each, and last a JSON object with the counts of each verdict:
+Every architecture of transformers that can be made small by its configuration, the smallest model
+of each family of timm, and torchvision's classifiers (``zoo_models.py``, ``zoo_vision.py``; of the
+packages that are installed) are built with random weights and given to two ranks: units are found
+and profiled, a plan is made for a slow link, and three steps under that plan are compared with one
+process (as ``meshwright verify`` does), then three more under a plan that divides every unit that
+can be divided. Peak memory under both is predicted and measured. A model has a time limit for all
+of it. Prints a row for each, and last a JSON object with the counts of each verdict:
 
 - ``right``: equal to one process by the yardstick of the precision that the model computes in;
 - ``explained``: not equal, and the verdict says why no plan could be;
@@ -52,11 +53,12 @@ from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.model import profile
 from rows import command_line, keep, known, markdown, print_json, print_row, put_into
 from zoo_models import architectures, from_transformers
+from zoo_vision import from_vision, vision_models
 
 RANKS = 2
 BATCH = 8
 MEASURED = (2, 4, 8)
-LIMIT_S = 240.0
+LIMIT_S = 480.0
 COLLECTIVE_S = 60.0
 LOST = "Connection closed"
 # The targets: of all models those that train right or are told why not, and those of which half the
@@ -127,6 +129,11 @@ def _verdict(made: Plan, workload: Workload) -> Row:
     }
 
 
+def model_of(name: str) -> Workload:
+    """The workload of a name, whichever package it is from."""
+    return from_vision(name) if "/" in name else from_transformers(name)
+
+
 def on_rank(rank: int, folder: str, name: str, pipe: Connection) -> None:
     """One rank's part, in a process of its own."""
     null = os.open(os.devnull, os.O_WRONLY)
@@ -144,14 +151,14 @@ def on_rank(rank: int, folder: str, name: str, pipe: Connection) -> None:
 def _tried_alone(rank: int, folder: str, name: str, pipe: Connection) -> Row | None:
     """What the rank failed with."""
     try:
-        from_transformers(name)
+        model_of(name)
     except Exception as error:
         return {"verdict": "unbuilt", "why": _said(error)}
     store = dist.FileStore(f"{folder}/store", RANKS)
     limit = timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
     try:
-        tried(lambda: from_transformers(name), pipe.send if rank == 0 else lambda part: None)
+        tried(lambda: model_of(name), pipe.send if rank == 0 else lambda part: None)
     except MeshwrightError as error:
         return {"verdict": "refused", "why": str(error)}
     except Exception as error:
@@ -262,6 +269,16 @@ def page_of(rows: Sequence[Row]) -> str:
     return f"{words}\n\n{markdown(headings, cells, left=(0, 3, 6))}"
 
 
+def names_here() -> list[str]:
+    """All models of the packages that are installed. They are imported here, once for all ranks:
+    torchvision before transformers, which imports it."""
+    vision = vision_models()
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return [*sorted(architectures()), *vision]
+
+
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+")
@@ -270,10 +287,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--markdown", type=Path)
     asked = parser.parse_args()
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    names = asked.models or sorted(architectures())
+    here = names_here()
+    names = asked.models or here
     most = asked.sample or len(names)
     if asked.sample:
         random.Random(asked.seed).shuffle(names)

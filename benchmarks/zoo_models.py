@@ -166,7 +166,7 @@ def from_transformers(kind: str) -> Workload:
             continue
         for way, make_batch in enumerate(ways):
             try:
-                _try(Workload(kind, model, make_batch, loss))
+                try_training(Workload(kind, model, make_batch, loss))
             except Exception as raised:
                 error = error or raised
             else:
@@ -191,7 +191,8 @@ def _made(cls: Any, level: _Level) -> tuple[nn.Module, Any]:
     return cls(config), config
 
 
-def _try(workload: Workload) -> None:
+def try_training(workload: Workload) -> None:
+    """Forward and backward of two samples. Raises what the model raises."""
     batch = workload.make_batch(2)
     output = workload.model(*batch.args, **batch.kwargs)
     workload.loss(output, batch.target).backward()

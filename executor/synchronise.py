@@ -56,7 +56,8 @@ class GradientSynchroniser:
         kernels: Kernels | None = None,
     ) -> None:
         self.params = list(entries)
-        self._voting_s = 0.0
+        self.voting_s = 0.0
+        """Seconds until ranks had agreed on the parameters that have a gradient."""
         self._exchange, self._latest = exchange, latest
         self._control, self._watch = control, control.watch
         self._active = self._weighted = self._anchored = False
@@ -91,8 +92,8 @@ class GradientSynchroniser:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that this rank has waited for gradients."""
-        return self._voting_s + self._exchange.waited_s
+        """Seconds that this rank has waited for gradients, and for ``voting_s``."""
+        return self.voting_s + self._exchange.waited_s
 
     def detach(self) -> None:
         for hook in self._hooks:
@@ -178,7 +179,7 @@ class GradientSynchroniser:
         """The entries that some rank has a gradient for."""
         before = self._control.seconds
         (vector,) = votes.rows()
-        self._voting_s += self._control.seconds - before
+        self.voting_s += self._control.seconds - before
         if vector[0] != -vector[1] or vector[2] != -vector[3]:
             raise RunError(
                 f"ranks end different backwards: one ends backward {-int(vector[1])} after forward "

@@ -32,7 +32,7 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 ROUNDS = 9
 # Seconds for all groups together; on a slow network fewer rounds are made, of smaller messages.
 BUDGET_S = 12.0
-HOSTS_S, SLOWDOWN_S = 3.0, 2.0
+HOSTS_S, SLOWDOWN_S = 3.0, 3.0
 """Seconds that measuring the hosts' rates, and interference, mostly takes."""
 
 Progress = Callable[[int, int, str], None]
@@ -284,8 +284,8 @@ def copy_rate(
 
 
 MESSAGE_BYTES = 4 * 2**20
-"""The largest message that is sent beside computing; on slow links it is one that takes half of
-``LOAD_S``."""
+"""The largest message that is sent beside computing, as large as slices mostly are: short ones wait
+for cores longer than for links. On slow links it is one that takes half of ``LOAD_S``."""
 MOST_MESSAGES = 64
 """As many are sent at most to find out how many take ``LOAD_S``."""
 SLOWDOWN_ROUNDS = 5
@@ -293,9 +293,9 @@ SLOWDOWN_ROUNDS = 5
 # on a GPU its kernels take multiprocessors. Three things are timed in turn, several rounds: a fixed
 # amount of computing, a fixed amount of communicating, and the computing while the communicating
 # goes on.
-LOAD_S = 0.06
+LOAD_S = 0.15
 # No further round is begun after so long.
-SLOWDOWN_BUDGET_S = 2.0
+SLOWDOWN_BUDGET_S = 3.0
 
 
 class _Load:

@@ -1,13 +1,14 @@
 """What the executor's own work adds to a step, measured by running it.
 
 Toy models (few parameters, many, large ones, divided ones) are trained plainly and under a plan, in
-turns. What the step takes longer under the plan, less the all-reduce of its one bucket and the wait
-in redistributions (which predictions count by themselves), is the executor's: the ranks' agreement
-on samples and on used parameters, hooks, the filling and averaging of buckets, and what goes on in
+turns. What the step takes longer under the plan, less the waits in it for gradients and
+redistributions (which predictions count by themselves), is the executor's: the ranks' agreement on
+samples and on used parameters, hooks, the filling and averaging of buckets, and what goes on in
 Python around a redistribution.
 
-Toys are as large as the links carry quickly: what a byte costs the executor can be told from what
-it costs the wire to a share of the latter, however many there are.
+What a byte costs the executor is little beside what it costs the wire, and would drown in the
+wire's own unsteadiness: for bytes only the work between waits is counted, without the agreements,
+which wait behind the gradients on the same links. Toys are as large as the links carry quickly.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ROUNDS, UNCOUNTED = 25, 3
 # No further round is begun once a toy has taken so long, unless it has had the fewest.
 TOY_S, FEWEST = 1.0, 5
 # What the exchange of the large toy's gradients takes at most.
-EXCHANGE_S = 0.05
+EXCHANGE_S = 0.1
 # What travels at once: all of a toy, and slices as plans mostly choose them.
 MESSAGE_BYTES: dict[ScheduleName, int] = {"barrier": 25 * 2**20, "priority": 4 * 2**20}
 
@@ -71,9 +72,11 @@ def _large(ranks: int, bytes_per_s: float) -> _Toy:
 
 
 class _Excess(NamedTuple):
-    """Seconds that a step is longer under a plan, and the redistributions in it."""
+    """Seconds that a step is longer under a plan, waiting for tensors left out; those of them that
+    are no agreement among ranks; and the redistributions in it."""
 
     seconds: float
+    alone_s: float
     moves: int
 
 
@@ -105,12 +108,13 @@ def measure_overheads(
 
 
 def _overhead(found: Sequence[_Excess], more_bytes: int, move_s: float) -> StepOverhead:
-    small, many, large = (one.seconds for one in found[:3])
+    small, many = (one.seconds for one in found[:2])
+    bytes_s = found[2].alone_s - found[0].alone_s
     each = max((many - small) / (MANY.parameters - SMALL.parameters), 0.0)
     return StepOverhead(
         step_s=max(small - SMALL.parameters * each, 0.0),
         parameter_s=each,
-        byte_s=max((large - small) / more_bytes, 0.0),
+        byte_s=max(bytes_s / more_bytes, 0.0),
         move_s=move_s,
     )
 
@@ -124,47 +128,34 @@ def _excesses(
         for done, toy in enumerate(toys, 1):
             found.append(_excess(toy, dist.get_world_size(), rounds, schedule))
             tick(done)
-    worst = slowest([one.seconds for one in found], torch.device("cpu"))
-    return [one._replace(seconds=seconds) for one, seconds in zip(found, worst, strict=True)]
+    worst = slowest([s for one in found for s in (one.seconds, one.alone_s)], torch.device("cpu"))
+    pairs = zip(worst[::2], worst[1::2], strict=True)
+    return [one._replace(seconds=s, alone_s=a) for one, (s, a) in zip(found, pairs, strict=True)]
 
 
 def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Excess:
-    """How much longer a step under a plan is than a plain one and its communication."""
+    """How much longer a step under a plan is than a plain one and the waits in it."""
     plain, batch = _model(toy), torch.ones(2, toy.width)
     by_hand = _updated(plain)
     model = _model(toy)
     planned, optimizer = apply(model, _updated(model), _plan(toy, ranks, schedule))
     assert optimizer is not None, "an optimizer comes back where one was given"
-    meter = run_of(planned).meter
-    pieces = torch.split(torch.zeros(toy.bytes // 4), MESSAGE_BYTES[schedule] // 4)
-
-    def reduce() -> None:
-        # All pieces under way together, as the executor has them.
-        for work in [dist.all_reduce(piece, async_op=True) for piece in pieces]:
-            assert work is not None, "this rank is of the group"
-            work.wait()
-
-    turns: list[Callable[[], object]] = [
-        lambda: _step(plain, by_hand, batch),
-        lambda: _step(planned, optimizer, batch),
-        reduce,
-    ]
-    taken: list[list[float]] = [[], [], []]
-    begun, made = time.perf_counter(), 0
-    while made < rounds + UNCOUNTED:
-        for turn, seconds in zip(turns, taken, strict=True):
-            dist.barrier()
-            start, waited = time.perf_counter(), meter.seconds
-            turn()
-            # Waiting in redistributions is predicted by itself.
-            seconds.append(time.perf_counter() - start - (meter.seconds - waited))
-        made += 1
+    meter, gradients = run_of(planned).meter, run_of(planned).gradients
+    plainly, under, alone = list[float](), list[float](), list[float]()
+    begun = time.perf_counter()
+    while len(plainly) < rounds + UNCOUNTED:
+        plainly.append(_timed(plain, by_hand, batch))
+        before = meter.seconds, gradients.exposed_s, gradients.voting_s
+        seconds = _timed(planned, optimizer, batch)
+        moving, exposed, voting = meter.seconds, gradients.exposed_s, gradients.voting_s
+        alone.append(seconds - (moving - before[0]) - (exposed - before[1]))
+        under.append(alone[-1] + voting - before[2])
         # Agreed, as a rank that stops alone leaves the others waiting in the next round.
         spent_s = slowest([time.perf_counter() - begun], torch.device("cpu"))[0]
-        if spent_s > TOY_S and made >= FEWEST + UNCOUNTED:
+        if spent_s > TOY_S and len(plainly) >= FEWEST + UNCOUNTED:
             break
-    plainly, under, wire = (median(seconds[UNCOUNTED:]) for seconds in taken)
-    return _Excess(under - plainly - wire, meter.moves // made)
+    usual, own, apart = (median(seconds[UNCOUNTED:]) for seconds in (plainly, under, alone))
+    return _Excess(own - usual, apart - usual, meter.moves // len(plainly))
 
 
 def _updated(model: nn.Module) -> torch.optim.Optimizer:
@@ -176,8 +167,11 @@ def _model(toy: _Toy) -> nn.Module:
     return nn.Sequential(*(nn.Linear(toy.width, toy.width) for _ in range(toy.layers)))
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-    """One whole step: what an optimizer that returns at once leaves to do is waited for."""
+def _timed(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
+    """Seconds of one whole step, which all ranks begin together: what an optimizer that returns at
+    once leaves to do is waited for."""
+    dist.barrier()
+    start = time.perf_counter()
     loss: Tensor = model(batch).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
@@ -185,6 +179,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> 
     # Any use of a parameter waits for its update, where the optimizer returned before it was done.
     for parameter in model.parameters():
         parameter.detach()
+    return time.perf_counter() - start
 
 
 def _plan(toy: _Toy, ranks: int, schedule: ScheduleName) -> Plan:

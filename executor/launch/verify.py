@@ -331,9 +331,11 @@ def _without_dropout(model: nn.Module) -> list[str]:
 
 
 def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    # By names: besides torch's modules many keep a rate and call torch's function with it.
+    # By names: besides torch's modules many keep a rate and call torch's function with it, and
+    # torchvision leaves out whole branches by chance (``StochasticDepth``).
     for module in model.modules():
-        is_dropout = "dropout" in type(module).__name__.lower()
+        kind = type(module).__name__.lower()
+        is_dropout = "dropout" in kind or "stochastic" in kind
         for name, value in vars(module).items():
             named = "drop" in name.lower() or (is_dropout and name == "p")
             if named and isinstance(value, float) and 0 < value <= 1:
