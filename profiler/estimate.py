@@ -46,7 +46,7 @@ from .memory import Footprints, FusedAttention, dry, is_dry, saved_inputs
 from .model import inputs_of, unit_profile
 from .operations import OperationLog
 from .roofline import Work, seconds
-from .shares import Cost, cost_of, shard_bytes
+from .shares import Cost, cost_of, saved_ratio, shard_bytes
 from .timing import OPTIMIZERS, Timeline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -222,9 +222,11 @@ class _Estimator(NamedTuple):
             return None
         size = shard_bytes(self.model, unit, split, degree)
         part = size / max(whole.parameter_bytes, 1)
-        saved, gradient, output = (
-            a / b if b else 1.0 for a, b in zip(member.cost[2:], alone.cost[2:], strict=True)
+        gradient, output = (
+            a / b if b else 1.0 for a, b in zip(member.cost[3:], alone.cost[3:], strict=True)
         )
+        in_model = whole.saved(SHARE_SIZES[-1])
+        saved = saved_ratio(in_model, alone.cost.saved, member.cost.saved, degree)
         return ShareProfile(
             style=split.style,
             degree=degree,

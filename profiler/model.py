@@ -280,7 +280,7 @@ def _units(
         call = calls.get(unit.name)  # none where a forward leaves the unit out
         if call is None:
             continue
-        shares = meter.shares(unit, bases[unit.name], call, degrees)
+        shares = meter.shares(unit, bases[unit.name], call, sizes[-1], degrees)
         base = bases[unit.name]
         bases[unit.name] = msgspec.structs.replace(base, shares=(base.whole, *shares))
     discarded = measured[0].footprint.discarded

@@ -41,7 +41,7 @@ EVICTED_BYTES = 64 * 2**20
 
 class Cost(NamedTuple):
     """Seconds of forward and backward, bytes saved for backward, bytes of inputs and outputs that
-    have a gradient, and of outputs; or these as shares of the whole unit's."""
+    have a gradient, and of outputs."""
 
     forward_s: float
     backward_s: float
@@ -66,22 +66,31 @@ class ShareMeter:
         self._precision = precision
         others = min(touched_bytes, EVICTED_BYTES)
         self._others = torch.zeros(others, dtype=torch.uint8, device=device)
-        self._known: dict[tuple[Any, ...], Cost | None] = {}
+        self._known: dict[tuple[Any, ...], tuple[Cost, Cost] | None] = {}
 
     def shares(
-        self, unit: UnitSpec, profile: UnitProfile, call: UnitCall, wanted: Sequence[int]
+        self,
+        unit: UnitSpec,
+        profile: UnitProfile,
+        call: UnitCall,
+        samples: int,
+        wanted: Sequence[int],
     ) -> list[ShareProfile]:
-        """The shares of a unit for every style and every degree of ``wanted`` that it can have."""
+        """The shares of a unit for every style and every degree of ``wanted`` that it can have;
+        ``call`` is its call for so many samples."""
         whole = profile.whole
         found = []
         for split in unit.splits:
             for degree in wanted:
                 if not degrees(profile, split.style, degree):
                     continue
-                ratio = self._ratio(unit, split, call, degree)
+                costs = self._costs(unit, split, call, degree)
                 # No time was left for it.
-                if ratio is None:
+                if costs is None:
                     continue
+                alone, member = costs
+                ratio = Cost(*map(_over, member, alone))
+                saved = saved_ratio(whole.saved(samples), alone.saved, member.saved, degree)
                 size = shard_bytes(self._model, unit, split, degree)
                 part = _over(size, whole.parameter_bytes)
                 found.append(
@@ -90,17 +99,20 @@ class ShareMeter:
                         degree=degree,
                         forward=whole.forward.scaled(ratio.forward_s),
                         backward=whole.backward.scaled(ratio.backward_s),
-                        saved=whole.saved.scaled(ratio.saved),
+                        saved=whole.saved.scaled(saved),
                         gradient=whole.gradient.scaled(ratio.gradient),
                         workspace=whole.workspace.scaled(ratio.output),
                         parameter_bytes=size,
                         fresh=whole.fresh.scaled(part),
-                        spared=whole.spared.scaled(min(part, ratio.saved)),
+                        spared=whole.spared.scaled(min(part, saved)),
                     )
                 )
         return found
 
-    def _ratio(self, unit: UnitSpec, split: SplitSpec, call: UnitCall, degree: int) -> Cost | None:
+    def _costs(
+        self, unit: UnitSpec, split: SplitSpec, call: UnitCall, degree: int
+    ) -> tuple[Cost, Cost] | None:
+        """Of the unit run by itself and of a member's share of it."""
         modules = [self._model.get_submodule(name) for name in unit.modules]
         shapes = [tuple(p.shape) for module in modules for p in module.parameters()]
         inputs = [tuple(t.shape) for t in call.tensors()]
@@ -114,7 +126,9 @@ class ShareMeter:
                     self._known[key] = self._measure(unit, split, call, degree)
         return self._known[key]
 
-    def _measure(self, unit: UnitSpec, split: SplitSpec, call: UnitCall, degree: int) -> Cost:
+    def _measure(
+        self, unit: UnitSpec, split: SplitSpec, call: UnitCall, degree: int
+    ) -> tuple[Cost, Cost]:
         holder = isolated(self._model, unit.modules)
         shard = copied(holder)
 
@@ -131,8 +145,10 @@ class ShareMeter:
             (of(holder, unit, call), of(shard, unit, given, divisor=degree))
             for _ in range(ROUNDS + 1)
         ][1:]
-        whole, part = (map(median, zip(*costs, strict=True)) for costs in zip(*rounds, strict=True))
-        return Cost(*map(_over, part, whole))
+        alone, member = (
+            Cost(*map(median, zip(*costs, strict=True))) for costs in zip(*rounds, strict=True)
+        )
+        return alone, member
 
 
 def shard_bytes(model: nn.Module, unit: UnitSpec, split: SplitSpec, degree: int) -> int:
@@ -149,6 +165,16 @@ def shard_bytes(model: nn.Module, unit: UnitSpec, split: SplitSpec, degree: int)
             size = size * kept // max(length, 1)
         total += size
     return total
+
+
+def saved_ratio(whole: float, alone: float, member: float, degree: int) -> float:
+    """What a member of a divided unit saves, of ``whole`` bytes that the unit saves in the model,
+    where by themselves the unit saves ``alone`` bytes and the member's share of it ``member``. The
+    rest is the unit's output, which others save: for a member that of its own samples."""
+    if whole <= 0:
+        return 1.0
+    own = member * min(whole / alone, 1.0) if alone else 0.0
+    return (own + max(whole - alone, 0.0) / degree) / whole
 
 
 def _over(part: float, whole: float) -> float:

@@ -268,7 +268,7 @@ class CostModel(Exchanges):
             OnLink(self.move_s(moved, back, backward=True).item(), link, received * back),
             received * element,
             moved.returning.item() * back,
-            moved.needed.item() * element * (self.sharable[e] and target.layout.degree > 1),
+            moved.needed.item() * element * self.kept_share(e, target),
         )
 
     def arrival(self, e: int, decisions: Sequence[Option]) -> EdgeCost:

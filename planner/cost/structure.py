@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ..schema.options import Option, tied_units
 from ..schema.profile import ModelProfile, ParameterProfile
-from .ownership import input_placement, output_placement
+from .ownership import TensorPlacement, input_placement, output_placement
 from .redistribution import SharedRedistribution, edge_redistribution, edge_tensors
 
 
@@ -62,6 +62,26 @@ class Structure:
         tensors = [edge_tensors(edge) for edge in self.profile.edges]
         times = Counter(tensors)
         return tuple(times[one] > 1 for one in tensors)
+
+    @cached_property
+    def saved_alone(self) -> tuple[float, ...]:
+        """For each edge the share of its bytes that its target alone saves for backward."""
+        entering = [
+            sum(self.profile.edges[e].bytes_per_sample for e in edges) for edges in self.edges_into
+        ]
+        kept = [unit.input_kept for unit in self.profile.units]
+        targets = (target for _, target in self.ends)
+        return tuple(min(kept[k] / entering[k], 1.0) if entering[k] else 0.0 for k in targets)
+
+    def kept_share(self, e: int, target: TensorPlacement) -> float:
+        """Of the bytes that edge ``e`` brings to a divided unit those that its memory grows by, as
+        a share; none of tensors that only it can have (``own_input_bytes`` counts these). What
+        it alone would keep of them, were it whole, counts to the unit that made them."""
+        degree = target.layout.degree
+        if degree == 1 or not self.sharable[e]:
+            return 0.0
+        # Of all features of a group's samples its own samples are a part; of a slice all of them.
+        return 1.0 - self.saved_alone[e] / (1 if target.form == "feature_shard" else degree)
 
     def redistributed_before(
         self, e: int, decisions: Sequence[Option] | Mapping[int, Option]

@@ -188,13 +188,13 @@ class MemoryModel:
         whole = (entering if unit.input_saved is None else unit.input_saved) * samples
         # What it may share with other units is counted once for all of them (``moved``).
         alone = sum(edges[e].bytes_per_sample for e in into if not self.model.sharable[e])
-        whole *= alone / entering if entering else 0.0
+        share = alone / entering if entering else 0.0
         split = unit.split(option.style)
         if option.style == "row" and split is not None:
             # The largest member's part.
             whole *= ceil(split.features / degree) / split.features
         # Counted to the units that made it, as if somebody kept it.
-        return max(whole - unit.input_kept * samples / degree, 0.0)
+        return max(whole - unit.input_kept * samples / degree, 0.0) * share
 
     def _sizes_bytes(self, k: int, option: Option) -> list[int]:
         """A member's shards of the unit's parameters that have a gradient."""
@@ -258,8 +258,7 @@ class MemoryModel:
         if not self.keeps_output(k):
             return 0.0
         whole = self.model.output_bytes_per_sample(k)[0] * samples
-        split = option.layout.degree if option.style == "column" else 1
-        return min(whole / split, saved)
+        return min(whole / option.layout.degree, saved)
 
     def unsaved_input_bytes(self, k: int, layout: Layout, samples: int | None) -> float:
         """What a unit that is recomputed keeps of its inputs beyond what is kept anyway: tensors

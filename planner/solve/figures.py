@@ -127,8 +127,7 @@ class UnitFigures:
             found[:, AT[f"inner_backward.{link}"]] += plain[:, AT[f"inner_forward.{link}"]]
         whole = self.model.output_bytes_per_sample(k)[0] * self.memory.keeps_output(k)
         output = np.array([
-            whole * (self.samples(layout) or 0) / (layout.degree if style == "column" else 1)
-            for layout, style in states
+            whole * (self.samples(layout) or 0) / layout.degree for layout, _ in states
         ])  # fmt: skip
         # What stays is ``MemoryModel._resident`` and the unit's gathered input.
         gathered = self._gathered(k, states)
@@ -311,24 +310,24 @@ class EdgeFigures:
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self._nodes = _Nodes(model.fabric)
-        self._edges: dict[tuple[Sizes, tuple[State, ...], tuple[State, ...], bool], Reals] = {}
+        self._edges: dict[tuple[object, ...], Reals] = {}
 
     def of(self, e: int, sources: tuple[State, ...], targets: tuple[State, ...]) -> Reals:
         """``EDGE_FIGURES`` of edge ``e``, [figure, source's state, target's state]."""
         edge = self.model.profile.edges[e]
         sizes = edge.bytes_per_sample, edge.gradient_bytes_per_sample, edge.features
-        key = sizes, sources, targets, self.model.sharable[e]
+        taken = [input_placement(*target) for target in targets]
+        kept = tuple(self.model.kept_share(e, placement) for placement in taken)
+        key = sizes, sources, targets, kept
         if key not in self._edges:
-            self._edges[key] = self._between(*key)
+            made = [output_placement(*source) for source in sources]
+            self._edges[key] = self._between(sizes, made, taken)
+            self._edges[key][len(ENTRY)] *= kept
         return self._edges[key]
 
     def _between(
-        self, sizes: Sizes, sources: Sequence[State], targets: Sequence[State], sharable: bool
+        self, sizes: Sizes, made: Sequence[TensorPlacement], taken: Sequence[TensorPlacement]
     ) -> Reals:
-        made, taken = (
-            [output_placement(*s) for s in sources],
-            [input_placement(*t) for t in targets],
-        )
         # Many states leave or need a tensor in the same place: each pair of places counts once.
         out, into = list(dict.fromkeys(made)), list(dict.fromkeys(taken))
         every = range(len(EDGE_FIGURES))
@@ -347,8 +346,6 @@ class EdgeFigures:
                 ends = tuple(out[i] for i in rows), tuple(into[i] for i in cols)
                 flow = _flows(self._nodes, self.model.counts, *ends, features)
                 part = self._seconds(flow, sizes[0] / features, sizes[1] / features)
-                divided = np.array([sharable and into[i].layout.degree > 1 for i in cols])
-                part[len(ENTRY)] *= divided
                 figures[np.ix_(every, rows, cols)] = part
         where = [out.index(h) for h in made], [into.index(h) for h in taken]
         return figures[np.ix_(every, *where)]

@@ -117,6 +117,20 @@ def verify_normalised(rank: int, styles: dict[str, str], dtype: str) -> verifica
     return verify_on_ranks(plan, workload, dtype=dtype)
 
 
+class StochasticDepth(nn.Module):
+    """As torchvision's, which keeps its rate as ``p``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = 0.2
+
+
+def test_whatever_leaves_out_by_chance_is_switched_off():
+    model = nn.Sequential(nn.Dropout(0.5), StochasticDepth(), nn.Linear(2, 2))
+    assert verification._without_dropout(model) == ["dropout is off in 2 modules"]
+    assert (model[0].p, model[1].p) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("styles", [{}, {"5": "column", "7": "row"}])
 def test_dropout_and_local_statistics_are_set_aside_and_said(ranks, styles, dtype):

@@ -69,6 +69,28 @@ def test_other_tensors_travel_for_each(second):
     assert (chain.entry_forward_s[1, 2:4] > 0).all()
 
 
+@pytest.mark.parametrize(
+    ("style", "saved_alone", "expected"),
+    [
+        ("column", 0.0, 16 * 40.0),  # beside the tensor itself, which others save
+        ("column", 40.0, 16 * 40.0 - 4 * 40.0),  # in place of the rank's own four samples of it
+        ("row", 0.0, 16 * 12.0),  # three of ten features for the first of four
+        ("row", 40.0, 0.0),  # as many bytes in another form
+    ],
+)
+def test_what_a_divided_unit_keeps_of_an_input_that_others_share(style, saved_alone, expected):
+    made = fork(edge("a", "q"), edge("a", "k"))
+    units = tuple(
+        msgspec.structs.replace(u, input_kept=saved_alone) if u.name == "q" else u
+        for u in made.units
+    )
+    profile = msgspec.structs.replace(made, units=units)
+    model = CostModel(profile, cluster(4, inter=RATE, latency_s=0.0), Goal(batch=SAMPLES * 4))
+    to_q = next(i for i, e in enumerate(profile.edges) if e.target == "q")
+    assert model.edge(to_q, HOME, Option(ALL, style)).kept_bytes == expected
+    assert model.edge(to_q, HOME, HOME).kept_bytes == 0.0
+
+
 def test_bytes_of_a_step_are_those_that_travel():
     both = model_of(edge("a", "q"), edge("a", "k"))
     apart = model_of(edge("a", "q"), edge("a", "k", tensors=1))

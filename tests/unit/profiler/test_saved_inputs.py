@@ -1,10 +1,12 @@
 """Whose inputs are saved for backward by it alone, so that a divided unit has them no more."""
 
 import meshwright as mw
+import pytest
 import torch
 from meshwright.models.precision import in_precision
 from meshwright.models.units.discover import discover
 from meshwright.profiler.memory import saved_inputs
+from meshwright.profiler.shares import saved_ratio
 from torch import nn
 from torch.nn import functional as F
 
@@ -61,3 +63,17 @@ def test_the_model_is_left_as_it_was():
     kept(model)
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("whole", "alone", "member", "expected"),
+    [
+        (100.0, 100.0, 50.0, 0.5),
+        (100.0, 0.0, 0.0, 0.5),  # others save the output: of half of the samples
+        (100.0, 60.0, 60.0, 0.8),
+        (50.0, 100.0, 50.0, 0.5),  # some of it counts to other units in the model
+        (0.0, 0.0, 0.0, 1.0),
+    ],
+)
+def test_what_a_member_saves(whole, alone, member, expected):
+    assert saved_ratio(whole, alone, member, degree=2) == expected
