@@ -29,6 +29,7 @@ from ..models.spec import SplitSpec, UnitSpec
 from ..models.splits import apply_split
 from ..models.splits.check import isolated, member_call
 from ..models.target import own_batch
+from ..models.units.chance import every_layer
 from ..models.units.discover import Discovery, discovered
 from ..models.workload import Workload, device_of
 from ..planner.schema.capability import degrees
@@ -113,7 +114,7 @@ def _counted(
 ) -> tuple[Discovery, tuple[UnitProfile, ...]]:
     model = workload.model
     found, _ = discovered(model, workload.make_batch)
-    with preserved(model):
+    with every_layer(model), preserved(model):
         logs = [_step(workload, found.units, size) for size in FOOTPRINT_SIZES]
         footprints = Footprints(workload, found.units, FOOTPRINT_SIZES)
         divided = [u for u in found.units if u.splits]

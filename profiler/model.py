@@ -18,6 +18,7 @@ from ..models.precision import measured_in
 from ..models.replay import capture, preserved
 from ..models.spec import UnitSpec
 from ..models.splits.leaves import BATCH_NORMS
+from ..models.units.chance import every_layer
 from ..models.units.discover import Discovery, discovered
 from ..models.workload import Batch, Workload
 from ..planner.schema.curve import Curve
@@ -124,7 +125,7 @@ def _profile(
     devices = [where.index or 0] if where.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         found, _ = discovered(workload.model, job.batch)
-        with preserved(workload.model):
+        with every_layer(workload.model), preserved(workload.model):
             if batches and room_bytes is not None:
                 batches = _fitting(job, found, batches, room_bytes)
             measured = list(_measure(job, found, batches, repeats))

@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...models.compiled import Taken
 from ...models.precision import in_precision
 from ...models.replay import copied
+from ...models.units.chance import layer_drop_rates
 from ...models.units.trace import coarse_modules, record
 from ...models.workload import Batch, Workload
 from ...planner.explain.compare import policy_words
@@ -326,6 +327,8 @@ def _without_dropout(model: nn.Module) -> list[str]:
     off = list(_dropout_rates(model))  # a list, as what is zero is found no more
     for module, name in off:
         setattr(module, name, 0.0)
+    for _, holder, name in list(layer_drop_rates(model)):
+        setattr(holder, name, 0.0)
     what = "1 module" if len(off) == 1 else f"{len(off)} modules"
     return [f"dropout is off in {what}"] if off else []
 

@@ -22,6 +22,7 @@ from ..splits.check import is_equivalent
 from ..splits.leaves import BATCH_NORMS
 from ..workload import Batch
 from .batch_dims import sample_dim
+from .chance import every_layer, may_be_left_out
 from .flow import GLUE, INPUT, OUTPUT, Ends, Flow, flow_of, pruned, tensor_numbers
 from .kept import kept_results
 from .pieces import pieces_of
@@ -85,6 +86,14 @@ def discover(
     model is left as it was.
     """
     check_gradients(model)
+    optional = may_be_left_out(model)
+    with every_layer(model):
+        return _discover(model, batch, other, optional, check=check)
+
+
+def _discover(
+    model: nn.Module, batch: Batch, other: Batch | None, optional: set[str], *, check: bool
+) -> Discovery:
     # One sample more, as one less could be one, which batch normalisation refuses.
     other = other or batch.take(torch.arange(batch.size + 1) % batch.size)
     traces = record(model, batch), record(model, other)
@@ -94,7 +103,7 @@ def discover(
     while True:
         traced = [select_units(model, trace, refused) for trace in traces]
         flows = [flow_of(trace, r) for trace, r in zip(traces, traced, strict=True)]
-        specs = _specs(model, traces, traced, flows[0])
+        specs = _specs(model, traces, traced, flows[0], optional)
         kept = trial.checked(specs) if trial else specs
         # A module that only looks like attention or an MLP has better chances in its parts.
         lost = {
@@ -222,9 +231,14 @@ def _edge(
 
 
 def _specs(
-    model: nn.Module, traces: Sequence[Trace], traced: Sequence[list[TracedUnit]], flow: Flow
+    model: nn.Module,
+    traces: Sequence[Trace],
+    traced: Sequence[list[TracedUnit]],
+    flow: Flow,
+    optional: set[str],
 ) -> dict[str, UnitSpec]:
-    """The units by name, with the splits that they have by the look of them."""
+    """The units by name, with the splits that they have by the look of them; a forward may leave
+    out the modules in ``optional``."""
     found = {}
     twins = {unit.name: unit for unit in traced[1]}
     sizes = traces[0].size, traces[1].size
@@ -241,6 +255,7 @@ def _specs(
         plain = (
             (mixed or _leaves_samples(unit, twin, sizes, flow, batched or {}))
             and unit.name not in flow.inside
+            and not any(f"{name}.".startswith(f"{o}.") for name in unit.modules for o in optional)
             and not own & shared
             and not draws_early(traces[0], unit)
             and not uses_foreign(model, traces[0], unit)
