@@ -52,7 +52,7 @@ from meshwright.planner.solve.choices import all_options
 from meshwright.planner.solve.evaluate import make_plan
 from meshwright.profiler.model import profile
 from rows import command_line, keep, known, markdown, print_json, print_row, put_into
-from zoo_models import architectures, from_transformers
+from zoo_models import architectures, from_transformers, try_training
 from zoo_vision import from_vision, vision_models
 
 RANKS = 2
@@ -89,10 +89,20 @@ def divided(found: ModelProfile) -> Plan:
     return make_plan(found, cluster(), goal, chosen, executor=CAPABILITY)
 
 
-def divisible(found: ModelProfile) -> float:
-    """Of all parameters' bytes, those in units that can be divided."""
-    whole = sum(unit.parameter_bytes for unit in found.units)
-    return sum(u.parameter_bytes for u in found.units if u.splits) / max(whole, 1)
+def divisible(found: ModelProfile, used: set[str]) -> float:
+    """Of the bytes of parameters that are ``used``, those in units that can be divided."""
+    sizes = [
+        (p.bytes, bool(unit.splits)) for unit in found.units for p in unit.parameters
+        if p.shared in used
+    ]  # fmt: skip
+    return sum(size for size, splits in sizes if splits) / max(sum(size for size, _ in sizes), 1)
+
+
+def trained_parameters(workload: Workload) -> set[str]:
+    """Those that get a gradient: of several models in one (text, images, sound) a batch may use
+    only one."""
+    try_training(workload, keep=True)
+    return {name for name, p in workload.model.named_parameters() if p.grad is not None}
 
 
 def tried(build: Callable[[], Workload], tell: Callable[[Row], None]) -> None:
@@ -102,7 +112,8 @@ def tried(build: Callable[[], Workload], tell: Callable[[Row], None]) -> None:
         found = profile(
             build(), batches=MEASURED, device=torch.device("cpu"), repeats=1, degrees=(RANKS,)
         )
-        tell({"units": len(found.units), "divisible": divisible(found)})
+        used = trained_parameters(build())
+        tell({"units": len(found.units), "divisible": divisible(found, used)})
         return found, plan(found, cluster(), Goal(batch=BATCH)), divided(found)
 
     tell({"stage": "profile"})

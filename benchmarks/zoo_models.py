@@ -191,12 +191,14 @@ def _made(cls: Any, level: _Level) -> tuple[nn.Module, Any]:
     return cls(config), config
 
 
-def try_training(workload: Workload) -> None:
-    """Forward and backward of two samples. Raises what the model raises."""
+def try_training(workload: Workload, *, keep: bool = False) -> None:
+    """Forward and backward of two samples; gradients stay with ``keep``. Raises what the model
+    raises."""
     batch = workload.make_batch(2)
     output = workload.model(*batch.args, **batch.kwargs)
     workload.loss(output, batch.target).backward()
-    workload.model.zero_grad()
+    if not keep:
+        workload.model.zero_grad()
 
 
 def shrink(config: Any, level: _Level) -> None:

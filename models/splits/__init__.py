@@ -11,7 +11,15 @@ from ...planner.schema.profile import UnitKind
 from ..spec import Reduce, SplitSpec
 from .blocks import AttentionRecipe, MLPRecipe, MultiheadRecipe
 from .experts import ExpertsRecipe
-from .leaves import ConvolutionRecipe, EmbeddingRecipe, LinearRecipe, is_derived, is_lookalike
+from .leaves import (
+    CONVOLUTIONS,
+    ConvolutionRecipe,
+    EmbeddingRecipe,
+    LinearRecipe,
+    is_derived,
+    is_lookalike,
+    is_subclass,
+)
 from .recipe import (
     GroupMember,
     Modules,
@@ -63,8 +71,10 @@ def guessed(model: nn.Module, modules: Sequence[str]) -> bool:
     named = _modules(model, modules)
     if any(recipe.specs(named) for _, recipe in BLOCKS):
         return True
-    followers = list(named.values())[1:]
-    return any(is_lookalike(module) or is_derived(module) for module in followers)
+    first, *followers = named.values()
+    return is_subclass(first, (nn.Linear, *CONVOLUTIONS)) or any(
+        is_lookalike(module) or is_derived(module) for module in followers
+    )
 
 
 def _modules(model: nn.Module, names: Sequence[str]) -> Modules:

@@ -89,7 +89,17 @@ def works_on_slices(first: nn.Module, rest: Sequence[nn.Module]) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether the recipe knows the module."""
-    return type(module) is nn.Linear or is_transposed(module)
+    return type(module) is nn.Linear or is_transposed(module) or is_subclass(module, (nn.Linear,))
+
+
+def is_subclass(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether somebody else's class is derived from one of ``kinds`` and has no more parameters,
+    buffers and modules: its forward may do the same in other words, or not, so that what is split
+    is checked numerically."""
+    if not isinstance(module, kinds) or type(module).__module__.startswith("torch."):
+        return False
+    own = {name for name, _ in module.named_parameters()}
+    return own <= {"weight", "bias"} and not [*module.buffers(), *module.children()]
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -252,7 +262,8 @@ class ConvolutionRecipe:
     def specs(self, modules: Modules) -> list[SplitSpec]:
         """None for grouped convolutions."""
         first: Any = next(iter(modules.values()))
-        if type(first) not in CONVOLUTIONS or first.groups != 1:
+        known = type(first) in CONVOLUTIONS or is_subclass(first, CONVOLUTIONS)
+        if not known or first.groups != 1:
             return []
         return _columns_and_rows(modules, first.in_channels, first.out_channels, 0, 1)
 

@@ -382,15 +382,47 @@ class Mixing(nn.BatchNorm2d):
         return super().forward(x).flip(1)
 
 
+class Worded(nn.Linear):
+    """A product in other words, as Falcon's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class FewBits(nn.Linear):
+    """By a figure of the whole weight, as in layers of few bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.detach().abs().mean()
+
+
+class Padded(nn.Conv2d):
+    """Its outputs are divided; its inputs are not, as it does more than a convolution to them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.pad(x, (1, 0, 0, 0)))
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "expected"),
     [
+        (nn.Sequential(Worded(4, 6)), (4,), ["column", "row"]),
+        (nn.Sequential(FewBits(4, 6)), (4,), []),
+        (nn.Sequential(Padded(2, 4, 1)), (2, 3, 3), ["column"]),
         (nn.Sequential(nn.Linear(4, 6), Rolled()), (4,), ["row"]),
         (nn.Sequential(nn.Linear(4, 6), Renamed()), (4,), ["column", "row"]),
         (nn.Sequential(nn.Conv2d(2, 4, 1), Mixing(4)), (2, 3, 3), ["row"]),
         (nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4)), (2, 3, 3), ["column", "row"]),
     ],
-    ids=["mixing activation", "activation", "mixing normalisation", "normalisation"],
+    ids=[
+        "product",
+        "scaled product",
+        "convolution",
+        "mixing activation",
+        "activation",
+        "mixing normalisation",
+        "normalisation",
+    ],
 )
 def test_a_subclass_is_divided_where_that_is_shown(model, shape, expected) -> None:
     found = discover(model, Batch((torch.randn(3, *shape),), None))
