@@ -1,7 +1,7 @@
 """Models that were not written here, profiled, planned and trained beside a single process.
 
     OMP_NUM_THREADS=1 python benchmarks/zoo.py [--models llama vit] [--sample 20 --seed 1]
-        [--keep rows.jsonl] [--markdown docs/results/zoo.md]
+        [--jobs 2] [--keep rows.jsonl] [--markdown docs/results/zoo.md]
 
 Every architecture of transformers that can be made small by its configuration, the smallest model
 of each family of timm, and torchvision's classifiers (``zoo_models.py``, ``zoo_vision.py``; of the
@@ -9,13 +9,15 @@ packages that are installed) are built with random weights and given to two rank
 and profiled, a plan is made for a slow link, and three steps under that plan are compared with one
 process (as ``meshwright verify`` does), then three more under a plan that divides every unit that
 can be divided. Peak memory under both is predicted and measured. A model has a time limit for all
-of it. Prints a row for each, and last a JSON object with the counts of each verdict:
+of it. ``--jobs`` models are tried at once, as most of the time one rank of two computes. Prints a
+row for each, and last a JSON object with the counts of each verdict:
 
 - ``right``: equal to one process by the yardstick of the precision that the model computes in;
 - ``explained``: not equal, and the verdict says why no plan could be;
 - ``refused``: one sentence of ours says why this model, or this plan of it, cannot be;
 - ``wrong``: not equal; ``error``: anything else was raised; ``hang``: the limit passed;
-- ``unbuilt``: what is set small in its configuration does not make a model that trains by itself.
+- ``unbuilt``: what is set small in its configuration does not make a model that trains by itself,
+  or none that is small and quick enough for this benchmark.
 
 With ``--keep`` rows are written to a file as they come, and those that it has are not run again.
 """
@@ -29,12 +31,14 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,6 +73,19 @@ HALF = 0.5
 Row = dict[str, Any]
 
 
+class Limits(NamedTuple):
+    """The models that are tried: of at most so many parameters in their own sizes, and whose
+    forward and backward of two samples take at most so many seconds."""
+
+    parameters: int
+    step_s: float
+
+
+# More parameters, several times over on two ranks, are more memory than a small machine has; and
+# what is slow takes most of a sample's time and tells no more.
+ALL, QUICK = Limits(150_000_000, 3.0), Limits(30_000_000, 0.5)
+
+
 def cluster() -> Cluster:
     """Two hosts with so slow a link that dividing pays."""
     here = Device(name="cpu", memory_bytes=2**40)
@@ -78,8 +95,9 @@ def cluster() -> Cluster:
 
 
 def divided(found: ModelProfile) -> Plan:
-    """The plan that divides every unit that can be divided and is not tied to another."""
-    goal = Goal(batch=BATCH)
+    """The plan that divides every unit that can be divided and is not tied to another. Batch
+    statistics are those of the whole batch, or units that have some could not be divided."""
+    goal = Goal(batch=BATCH, batch_statistics="global")
     model = CostModel(found, cluster(), goal)
     chosen, whole = [], Option(data_parallel(RANKS))
     options, ties = all_options(model, CAPABILITY), tied_units(found)
@@ -140,36 +158,40 @@ def _verdict(made: Plan, workload: Workload) -> Row:
     }
 
 
-def model_of(name: str) -> Workload:
+def model_of(name: str, limits: Limits) -> Workload:
     """The workload of a name, whichever package it is from."""
-    return from_vision(name) if "/" in name else from_transformers(name)
+    return from_vision(name, limits.parameters) if "/" in name else from_transformers(name)
 
 
-def on_rank(rank: int, folder: str, name: str, pipe: Connection) -> None:
+def on_rank(rank: int, folder: str, name: str, limits: Limits, pipe: Connection) -> None:
     """One rank's part, in a process of its own."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # what a model prints
         os.dup2(null, stream)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    failed = _tried_alone(rank, folder, name, pipe)
+    failed = _tried_alone(rank, folder, name, limits, pipe)
     if failed:
         pipe.send({"failed": failed})
     pipe.close()
     os._exit(0)
 
 
-def _tried_alone(rank: int, folder: str, name: str, pipe: Connection) -> Row | None:
+def _tried_alone(rank: int, folder: str, name: str, limits: Limits, pipe: Connection) -> Row | None:
     """What the rank failed with."""
+    build = partial(model_of, name, limits)
     try:
-        model_of(name)
+        took_s = _step_s(build())
     except Exception as error:
         return {"verdict": "unbuilt", "why": _said(error)}
     store = dist.FileStore(f"{folder}/store", RANKS)
     limit = timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    if rank_zero_decides(lambda: took_s) > limits.step_s:
+        why = f"two samples take {took_s:.1f} s: {limits.step_s:g} s at most are run here"
+        return {"verdict": "unbuilt", "why": why}
     try:
-        tried(lambda: model_of(name), pipe.send if rank == 0 else lambda part: None)
+        tried(build, pipe.send if rank == 0 else lambda part: None)
     except MeshwrightError as error:
         return {"verdict": "refused", "why": str(error)}
     except Exception as error:
@@ -177,45 +199,80 @@ def _tried_alone(rank: int, folder: str, name: str, pipe: Connection) -> Row | N
     return None
 
 
+def _step_s(workload: Workload) -> float:
+    start = time.perf_counter()
+    try_training(workload)
+    return time.perf_counter() - start
+
+
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:400]
 
 
-def row_of(name: str) -> Row:
-    """What came of a model."""
-    start = time.perf_counter()
-    made: Row = {"model": name}
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
-        pipes, ranks = [], []
+class Trial:
+    """A model that is being tried: its ranks, and what they have told so far."""
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        self.start = time.perf_counter()
+        self.until = self.start + LIMIT_S
+        self.row: Row = {"model": name}
+        self.folder = tempfile.TemporaryDirectory(prefix="zoo-")
+        self.pipes, self.ranks = [], []
+        fork = multiprocessing.get_context("fork")
         for rank in range(RANKS):
             ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=on_rank, args=(rank, folder, name, theirs))
+            given = (rank, self.folder.name, name, limits, theirs)
+            process = fork.Process(target=on_rank, args=given)
             process.start()
             theirs.close()
-            pipes.append(ours)
-            ranks.append(process)
-        try:
-            for pipe in pipes:
-                _received(pipe, start + LIMIT_S, made)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
-    return {**made, "seconds": round(time.perf_counter() - start, 1)}
+            self.pipes.append(ours)
+            self.ranks.append(process)
+
+    def hear(self, ready: Collection[object]) -> bool:
+        """Takes in what ranks say; whether the model is done with."""
+        for pipe in [pipe for pipe in self.pipes if pipe in ready]:
+            try:
+                self._take(pipe.recv())
+            except EOFError:
+                self.pipes.remove(pipe)
+        if self.pipes and time.perf_counter() > self.until:
+            self.row["failed"] = {"verdict": "hang", "why": f"no end after {LIMIT_S:.0f} s"}
+            return True
+        return not self.pipes
+
+    def _take(self, part: Row) -> None:
+        self.row.update({name: value for name, value in part.items() if name != "failed"})
+        # One rank may say no more than that the other is gone.
+        if "failed" in part and LOST in self.row.get("failed", {}).get("why", LOST):
+            self.row["failed"] = part["failed"]
+
+    def end(self) -> None:
+        """Leaves no process behind."""
+        self.row["seconds"] = round(time.perf_counter() - self.start, 1)
+        for process in self.ranks:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
 
 
-def _received(pipe: Connection, until: float, made: Row) -> None:
-    while pipe.poll(max(until - time.perf_counter(), 0)):
-        try:
-            part = pipe.recv()
-        except EOFError:
-            return
-        made.update({name: value for name, value in part.items() if name != "failed"})
-        # Rank 0 is heard first, and may say no more than that the other is gone.
-        if "failed" in part and LOST in made.get("failed", {}).get("why", LOST):
-            made["failed"] = part["failed"]
-    made["failed"] = {"verdict": "hang", "why": f"no end after {LIMIT_S:.0f} s"}
+def rows_of(names: Sequence[str], limits: Limits, jobs: int) -> Iterator[Row]:
+    """What came of each model, so many tried at once, as they end."""
+    left, running = iter(names), list[Trial]()
+    try:
+        while True:
+            while len(running) < jobs and (name := next(left, None)) is not None:
+                running.append(Trial(name, limits))
+            if not running:
+                return
+            rest_s = min(trial.until for trial in running) - time.perf_counter()
+            ready = wait([pipe for trial in running for pipe in trial.pipes], max(rest_s, 0.0))
+            for trial in [trial for trial in running if trial.hear(ready)]:
+                running.remove(trial)
+                trial.end()
+                yield trial.row
+    finally:
+        for trial in running:
+            trial.end()
 
 
 WORST = ("wrong", "explained", "right")
@@ -293,8 +350,11 @@ def names_here() -> list[str]:
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+")
-    parser.add_argument("--sample", type=int, help="so many of them, drawn by the seed")
+    parser.add_argument(
+        "--sample", type=int, help="so many of them, drawn by the seed, and none large or slow"
+    )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="so many models at once")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--markdown", type=Path)
     asked = parser.parse_args()
@@ -305,12 +365,16 @@ def main() -> None:
         random.Random(asked.seed).shuffle(names)
     rows = known(asked.keep)
     there = {row["model"] for row in rows}
-    for name in names:
-        if sum(verdict(row) != "unbuilt" for row in rows) < most and name not in there:
-            rows.append(row := row_of(name))
+    new = rows_of(
+        [name for name in names if name not in there], QUICK if asked.sample else ALL, asked.jobs
+    )
+    with closing(new):
+        while sum(verdict(row) != "unbuilt" for row in rows) < most and (row := next(new, None)):
+            rows.append(row)
             keep(asked.keep, row)
             shown = {"units": row.get("units", 0), "divisible": row.get("divisible", 0.0)}
-            print_row({"model": name, "verdict": verdict(row), **shown, "why": why(row)[:150]})
+            shown = {"verdict": verdict(row), **shown, "why": why(row)[:150]}
+            print_row({"model": row["model"], **shown})
     put_into(asked.markdown, "rows", page_of(rows))
     print_json(figures(rows))
 

@@ -20,8 +20,6 @@ TIMM, TORCHVISION = "timm", "torchvision"
 SIDES = (64, 96, 128, 224, 299)
 # What their sides are called where a model is made for one.
 SIZED = ("img_size", "image_size", "input_size")
-# More, several times over on two ranks, is more memory than a small machine has.
-MOST_PARAMETERS = 150_000_000
 
 
 def vision_models() -> list[str]:
@@ -35,9 +33,9 @@ def vision_models() -> list[str]:
     return [*found, *(f"{TORCHVISION}/{name}" for name in models.list_models(module=models))]
 
 
-def from_vision(name: str) -> Workload:
+def from_vision(name: str, most: int) -> Workload:
     """The model of that name, on the smallest images on which it trains. Raises what the last try
-    raised where it trains on none."""
+    raised where it trains on none, and where it has more than ``most`` parameters."""
     package, _, of = name.partition("/")
     if package == TIMM:
         build = partial(_timm_model, _smallest(of))
@@ -45,8 +43,8 @@ def from_vision(name: str) -> Workload:
         build = partial(_torchvision_models().get_model, of)
     if name in _FOUND:
         return _workload(name, build, *_FOUND[name])
-    if MOST_PARAMETERS < (count := _count(build)) < math.inf:
-        raise ValueError(f"{count} parameters are more than this benchmark has memory for")
+    if most < (count := _count(build)) < math.inf:
+        raise ValueError(f"{count} parameters: {most} at most are run here")
     error: Exception | None = None
     for sized, side in _ways():
         try:
@@ -55,7 +53,7 @@ def from_vision(name: str) -> Workload:
             error = raised
         else:
             _FOUND[name] = sized, side
-            return from_vision(name)
+            return from_vision(name, most)
     assert error is not None
     raise error
 
