@@ -7,6 +7,7 @@ torch's own ``SyncBatchNorm`` does this on accelerators only.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from ...models.compiled import eager
+from ...planner.schema.errors import InputError
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
 from .redistribute import Meter
@@ -40,20 +43,72 @@ class Statistics:
 
 
 def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) -> None:
-    """Makes ``module`` normalise by the statistics of all samples in the statistics' group."""
+    """Makes ``module`` normalise by the statistics of all samples in the statistics' group. A
+    subclass keeps its own forward, which may do more than normalise (timm's ``BatchNormAct2d``
+    activates too): what it calls of torch normalises so instead."""
 
-    def forward(x: Tensor) -> Tensor:
+    def normalise(x: Tensor) -> Tensor:
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
         if not _by_batch(module):
             kept = module.running_mean, module.running_var
             return F.batch_norm(x, *kept, module.weight, module.bias, eps=module.eps)
         moments = _moments(x, module.running_mean, statistics, f"batch statistics of {name!r}")
+        _count_batch(module)
         _update(module, *moments)
         return _Normalise.apply(  # type: ignore[no-any-return, no-untyped-call]
             x, module.weight, module.bias, module.eps, moments, statistics, name
         )
 
-    module.forward = eager(forward)  # type: ignore[method-assign, assignment]
+    if type(module).forward.__module__.startswith("torch.nn."):
+        module.forward = eager(normalise)  # type: ignore[method-assign, assignment]
+        return
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Intercepted(module, name, statistics) as within:
+            result = original(*args, **kwargs)
+        if _by_batch(module) and not within.normalised:
+            raise InputError(
+                f"module {name!r} ({type(module).__name__}) normalises in a way of its own, not by "
+                "torch's batch_norm, so its statistics cannot be made those of the whole batch: "
+                "plan with batch_statistics 'local', or use one of torch's layers"
+            )
+        return result
+
+    module.forward = eager(forward)  # type: ignore[method-assign]
+
+
+class _Intercepted(TorchFunctionMode):
+    """While a subclass's own forward runs, what it normalises by the batch's statistics is
+    normalised by those of all ranks."""
+
+    def __init__(self, module: _BatchNorm, name: str, statistics: Statistics) -> None:
+        super().__init__()
+        self.module, self.name, self.statistics = module, name, statistics
+        self.normalised = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.batch_norm:
+            return func(*args, **kwargs)
+        given = _BATCH_NORM.bind(*args, **kwargs)
+        given.apply_defaults()
+        asked = given.arguments
+        if not asked["training"]:
+            return func(*args, **kwargs)
+        self.normalised = True
+        x, weight, bias, eps = (asked[key] for key in ("input", "weight", "bias", "eps"))
+        doing = f"batch statistics of {self.name!r}"
+        moments = _moments(x, self.module.running_mean, self.statistics, doing)
+        _update(self.module, *moments)
+        return _Normalise.apply(  # type: ignore[no-untyped-call]
+            x, weight, bias, eps, moments, self.statistics, self.name
+        )
+
+
+_BATCH_NORM = inspect.signature(F.batch_norm)
 
 
 def tolerate_nothing(module: _BatchNorm) -> None:
@@ -115,15 +170,20 @@ def _others(x: Tensor) -> list[int]:
 
 
 @torch.no_grad()
+def _count_batch(module: _BatchNorm) -> None:
+    """Counts a batch, as a forward of torch's does (a subclass's own does it itself)."""
+    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+
+
+@torch.no_grad()
 def _update(module: _BatchNorm, count: float, mean: Tensor, variance: Tensor) -> None:
     """Running statistics as one process would keep them: with the unbiased variance."""
     if not module.training or not module.track_running_stats or count == 0:
         return
     factor = module.momentum
-    if module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-        if factor is None:
-            factor = 1.0 / float(module.num_batches_tracked)
+    if factor is None and module.num_batches_tracked is not None:
+        factor = 1.0 / float(module.num_batches_tracked)
     if module.running_mean is not None and module.running_var is not None and factor is not None:
         unbiased = variance * (count / (count - 1))
         module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)

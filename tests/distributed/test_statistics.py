@@ -8,12 +8,41 @@ import pytest
 import torch
 from meshwright.executor.apply import apply
 from meshwright.executor.parallel import full_state_dict
+from meshwright.planner.schema.errors import InputError
 from plans import SCHEDULES, plan, scheduled, unit
 from reference import shares, twin
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-SHAPES = {nn.BatchNorm1d: (4,), nn.BatchNorm2d: (4, 3, 2), nn.BatchNorm3d: (4, 2, 2, 3)}
+
+class NormAct(nn.BatchNorm2d):
+    """A subclass whose own forward does more than normalise, like timm's ``BatchNormAct2d``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / float(self.num_batches_tracked) if factor is None else factor
+        by_batch = self.training or self.running_mean is None
+        kept = (self.running_mean, self.running_var)
+        given = (self.weight, self.bias, by_batch, factor or 0.0, self.eps)
+        return F.silu(F.batch_norm(x, *kept, *given))
+
+
+class OwnNorm(nn.BatchNorm2d):
+    """A subclass that normalises without torch's ``batch_norm``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)
+
+
+SHAPES = {
+    nn.BatchNorm1d: (4,),
+    nn.BatchNorm2d: (4, 3, 2),
+    nn.BatchNorm3d: (4, 2, 2, 3),
+    NormAct: (4, 3, 2),
+}
 
 
 def share(rank: int, counts: list[int], shape: tuple[int, ...], seed: int, dtype) -> Tensor:
@@ -68,6 +97,17 @@ def close(found: Tensor, expected: Tensor, near: float, name: str = "") -> None:
 )
 def test_whole_batch_as_one_process(ranks, counts, schedule):
     ranks(2)(whole_batch, counts, schedule)
+
+
+def in_a_way_of_its_own(rank: int) -> None:
+    model = nn.Sequential(OwnNorm(4), nn.Flatten(), nn.Linear(24, 2))
+    apply(model, None, plan(2))
+    with pytest.raises(InputError, match=r"'0' \(OwnNorm\) normalises in a way of its own"):
+        model(torch.randn(3, 4, 3, 2))
+
+
+def test_a_norm_that_computes_statistics_itself_is_refused(ranks):
+    ranks(2)(in_a_way_of_its_own)
 
 
 def local_as_ddp(rank: int, schedule: str) -> None:
