@@ -21,6 +21,7 @@ from ...models.compiled import eager
 from ...planner.schema.errors import InputError
 from ..comm.groups import Group
 from ..comm.watchdog import Watchdog
+from .lazy import materialize
 from .redistribute import Meter
 
 
@@ -48,6 +49,7 @@ def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) ->
     activates too): what it calls of torch normalises so instead."""
 
     def normalise(x: Tensor) -> Tensor:
+        x = materialize(x)  # autograd does not follow a lazy tensor into ``_Normalise``
         module._check_input_dim(x)  # type: ignore[no-untyped-call]
         if not _by_batch(module):
             kept = module.running_mean, module.running_var
@@ -101,6 +103,7 @@ class _Intercepted(TorchFunctionMode):
         self.normalised = True
         x, weight, bias, eps = (asked[key] for key in ("input", "weight", "bias", "eps"))
         doing = f"batch statistics of {self.name!r}"
+        x = materialize(x)
         moments = _moments(x, self.module.running_mean, self.statistics, doing)
         _update(self.module, *moments)
         return _Normalise.apply(  # type: ignore[no-untyped-call]

@@ -99,6 +99,38 @@ def test_whole_batch_as_one_process(ranks, counts, schedule):
     ranks(2)(whole_batch, counts, schedule)
 
 
+class Branches(nn.Module):
+    """A feature map that a convolution and a normalisation take alike."""
+
+    def __init__(self, norm: type[nn.BatchNorm2d]) -> None:
+        super().__init__()
+        self.stem, self.conv = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+        self.norm, self.head = norm(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        return self.head((self.conv(h) + self.norm(h)).mean((2, 3)))
+
+
+def beside_divided_units(rank: int, norm: type[nn.BatchNorm2d]) -> None:
+    torch.manual_seed(0)
+    model = Branches(norm).double()
+    alone = twin(model)
+    x = torch.randn(6, 3, 4, 4, dtype=torch.float64)
+    alone(x).square().mean().backward()
+    divided = [unit(name, 2, "column", 2) for name in ("stem", "conv")]
+    apply(model, None, plan(2, divided))
+    model(x[3 * rank : 3 * rank + 3]).square().mean().backward()
+    mine = slice(2 * rank, 2 * rank + 2)
+    close(model.stem.weight.grad, alone.stem.weight.grad[mine], 1e-9)
+    close(model.norm.weight.grad, alone.norm.weight.grad, 1e-9)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, NormAct])
+def test_what_enters_from_a_divided_unit_gets_its_gradient(ranks, norm):
+    ranks(2)(beside_divided_units, norm)
+
+
 def in_a_way_of_its_own(rank: int) -> None:
     model = nn.Sequential(OwnNorm(4), nn.Flatten(), nn.Linear(24, 2))
     apply(model, None, plan(2))
