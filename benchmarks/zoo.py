@@ -299,11 +299,13 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
     built = [row for row in rows if verdict(row) != "unbuilt"]
     units = [row["divisible"] for row in built if "divisible" in row]
     peaks = [abs(row[p]) for row in built for p in ("chosen_peak", "divided_peak") if p in row]
-    good = sum(verdict(row) in ("right", "explained", "refused") for row in built)
+    good = sum(verdict(row) in ("right", "explained") for row in built)
+    told = good + sum(verdict(row) == "refused" for row in built)
     return {
         "models": len(built),
         "verdicts": dict(Counter(map(verdict, rows))),
         "trained": good / max(len(built), 1),
+        "told": told / max(len(built), 1),
         "divisible": sum(share >= HALF for share in units) / max(len(units), 1),
         "peaks": sum(error <= WITHIN for error in peaks) / max(len(peaks), 1),
         "median_peak_error": median(peaks) if peaks else 0.0,
@@ -315,7 +317,8 @@ def page_of(rows: Sequence[Row]) -> str:
     found = figures(rows)
     words = (
         f"**{found['models']} models: {found['trained']:.1%} train under both plans, right or "
-        f"with an explanation (target {TRAINED:.0%}); of {found['divisible']:.1%} half of the "
+        f"with an explanation (target {TRAINED:.0%}), {found['told']:.1%} with those that are "
+        f"refused in a sentence; of {found['divisible']:.1%} half of the "
         f"parameters or more can be divided (target {DIVISIBLE:.0%}); {found['peaks']:.1%} of the "
         f"peaks are predicted within {WITHIN:.0%} (target {PEAKS:.0%}).** Verdicts: "
         + ", ".join(f"{count} {name}" for name, count in sorted(found["verdicts"].items()))

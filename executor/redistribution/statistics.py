@@ -55,7 +55,8 @@ def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) ->
             kept = module.running_mean, module.running_var
             return F.batch_norm(x, *kept, module.weight, module.bias, eps=module.eps)
         moments = _moments(x, module.running_mean, statistics, f"batch statistics of {name!r}")
-        _count_batch(module)
+        if moments[0]:  # ranks that idle see nothing
+            _count_batch(module)
         _update(module, *moments)
         return _Normalise.apply(  # type: ignore[no-any-return, no-untyped-call]
             x, module.weight, module.bias, module.eps, moments, statistics, name
@@ -67,9 +68,12 @@ def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) ->
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        before = None if module.num_batches_tracked is None else module.num_batches_tracked.clone()
         with _Intercepted(module, name, statistics) as within:
             result = original(*args, **kwargs)
-        if _by_batch(module) and not within.normalised:
+        if within.count == 0 and before is not None:
+            module.num_batches_tracked.copy_(before)  # ranks that idle see nothing
+        if _by_batch(module) and within.count is None:
             raise InputError(
                 f"module {name!r} ({type(module).__name__}) normalises in a way of its own, not by "
                 "torch's batch_norm, so its statistics cannot be made those of the whole batch: "
@@ -87,7 +91,7 @@ class _Intercepted(TorchFunctionMode):
     def __init__(self, module: _BatchNorm, name: str, statistics: Statistics) -> None:
         super().__init__()
         self.module, self.name, self.statistics = module, name, statistics
-        self.normalised = False
+        self.count: float | None = None  # values of a channel, once something was normalised
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
@@ -100,11 +104,11 @@ class _Intercepted(TorchFunctionMode):
         asked = given.arguments
         if not asked["training"]:
             return func(*args, **kwargs)
-        self.normalised = True
         x, weight, bias, eps = (asked[key] for key in ("input", "weight", "bias", "eps"))
         doing = f"batch statistics of {self.name!r}"
         x = materialize(x)
         moments = _moments(x, self.module.running_mean, self.statistics, doing)
+        self.count = moments[0]
         _update(self.module, *moments)
         return _Normalise.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, eps, moments, self.statistics, self.name
