@@ -68,11 +68,12 @@ def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) ->
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        before = None if module.num_batches_tracked is None else module.num_batches_tracked.clone()
+        tracked = module.num_batches_tracked
+        before = None if tracked is None else tracked.clone()
         with _Intercepted(module, name, statistics) as within:
             result = original(*args, **kwargs)
-        if within.count == 0 and before is not None:
-            module.num_batches_tracked.copy_(before)  # ranks that idle see nothing
+        if within.count == 0 and tracked is not None and before is not None:
+            tracked.copy_(before)  # ranks that idle see nothing
         if _by_batch(module) and within.count is None:
             raise InputError(
                 f"module {name!r} ({type(module).__name__}) normalises in a way of its own, not by "
