@@ -58,7 +58,7 @@ from .optimizer.lazy import LazySteps
 from .outside import Guard, KeptResults
 from .redistribution.bursts import Bursts
 from .redistribution.cache import RedistributionCache
-from .redistribution.lazy import materialize
+from .redistribution.lazy import materialize, materialize_for_functions
 from .redistribution.redistribute import Meter
 from .redistribution.shards import Shard
 from .synchronise import GradientSynchroniser, Kernels, MicroBatchCheck
@@ -225,7 +225,7 @@ class Run:
             unshards: AbstractContextManager[None] = nullcontext()
             if self.priority is not None:
                 unshards = self.priority.unshard_manager.around_forward()
-            with unshards:
+            with unshards, self._functions():
                 yield forward
             complete = True
         finally:  # also where the forward raised: the next one must find nothing of it
@@ -242,11 +242,16 @@ class Run:
         def again() -> Iterator[None]:
             before, self.forward = self.forward, forward
             try:
-                yield
+                with self._functions():
+                    yield
             finally:
                 self.forward = before
 
         return again
+
+    def _functions(self) -> AbstractContextManager[None]:
+        """What the model's own ``autograd.Function``s need where tensors may be lazy."""
+        return materialize_for_functions() if self.divided else nullcontext()
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> Forward | None:
         grad = torch.is_grad_enabled()

@@ -24,6 +24,7 @@ from meshwright.planner.schema.plan import UnitPlan
 from plans import plan, scheduled
 from reference import twin, whole_gradients
 from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
 
 QUICK, SLOW, MANY = 6, 24, 334
 """Plans for each number of ranks."""
@@ -336,6 +337,59 @@ def one_rank_has_all_samples(rank: int) -> None:
 
 def test_a_rank_without_samples_has_gradients_that_others_wait_for(ranks):
     ranks(2)(one_rank_has_all_samples)
+
+
+class _Squash(torch.autograd.Function):
+    """The softmax over features, with a backward of the model's own."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        y = torch.softmax(x, -1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return y * (gradient - (gradient * y).sum(-1, keepdim=True))
+
+
+class _Squashed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(_Squash.apply(self.first(x)))
+
+
+def has_a_function_between_units(rank: int, first: Layout, second: Layout) -> None:
+    """What such a function is applied to has not moved yet, and the unit before has its gradient
+    all the same."""
+    torch.manual_seed(3)
+    model = _Squashed().double()
+    alone = twin(model)
+    apply(model, None, plan(2, [_part("first", first), _part("second", second)]), timeout_s=20)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    model(x[2 * rank : 2 * rank + 2]).square().mean().backward()
+    assert "apply" not in vars(_SingleLevelFunction)  # torch is as it was
+    alone(x).square().mean().backward()
+    found = whole_gradients(model)
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Layout(groups=1), Layout(groups=1, first=1)),
+        (Layout(groups=1, first=1), Layout(groups=1, first=1)),
+        (Layout(groups=1), Layout(groups=2)),
+    ],
+    ids=str,
+)
+def test_a_function_of_the_models_own_between_units(ranks, first, second):
+    ranks(2)(has_a_function_between_units, first, second)
 
 
 # -- beside units that wait in backward --------------------------------------------------------

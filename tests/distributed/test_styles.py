@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from meshwright.models.workload import Batch
@@ -43,6 +46,40 @@ class Residual(nn.Module):
         wide = self.first(x)
         summed = self.second(wide) + wide * 2 + x
         return self.last(summed)
+
+
+class Softmax(torch.autograd.Function):
+    """The softmax over features, with a backward of the model's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.softmax(x, -1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return y * (gradient - (gradient * y).sum(-1, keepdim=True))
+
+
+class Between(nn.Module):
+    """Two units and what the model's own code does between them."""
+
+    def __init__(self, glue: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 5)
+        self.glue = glue
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.glue(self.first(x)))
+
+
+def _double_some(x: Tensor) -> Tensor:
+    """Changes a part of the tensor in place, through a view, and gives the tensor itself."""
+    x[:, 1:4].mul_(2)
+    return x
 
 
 def _vectors(size: int) -> Tensor:
@@ -106,6 +143,39 @@ CASES: dict[str, Case] = {
     ),
     "glue touches features": (
         Residual,
+        _vectors,
+        lambda m, w: [unit("first", m, "column", w), unit("second", m, "row", w)],
+    ),
+    "a function of the model's own, then row": (
+        lambda: Between(Softmax.apply),
+        _vectors,
+        lambda m, w: [unit("first", m, "column", w), unit("second", m, "row", w)],
+    ),
+    "a function of the model's own, then column": (
+        lambda: Between(Softmax.apply),
+        _vectors,
+        lambda m, w: [unit("first", m, "column", w), unit("second", m, "column", w)],
+    ),
+    "a function of the model's own, recomputed": (
+        lambda: nn.Sequential(Between(Softmax.apply), nn.Linear(5, 3)),
+        _vectors,
+        lambda m, w: [
+            msgspec.structs.replace(one, memory="recompute", segment=("0",))
+            for one in (unit("0.first", m, "column", w), unit("0.second", m, "row", w))
+        ],
+    ),
+    "features are normalised, then row": (
+        lambda: Between(partial(torch.softmax, dim=-1)),
+        _vectors,
+        lambda m, w: [unit("first", m, "column", w), unit("second", m, "row", w)],
+    ),
+    "features are rolled, then row": (
+        lambda: Between(partial(torch.roll, shifts=1, dims=-1)),
+        _vectors,
+        lambda m, w: [unit("first", m, "column", w), unit("second", m, "row", w)],
+    ),
+    "a view is written to, then row": (
+        lambda: Between(_double_some),
         _vectors,
         lambda m, w: [unit("first", m, "column", w), unit("second", m, "row", w)],
     ),
