@@ -135,14 +135,14 @@ def materialize_for_functions() -> Iterator[None]:
     with _functions_lock:
         _functions_uses += 1
         if _functions_uses == 1:
-            _SingleLevelFunction.apply = classmethod(_apply_to_values)
+            _SingleLevelFunction.apply = classmethod(_apply_to_values)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         with _functions_lock:
             _functions_uses -= 1
             if not _functions_uses:
-                del _SingleLevelFunction.apply
+                del _SingleLevelFunction.apply  # type: ignore[attr-defined]
 
 
 def _apply_to_values(cls: Any, *args: Any, **kwargs: Any) -> Any:
