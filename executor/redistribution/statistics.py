@@ -8,6 +8,7 @@ torch's own ``SyncBatchNorm`` does this on accelerators only.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,37 +45,27 @@ class Statistics:
 
 
 def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) -> None:
-    """Makes ``module`` normalise by the statistics of all samples in the statistics' group. A
-    subclass keeps its own forward, which may do more than normalise (timm's ``BatchNormAct2d``
-    activates too): what it calls of torch normalises so instead."""
-
-    def normalise(x: Tensor) -> Tensor:
-        x = materialize(x)  # autograd does not follow a lazy tensor into ``_Normalise``
-        module._check_input_dim(x)  # type: ignore[no-untyped-call]
-        if not _by_batch(module):
-            kept = module.running_mean, module.running_var
-            return F.batch_norm(x, *kept, module.weight, module.bias, eps=module.eps)
-        moments = _moments(x, module.running_mean, statistics, f"batch statistics of {name!r}")
-        if moments[0]:  # ranks that idle see nothing
-            _count_batch(module)
-        _update(module, *moments)
-        return _Normalise.apply(  # type: ignore[no-any-return, no-untyped-call]
-            x, module.weight, module.bias, module.eps, moments, statistics, name
-        )
-
-    if type(module).forward.__module__.startswith("torch.nn."):
-        module.forward = eager(normalise)  # type: ignore[method-assign, assignment]
-        return
-    original = module.forward
+    """Makes ``module`` normalise by the statistics of all samples in the statistics' group. Its own
+    forward runs, as a subclass's may do more than normalise (timm's ``BatchNormAct2d`` activates
+    too): what it calls of torch normalises so instead."""
+    # Of SyncBatchNorm that of its base, as its own synchronises too, on accelerators only.
+    synchronises = isinstance(module, nn.SyncBatchNorm)
+    original = partial(_BatchNorm.forward, module) if synchronises else module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if not _by_batch(module):
+            return original(*args, **kwargs)
         tracked = module.num_batches_tracked
         before = None if tracked is None else tracked.clone()
-        with _Intercepted(module, name, statistics) as within:
-            result = original(*args, **kwargs)
-        if within.count == 0 and tracked is not None and before is not None:
-            tracked.copy_(before)  # ranks that idle see nothing
-        if _by_batch(module) and within.count is None:
+        within = _Intercepted(module, name, statistics)
+        try:
+            with within:
+                result = original(*args, **kwargs)
+        finally:
+            # It has counted a batch, also where there was none: on idle ranks, or where it raised.
+            if not within.count and tracked is not None and before is not None:
+                tracked.copy_(before)
+        if within.count is None:
             raise InputError(
                 f"module {name!r} ({type(module).__name__}) normalises in a way of its own, not by "
                 "torch's batch_norm, so its statistics cannot be made those of the whole batch: "
@@ -86,8 +77,8 @@ def normalise_globally(module: _BatchNorm, name: str, statistics: Statistics) ->
 
 
 class _Intercepted(TorchFunctionMode):
-    """While a subclass's own forward runs, what it normalises by the batch's statistics is
-    normalised by those of all ranks."""
+    """While a module's forward runs, what it normalises by the batch's statistics is normalised by
+    those of all ranks."""
 
     def __init__(self, module: _BatchNorm, name: str, statistics: Statistics) -> None:
         super().__init__()
@@ -107,7 +98,7 @@ class _Intercepted(TorchFunctionMode):
             return func(*args, **kwargs)
         x, weight, bias, eps = (asked[key] for key in ("input", "weight", "bias", "eps"))
         doing = f"batch statistics of {self.name!r}"
-        x = materialize(x)
+        x = materialize(x)  # as any function of torch does, for which this one stands
         moments = _moments(x, self.module.running_mean, self.statistics, doing)
         self.count = moments[0]
         _update(self.module, *moments)
@@ -178,15 +169,9 @@ def _others(x: Tensor) -> list[int]:
 
 
 @torch.no_grad()
-def _count_batch(module: _BatchNorm) -> None:
-    """Counts a batch, as a forward of torch's does (a subclass's own does it itself)."""
-    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-
-
-@torch.no_grad()
 def _update(module: _BatchNorm, count: float, mean: Tensor, variance: Tensor) -> None:
-    """Running statistics as one process would keep them: with the unbiased variance."""
+    """Running statistics as one process would keep them: with the unbiased variance. The batch has
+    been counted."""
     if not module.training or not module.track_running_stats or count == 0:
         return
     factor = module.momentum

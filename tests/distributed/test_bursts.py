@@ -10,6 +10,7 @@ import time
 import msgspec
 import pytest
 import torch
+from between import Between, Softmax
 from burst_strategies import trials
 from burst_trials import Trial
 from bursts import check
@@ -339,38 +340,14 @@ def test_a_rank_without_samples_has_gradients_that_others_wait_for(ranks):
     ranks(2)(one_rank_has_all_samples)
 
 
-class _Squash(torch.autograd.Function):
-    """The softmax over features, with a backward of the model's own."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        y = torch.softmax(x, -1)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return y * (gradient - (gradient * y).sum(-1, keepdim=True))
-
-
-class _Squashed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(_Squash.apply(self.first(x)))
-
-
 def has_a_function_between_units(rank: int, first: Layout, second: Layout) -> None:
     """What such a function is applied to has not moved yet, and the unit before has its gradient
     all the same."""
     torch.manual_seed(3)
-    model = _Squashed().double()
+    model = Between(Softmax.apply).double()
     alone = twin(model)
     apply(model, None, plan(2, [_part("first", first), _part("second", second)]), timeout_s=20)
-    x = torch.randn(4, 3, dtype=torch.float64)
+    x = torch.randn(4, 6, dtype=torch.float64)
     model(x[2 * rank : 2 * rank + 2]).square().mean().backward()
     assert "apply" not in vars(_SingleLevelFunction)  # torch is as it was
     alone(x).square().mean().backward()

@@ -131,6 +131,22 @@ def test_what_enters_from_a_divided_unit_gets_its_gradient(ranks, norm):
     ranks(2)(beside_divided_units, norm)
 
 
+def synchronised_by_torch(rank: int) -> None:
+    model = nn.Sequential(nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(24, 2)).double()
+    alone = nn.Sequential(nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(24, 2)).double()
+    alone.load_state_dict(model.state_dict())
+    apply(model, None, plan(2))
+    x = torch.randn(6, 4, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model(x[3 * rank : 3 * rank + 3])
+    alone(x)
+    for (name, found), expected in zip(model.named_buffers(), alone.buffers(), strict=True):
+        close(found, expected, 1e-9, name)
+
+
+def test_torchs_synchronised_norm_is_over_the_whole_batch_on_cpus(ranks):
+    ranks(2)(synchronised_by_torch)
+
+
 def in_a_way_of_its_own(rank: int) -> None:
     model = nn.Sequential(OwnNorm(4), nn.Flatten(), nn.Linear(24, 2))
     apply(model, None, plan(2))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 import pytest
 import torch
+from between import Between, Softmax
 from meshwright.models.workload import Batch
 from meshwright.models.zoo.gpt import MLP, Attention
 from meshwright.planner.schema.plan import UnitPlan
@@ -46,34 +46,6 @@ class Residual(nn.Module):
         wide = self.first(x)
         summed = self.second(wide) + wide * 2 + x
         return self.last(summed)
-
-
-class Softmax(torch.autograd.Function):
-    """The softmax over features, with a backward of the model's own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = torch.softmax(x, -1)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return y * (gradient - (gradient * y).sum(-1, keepdim=True))
-
-
-class Between(nn.Module):
-    """Two units and what the model's own code does between them."""
-
-    def __init__(self, glue: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 5)
-        self.glue = glue
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.glue(self.first(x)))
 
 
 def _double_some(x: Tensor) -> Tensor:
