@@ -207,8 +207,9 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
         spec = split_of(model, unit)
         cuts.update({c.name: (c.dim, c.blocks, unit.layout.degree) for c in spec.cuts})
     layouts = subset_layouts(model, plan)
+    run = {path for unit in plan.units for path in unit.modules}
     for same in aliases(model).values():
-        used = [name for name in same if not _only_listed(name, same)]
+        used = [name for name in same if not _only_listed(model, name, same, run)]
         uses = {name: (cuts.get(name), layouts.get(name)) for name in used}
         if len(set(uses.values())) > 1:
             sentences = ", ".join(f"{name!r} {_use(*use)}" for name, use in uses.items())
@@ -218,12 +219,18 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def _only_listed(name: str, same: list[str]) -> bool:
-    """Whether ``name`` is in a container of a module that has the parameter too."""
+def _only_listed(model: nn.Module, name: str, same: list[str], run: set[str]) -> bool:
+    """Whether ``name`` is another name of a parameter that is used under one of ``same`` only.
+    ``run`` are the modules of all units."""
     # Some models keep a second name in the container, of what the module inside it uses.
     path = name.split(".")[:-1]
     others = [other.split(".")[:-1] for other in same if other != name]
-    return any(len(other) > len(path) and other[: len(path)] == path for other in others)
+    if any(len(other) > len(path) and other[: len(path)] == path for other in others):
+        return True
+    # Others register a layer that is never called, for what it shares with those that are (T5's
+    # ``shared``). What the model's own code reads directly is at a module that has children.
+    inside = any(".".join(path[:n]) in run for n in range(len(path) + 1))
+    return not inside and not any(model.get_submodule(".".join(path)).children())
 
 
 def _use(cut: tuple[int, int, int] | None, layout: Layout | None) -> str:
