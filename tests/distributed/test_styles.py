@@ -165,6 +165,15 @@ CASES: dict[str, Case] = {
             unit("6", m, "column", w),
         ],
     ),
+    "convolution with channels last": (
+        lambda: _convolutions().to(memory_format=torch.channels_last),
+        lambda size: _images(size).contiguous(memory_format=torch.channels_last),
+        lambda m, w: [
+            unit(("0", "1", "2"), m, "column", w),
+            unit(("3", "4"), m, "column", w),
+            unit("6", m, "column", w),
+        ],
+    ),
     "embedding column": (
         lambda: nn.Sequential(nn.Embedding(11, 7), nn.Linear(7, 3)),
         _symbols,

@@ -19,6 +19,7 @@ from meshwright.planner.solve.request import problem_for
 from meshwright.profiler.model import profile
 from meshwright.profiler.sessions import _profile_key
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.strategies import cluster
 
@@ -132,6 +133,37 @@ def test_what_is_measured_is_kept_apart_by_how_it_computes():
     # What printing the model does not show.
     made.model.gradient_checkpointing = True
     assert _profile_key(made, (2,), CPU) not in keys
+
+
+def attending(implementation: str) -> mw.Workload:
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, attn_implementation=implementation,
+    )  # fmt: skip
+
+    def make_batch(size: int) -> mw.Batch:
+        words = torch.randint(16, (size, 4))
+        return mw.Batch((), None, {"input_ids": words, "labels": words})
+
+    return mw.Workload("llama", LlamaForCausalLM(config), make_batch, lambda out, _: out.loss)
+
+
+def test_how_attention_is_computed_is_part_of_what_is_measured():
+    eager, fused = (_profile_key(attending(name), (2,), CPU) for name in ("eager", "sdpa"))
+    assert eager != fused
+    assert _profile_key(attending("eager"), (2,), CPU) == eager
+
+
+def test_tf32_is_part_of_what_is_measured(monkeypatch):
+    made, before = workload("gpt-tiny"), torch.get_float32_matmul_precision()
+    plain = _profile_key(made, (2,), CPU)
+    try:
+        torch.set_float32_matmul_precision("high")
+        products = _profile_key(made, (2,), CPU)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not torch.backends.cudnn.allow_tf32)
+    assert len({plain, products, _profile_key(made, (2,), CPU)}) == 3
 
 
 def test_the_precision_of_a_profile_is_that_of_its_plan():
