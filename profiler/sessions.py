@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..executor.comm.agreement import rank_zero_decides, together
 from ..executor.launch.processes import Ranks
@@ -35,6 +34,7 @@ from ..models import target as targets
 from ..models.compiled import described, uncompiled
 from ..models.precision import surrounding_precision
 from ..models.target import try_out, workload
+from ..models.units.discover import settings
 from ..models.units.storages import tensors_in
 from ..models.workload import Workload
 from ..planner.schema import cache
@@ -180,7 +180,7 @@ def _once(
 def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torch.device) -> str:
     # All that times and bytes depend on. The weights' values are not part of it.
     model = workload.model
-    switches = [_switches(module) for module in model.modules()]
+    switches = [settings(module) for module in model.modules()]
     with torch.random.fork_rng():
         batch = workload.make_batch(1)
     given = tensors_in((batch.args, dict(batch.kwargs), batch.target))
@@ -197,15 +197,6 @@ def _profile_key(workload: Workload, batches: Sequence[int] | None, device: torc
         torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, compiled,
     )  # fmt: skip
     return _digest("profile", workload.name, repr(model), parameters, inputs, batches, where, how)
-
-
-def _switches(module: nn.Module) -> list[tuple[str, Any]]:
-    """The plain settings of one module and of its configuration: whether it checkpoints, which
-    attention it computes, and whatever else what it prints does not show."""
-    plain = (bool, int, float, str, type(None))
-    config = vars(module).get("config")
-    found = [*vars(module).items(), *(vars(config).items() if hasattr(config, "__dict__") else ())]
-    return sorted((name, value) for name, value in found if isinstance(value, plain))
 
 
 def _digest(*parts: object) -> str:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # torch has no public name for it
 
 from ...planner.cost.ownership import feature_bounds
-from ..replay import UnitCall, copied, run_modules
+from ..replay import UnitCall, copied, preserved, run_modules
 from ..spec import SplitSpec, UnitSpec
 from . import apply_split
 from .recipe import slice_parameter
@@ -36,6 +36,10 @@ from .recipe import slice_parameter
 # products), with a tolerance for that. It runs without dropout,
 # which the members draw for themselves; and with random parameters, because zeros and ones (fresh
 # biases and norms) hide terms that are added twice or forgotten.
+#
+# A forward of somebody's own may also do something else on other values (a clamp, a branch) or in
+# training. So it is tried again on other, larger values, and in training where the unit computes
+# something else there.
 
 # Seconds that members wait for each other: one may never come.
 _WAIT_S = 60.0
@@ -43,6 +47,8 @@ _WAIT_S = 60.0
 _LONG, _SHORT = 256, 16
 # Standard deviation of the parameters that a split is tried with.
 _SPREAD = 0.2
+# The spread of the other values that it is tried on, by that of the recorded ones.
+_WIDER = 10.0
 
 
 class _ThreadReduce:
@@ -67,48 +73,49 @@ class _ThreadReduce:
         self._barrier.abort()
 
 
-@dataclass(eq=False)
-class Member:
-    """One member's copy of a unit, and what it made."""
+class Members:
+    """A unit divided over ``degree`` members: the part of each, and what it made in the last run.
 
-    model: nn.Module
-    output: Any = None
-    error: BaseException | None = None
-
-
-def run_members(
-    holder: nn.Module, unit: UnitSpec, spec: SplitSpec, call: UnitCall, degree: int
-) -> list[Member]:
-    """The unit divided over ``degree`` members, each run on its part of ``call``'s inputs.
-
-    ``holder`` has the unit's modules under their names. Outputs keep their graphs.
+    ``holder``, which has the unit's modules under their names, is copied for each.
     """
-    meeting = _ThreadReduce(degree, unit.batch_dim)
-    members = [Member(copied(holder)) for _ in range(degree)]
 
-    def work(member: Member, given: UnitCall) -> None:
-        try:
-            member.output = run_modules(member.model, unit.modules, given)
-        except BaseException as error:
-            member.error = error
-            meeting.abort()
+    def __init__(self, holder: nn.Module, unit: UnitSpec, spec: SplitSpec, degree: int) -> None:
+        self._unit, self._spec = unit, spec
+        self._meeting = _ThreadReduce(degree, unit.batch_dim)
+        self.models = [copied(holder) for _ in range(degree)]
+        self.outputs: list[Any] = [None] * degree
+        for member, model in enumerate(self.models):
+            reduce = partial(self._meeting.reduce, member)
+            apply_split(model, unit.modules, spec, degree, member, reduce)
 
-    threads = []
-    for index, member in enumerate(members):
-        reduce = partial(meeting.reduce, index)
-        apply_split(member.model, unit.modules, spec, degree, index, reduce)
-        given = member_call(unit, spec, call, degree, index)
-        # Daemons: one that hangs in a look-alike's forward must not keep the process.
-        threads.append(threading.Thread(target=work, args=(member, given), daemon=True))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(_WAIT_S)
-    errors = [m.error for m in members if m.error is not None]
-    # A member that fails leaves the others before a broken barrier: its own error comes first.
-    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
-        raise error
-    return members
+    def run(self, call: UnitCall) -> Tensor:
+        """The whole unit's main output on ``call``'s inputs, of which each gets its part. Keeps
+        graphs where gradients are on. Raises what a member raises."""
+        errors: list[BaseException] = []
+        gradients = torch.is_grad_enabled()
+
+        def work(member: int, given: UnitCall) -> None:
+            try:
+                with _NoDropout(), torch.set_grad_enabled(gradients):
+                    made = run_modules(self.models[member], self._unit.modules, given)
+                    self.outputs[member] = made
+            except BaseException as error:
+                errors.append(error)
+                self._meeting.abort()
+
+        threads = []
+        for member in range(len(self.models)):
+            given = member_call(self._unit, self._spec, call, len(self.models), member)
+            # Daemons: one that hangs in a look-alike's forward must not keep the process.
+            threads.append(threading.Thread(target=work, args=(member, given), daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_WAIT_S)
+        # One that fails leaves the others before a broken barrier: its own error comes first.
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+        return joined(self._spec, self.outputs, self._unit.batch_dim)
 
 
 def member_call(
@@ -145,11 +152,33 @@ class Tolerance(NamedTuple):
 
     def same(self, a: Tensor, b: Tensor) -> bool:
         largest = max(1.0, float(b.detach().abs().max())) if b.numel() else 1.0
-        return torch.allclose(a, b, self.relative, self.of_largest * largest)
+        return a.shape == b.shape and torch.allclose(a, b, self.relative, self.of_largest * largest)
 
 
 # By the bits of the coarsest numbers that a unit computes with.
 _TOLERANCES = {64: Tolerance(1e-9, 1e-10), 32: Tolerance(1e-4, 1e-5), 16: Tolerance(3e-2, 1e-2)}
+
+
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+}  # fmt: skip
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout gives what it gets. Of this thread only, as any such mode."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else given["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                given["dropout_p"] = 0.0
+        return func(*args, **given)
 
 
 class _Coarsest(TorchFunctionMode):
@@ -195,11 +224,45 @@ def _is_equivalent(
     dtype: torch.dtype,
 ) -> bool:
     """The same in one precision. Raises what the whole unit raises there."""
+
+    def shown(call: UnitCall) -> bool:
+        return _Trial(holder, unit, spec, degree).always_agrees(_with_values(call).to(dtype))
+
     short = _shortened(call, holder)
     if short is not call:
         with contextlib.suppress(Exception):  # its forward may need the whole length
-            return _agrees(holder, unit, spec, _with_values(short).to(dtype), degree)
-    return _agrees(holder, unit, spec, _with_values(call).to(dtype), degree)
+            return shown(short)
+    return shown(call)
+
+
+def _with_other_values(unit: UnitSpec, call: UnitCall) -> UnitCall:
+    """The call with other activations; masks, positions and indices stay."""
+    generator = torch.Generator().manual_seed(2)
+    batched = [leaf for k, leaf in enumerate(_leaves(call)) if k in unit.batched_inputs]
+
+    def drawn(t: Tensor) -> Tensor:
+        activation = t.requires_grad or any(t is leaf for leaf in batched[:1])
+        if not activation or not t.is_floating_point():
+            return t
+        wide = _WIDER * float(t.detach().double().std()) if t.numel() > 1 else _WIDER
+        made = torch.randn(t.shape, generator=generator, dtype=torch.double) * wide
+        return made.to(t.device, t.dtype).requires_grad_(t.requires_grad)
+
+    return call.map(drawn)
+
+
+def _leaves(call: UnitCall) -> list[Any]:
+    return pytree.tree_leaves((call.args, dict(call.kwargs)))
+
+
+def _in_training(model: nn.Module) -> nn.Module:
+    """The model in training, but for batch normalisation: over which samples it is taken is for the
+    plan to say, and the executor's part."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    return model
 
 
 def _shortened(call: UnitCall, holder: nn.Module) -> UnitCall:
@@ -278,30 +341,83 @@ def _with_values(call: UnitCall) -> UnitCall:
     return call.map(fill)
 
 
-def _agrees(
-    holder: nn.Module, unit: UnitSpec, spec: SplitSpec, call: UnitCall, degree: int
-) -> bool:
-    whole_call, split_call = call.fresh(), call.fresh()
-    with _Coarsest() as coarsest:
-        whole = main_output(run_modules(holder, unit.modules, whole_call))
-    # Rounding stays far below, and a wrong formula is far above.
-    tolerance = _TOLERANCES[coarsest.bits]
-    try:
-        members = run_members(holder, unit, spec, split_call, degree)
-    except Exception:  # a look-alike's forward on its parts
-        return False
-    output = joined(spec, [m.output for m in members], unit.batch_dim)
-    if output.shape != whole.shape or not tolerance.same(output, whole):
-        return False
-    # A loss of random weights: a plain sum has the same gradient everywhere and hides permutations.
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(whole.shape, generator=generator, dtype=whole.dtype).to(whole.device)
-    (whole * weight).sum().backward()  # type: ignore[no-untyped-call]
-    (output * weight).sum().backward()  # type: ignore[no-untyped-call]
-    pairs = zip(whole_call.tensors(), split_call.tensors(), strict=True)
-    return all(_same(a.grad, b.grad, tolerance) for a, b in pairs) and _same_parameters(
-        holder, spec, members, tolerance
-    )
+class _Trial:
+    """A unit and its members, tried on the same calls. Its parameters get gradients."""
+
+    def __init__(self, holder: nn.Module, unit: UnitSpec, spec: SplitSpec, degree: int) -> None:
+        self._holder, self._unit, self._spec, self._degree = holder, unit, spec, degree
+        self._members: Members | None = None
+
+    def always_agrees(self, call: UnitCall) -> bool:
+        """Whether the members' outputs equal the whole's on the call, on other values and in
+        training, and their gradients too."""
+        with _Coarsest() as coarsest:
+            whole = self._whole(given := call.fresh())
+        # Rounding stays far below, and a wrong formula is far above.
+        tolerance = _TOLERANCES[coarsest.bits]
+        try:
+            self._members = Members(self._holder, self._unit, self._spec, self._degree)
+        except Exception:  # a look-alike's parts
+            return False
+        return (
+            self._gradients_agree(whole, given, call, tolerance)
+            and self._agrees_on(_with_other_values(self._unit, call), tolerance)
+            and self._agrees_in_training(call, tolerance)
+        )
+
+    def _whole(self, call: UnitCall) -> Tensor:
+        with _NoDropout():
+            return main_output(run_modules(self._holder, self._unit.modules, call))
+
+    def _parts(self, call: UnitCall) -> Tensor | None:
+        """The members' output; None where a look-alike's forward fails on its part."""
+        assert self._members is not None
+        with contextlib.suppress(Exception):
+            return self._members.run(call)
+        return None
+
+    def _gradients_agree(
+        self, whole: Tensor, given: UnitCall, call: UnitCall, tolerance: Tolerance
+    ) -> bool:
+        """Whether output and all gradients agree with ``whole``, which was made of ``given``."""
+        output = self._parts(parted := call.fresh())
+        if output is None or not tolerance.same(output, whole):
+            return False
+        # A loss of random weights: a plain sum has the same gradient everywhere and hides
+        # permutations.
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(whole.shape, generator=generator, dtype=whole.dtype).to(whole.device)
+        (whole * weight).sum().backward()  # type: ignore[no-untyped-call]
+        (output * weight).sum().backward()  # type: ignore[no-untyped-call]
+        assert self._members is not None
+        pairs = zip(given.tensors(), parted.tensors(), strict=True)
+        return all(_same(a.grad, b.grad, tolerance) for a, b in pairs) and _same_parameters(
+            self._holder, self._spec, self._members.models, tolerance
+        )
+
+    def _agrees_on(self, call: UnitCall, tolerance: Tolerance) -> bool:
+        """Whether the outputs agree, which is a third of the work. The whole may refuse the values:
+        then it never has them."""
+        with torch.no_grad():
+            try:
+                whole = self._whole(call.fresh())
+            except Exception:
+                return True
+            output = self._parts(call.fresh())
+        return output is not None and tolerance.same(output, whole)
+
+    def _agrees_in_training(self, call: UnitCall, tolerance: Tolerance) -> bool:
+        assert self._members is not None
+        with torch.no_grad(), preserved(self._holder):
+            plain = self._whole(call.fresh())
+            _in_training(self._holder)
+            first, again = (self._whole(call.fresh()) for _ in range(2))
+            # What it draws there the members draw for themselves.
+            if not torch.equal(first, again) or tolerance.same(plain, first):
+                return True
+        for model in (self._holder, *self._members.models):
+            _in_training(model).zero_grad()
+        return self._gradients_agree(self._whole(given := call.fresh()), given, call, tolerance)
 
 
 def _same(a: Tensor | None, b: Tensor | None, tolerance: Tolerance) -> bool:
@@ -312,12 +428,12 @@ def _same(a: Tensor | None, b: Tensor | None, tolerance: Tolerance) -> bool:
 
 
 def _same_parameters(
-    holder: nn.Module, spec: SplitSpec, members: Sequence[Member], tolerance: Tolerance
+    holder: nn.Module, spec: SplitSpec, members: Sequence[nn.Module], tolerance: Tolerance
 ) -> bool:
     """Whether cut gradients are slices of the whole's, and the others add up to it."""
     cuts = {cut.name: cut for cut in spec.cuts}
     for name, parameter in holder.named_parameters():
-        own = [dict(m.model.named_parameters())[name].grad for m in members]
+        own = [dict(m.named_parameters())[name].grad for m in members]
         if parameter.grad is None:
             if any(g is not None and g.any() for g in own):
                 return False

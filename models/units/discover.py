@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -374,9 +374,16 @@ class _Trial:
     def _holds(self, unit: UnitSpec, split: SplitSpec, call: UnitCall) -> bool:
         """``check.is_equivalent``, once for each kind of unit: equal modules on equal shapes behave
         alike."""
-        # By what a module prints: its class and settings, those of all modules inside it too.
+        # By what a module prints, and by its settings, those of all modules inside it too.
         modules = [self.model.get_submodule(name) for name in unit.modules]
-        inside = [(repr(m), [tuple(p.shape) for p in m.parameters()]) for m in modules]
+        inside = [
+            (
+                repr(m),
+                [[s for s in settings(i) if not _counts(*s)] for i in m.modules()],
+                [tuple(p.shape) for p in m.parameters()],
+            )
+            for m in modules
+        ]
         shapes = [t.shape for t in call.tensors()]
         key = (split.style, split.parts, str(inside), str(shapes), unit.batch_dims)
         if key not in self._tried:
@@ -384,3 +391,20 @@ class _Trial:
             degree = next((d for d in (2, 3, 5, 7) if split.uneven or split.parts % d == 0), 0)
             self._tried[key] = bool(degree) and is_equivalent(self.model, unit, split, call, degree)
         return self._tried[key]
+
+
+def settings(module: nn.Module) -> list[tuple[str, Any]]:
+    """The plain settings of one module and of its configuration: whether it checkpoints, which
+    attention it computes, and whatever else what it prints does not show."""
+    plain = (bool, int, float, str, type(None))
+    config = vars(module).get("config")
+    found = [*vars(module).items(), *(vars(config).items() if hasattr(config, "__dict__") else ())]
+    # A name may be at both, with values of different types.
+    kept = ((name, value) for name, value in found if isinstance(value, plain))
+    return sorted(kept, key=lambda pair: (pair[0], repr(pair[1])))
+
+
+def _counts(name: str, value: object) -> bool:
+    """Whether a setting is the number of a layer, which is another one in each of equal layers."""
+    number = isinstance(value, int) and not isinstance(value, bool)
+    return number and name.endswith(("idx", "index", "layer_id", "layer_number"))

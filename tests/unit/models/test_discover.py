@@ -403,6 +403,37 @@ class Padded(nn.Conv2d):
         return super().forward(nn.functional.pad(x, (1, 0, 0, 0)))
 
 
+class Centring(nn.Linear):
+    """A plain product, and all its outputs mixed under a condition."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__(4, 6)
+        self.when = when
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        if self.when == "large":
+            mixed = bool(x.abs().max() > 4)
+        else:
+            mixed = self.training if self.when == "training" else self.when == "always"
+        return nn.functional.dropout(
+            made - made.mean(-1, True) if mixed else made, 0.1, self.training
+        )
+
+
+@pytest.mark.parametrize("when", ["large", "training"])
+def test_a_subclass_is_shown_right_in_other_ways_than_it_ran(when: str) -> None:
+    found = discover(nn.Sequential(Centring(when)), Batch((torch.rand(3, 4),), None))
+    assert styles(found, "0") == []
+
+
+def test_settings_that_are_not_printed_tell_units_apart() -> None:
+    model = nn.Sequential(Centring("never"), nn.Linear(6, 4), Centring("always"))
+    found = discover(model, Batch((torch.rand(3, 4),), None))
+    assert styles(found, "0") == ["column", "row"]
+    assert styles(found, "2") == []
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "expected"),
     [

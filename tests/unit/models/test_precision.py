@@ -154,6 +154,13 @@ def test_how_attention_is_computed_is_part_of_what_is_measured():
     assert _profile_key(attending("eager"), (2,), CPU) == eager
 
 
+def test_a_setting_may_be_of_another_type_in_the_configuration():
+    made = attending("eager")
+    made.model.model.config.layer = None
+    made.model.model.layer = 1
+    assert _profile_key(made, (2,), CPU) != _profile_key(attending("eager"), (2,), CPU)
+
+
 def test_tf32_is_part_of_what_is_measured(monkeypatch):
     made, before = workload("gpt-tiny"), torch.get_float32_matmul_precision()
     plain = _profile_key(made, (2,), CPU)

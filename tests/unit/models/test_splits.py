@@ -13,11 +13,10 @@ from meshwright.models.replay import UnitCall, capture
 from meshwright.models.spec import SplitSpec, UnitSpec
 from meshwright.models.splits import apply_split, find_splits, join_parameter
 from meshwright.models.splits.check import (
+    Members,
     _shortened,
     is_equivalent,
-    joined,
     main_output,
-    run_members,
 )
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.layout import Style
@@ -68,8 +67,8 @@ def compare(
     whole: object = model.get_submodule(modules[0])(*whole_call.args, **whole_call.kwargs)
     for name in modules[1:]:
         whole = model.get_submodule(name)(whole)
-    members = run_members(copy.deepcopy(model), unit, spec, split_call, degree)
-    output = joined(spec, [m.output for m in members], unit.batch_dim)
+    members = Members(copy.deepcopy(model), unit, spec, degree)
+    output = members.run(split_call)
     torch.testing.assert_close(output, main_output(whole), rtol=1e-10, atol=1e-11)
     weight = torch.randn_like(output)
     (main_output(whole) * weight).sum().backward()
@@ -78,7 +77,7 @@ def compare(
         if a.grad is not None:  # the sum of the members' partial gradients
             torch.testing.assert_close(b.grad, a.grad, rtol=1e-10, atol=1e-11)
     cuts = {c.name: c for c in spec.cuts}
-    own = [dict(m.model.named_parameters()) for m in members]
+    own = [dict(m.named_parameters()) for m in members.models]
     for name, parameter in model.named_parameters():
         gradients = [p[name].grad for p in own]
         assert all(g is not None for g in gradients), name
