@@ -436,12 +436,12 @@ def launch(
 
     # Wrong counts and hosts are refused before a process is started.
     ranks = ranks_for(plan, ranks_here, nodes, node_rank, rendezvous, timeout_s, quiet)
-    beside = (
+    background_job = (
         Background(background, limit=plan.goal.background_limit)
         if isinstance(background, str)
         else background
     )
-    return launch(plan, script, steps, ranks, beside, at_end, say)
+    return launch(plan, script, steps, ranks, background_job, at_end, say)
 
 
 def auto_parallelize(

@@ -183,7 +183,7 @@ def ask(
     shared = replace(
         alone,
         goal=msgspec.structs.replace(narrow, micro_batches=(within.model.micro_batches,)),
-        bucket_bytes=within.model.message_bytes,
+        message_bytes=within.model.message_bytes,
     )
     tried = candidates(shared, Assumptions(), plain.step_s, LIMIT_S)
     # The foreground on a power of two of the devices, and backgrounds on all others.
@@ -252,7 +252,7 @@ def solved(
     backgrounds = () if burst.copies == 0 else (behind,)
     horizon_s = SIMULATED_STEPS * burst.step_s
     run = report(simulate_cluster(model.world_size, (job,), backgrounds, given, horizon_s))
-    alone_s, partition = asked.plain.step_s, asked.partition
+    plain_s, partition = asked.plain.step_s, asked.partition
     background = sum(b.samples_per_s for b in run.backgrounds)
     share = background / (asked.background.samples_per_s * model.world_size)
     return {
@@ -264,11 +264,11 @@ def solved(
         "background_samples_s": background,
         "background_share": share,
         "ratio": (burst.foreground_samples_s + background) / asked.plain.samples_per_s,
-        "bounded_ratio": alone_s / burst.step_s + share,
+        "bounded_ratio": plain_s / burst.step_s + share,
         "dp_with_background_ratio": plain.samples_per_s / asked.plain.samples_per_s,
-        "dp_with_background_bounded_ratio": alone_s / plain.step_s + plain.share,
+        "dp_with_background_bounded_ratio": plain_s / plain.step_s + plain.share,
         "partition_ratio": partition.samples_per_s / asked.plain.samples_per_s,
-        "partition_bounded_ratio": alone_s / partition.step_s + partition.share,
+        "partition_bounded_ratio": plain_s / partition.step_s + partition.share,
         "partition_devices": partition.devices,
         "background_batch": asked.background.batch,
         "plan": burst.how + (", no background" if burst.copies == 0 else ""),

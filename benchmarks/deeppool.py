@@ -80,7 +80,7 @@ def problem(profile: ModelProfile, ranks: int, batch: int, bytes_per_s: float) -
     problem = Problem(
         profile=profile, cluster=cluster_of(ranks, bytes_per_s), capability=EVERYTHING,
         goal=Goal(batch=batch, optimizer="sgd", batch_statistics="global"),
-        schedule="priority", bucket_bytes=SLICE_BYTES, near=0.0,
+        schedule="priority", message_bytes=SLICE_BYTES, near=0.0,
     )  # fmt: skip
     return problem.placed()
 

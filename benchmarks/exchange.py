@@ -104,7 +104,7 @@ def compared(
         "fsdp_s": fsdp_s, "fsdp_failed": failed,
         "priority_s": seconds[keys[1]], "plan_s": seconds["plan_s"],
         "ddp_bucket_mb": best_ddp, "slice_mib": SLICE_BYTES // MIB,
-        "plan_schedule": plan.schedule, "plan_slice_mib": plan.bucket_bytes / MIB,
+        "plan_schedule": plan.schedule, "plan_slice_mib": plan.message_bytes / MIB,
         "plan_divided": sum(u.layout.degree > 1 for u in plan.units),
         "ddp_jitter_s": shaken[keys[0]], "priority_jitter_s": shaken[keys[1]],
     }  # fmt: skip

@@ -169,7 +169,7 @@ class Run:
         )
 
     def _exchange_of(self, entries: Sequence[GradParam]) -> Exchange:
-        limit = self.plan.bucket_bytes
+        limit = self.plan.message_bytes
         on_stream = any(g.on_stream for g in self.world.gradients.values())
         # With NCCL, collectives of several groups must be launched in one order on all ranks, which
         # gradients that leave in the midst of redistributions could break: there, where units are

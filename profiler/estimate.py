@@ -199,7 +199,7 @@ class _Estimator(NamedTuple):
             few, many = (getattr(log, phase).get(unit.name, ()) for log in self.logs)
             return Work(FOOTPRINT_SIZES, few, many)
 
-        kinds = ("saved", "gradient", "workspace", "fresh", "spared")
+        kinds = ("saved", "gradient", "workspace", "new_grad", "never_together")
         return ShareProfile(
             style="none",
             degree=1,
@@ -241,8 +241,8 @@ class _Estimator(NamedTuple):
             gradient=whole.gradient.scaled(gradient),
             workspace=whole.workspace.scaled(output),
             parameter_bytes=size,
-            fresh=whole.fresh.scaled(part),
-            spared=whole.spared.scaled(min(part, saved)),
+            new_grad=whole.new_grad.scaled(part),
+            never_together=whole.never_together.scaled(min(part, saved)),
         )
 
     def _alone(

@@ -327,7 +327,15 @@ def _whole(unit: UnitSpec, sizes: Sequence[int], measured: Sequence[_Measured]) 
         rows = [getattr(getattr(m, source), quantity) for m in measured]
         return _curve(sizes, [row.get(unit.name, 0.0) for row in rows])
 
-    quantities = ("forward", "backward", "saved", "gradient", "workspace", "fresh", "spared")
+    quantities = (
+        "forward",
+        "backward",
+        "saved",
+        "gradient",
+        "workspace",
+        "new_grad",
+        "never_together",
+    )
     curves = {quantity: curve(quantity) for quantity in quantities}
     return ShareProfile(style="none", degree=1, parameter_bytes=0, **curves)
 

@@ -103,8 +103,8 @@ class ShareMeter:
                         gradient=whole.gradient.scaled(ratio.gradient),
                         workspace=whole.workspace.scaled(ratio.output),
                         parameter_bytes=size,
-                        fresh=whole.fresh.scaled(part),
-                        spared=whole.spared.scaled(min(part, saved)),
+                        new_grad=whole.new_grad.scaled(part),
+                        never_together=whole.never_together.scaled(min(part, saved)),
                     )
                 )
         return found

@@ -30,7 +30,7 @@ class Best(NamedTuple):
     unlimited_s: float
     combinations: int
     micro_batches: int
-    bucket_bytes: int
+    message_bytes: int
     decisions: tuple
     least_bytes: float = np.inf
     least_gpu_seconds: float = np.inf
@@ -71,7 +71,7 @@ def best(problem):
                 found = found._replace(
                     objective_s=float(objective[low]),
                     micro_batches=model.micro_batches,
-                    bucket_bytes=model.message_bytes,
+                    message_bytes=model.message_bytes,
                     decisions=decisions,
                 )
     return found

@@ -54,7 +54,7 @@ class Front(Record, frozen=True, kw_only=True):
     target: str
     batch: Count
     ranks: Count
-    alone_s: Seconds
+    single_device_s: Seconds
     points: tuple[FrontPoint, ...]
 
 
@@ -65,27 +65,27 @@ def described_front(
     problem: Problem, points: int = 8, solver: str = "auto", time_limit_s: float | None = None
 ) -> Front:
     """``front`` as data, by what the plans predict; raises ``InfeasibleError`` where none fits."""
-    alone_s = _single_device_s(problem)
-    found = [_described(p, alone_s) for p in front(problem, points, solver, time_limit_s)]
+    single_device_s = _single_device_s(problem)
+    found = [_described(p, single_device_s) for p in front(problem, points, solver, time_limit_s)]
     if not found:
         solve(problem, solver, time_limit_s).checked()
     return Front(
         target=problem.profile.target,
         batch=problem.goal.batch,
         ranks=problem.cluster.world_size,
-        alone_s=alone_s,
+        single_device_s=single_device_s,
         # The plans were searched by formula. Their simulated steps may be beaten again.
         points=undominated(found),
     )
 
 
-def _described(point: FoundPoint, alone_s: float) -> FrontPoint:
+def _described(point: FoundPoint, single_device_s: float) -> FrontPoint:
     plan = point.result.checked()
     layouts = (str(u.layout) for u in plan.units if u.kind not in ("input", "output"))
     return FrontPoint(
         step_s=plan.prediction.step_s,
         gpu_seconds=plan.prediction.gpu_seconds,
-        amplification=plan.prediction.gpu_seconds / max(alone_s, 1e-300),
+        amplification=plan.prediction.gpu_seconds / max(single_device_s, 1e-300),
         samples_per_s=plan.prediction.samples_per_s,
         speedup=plan.speedup,
         layouts=tuple(dict.fromkeys(layouts)),

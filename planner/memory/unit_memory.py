@@ -46,8 +46,8 @@ _QUANTITIES: tuple[Quantity, ...] = (
     lambda s: s.saved,
     lambda s: s.gradient,
     lambda s: s.workspace,
-    lambda s: s.fresh,
-    lambda s: s.spared,
+    lambda s: s.new_grad,
+    lambda s: s.never_together,
 )
 
 
@@ -82,7 +82,7 @@ class MemoryModel:
     def _unit(self, k: int, option: Option, samples: int) -> UnitBytes:
         unit, cost = self.model.profile.units[k], self.model.unit(k, option)
         sliced, many = self.model.sliced, self.model.micro_batches > 1
-        saved, maps, workspace, fresh, spared = self._share(k, option, samples)
+        saved, maps, workspace, new_grad, never_together = self._share(k, option, samples)
         resident = self._resident(k, option, samples, saved)
         own_input = self.own_input_bytes(k, option, samples)
         saved += own_input
@@ -94,11 +94,11 @@ class MemoryModel:
         trained, largest = cost.trained_bytes, max(self._sizes_bytes(k, option), default=0)
         choice = topk_choice_bytes(self.model, option, largest)
         feedback = feedback_bytes(option, trained, largest, choice)
-        if sliced and option.exchange == "topk" and option.feedback in AT_ONCE and spared:
+        if sliced and option.exchange == "topk" and option.feedback in AT_ONCE and never_together:
             # What is never there together was measured with all of the gradients; these are taken
             # in one by one, and those that an operator computes at once are there at once.
-            feedback = feedback._replace(computed=max(feedback.computed, trained - spared))
-            spared = max(spared - trained, 0.0)
+            feedback = feedback._replace(computed=max(feedback.computed, trained - never_together))
+            never_together = max(never_together - trained, 0.0)
         part = gathered(self.model, k, option)
         sharded = 0 if many else part.saved  # a gradient of which the rank's part alone stays
         summed = self.summed_bytes(k, option.layout)
@@ -126,8 +126,8 @@ class MemoryModel:
                 + (feedback.computed if sliced else feedback.moment)
                 + part.backward_more
                 + sharded,
-                new_grad=((fresh or largest) if self.makes_new(option.layout) else 0.0) + summed,
-                never_together=spared,
+                new_grad=((new_grad or largest) if self.makes_new(option.layout) else 0.0) + summed,
+                never_together=never_together,
                 workspace=workspace + gone + part.forward,
                 bucketed=cost.gradient_bytes,
                 exchange_temp=self._exchange_temp(

@@ -54,7 +54,7 @@ _MEASURED_BYTES: tuple[tuple[str, Quantity], ...] = (
     ("saved", lambda s: s.saved),
     ("map_gradients", lambda s: s.gradient),
     ("workspace", lambda s: s.workspace),
-    ("never_together", lambda s: s.spared),
+    ("never_together", lambda s: s.never_together),
 )
 
 
@@ -108,10 +108,12 @@ class UnitFigures:
         found[:, AT["saved"]] += self._gathered(k, states)
         new = [self.memory.makes_new(layout) for layout, _ in states]
         summed = np.array([self.memory.summed_bytes(k, layout) for layout, _ in states])
-        fresh = here.values(unit, lambda s: s.fresh, divides=False)
+        new_grad = here.values(unit, lambda s: s.new_grad, divides=False)
         # Where it was not measured it follows from the shape alone, and is in the copied figures.
         shaped = found[:, AT["new_grad"]] - summed
-        found[:, AT["new_grad"]] = np.where(new, np.where(fresh > 0, fresh, shaped), 0.0) + summed
+        found[:, AT["new_grad"]] = (
+            np.where(new, np.where(new_grad > 0, new_grad, shaped), 0.0) + summed
+        )
         # A position that takes no part in a layout holds nothing of a unit there, whatever curves
         # say of no samples.
         absent = [self.samples(layout) is None for layout, _ in states]

@@ -252,10 +252,10 @@ class OptionTable:
         model, unit = self.model, self.model.profile.units[k]
         offered = tuple(exchange_options(model, k, model.baseline[0], self.capability))
         around = neighbours_bytes(model, k), model.passing_bytes[k]
-        spared = tuple(share.spared for share in unit.shares)  # zero for most units
+        never_together = tuple(share.never_together for share in unit.shares)  # zero for most units
         # All that these figures depend on: units that are alike in it share one block, but for the
         # energy that they lose.
-        key = self.states[k], self.figures.shape(k), around, offered, spared
+        key = self.states[k], self.figures.shape(k), around, offered, never_together
         if key not in self._exchanges:
             self._exchanges[key] = self._exchange(k)
         shared = self._exchanges[key]

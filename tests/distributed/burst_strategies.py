@@ -83,7 +83,7 @@ def _plans(draw: Any, name: str, world: int) -> Plan:
             world,
             list(units.values()),
             placement=draw(st.permutations(range(world))),
-            bucket_bytes=draw(st.sampled_from([4096, 256, 64])),
+            message_bytes=draw(st.sampled_from([4096, 256, 64])),
             micro_batches=draw(st.sampled_from([1, 1, 2, 3])),
         )
 

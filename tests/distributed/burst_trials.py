@@ -69,7 +69,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
         return (
             f"{self.model} in {self.dtype} {plan.schedule} at {plan.placement} with "
             f"{self.optimizer}, clipped by {self.clip}, {' '.join(flags)} {self.steps} samples in "
-            f"{self.parts} pieces, slices of {plan.bucket_bytes}, data of {self.seed}: {units}"
+            f"{self.parts} pieces, slices of {plan.message_bytes}, data of {self.seed}: {units}"
         )
 
     __repr__ = __str__

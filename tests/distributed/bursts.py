@@ -172,7 +172,7 @@ class Together:
         if any(unit.exchange not in ("dense", "sharded") for unit in plan.units):
             return  # what they put together depends on how often units use them
         predicted = exchanged_bytes(plan, self.carried, backwards)[self.position]
-        largest = sum(1 + c.share(1, 0) * c.width_bytes // plan.bucket_bytes for c in self.carried)
+        largest = sum(1 + c.share(1, 0) * c.width_bytes // plan.message_bytes for c in self.carried)
         told = f"{sent} bytes exchanged, {predicted} predicted"
         assert predicted - backwards * largest <= sent <= predicted * (1 + 1e-12), told
 

@@ -43,7 +43,7 @@ def _plan(schedule: str, exchange: ExchangePolicy) -> Plan:
     ]
     units = [msgspec.structs.replace(unit, exchange=exchange) for unit in units]
     with scheduled(schedule):
-        return plan(3, units, placement=(2, 0, 1), bucket_bytes=2**18)
+        return plan(3, units, placement=(2, 0, 1), message_bytes=2**18)
 
 
 def leaves_the_process(rank: int, schedule: str, exchange: ExchangePolicy) -> None:

@@ -158,7 +158,7 @@ def trained(divided: bool, world: int, schedule: str, disturb: Callable[[nn.Modu
     ends = [unit(i, 1, "none", world) for i in ("0", "4")]
     with debugging(), scheduled("priority" if schedule == "priority" else "barrier"):
         units = [ends[0], *(inside if divided else plain), ends[1]]
-        apply(model, None, plan(world, units, bucket_bytes=30_000), timeout_s=4)
+        apply(model, None, plan(world, units, message_bytes=30_000), timeout_s=4)
     inputs = torch.ones(3, 256, dtype=torch.float64)
     model(inputs).sum().backward()
     disturb(model)

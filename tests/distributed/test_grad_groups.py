@@ -57,7 +57,7 @@ def planned(name: str, world: int, degree: int, **how: Any) -> tuple[Plan, CostM
     decisions = decided(profile, world, degree, ("column", "row"), **how)
     model = CostModel(profile, cluster, goal, message_bytes=SLICE_BYTES, sliced=True)
     plain = tuple(Option(o.layout, o.style) for o in decisions)
-    plan = make_plan(profile, cluster, goal, plain, schedule="priority", bucket_bytes=SLICE_BYTES)
+    plan = make_plan(profile, cluster, goal, plain, schedule="priority", message_bytes=SLICE_BYTES)
     units = [
         msgspec.structs.replace(u, exchange=o.exchange, exchange_ratio=o.ratio)
         for u, o in zip(plan.units, decisions, strict=True)
@@ -123,7 +123,7 @@ def test_the_planner_simulates_the_buckets_that_are_sent(ranks, name, world, deg
     cluster = describe_cluster(device=DEVICE, nodes=world, inter_gbit_s=10.0)
     decisions = decided(profile, world, degree, (style,))
     model = CostModel(profile, cluster, goal, message_bytes=SLICE_BYTES)
-    plan = make_plan(profile, cluster, goal, decisions, bucket_bytes=SLICE_BYTES)
+    plan = make_plan(profile, cluster, goal, decisions, message_bytes=SLICE_BYTES)
     theirs = ranks(world)(sent_in_buckets, name, plan)[0]
     groups = pack_gradients(model, decisions, "barrier")
     assert [[g.name for g in group.gradients] for group in groups] == [names for names, _ in theirs]

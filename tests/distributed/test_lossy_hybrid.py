@@ -47,7 +47,7 @@ def hybrid(exchange: ExchangePolicy, feedback: FeedbackPolicy) -> Plan:
         ]
         how = {"exchange": exchange, "exchange_ratio": RATIO, "feedback": feedback}
         units = [msgspec.structs.replace(u, **how) for u in units]
-        return plan(WORLD, units, placement=PLACEMENT, bucket_bytes=1500)
+        return plan(WORLD, units, placement=PLACEMENT, message_bytes=1500)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,7 @@ def side_by_side(problem: Problem, result: Result) -> Result:
     if result.plan is None or result.decisions is None or goal.objective != "time" or limited:
         return result
     plan = result.plan
-    model = problem.cost_model(plan.micro_batches, plan.bucket_bytes, plan.placement)
+    model = problem.cost_model(plan.micro_batches, plan.message_bytes, plan.placement)
     best = start = _simulated(problem, model, result.decisions)
     for region in regions(model):
         for decisions in _dealt(problem, model, best.decisions, region):

@@ -105,7 +105,7 @@ class Heuristic:
 
 def _found(problem: Problem, time_limit_s: float | None) -> Found:
     """The best plan over all slice sizes, each with its time limit."""
-    sizes = (replace(problem, bucket_bytes=size) for size in problem.slice_bytes)
+    sizes = (replace(problem, message_bytes=size) for size in problem.slice_bytes)
     return min((search(each, time_limit_s) for each in sizes), key=lambda each: each.score)
 
 

@@ -46,7 +46,7 @@ def quicker_in_segments(
     if not limited_by_memory(plan):
         return result
     start, problem = time.perf_counter(), problem.placed()
-    own = problem.cost_model(plan.micro_batches, plan.bucket_bytes, plan.placement)
+    own = problem.cost_model(plan.micro_batches, plan.message_bytes, plan.placement)
     known = choice(own, result.decisions, problem.schedule)
     effort_s = EFFORT_S if time_limit_s is None else min(EFFORT_S, time_limit_s / 5)
     best = _best(problem, [(own, result.decisions)], start + effort_s)

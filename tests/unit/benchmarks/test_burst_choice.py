@@ -53,7 +53,7 @@ def stiff_problem(*names):
         units.append(unit)
     return Problem(
         chain_profile(units), cluster(8, inter=1e12, latency_s=1e-6), Goal(batch=8), BURSTS,
-        schedule="priority", bucket_bytes=2**20, near=0.0,
+        schedule="priority", message_bytes=2**20, near=0.0,
     )  # fmt: skip
 
 

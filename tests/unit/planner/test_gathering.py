@@ -130,7 +130,7 @@ def test_it_is_chosen_where_nothing_else_fits(solver):
         option._replace(exchange="sharded") if owned else option
         for option, owned in zip(decisions_of(free.plan), CostModel(*asked).owned, strict=True)
     )
-    sharded = evaluate(*asked, chosen, schedule="priority", bucket_bytes=2**19)
+    sharded = evaluate(*asked, chosen, schedule="priority", message_bytes=2**19)
     roomy = limited(problem, max(sharded.peak_bytes) + 1)
     assert exchanges(solve(roomy, solver)) <= {"dense", "sharded"}
     tight = limited(problem, max(sharded.peak_bytes) - MIB // 4)

@@ -32,7 +32,7 @@ def problem():
         goal=Goal(batch=32, memory_limit_bytes=2**30),
         capability=EVERYTHING,
         schedule="priority",
-        bucket_bytes=2**16,
+        message_bytes=2**16,
         near=0.0,
     )
 
