@@ -41,7 +41,7 @@ from burst_choice import (
 from meshwright.models.zoo import build
 from meshwright.planner.multiplex.jobs import (
     Assumptions,
-    Background,
+    BackgroundJob,
     best_background,
     foreground,
     shared_device_model,
@@ -149,7 +149,7 @@ class Asked(NamedTuple):
     from."""
 
     shared: Problem
-    background: Background
+    background: BackgroundJob
     plain: DataParallel
     within: DataParallel
     partition: Partition
@@ -208,7 +208,7 @@ def plain_on(
         return None
 
 
-def best_partition(parts: list[DataParallel], background: Background, ranks: int) -> Partition:
+def best_partition(parts: list[DataParallel], background: BackgroundJob, ranks: int) -> Partition:
     """The division that makes most of the cluster, its foreground no slower than data parallelism
     on all devices (the last of ``parts``). Nothing is shared, so nothing is slowed."""
     found = []

@@ -23,7 +23,7 @@ from meshwright.planner.cost.cost import BUCKET_BYTES, CostModel
 from meshwright.planner.cost.step_time import barrier_step, priority_step
 from meshwright.planner.multiplex.jobs import (
     Assumptions,
-    Background,
+    BackgroundJob,
     shared_device_model,
     slowed,
     timelines,
@@ -125,7 +125,7 @@ def shared(
     model: CostModel,
     decisions: Decisions,
     schedule: ScheduleName,
-    background: Background,
+    background: BackgroundJob,
     given: Assumptions,
     *,
     apart: bool = False,
@@ -185,7 +185,7 @@ def candidates(
 def burst_beside(
     problem: Problem,
     tried: Mapping[Decisions, str],
-    background: Background,
+    background: BackgroundJob,
     given: Assumptions,
     limit_s: float,
     time_limit_s: float = 2.0,

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from meshwright.executor.capability import CAPABILITY
 from meshwright.executor.comm.agreement import rank_zero_decides
-from meshwright.executor.gradients.order import Order, Orders
+from meshwright.executor.gradients.order import Orders, SendOrder
 from meshwright.executor.parallel import run_of
 from meshwright.models.workload import Batch
 from meshwright.planner.cost.step_time import priority_bound
@@ -121,7 +121,7 @@ def ablated(measured: Measured, batch: Batch, asked: dict[str, Any]) -> dict[str
         if not urgent:
             # No plan asks for first come, first served: it is what priority is measured against.
             live = run_of(system.model)
-            live.priority._orders = Order(
+            live.priority._orders = SendOrder(
                 Orders(plan, urgent=False), live.priority.grad_groups, live.control
             )
         predicted_s = simulated(measured.chain, measured.sizes, slice_bytes, urgent)

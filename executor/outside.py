@@ -50,10 +50,10 @@ class KeptResults:
             return leaf if known and known() is leaf else scale(materialize(leaf))
 
         for module, name in self._places:
-            held = vars(module)
-            if name in held:
+            attributes = vars(module)
+            if name in attributes:
                 # Past ``__setattr__``, which some modules have of their own.
-                held[name] = pytree.tree_map(scaled, held[name])
+                attributes[name] = pytree.tree_map(scaled, attributes[name])
         self._old = _remembered(self._places)
 
 

@@ -46,7 +46,7 @@ from .catalogue import Datasheet, datasheet
 from .memory import Footprints, FusedAttention, dry, is_dry, saved_inputs
 from .model import inputs_of, unit_profile
 from .operations import OperationLog
-from .roofline import Work, seconds
+from .roofline import CountedWork, seconds
 from .shares import Cost, cost_of, saved_ratio, shard_bytes
 from .timing import OPTIMIZERS, Timeline
 
@@ -159,8 +159,8 @@ def _update_rate(name: str, dtype: torch.dtype, sheet: Datasheet) -> UpdateRate:
 class _Counted(NamedTuple):
     """Forward and backward of something, and what it saved."""
 
-    forward: Work
-    backward: Work
+    forward: CountedWork
+    backward: CountedWork
     cost: Cost
 
 
@@ -195,9 +195,9 @@ class _Estimator(NamedTuple):
         return msgspec.structs.replace(base, shares=(base.whole, *shares), output_kept=kept)
 
     def _whole(self, unit: UnitSpec) -> ShareProfile:
-        def work(phase: str) -> Work:
+        def work(phase: str) -> CountedWork:
             few, many = (getattr(log, phase).get(unit.name, ()) for log in self.logs)
-            return Work(FOOTPRINT_SIZES, few, many)
+            return CountedWork(FOOTPRINT_SIZES, few, many)
 
         kinds = ("saved", "gradient", "workspace", "new_grad", "never_together")
         return ShareProfile(
@@ -209,7 +209,7 @@ class _Estimator(NamedTuple):
             **{kind: self.footprints.curve(kind, unit.name) for kind in kinds},
         )
 
-    def _curve(self, work: Work) -> Curve:
+    def _curve(self, work: CountedWork) -> Curve:
         seconds = tuple(work.seconds(size, self.sheet) for size in self.sizes)
         return Curve(x=tuple(map(float, self.sizes)), y=seconds)
 
@@ -287,7 +287,9 @@ class _Estimator(NamedTuple):
             logs.append(log)
         few, many = logs
         forward, backward = (
-            Work(SHARE_SIZES, getattr(few, phase).get("", ()), getattr(many, phase).get("", ()))
+            CountedWork(
+                SHARE_SIZES, getattr(few, phase).get("", ()), getattr(many, phase).get("", ())
+            )
             for phase in ("forward", "backward")
         )
         return _Counted(forward, backward, cost)

@@ -79,7 +79,7 @@ def measure_footprint(
     own and of the nodes after it, its ``gradient`` (or ``never_together``, where it is less), and
     ``new_grad`` is how much more it would be if gradients that are complete did not count.
     """
-    walk = _Walk(model, units, device)
+    walk = _MemoryWalk(model, units, device)
     # Without gradients, as after zero_grad(set_to_none=True): backward allocates them anew.
     before = [p.grad for p in model.parameters()]
     for parameter in model.parameters():
@@ -155,7 +155,7 @@ def saved_inputs(
 _PERSISTENT = "persistent"
 
 
-class _Walk:
+class _MemoryWalk:
     """One step, and the most bytes alive while each node was at work, forward and backward."""
 
     def __init__(self, model: nn.Module, units: Sequence[UnitSpec], device: torch.device) -> None:

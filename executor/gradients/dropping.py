@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.control import Control, Gathered
+from ..comm.control import Control, PendingGather
 from .buckets import GradParam
 from .feedback import LossyGradGroup, l1
 from .slices import Slice
 
 
-class Candidate(NamedTuple):
+class DropCandidate(NamedTuple):
     """A parameter that may be sent: its bytes, the mean absolute value that is expected of its
     accumulated gradient, and for how many backwards it has not been sent."""
 
@@ -36,7 +36,7 @@ class Candidate(NamedTuple):
 
 
 def choose(
-    pieces: Sequence[Candidate], credit_bytes: float, patience: int
+    pieces: Sequence[DropCandidate], credit_bytes: float, patience: int
 ) -> tuple[list[bool], float]:
     """(which are sent, the credit that is left). Those that have waited too long go in any case,
     then the largest means while there is credit."""
@@ -70,7 +70,7 @@ class Budget:
         """The pieces that are sent in the next backward."""
         # Debts of stale pieces that no budget could pay must not grow for ever.
         credit = max(self.credit_bytes + self._each, -self._all)
-        rows = [Candidate(p.full_bytes, means[p], waited[p]) for p in self.pieces]
+        rows = [DropCandidate(p.full_bytes, means[p], waited[p]) for p in self.pieces]
         sent, self.credit_bytes = choose(rows, credit, patience)
         return {p for p, goes in zip(self.pieces, sent, strict=True) if goes}
 
@@ -96,7 +96,7 @@ class Dropping:
         ]
         self._waited = dict.fromkeys(self._pieces, 0)
         self._sizes: dict[GradParam, float] = {}
-        self._coming: Gathered | None = None
+        self._coming: PendingGather | None = None
         self._due = set(self._pieces)  # the first backward sends everything
         for grad_group in grad_groups:
             grad_group.agreement = self
@@ -179,8 +179,8 @@ class DroppedGradGroup(LossyGradGroup):
 
     def held_back(self) -> list[Tensor]:
         """What waits to be sent."""
-        found = (feedback.held for feedback in self.feedback.values())
-        return [held for held in found if held is not None]
+        found = (feedback.residual for feedback in self.feedback.values())
+        return [residual for residual in found if residual is not None]
 
     def hold(self, param: GradParam) -> None:
         gradient = self.gradients[param]

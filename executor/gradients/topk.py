@@ -344,10 +344,10 @@ class TopkGradGroup(LossyGradGroup):
     def _choose(self, param: GradParam, gradient: Tensor, rate: float) -> tuple[Tensor, Tensor]:
         """The values and the numbers of what is sent of a parameter. Takes ``gradient`` over."""
         new, velocity = self._new(param, gradient)
-        held = self.feedback[param].add(new, rate)
-        index = largest(flat(held), topk_elements(held.numel(), self.topk.share(param)))
+        residual = self.feedback[param].add(new, rate)
+        index = largest(flat(residual), topk_elements(residual.numel(), self.topk.share(param)))
         values = self.feedback[param].take(index)
-        if velocity is not None and held is not new:  # where it is, nothing was held before
+        if velocity is not None and residual is not new:  # where it is, nothing was held before
             delayed = values != flat(new)[index].mul_(rate)
             flat(velocity).index_fill_(0, index[delayed], 0)
         return values, index

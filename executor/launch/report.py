@@ -99,7 +99,7 @@ def _report(plan: Plan, steps: int, measured: Figures) -> RunReport:
     )
 
 
-class _Recorder:
+class _StepRecorder:
     """Notes the time and the waits at the end of every optimizer step of one model."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -140,7 +140,7 @@ def record_run(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Non
     folder = os.environ.get(REPORT_VARIABLE)
     if not folder:
         return
-    recorder = _Recorder(model, optimizer)
+    recorder = _StepRecorder(model, optimizer)
 
     def leave() -> None:
         found = recorder.figures()

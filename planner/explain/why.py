@@ -243,7 +243,7 @@ def _binding(done: Evaluation, units: Sequence[UnitExplanation]) -> Iterator[str
     yield from dict.fromkeys(b for a in every if getattr(a, what) < ours for b in a.breaks)
 
 
-class Bottleneck(NamedTuple):
+class StepBottleneck(NamedTuple):
     """The largest part of a step of ``step_s``, and what would shorten it with the same decisions.
     ``link`` is where most of the communication that the rank waits for goes over, and ``faster_s``
     the step with twice its bandwidth; None where nothing is waited for. ``recompute_s`` is
@@ -259,14 +259,14 @@ class Bottleneck(NamedTuple):
     may_drop: bool = False
 
 
-def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Bottleneck:
+def bottleneck(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepBottleneck:
     """What bounds ``plan``, made from ``profile`` and ``cluster``. Nothing is searched: the plan is
     simulated as it is, and once more with the faster link."""
     model, decisions = CostModel.of_plan(plan, profile, cluster), decisions_of(plan)
     done = evaluation(model, decisions, schedule=plan.schedule)
     part, part_s = largest_part(done.simulation)
     recomputed = (unit.forward_s for unit in plan.units if unit.memory == "recompute")
-    found = Bottleneck(
+    found = StepBottleneck(
         part, part_s, done.prediction.step_s, sum(recomputed) * plan.micro_batches,
         may_drop=not plan.goal.allow_lossy and any(unit.fidelity for unit in profile.units),
     )  # fmt: skip

@@ -41,7 +41,7 @@ from ..simulate.slicing import packed
 GRADIENT_COPIES = 2
 
 
-class Gathered(NamedTuple):
+class UnshardedBytes(NamedTuple):
     """Bytes of one unit whose parameters are fully sharded.
 
     saved              of parameters, and as many of their gradients, that this rank need not keep
@@ -63,11 +63,11 @@ class Gathered(NamedTuple):
     next_gradients: int = 0
 
 
-def gathered(structure: Exchanges, k: int, option: Option) -> Gathered:
+def gathered(structure: Exchanges, k: int, option: Option) -> UnshardedBytes:
     """What unit ``k`` keeps and holds where its parameters are fully sharded; nothing elsewhere."""
     groups, degree = option.layout.groups, option.layout.degree
     if not option.gathers or groups == 1:
-        return Gathered()
+        return UnshardedBytes()
     own = own_bytes(structure, k, option)
     plain = Option(option.layout) if degree == 1 else option
     near = _near(structure, k)
@@ -76,7 +76,7 @@ def gathered(structure: Exchanges, k: int, option: Option) -> Gathered:
         0 if n is None else packed_copies_bytes(structure, n, plain) for n in near[:2]
     )
     saved, *later = (bytes_ - ceil(bytes_ / groups) for bytes_ in (own, after, beyond))
-    return Gathered(
+    return UnshardedBytes(
         saved=saved,
         forward=own + after + after_coming,
         before=before + before_coming,
@@ -152,15 +152,15 @@ def prefetch_overlaps(structure: Structure) -> tuple[PrefetchOverlap, ...]:
     for point, field, at, of in (*_fully_sharded(structure), *_offloaded(structure)):
         found.setdefault((point, field), []).append((at, of))
     return tuple(
-        PrefetchOverlap(point, field, *(np.array(v) for v in zip(*entries, strict=True)))
-        for (point, field), entries in found.items()
+        PrefetchOverlap(point, field, *(np.array(v) for v in zip(*places, strict=True)))
+        for (point, field), places in found.items()
     )
 
 
-Entry = tuple[OverlapPoint, NeighbourField, int, int]
+_Overlapping = tuple[OverlapPoint, NeighbourField, int, int]
 
 
-def _fully_sharded(structure: Structure) -> Iterator[Entry]:
+def _fully_sharded(structure: Structure) -> Iterator[_Overlapping]:
     """At units without parameters of their own, between the nearest ones that have some."""
     last: int | None = None
     for at in range(len(structure.profile.units)):
@@ -181,7 +181,7 @@ def _fully_sharded(structure: Structure) -> Iterator[Entry]:
             yield "neighbours_backward", "gradients_sent", at, beyond
 
 
-def _offloaded(structure: Structure) -> Iterator[Entry]:
+def _offloaded(structure: Structure) -> Iterator[_Overlapping]:
     """What comes back early, to the next unit that may be offloaded and to all before that."""
     waiting: int | None = None
     for at, unit in enumerate(structure.profile.units):

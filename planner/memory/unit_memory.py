@@ -25,7 +25,7 @@ from .gradient_buffers import (
     received_elements_bytes,
     topk_choice_bytes,
 )
-from .prefetch_overlap import Gathered, PrefetchOverlap, gathered, prefetch_overlaps
+from .prefetch_overlap import PrefetchOverlap, UnshardedBytes, gathered, prefetch_overlaps
 from .timeline import (
     FIELD,
     FIELDS,
@@ -157,7 +157,13 @@ class MemoryModel:
         return self._measured[key]
 
     def _exchange_temp(
-        self, k: int, option: Option, samples: int, trained: float, moment: float, part: Gathered
+        self,
+        k: int,
+        option: Option,
+        samples: int,
+        trained: float,
+        moment: float,
+        part: UnshardedBytes,
     ) -> float:
         """What there is besides as the unit's gradients leave, where that takes anything."""
         plain = option.exchange == "dense" and not option.early_release

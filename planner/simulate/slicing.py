@@ -16,8 +16,8 @@ units and no tensors, only sizes, and what may travel together.
 #
 # The first order uses the plan's times. Where those are wrong, a slice whose turn it is holds back
 # others that are ready. So every rank measures, and now and then all agree on the latest times of
-# any rank (``Order`` in executor/gradients/order.py). That agreement travels in the background and
-# is read at the beginning of the next backward, which all ranks begin after the same number of
+# any rank (``SendOrder`` in executor/gradients/order.py). That agreement travels in the background
+# and is read at the beginning of the next backward, which all ranks begin after the same number of
 # exchanges: so they all swap the order at the same step. All that goes in must be equal on all
 # ranks, hence sizes are members' shares of the undivided size (``shared_bytes``), also where this
 # rank has less of a parameter, or nothing.

@@ -102,7 +102,7 @@ def passes_exchanges(rank: int) -> set[str]:
 @pytest.mark.slow
 def test_exchanges_that_share_or_send_a_part_pass(ranks: Any) -> None:
     for groups in ranks(2)(passes_exchanges, limit_s=90):
-        assert groups >= {"control", "exchange", "parameters 1", "reads 1"}
+        assert groups >= {"control", "exchange", "updated chunks 1", "full gradients 1"}
 
 
 def kinds(rank: int) -> tuple[dict[str, int], int]:
@@ -236,8 +236,8 @@ def test_sharded_gradients_read_in_another_order_are_named(ranks: Any) -> None:
     for outcome in ranks(2).outcomes(reads_in_another_order):
         assert outcome.kind == "RunError"
         assert re.search(
-            r"rank 0 issues putting '(.*?)' together.* in group 'reads 1' while rank 1 issues "
-            r"putting '(?!\1)",
+            r"rank 0 issues putting '(.*?)' together.* in group 'full gradients 1' while "
+            r"rank 1 issues putting '(?!\1)",
             outcome.error,
         ), outcome.error
 

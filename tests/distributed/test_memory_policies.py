@@ -22,7 +22,7 @@ from meshwright.models import zoo as models
 from meshwright.models.units.discover import discover
 from meshwright.models.units.storages import peak_bytes
 from meshwright.models.workload import Batch
-from meshwright.models.zoo.gpt import GPT, Shape
+from meshwright.models.zoo.gpt import GPT, GPTShape
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.plan import Plan, UnitPlan
 from plans import by_columns_and_rows, plan, plan_for, scheduled, unit
@@ -615,7 +615,7 @@ def segments(rank: int) -> list[int]:
     ]
     for way in ways:
         torch.manual_seed(5)
-        model = GPT(Shape(64, length=32, width=32, layers=8, heads=4))
+        model = GPT(GPTShape(64, length=32, width=32, layers=8, heads=4))
         ours = optimizer_of("sgd", model.parameters())
         symbols = torch.randint(64, (8, 32))
         with scheduled("priority"):

@@ -33,7 +33,7 @@ class Elimination(NamedTuple):
     scope: tuple[int, ...]
 
 
-class Order(NamedTuple):
+class EliminationOrder(NamedTuple):
     """An order of elimination, and the edges (by number) that it keeps."""
 
     eliminations: tuple[Elimination, ...]
@@ -47,14 +47,14 @@ class Assignment(NamedTuple):
     states: Numbers
 
 
-def order_of(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> Order:
+def order_of(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> EliminationOrder:
     """The order for units with ``sizes`` states and edges between ``ends``."""
     kept = set(range(len(ends)))
     while True:
         eliminations = _greedy(sizes, [ends[e] for e in sorted(kept)])
         worst = max(eliminations, key=lambda one: _entries(sizes, one), default=None)
         if worst is None or _entries(sizes, worst) <= LARGEST_TABLE:
-            return Order(tuple(eliminations), frozenset(kept))
+            return EliminationOrder(tuple(eliminations), frozenset(kept))
         # Of the edges at these units the one that spans most is relaxed: it is in the scopes of all
         # that lies between its ends.
         inside = {worst.unit, *worst.scope}
@@ -96,7 +96,7 @@ def _greedy(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> list[Elimi
 
 
 def minimise(
-    order: Order, units: Sequence[Reals], edges: Sequence[tuple[int, int, Reals]]
+    order: EliminationOrder, units: Sequence[Reals], edges: Sequence[tuple[int, int, Reals]]
 ) -> Assignment:
     """The least Σ units[k][s_k] + Σ edges[s_a, s_b] over the kept edges, relaxed ones at their
     least."""

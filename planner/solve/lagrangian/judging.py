@@ -52,13 +52,13 @@ class Limits(NamedTuple):
         return self.devices * step_s - idle_s if self.economical else step_s
 
 
-class Score(NamedTuple):
+class PlanScore(NamedTuple):
     """How far a plan is over its limits, as shares of them added up, then its objective."""
 
     over: float
     objective: float
 
-    def beats(self, other: Score) -> bool:
+    def beats(self, other: PlanScore) -> bool:
         """Whether this is better by more than rounding."""
         if abs(self.over - other.over) > 1e-12:
             return self.over < other.over
@@ -75,7 +75,7 @@ class JudgedPlan(NamedTuple):
     numbers: Numbers
     figures: Matrix
     rows: Values
-    score: Score
+    score: PlanScore
 
     @property
     def idle_s(self) -> float:
@@ -108,7 +108,7 @@ class PlanJudge:
             not tie.agree[tuple(units[k].state(numbers[k]) for k in (tie.source, tie.target))]
             for tie in self.table.ties
         )
-        return JudgedPlan(numbers, figures, rows, Score(over, limits.objective(step, idle)))
+        return JudgedPlan(numbers, figures, rows, PlanScore(over, limits.objective(step, idle)))
 
     def take_over(
         self, plan: JudgedPlan, other: Numbers, deadline: float, enough: float = 0.0

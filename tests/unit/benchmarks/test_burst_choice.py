@@ -10,7 +10,7 @@ from types import ModuleType
 import msgspec
 import pytest
 from meshwright.planner.cost.cost import CostModel
-from meshwright.planner.multiplex.jobs import Assumptions, Background
+from meshwright.planner.multiplex.jobs import Assumptions, BackgroundJob
 from meshwright.planner.schema.capability import Capability
 from meshwright.planner.schema.curve import Curve
 from meshwright.planner.schema.goal import Goal
@@ -80,7 +80,7 @@ def test_the_burst_is_chosen_with_the_background_in_mind(choice):
     given = Assumptions(slowdown=1.0)
     plain = choice.best_data_parallel(problem)
     slack = 1.2 * plain.step_s
-    background = Background("bg", 8, 20 * MS)
+    background = BackgroundJob("bg", 8, 20 * MS)
     tried = choice.candidates(problem, given, slack, 5.0)
     model, found = choice.burst_beside(problem, tried, background, given, slack)
     assert found.step_s <= slack * (1 + 1e-6)

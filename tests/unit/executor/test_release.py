@@ -120,7 +120,7 @@ def test_it_can_be_looked_at_and_cleared():
 
 
 @dataclass(eq=False)
-class Entry:
+class Param:
     name: str
     parameter: nn.Parameter
 
@@ -132,7 +132,7 @@ def test_a_step_must_be_as_gradients_were_applied():
     seen = []
     early = EarlyUpdates(optimizer, seen.append)
     others.grad = torch.ones(2)
-    early.update([Entry("weight", layer.weight), Entry("others", others)])
+    early.update([Param("weight", layer.weight), Param("others", others)])
     assert seen == [[layer.weight]]
     assert torch.equal(others.grad, torch.ones(2)), "another optimizer's"
     with pytest.raises(InputError, match="no step"):
