@@ -34,7 +34,7 @@ from burst_choice import (
     DataParallel,
     Shared,
     best_data_parallel,
-    burst_beside,
+    burst_with_background,
     candidates,
     shared,
 )
@@ -172,7 +172,7 @@ def ask(
     )  # fmt: skip
     alone = Problem(
         profile, cluster_of(ranks, bytes_per_s), goal, capability(styles), schedule="priority",
-        near=0.0,
+        tie_tolerance=0.0,
     )  # fmt: skip
     plain = best_data_parallel(alone)
     # Beside a background the foreground has the memory that this leaves; alone it has all of it.
@@ -228,7 +228,7 @@ def solved(
     ``bounded_ratio`` is the foreground's speed over data parallelism's, plus the background's share
     of its own speed alone."""
     start = time.perf_counter()
-    model, burst = burst_beside(
+    model, burst = burst_with_background(
         asked.shared, asked.tried, asked.background, given, asked.plain.step_s, narrowing_s
     )
     schedule, limit_s = asked.shared.schedule, asked.plain.step_s * ROUNDING

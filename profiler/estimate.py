@@ -218,24 +218,24 @@ class _Estimator(NamedTuple):
     ) -> ShareProfile | None:
         """A member's share: what it takes alone, compared with the unit alone, of what the unit
         takes in the model."""
-        alone, member = self._alone(unit), self._alone(unit, split, degree)
-        if alone is None or member is None:
+        isolated, member = self._isolated(unit), self._isolated(unit, split, degree)
+        if isolated is None or member is None:
             return None
         size = shard_bytes(self.model, unit, split, degree)
         part = size / max(whole.parameter_bytes, 1)
         gradient, output = (
-            a / b if b else 1.0 for a, b in zip(member.cost[3:], alone.cost[3:], strict=True)
+            a / b if b else 1.0 for a, b in zip(member.cost[3:], isolated.cost[3:], strict=True)
         )
         in_model = whole.saved(SHARE_SIZES[-1])
-        saved = saved_ratio(in_model, alone.cost.saved, member.cost.saved, degree)
+        saved = saved_ratio(in_model, isolated.cost.saved, member.cost.saved, degree)
         return ShareProfile(
             style=split.style,
             degree=degree,
             forward=_compared(
-                whole.forward, self._curve(member.forward), self._curve(alone.forward)
+                whole.forward, self._curve(member.forward), self._curve(isolated.forward)
             ),
             backward=_compared(
-                whole.backward, self._curve(member.backward), self._curve(alone.backward)
+                whole.backward, self._curve(member.backward), self._curve(isolated.backward)
             ),
             saved=whole.saved.scaled(saved),
             gradient=whole.gradient.scaled(gradient),
@@ -245,7 +245,7 @@ class _Estimator(NamedTuple):
             never_together=whole.never_together.scaled(min(part, saved)),
         )
 
-    def _alone(
+    def _isolated(
         self, unit: UnitSpec, split: SplitSpec | None = None, degree: int = 1
     ) -> _Counted | None:
         """A unit run by itself, or a member's share of it; equal ones are counted once."""
@@ -259,13 +259,13 @@ class _Estimator(NamedTuple):
         key = (unit.kind, style, degree, *map(str, modules), *shapes, *inputs)
         if key not in self.known:
             try:
-                self.known[key] = self._count_alone(unit, split, degree)
+                self.known[key] = self._count_isolated(unit, split, degree)
             except Exception:
                 # A member's few samples may be too few for what follows in the unit.
                 self.known[key] = None
         return self.known[key]
 
-    def _count_alone(self, unit: UnitSpec, split: SplitSpec | None, degree: int) -> _Counted:
+    def _count_isolated(self, unit: UnitSpec, split: SplitSpec | None, degree: int) -> _Counted:
         holder = isolated(self.model, unit.modules)
 
         # Stands for the collective: the member's own samples of the group's, at no cost.
@@ -295,9 +295,9 @@ class _Estimator(NamedTuple):
         return _Counted(forward, backward, cost)
 
 
-def _compared(whole: Curve, part: Curve, alone: Curve) -> Curve:
+def _compared(whole: Curve, part: Curve, isolated: Curve) -> Curve:
     """``whole`` by the ratio of the other two."""
-    rows = zip(whole.y, part.y, alone.y, strict=True)
+    rows = zip(whole.y, part.y, isolated.y, strict=True)
     return Curve(x=whole.x, y=tuple(w * p / a if a else w for w, p, a in rows))
 
 

@@ -222,11 +222,11 @@ def _line(
     line = next(c for c in curves(group) if c.collective == "p2p")
     if name == "intra" or rates is None:
         return Level(name="intra", latency_s=line.latency_s, bytes_per_s=line.bytes_per_s)
-    carried, least, first_s = common_rate(rates), line.seconds.x[0], line.seconds.y[0]
+    bytes_per_s, least, first_s = common_rate(rates), line.seconds.x[0], line.seconds.y[0]
     # Less than the wire takes is what a token bucket lets through: then all of it is latency.
-    wire_s = least / carried
+    wire_s = least / bytes_per_s
     latency_s = first_s - wire_s if first_s > wire_s else first_s
-    return Level(name="inter", latency_s=latency_s, bytes_per_s=carried)
+    return Level(name="inter", latency_s=latency_s, bytes_per_s=bytes_per_s)
 
 
 def _pairs(
@@ -365,7 +365,7 @@ def measure_interference(group: MeasuredGroup) -> Interference:
     rows: list[tuple[float, float]] = []
     while len(rows) < SLOWDOWN_ROUNDS:
         dist.barrier(group=group.handle)
-        alone = load.compute()
+        compute_s = load.compute()
         dist.barrier(group=group.handle)
         # What a link has saved up while it was idle, as a token bucket does, is used up first.
         load.send()
@@ -373,7 +373,7 @@ def measure_interference(group: MeasuredGroup) -> Interference:
         sent = load.send()
         dist.barrier(group=group.handle)
         together, over = load.both()
-        rows.append((together / max(alone, 1e-9), _stretch(sent, together, over)))
+        rows.append((together / max(compute_s, 1e-9), _stretch(sent, together, over)))
         # The clock of one member must not end the rounds of another's.
         if _agreed(group, int(time.perf_counter() - start > SLOWDOWN_BUDGET_S)):
             break

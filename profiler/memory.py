@@ -98,7 +98,7 @@ class SavedInputs(NamedTuple):
     """Bytes of a unit's inputs that it saves for backward, and of those that nobody else does."""
 
     saved: int
-    alone: int
+    kept: int
 
 
 def saved_inputs(

@@ -302,7 +302,7 @@ def inputs_of(unit: UnitSpec, found: Mapping[str, SavedInputs], size: int) -> di
     if not unit.splits or unit.name not in found:
         return {}
     inputs = found[unit.name]
-    return {"input_saved": inputs.saved / size, "input_kept": inputs.alone / size}
+    return {"input_saved": inputs.saved / size, "input_kept": inputs.kept / size}
 
 
 def _with_fidelity(job: _Job, units: Sequence[UnitProfile], size: int) -> tuple[UnitProfile, ...]:

@@ -65,9 +65,9 @@ DIVIDED_LAYERS = 12
 
 def _large(ranks: int, bytes_per_s: float) -> _Toy:
     """The toy whose gradients are all-reduced in ``EXCHANGE_S`` over links of that rate."""
-    carried = EXCHANGE_S * bytes_per_s * ranks / (2 * (ranks - 1))
+    exchanged = EXCHANGE_S * bytes_per_s * ranks / (2 * (ranks - 1))
     # By the bytes of its matrices.
-    width = int(sqrt(min(carried / (4 * SMALL.layers), WIDTHS[1] ** 2)))
+    width = int(sqrt(min(exchanged / (4 * SMALL.layers), WIDTHS[1] ** 2)))
     return SMALL._replace(width=max(width, WIDTHS[0]))
 
 
@@ -141,20 +141,20 @@ def _excess(toy: _Toy, ranks: int, rounds: int, schedule: ScheduleName) -> _Exce
     planned, optimizer = apply(model, _updated(model), _plan(toy, ranks, schedule))
     assert optimizer is not None, "an optimizer comes back where one was given"
     meter, gradients = run_of(planned).meter, run_of(planned).gradients
-    plainly, under, alone = list[float](), list[float](), list[float]()
+    plainly, under, local = list[float](), list[float](), list[float]()
     begun = time.perf_counter()
     while len(plainly) < rounds + UNCOUNTED:
         plainly.append(_timed(plain, by_hand, batch))
         before = meter.seconds, gradients.exposed_s, gradients.voting_s
         seconds = _timed(planned, optimizer, batch)
         moving, exposed, voting = meter.seconds, gradients.exposed_s, gradients.voting_s
-        alone.append(seconds - (moving - before[0]) - (exposed - before[1]))
-        under.append(alone[-1] + voting - before[2])
+        local.append(seconds - (moving - before[0]) - (exposed - before[1]))
+        under.append(local[-1] + voting - before[2])
         # Agreed, as a rank that stops alone leaves the others waiting in the next round.
         spent_s = slowest([time.perf_counter() - begun], torch.device("cpu"))[0]
         if spent_s > TOY_S and len(plainly) >= FEWEST + UNCOUNTED:
             break
-    usual, own, apart = (median(seconds[UNCOUNTED:]) for seconds in (plainly, under, alone))
+    usual, own, apart = (median(seconds[UNCOUNTED:]) for seconds in (plainly, under, local))
     return _Excess(own - usual, apart - usual, meter.moves // len(plainly))
 
 

@@ -259,12 +259,14 @@ class _Table:
         part = self.unit(chosen, lambda k, o, c: samples[o.layout] is not None)
         received, returning, kept = (each * part for each in moved)
         saved = saved + kept
-        beside = {n: np.zeros(chosen.shape) for n in ("neighbours_forward", "neighbours_backward")}
+        neighbours = {
+            n: np.zeros(chosen.shape) for n in ("neighbours_forward", "neighbours_backward")
+        }
         for one in self.memory.overlaps:
             figures, found = held(one.field), np.zeros(chosen.shape)
             for at, of in zip(one.at, one.of, strict=True):
                 found[:, at] += figures[:, of]
-            beside[one.point] = beside[one.point] + found
+            neighbours[one.point] = neighbours[one.point] + found
         always = weights.sum(axis=1)
         open_ = self._kinds(chosen) * self.model.message_bytes * (not self.model.sliced)
         closed = self.unit(chosen, self._closes) * self.model.message_bytes
@@ -283,16 +285,16 @@ class _Table:
             before = own if many else 0.0
             if self.model.sliced and not many:
                 before = later - gradients[:, k] + past
-            there = work + received[:, k] + beside["neighbours_forward"][:, k]
+            there = work + received[:, k] + neighbours["neighbours_forward"][:, k]
             peak = np.maximum(peak, always + before + there)
-            there = behind + beside["neighbours_backward"][:, k]
+            there = behind + neighbours["neighbours_backward"][:, k]
             filling = np.minimum(to_come[:, k], open_ - closed[:, k])
             if k > self.model.last_trained:
                 filling = np.zeros(len(chosen))  # no bucket before the first gradient
             busy = np.maximum(workspace[:, k] + maps[:, k], returning[:, k])
             peak = np.maximum(peak, always + alive + filling + there + busy)
             left = alive + behind - saved[:, k] + travelling[:, k] + leaving[:, k]
-            peak = np.maximum(peak, always + left + beside["neighbours_backward"][:, k])
+            peak = np.maximum(peak, always + left + neighbours["neighbours_backward"][:, k])
             if self.model.sliced:
                 every = later + past + travelling[:, k] + behind - saved[:, k]
             peak = np.maximum(peak, always + every + renewed[:, k])

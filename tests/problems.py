@@ -102,7 +102,7 @@ def _draw(rng):
     schedule = "priority" if rng.random() < 0.8 else "barrier"
     bucket = int(rng.choice([4096, 65536]))
     return Problem(
-        profile, links, goal, capability, schedule=schedule, message_bytes=bucket, near=0.0
+        profile, links, goal, capability, schedule=schedule, message_bytes=bucket, tie_tolerance=0.0
     )
 
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies and small builders for the planner's nouns, shared by tests."""
+"""Hypothesis strategies and small builders for the planner's records, shared by tests."""
 
 from itertools import pairwise
 

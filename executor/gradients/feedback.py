@@ -50,8 +50,8 @@ from .slices import GradGroup, Slice, empty_like
 class Lossy:
     """Settings of the exchanges that send a part.
 
-    ``patience``: a piece that was not sent in so many backwards is sent in the next. The share that
-    top-k sends falls from ``first_ratio`` to the plan's exponentially, in ``stages`` of
+    ``patience``: a parameter that was not sent in so many backwards is sent in the next. The share
+    that top-k sends falls from ``first_ratio`` to the plan's exponentially, in ``stages`` of
     ``stage_backwards`` each (Deep Gradient Compression's warm-up, Lin et al., arXiv 1712.01887).
     """
 
@@ -215,11 +215,11 @@ class LossyGradGroup(GradGroup):
 
     def _cut(self, message_bytes: int) -> list[Slice]:
         sizes, whole = [p.shared_bytes for p in self.params], [p.whole for p in self.params]
-        cuts = slicing.cut_lossy(self.params[0].exchange, sizes, whole, message_bytes)
-        return [self._slice([self.params[i] for i in c.parameters], c) for c in cuts]
+        specs = slicing.cut_lossy(self.params[0].exchange, sizes, whole, message_bytes)
+        return [self._slice([self.params[i] for i in spec.parameters], spec) for spec in specs]
 
-    def _slice(self, params: Sequence[GradParam], cut: SliceSpec) -> Slice:
-        return Slice(params, cut)
+    def _slice(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
+        return Slice(params, slice_spec)
 
     def holds(self, param: GradParam) -> bool:
         feedback = self.feedback.get(param)

@@ -92,10 +92,10 @@ class ParamSlice:
     rank's are in its chunk.
     """
 
-    def __init__(self, param: GradParam, cut: SliceSpec, column: int) -> None:
+    def __init__(self, param: GradParam, slice_spec: SliceSpec, column: int) -> None:
         self.param, self.spec = param, flat_shard_spec(param)
         chunk, owned = self.spec.chunk_numel, self.spec.own_numel
-        self.start, self.stop = (chunk * (cut.part + i) // cut.parts for i in (0, 1))
+        self.start, self.stop = (chunk * (slice_spec.part + i) // slice_spec.parts for i in (0, 1))
         self.own = slice(min(self.start, owned), min(self.stop, owned))
         self.columns = slice(column, column + self.stop - self.start)
 
@@ -133,15 +133,15 @@ class ShardedSlice(Slice):
     """Two collectives: gradients to the peers who own their elements, parameters from them."""
 
     def __init__(
-        self, params: Sequence[GradParam], cut: SliceSpec, gather_group: Group | None = None
+        self, params: Sequence[GradParam], slice_spec: SliceSpec, gather_group: Group | None = None
     ) -> None:
-        super().__init__(params, cut)
+        super().__init__(params, slice_spec)
         self.group = params[0].group
         self.param_slices: list[ParamSlice] = []
         self.width = 0
         """The elements of a peer."""
         for param in params:
-            self.param_slices.append(ParamSlice(param, cut, self.width))
+            self.param_slices.append(ParamSlice(param, slice_spec, self.width))
             self.width = self.param_slices[-1].columns.stop
         channels = params[0].channels
         assert channels is not None

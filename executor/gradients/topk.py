@@ -277,9 +277,9 @@ class TopkGradGroup(LossyGradGroup):
         self._absorbed: set[GradParam] = set()
         """The parameters that backwards before this one have added to without an exchange."""
 
-    def _slice(self, params: Sequence[GradParam], cut: SliceSpec) -> Slice:
+    def _slice(self, params: Sequence[GradParam], slice_spec: SliceSpec) -> Slice:
         if params[0].whole:
-            return Slice(params, cut)
+            return Slice(params, slice_spec)
         one = TopkSlice(params[0])
         one.expect(params[0].ratio)
         return one
@@ -303,8 +303,8 @@ class TopkGradGroup(LossyGradGroup):
         assert number == self.sent, "slices of a group leave in their order"
         self.sent += 1
         (param,) = one.params
-        picks = self._chosen.pop(param, None)
-        one.send_elements(*(picks or self._choose(param, self.gradients[param].clone(), 1.0)))
+        chosen = self._chosen.pop(param, None)
+        one.send_elements(*(chosen or self._choose(param, self.gradients[param].clone(), 1.0)))
 
     def absorb(self, param: GradParam, gradient: Tensor) -> bool:
         # Only where that is the same as to take it in with the last.

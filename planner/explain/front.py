@@ -21,7 +21,7 @@ from ..solve.problem import Problem, Result
 from ..solve.solver import solve
 
 
-class FoundPoint(NamedTuple):
+class SolvedPoint(NamedTuple):
     """A plan's seconds of a step and its device-seconds by formula, the answer it came with, and
     the limit on device-seconds under which it was searched (None at the ends)."""
 
@@ -58,7 +58,7 @@ class Front(Record, frozen=True, kw_only=True):
     points: tuple[FrontPoint, ...]
 
 
-PointT = TypeVar("PointT", FoundPoint, FrontPoint)
+PointT = TypeVar("PointT", SolvedPoint, FrontPoint)
 
 
 def described_front(
@@ -79,7 +79,7 @@ def described_front(
     )
 
 
-def _described(point: FoundPoint, single_device_s: float) -> FrontPoint:
+def _described(point: SolvedPoint, single_device_s: float) -> FrontPoint:
     plan = point.result.checked()
     layouts = (str(u.layout) for u in plan.units if u.kind not in ("input", "output"))
     return FrontPoint(
@@ -97,7 +97,7 @@ def _described(point: FoundPoint, single_device_s: float) -> FrontPoint:
 
 def front(
     problem: Problem, points: int = 8, solver: str = "auto", time_limit_s: float | None = None
-) -> tuple[FoundPoint, ...]:
+) -> tuple[SolvedPoint, ...]:
     """At most ``points`` points, fastest first; none where no plan fits. ``time_limit_s`` is for
     each of them."""
     problem = problem.placed()
@@ -130,7 +130,7 @@ def undominated(points: Sequence[PointT]) -> tuple[PointT, ...]:
 
 def within(
     problem: Problem, limit_gpu_s: float, solver: str = "auto", time_limit_s: float | None = None
-) -> FoundPoint | None:
+) -> SolvedPoint | None:
     """The fastest plan that uses at most so many device-seconds, None where none was found."""
     limit = limit_gpu_s / _single_device_s(problem)
     point = _asked(problem, solver, time_limit_s, objective="time", amplification_limit=limit)
@@ -139,7 +139,7 @@ def within(
 
 def cheapest_within(
     problem: Problem, limit_s: float, solver: str = "auto", time_limit_s: float | None = None
-) -> FoundPoint | None:
+) -> SolvedPoint | None:
     """The plan with the fewest device-seconds whose step takes at most ``limit_s``."""
     return _asked(problem, solver, time_limit_s, objective="gpu_seconds", time_limit_s=limit_s)
 
@@ -149,7 +149,9 @@ def _single_device_s(problem: Problem) -> float:
     return single_device_batch_s(CostModel(problem.profile, problem.cluster, problem.goal))
 
 
-def _asked(problem: Problem, solver: str, search_s: float | None, **goal: Any) -> FoundPoint | None:
+def _asked(
+    problem: Problem, solver: str, search_s: float | None, **goal: Any
+) -> SolvedPoint | None:
     """The plan for the problem with other fields of its ``goal``, None where none was found."""
     asked = replace(problem, goal=msgspec.structs.replace(problem.goal, **goal))
     result = solve(asked, solver, search_s)
@@ -157,4 +159,4 @@ def _asked(problem: Problem, solver: str, search_s: float | None, **goal: Any) -
         return None
     model = CostModel.of_plan(result.plan, asked.profile, asked.cluster, asked.goal)
     found = choice(model, result.decisions, result.plan.schedule)
-    return FoundPoint(found.step_s, found.gpu_seconds, result)
+    return SolvedPoint(found.step_s, found.gpu_seconds, result)

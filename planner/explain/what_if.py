@@ -110,8 +110,9 @@ def gains_of(plan: Plan, problem: Problem, time_limit_s: float | None = None) ->
     """``gains`` over what planning again without a change gives, by the plan's own solver and with
     nothing given away for simplicity, so that only the change makes a difference."""
     # The placement is left open, as a cluster with other links may want another. A solver may give
-    # away a little time for a simpler plan (near), which would be taken for the change's gain.
-    asked = replace(problem, placement=None, near=0.0)
+    # away a little time for a simpler plan (``tie_tolerance``), which would be taken for the
+    # change's gain.
+    asked = replace(problem, placement=None, tie_tolerance=0.0)
     solver = plan.provenance.solver
     if solver not in solvers():
         solver = "auto"

@@ -70,10 +70,10 @@ def gathered(structure: Exchanges, k: int, option: Option) -> UnshardedBytes:
         return UnshardedBytes()
     own = own_bytes(structure, k, option)
     plain = Option(option.layout) if degree == 1 else option
-    near = _near(structure, k)
-    before, after, beyond = (0 if n is None else own_bytes(structure, n, plain) for n in near)
+    neighbours = _neighbours(structure, k)
+    before, after, beyond = (0 if n is None else own_bytes(structure, n, plain) for n in neighbours)
     before_coming, after_coming = (
-        0 if n is None else packed_copies_bytes(structure, n, plain) for n in near[:2]
+        0 if n is None else packed_copies_bytes(structure, n, plain) for n in neighbours[:2]
     )
     saved, *later = (bytes_ - ceil(bytes_ / groups) for bytes_ in (own, after, beyond))
     return UnshardedBytes(
@@ -99,11 +99,13 @@ def packed_copies_bytes(structure: Exchanges, k: int, option: Option) -> int:
 
 def neighbours_bytes(structure: Structure, k: int) -> tuple[tuple[int, ...], ...]:
     """All of a unit and its neighbours that ``gathered`` depends on."""
-    near = (k, *_near(structure, k))
-    return tuple(() if i is None else tuple(p.bytes for p in structure.untied[i]) for i in near)
+    neighbours = (k, *_neighbours(structure, k))
+    return tuple(
+        () if i is None else tuple(p.bytes for p in structure.untied[i]) for i in neighbours
+    )
 
 
-def _near(structure: Structure, k: int) -> tuple[int | None, int | None, int | None]:
+def _neighbours(structure: Structure, k: int) -> tuple[int | None, int | None, int | None]:
     """The unit that gathers parameters before ``k`` in backward, and the two after it."""
     units = structure.profile.units
     # An embedding's backward does not use its parameters.
@@ -167,7 +169,7 @@ def _fully_sharded(structure: Structure) -> Iterator[_Overlapping]:
         if own_bytes(structure, at):
             last = at
             continue
-        before, after, beyond = _near(structure, at)
+        before, after, beyond = _neighbours(structure, at)
         # Forward calls for nothing before the first unit with parameters is reached.
         if last is not None:
             yield "neighbours_forward", "unsharded", at, last

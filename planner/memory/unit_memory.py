@@ -193,8 +193,8 @@ class MemoryModel:
         entering = sum(edges[e].bytes_per_sample for e in into)
         whole = (entering if unit.input_saved is None else unit.input_saved) * samples
         # What it may share with other units is counted once for all of them (``moved``).
-        alone = sum(edges[e].bytes_per_sample for e in into if not self.model.sharable[e])
-        share = alone / entering if entering else 0.0
+        unshared_bytes = sum(edges[e].bytes_per_sample for e in into if not self.model.sharable[e])
+        share = unshared_bytes / entering if entering else 0.0
         split = unit.split(option.style)
         if option.style == "row" and split is not None:
             # The largest member's part.

@@ -18,7 +18,7 @@ from ..cost.step_time import LINKS, OnLink
 from ..schema.cluster import Interference
 from ..schema.layout import Layout
 from ..schema.options import Option
-from .events import ALONE, STEADY_STEPS, Simulation, Span, simulate
+from .events import NO_INTERFERENCE, STEADY_STEPS, Simulation, Span, simulate
 from .schedule import COMPUTE, Message, ScheduleName, Step
 from .spread import slowed
 
@@ -273,7 +273,7 @@ def simulate_rank_classes(
     decisions: Sequence[Option],
     messages: Sequence[Message],
     schedule: ScheduleName,
-    interference: Interference = ALONE,
+    interference: Interference = NO_INTERFERENCE,
     steps: int | None = None,
     *,
     slowest: float = 1.0,

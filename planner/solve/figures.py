@@ -263,8 +263,8 @@ def _at_degrees(degrees: Numbers, asked: Numbers) -> Callable[[Reals, bool], Rea
 
     def read(table: Reals, divides: bool) -> Reals:
         if last == 0:
-            alone: Reals = table[0] * perfect if divides else table[0]
-            return alone
+            sole: Reals = table[0] * perfect if divides else table[0]
+            return sole
         straight: Reals = share * table[near, at] + (1.0 - share) * table[far, at]
         lifted = np.maximum(straight, table[near, at] * perfect)
         found: Reals = np.where(beyond, lifted, straight)

@@ -33,8 +33,8 @@ class Problem:
     search is allowed more (then the plan is hypothetical). Without ``placement`` one is chosen.
     With ``any_schedule`` the better one is chosen, else ``schedule`` is given. ``shard_if_needed``
     shards the exchange only where nothing fits without, or that is clearly quicker. Among plans
-    whose objective is within ``near`` of the best (a share) the simpler is taken. Where nothing
-    fits, the answer ``explains`` why, which takes seconds."""
+    whose objective is within ``tie_tolerance`` of the best (a share) the simpler is taken. Where
+    nothing fits, the answer ``explains`` why, which takes seconds."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -46,7 +46,7 @@ class Problem:
     any_schedule: bool = False
     shard_if_needed: bool = False
     message_bytes: int = BUCKET_BYTES
-    near: float = 0.01
+    tie_tolerance: float = 0.01
     explains: bool = True
     # A problem is the same whoever is told how far it is.
     progress: Progress | None = field(default=None, compare=False)

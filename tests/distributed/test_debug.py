@@ -172,8 +172,8 @@ def swap_turns(model: nn.Module) -> None:
     turns = exchange._orders.slots
     everybody = [
         i
-        for i, turn in enumerate(turns)
-        if exchange.grad_groups[turn.group].params[0].group.label == "exchange"
+        for i, slot in enumerate(turns)
+        if exchange.grad_groups[slot.group].params[0].group.label == "exchange"
     ]
     one, other = next((i, j) for i, j in pairwise(everybody) if turns[i].group != turns[j].group)
     turns[one], turns[other] = turns[other], turns[one]

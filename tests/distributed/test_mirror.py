@@ -17,7 +17,7 @@ from meshwright.models.units.storages import peak_bytes
 from meshwright.planner.schema.errors import InputError
 from meshwright.planner.schema.plan import FeedbackPolicy
 from test_dropped import resumes, unused_on_some_ranks
-from test_picked import OPTIMIZERS
+from test_topk_exchange import OPTIMIZERS
 from torch import Tensor, nn
 from torch.nn import functional as F
 

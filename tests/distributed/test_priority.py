@@ -412,7 +412,7 @@ def agrees_on_a_new_order(rank: int) -> None:
     seen = []
     for seed in range(12):
         step_both(rank, model, alone, ours, theirs, seed)
-        seen.append([tuple(turn) for turn in order.slots])
+        seen.append([tuple(slot) for slot in order.slots])
     equal(model, alone)
     mine: list = [None, None]
     dist.all_gather_object(mine, seen)

@@ -96,8 +96,9 @@ def _best(problem: Problem, first: list[tuple[CostModel, Decisions]], end: float
 
 def _is_quicker(problem: Problem, new: Choice, known: Choice) -> bool:
     """By formula and, where time is the objective, as simulated."""
-    # Plans within ``near`` of each other count as equal, and one without segments is simpler.
-    if new.objective_s >= known.objective_s * min(1 - problem.near, BETTER):
+    # Plans within ``tie_tolerance`` of each other count as equal, and one without segments is
+    # simpler.
+    if new.objective_s >= known.objective_s * min(1 - problem.tie_tolerance, BETTER):
         return False
     new_s, known_s = (
         evaluation(each.model, each.decisions, schedule=problem.schedule).prediction.step_s

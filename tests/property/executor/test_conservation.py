@@ -170,10 +170,10 @@ def test_backwards_with_and_without_exchange_conserve(shape, ratio, exchanged, s
         assert torch.equal(sent + kept / unit, computed)
 
 
-pieces = st.builds(DropCandidate, st.integers(1, 1000), st.floats(0, 1), st.integers(0, 12))
+candidates = st.builds(DropCandidate, st.integers(1, 1000), st.floats(0, 1), st.integers(0, 12))
 
 
-@given(rows=st.lists(pieces, max_size=20), credit=st.floats(-5000, 20000))
+@given(rows=st.lists(candidates, max_size=20), credit=st.floats(-5000, 20000))
 def test_choices_keep_the_budget(rows, credit):
     sent, left = choose(rows, credit, 10)
     spent = sum(p.bytes for p, goes in zip(rows, sent, strict=True) if goes)

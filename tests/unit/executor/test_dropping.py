@@ -45,22 +45,22 @@ def control() -> Control:
 
 
 def test_the_largest_means_go_first_until_the_credit_is_used_up():
-    pieces = [
+    candidates = [
         DropCandidate(100, 0.1, 0),
         DropCandidate(50, 0.4, 0),
         DropCandidate(30, 0.3, 0),
         DropCandidate(20, 0.2, 0),
     ]
-    assert choose(pieces, 80, 10) == ([False, True, True, False], 0)
-    assert choose(pieces, 60, 10) == ([False, True, True, False], -20)  # overdrawn by the last
-    assert choose(pieces, 0, 10) == ([False] * 4, 0)
-    assert choose(pieces, 200, 10) == ([True] * 4, 0)
+    assert choose(candidates, 80, 10) == ([False, True, True, False], 0)
+    assert choose(candidates, 60, 10) == ([False, True, True, False], -20)  # overdrawn by the last
+    assert choose(candidates, 0, 10) == ([False] * 4, 0)
+    assert choose(candidates, 200, 10) == ([True] * 4, 0)
 
 
 def test_what_has_waited_too_long_goes_first_and_is_paid_for():
-    pieces = [DropCandidate(100, 0.1, 3), DropCandidate(50, 0.4, 2)]
-    assert choose(pieces, 60, 3) == ([True, False], -40)
-    assert choose(pieces, 120, 3) == ([True, True], -30)
+    candidates = [DropCandidate(100, 0.1, 3), DropCandidate(50, 0.4, 2)]
+    assert choose(candidates, 60, 3) == ([True, False], -40)
+    assert choose(candidates, 120, 3) == ([True, True], -30)
 
 
 def test_equal_means_are_sent_in_their_order():
@@ -70,38 +70,38 @@ def test_equal_means_are_sent_in_their_order():
 def test_the_share_that_is_sent_is_the_ratio_over_time_whatever_the_sizes():
     """One piece is most of the bytes, so no single backward can send a fifth."""
     sizes = {"a": (40, 20), "b": (10, 10), "c": (10, 10)}
-    pieces = [grad_param(name, *shape) for name, shape in sizes.items()]
+    candidates = [grad_param(name, *shape) for name, shape in sizes.items()]
     fixed = [grad_param("bias", 20)]
-    budget = Budget(0.2, pieces, fixed)
-    held = dict.fromkeys(pieces, 0)
+    budget = Budget(0.2, candidates, fixed)
+    held = dict.fromkeys(candidates, 0)
     steps, sent_bytes = 200, 0
     for _ in range(steps):
-        means = {e: 1.0 + held[e] for e in pieces}  # each new gradient as large as the last
+        means = {e: 1.0 + held[e] for e in candidates}  # each new gradient as large as the last
         sent = budget.choose(means, held, 50)
-        held = {e: 0 if e in sent else held[e] + 1 for e in pieces}
+        held = {e: 0 if e in sent else held[e] + 1 for e in candidates}
         sent_bytes += 4 * (sum(e.full_numel for e in sent) + 20)
     whole = 4 * (800 + 100 + 100 + 20)
     assert sent_bytes / (steps * whole) == pytest.approx(0.2, rel=0.02)
 
 
 def test_a_piece_waits_no_longer_than_allowed():
-    pieces = [grad_param("large", 10, 10), grad_param("small", 10, 10)]
-    budget = Budget(0.5, pieces, [])
-    waited = dict.fromkeys(pieces, 0)
+    candidates = [grad_param("large", 10, 10), grad_param("small", 10, 10)]
+    budget = Budget(0.5, candidates, [])
+    waited = dict.fromkeys(candidates, 0)
     longest = 0
     for _ in range(30):
-        sent = budget.choose({pieces[0]: 100.0, pieces[1]: 0.0}, waited, 4)
-        waited = {e: 0 if e in sent else waited[e] + 1 for e in pieces}
-        longest = max(longest, waited[pieces[1]])
+        sent = budget.choose({candidates[0]: 100.0, candidates[1]: 0.0}, waited, 4)
+        waited = {e: 0 if e in sent else waited[e] + 1 for e in candidates}
+        longest = max(longest, waited[candidates[1]])
     assert longest == 4
 
 
 def test_debts_for_stale_pieces_do_not_grow_for_ever():
     """With a patience of 1 every other backward sends all, far more than the ratio of a tenth."""
-    piece = grad_param("a", 10, 10)
-    budget = Budget(0.1, [piece], [])
+    candidate = grad_param("a", 10, 10)
+    budget = Budget(0.1, [candidate], [])
     for step in range(50):
-        budget.choose({piece: 1.0}, {piece: step % 2}, 1)
+        budget.choose({candidate: 1.0}, {candidate: step % 2}, 1)
     assert budget.credit_bytes >= -2 * 400
 
 

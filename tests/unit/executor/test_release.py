@@ -66,9 +66,9 @@ def test_nothing_before_a_released_unit_is_ready_later(released):
     found = place_released(urgent, mine)
     assert sorted(found) == sorted(SendSlot(k, n) for k in range(4) for n in range(2))
     assert [t for t in found if t.group not in released] == urgent
-    for i, turn in enumerate(found):
-        if turn.group in released:
-            assert all(before.group >= turn.group for before in found[:i])
+    for i, slot in enumerate(found):
+        if slot.group in released:
+            assert all(before.group >= slot.group for before in found[:i])
 
 
 def test_each_group_is_due_once_in_a_backward():

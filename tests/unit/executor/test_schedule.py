@@ -37,7 +37,7 @@ def order_of(backward_s: float, exchange_s: float) -> tuple[SendOrder, list[Grad
 def names_in_order(backward_s: float, exchange_s: float) -> list[str]:
     """Whose slices leave."""
     order, grad_groups = order_of(backward_s, exchange_s)
-    return [grad_groups[turn.group].params[0].name for turn in order.slots]
+    return [grad_groups[slot.group].params[0].name for slot in order.slots]
 
 
 def test_without_times_slices_leave_in_the_order_of_backward() -> None:
@@ -106,7 +106,7 @@ def names_where(divided: int, *, idle: bool = False) -> list[str]:
     ready_s = 13 * part / schedule.LATE
     order._coming = SimpleNamespace(rows=lambda: [[1.0, ready_s, 0.0, 0.0]])  # type: ignore[assignment]
     order.begin()
-    return [grad_groups[turn.group].params[0].name for turn in order.slots]
+    return [grad_groups[slot.group].params[0].name for slot in order.slots]
 
 
 def test_all_ranks_find_one_order_however_much_they_have_of_a_parameter() -> None:

@@ -48,7 +48,7 @@ def topk_group(*shapes: tuple[int, ...], ratio: float = 0.25) -> tuple[TopkGradG
     return grad_group, TopkState([grad_group], Lossy(stages=0))
 
 
-def picked(grad_group: TopkGradGroup, gradient: list[list[float]]) -> dict[int, float]:
+def sent_of(grad_group: TopkGradGroup, gradient: list[list[float]]) -> dict[int, float]:
     param = grad_group.params[0]
     values, index = grad_group._choose(param, torch.tensor(gradient), 1.0)
     return dict(zip(index.tolist(), values.tolist(), strict=True))
@@ -56,9 +56,9 @@ def picked(grad_group: TopkGradGroup, gradient: list[list[float]]) -> dict[int, 
 
 def test_the_largest_by_magnitude_are_sent_and_the_others_held():
     grad_group, _ = topk_group((2, 4), ratio=0.25)
-    sent = picked(grad_group, [[1.0, -5.0, 2.0, 0.0], [4.0, -3.0, 0.5, 0.0]])
+    sent = sent_of(grad_group, [[1.0, -5.0, 2.0, 0.0], [4.0, -3.0, 0.5, 0.0]])
     assert sent == {1: -5.0, 4: 4.0}
-    sent = picked(grad_group, [[1.5, 1.0, 0.5, 0.0], [0.0, -1.0, 0.0, 0.0]])
+    sent = sent_of(grad_group, [[1.5, 1.0, 0.5, 0.0], [0.0, -1.0, 0.0, 0.0]])
     assert sent == {5: -4.0, 0: 2.5} or sent == {5: -4.0, 2: 2.5}  # both are 2.5
     residual = grad_group.feedback[grad_group.params[0]].residual
     assert residual is not None
@@ -176,9 +176,9 @@ def corrected() -> tuple[TopkGradGroup, Momentum]:
 def test_held_elements_gather_momentum_and_lose_it_when_they_are_sent():
     grad_group, _ = corrected()
     param = grad_group.params[0]
-    assert picked(grad_group, [[1.0, 3.0, 0.0, 0.0]]) == {1: 3.0}
+    assert sent_of(grad_group, [[1.0, 3.0, 0.0, 0.0]]) == {1: 3.0}
     # Sent at once, its velocity stays; held back, it counts twice: 1 + (0.5 · 1 + 1).
-    assert picked(grad_group, [[1.0, 0.0, 0.0, 0.0]]) == {0: 2.5}
+    assert sent_of(grad_group, [[1.0, 0.0, 0.0, 0.0]]) == {0: 2.5}
     assert grad_group.velocities[param].tolist() == [[0.0, 1.5, 0.0, 0.0]]
 
 

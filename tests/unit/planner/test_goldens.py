@@ -65,9 +65,9 @@ def golden(*solvers, **named):
 # -- models and clusters -------------------------------------------------------------------------
 
 
-def changed(noun, **fields):
+def changed(record, **fields):
     """A document or a part of one with fields as they are written in files."""
-    return msgspec.convert({**msgspec.to_builtins(noun), **fields}, type(noun))
+    return msgspec.convert({**msgspec.to_builtins(record), **fields}, type(record))
 
 
 def a100s(nodes=8, per_node=1, gbit_s=1.0, **more):

@@ -117,10 +117,10 @@ def test_the_foreground_is_slowed_beside_a_background_only():
     job = jobs(slowdown=1.1)
     given = Assumptions(**({"piece_s": 5 * MS} | FREE | {"slowdown": 1.1}))
     alone = report(simulate_cluster(2, [job], [], given))
-    beside = report(simulate_cluster(2, [job], [BackgroundJob("bg", 1, 1.0)], given))
+    shared = report(simulate_cluster(2, [job], [BackgroundJob("bg", 1, 1.0)], given))
     assert alone.foregrounds[0].step_s == pytest.approx(18 * MS)
-    assert beside.foregrounds[0].step_s == pytest.approx(1.1 * 18 * MS)
-    assert beside.foregrounds[0].slowdown == pytest.approx(1.1)
+    assert shared.foregrounds[0].step_s == pytest.approx(1.1 * 18 * MS)
+    assert shared.foregrounds[0].slowdown == pytest.approx(1.1)
 
 
 def test_jobs_wait_for_devices_by_priority():

@@ -33,7 +33,7 @@ def problem():
         capability=EVERYTHING,
         schedule="priority",
         message_bytes=2**16,
-        near=0.0,
+        tie_tolerance=0.0,
     )
 
 
@@ -173,6 +173,6 @@ def test_placement_of_nodes_is_never_worse_than_hostname_or_random_orders(seed):
 
 
 def test_unlimited_problem_is_left_as_it_was(problem):
-    asked = replace(problem, near=0.0)
+    asked = replace(problem, tie_tolerance=0.0)
     within(asked, 1e9, "lagrangian")
     assert asked.goal.amplification_limit is None

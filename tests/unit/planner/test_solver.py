@@ -45,7 +45,7 @@ def limited(problem, **changes):
 def test_auto_says_what_it_took(problem):
     result = solve(problem)
     assert result.solver == "integer"
-    assert (result.status == "optimal") == (result.gap <= problem.near + 1e-6)
+    assert (result.status == "optimal") == (result.gap <= problem.tie_tolerance + 1e-6)
     assert "integer" in result.reason
     assert result.plan.provenance.solver == "integer"
     quick = solve(problem, "heuristic").plan
