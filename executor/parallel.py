@@ -49,7 +49,7 @@ class ParallelModule(nn.Module):
         if run.inside:  # the model calls itself: one forward to the outside
             return super().__call__(*args, **kwargs)
         take_again(self, run, callback)
-        _remember(run)
+        _set_latest(run)
         with run.around(self, args, kwargs) as forward:
             output = super().__call__(*args, **kwargs)
             return run.finish(self, output, forward)
@@ -99,7 +99,7 @@ def adopt(model: ModelT, run: Run) -> None:
     # name, which some libraries write into configurations.
     model.__class__ = type(cls.__name__, (ParallelModule, cls), body)
     model.__dict__[_RUN] = run
-    _remember(run)
+    _set_latest(run)
 
 
 def is_parallel(model: nn.Module) -> bool:
@@ -117,7 +117,7 @@ def run_of(model: nn.Module) -> Run:
     return run
 
 
-def _remember(run: Run) -> None:
+def _set_latest(run: Run) -> None:
     global _latest
     _latest = weakref.ref(run)
 

@@ -252,7 +252,7 @@ class _Table:
             )
 
         weights = held("weights") + held("optimizer") + held("residual")
-        gradients, saved, travelling = held("gradients"), held("saved"), held("comm_buffers")
+        gradients, saved, comm_buffers = held("gradients"), held("saved"), held("comm_buffers")
         maps = held("map_gradients") + held("new_grad") - held("never_together")
         workspace, exchanged, renewed = held("workspace"), held("bucketed"), held("update_temp")
         leaving = held("exchange_temp")
@@ -272,7 +272,7 @@ class _Table:
         closed = self.unit(chosen, self._closes) * self.model.message_bytes
         to_come = exchanged.cumsum(axis=1) - exchanged
         own = gradients.sum(axis=1)
-        every = own + travelling.sum(axis=1)
+        every = own + comm_buffers.sum(axis=1)
         many = self.model.micro_batches > 1
         peak = always + every
         behind = np.zeros(len(chosen))
@@ -280,7 +280,7 @@ class _Table:
             behind = behind + saved[:, k]
             work = behind + workspace[:, k]
             later = gradients[:, k:].sum(axis=1)
-            past = travelling[:, k + 1 :].sum(axis=1)
+            past = comm_buffers[:, k + 1 :].sum(axis=1)
             alive = (own if many else later) + past
             before = own if many else 0.0
             if self.model.sliced and not many:
@@ -293,10 +293,10 @@ class _Table:
                 filling = np.zeros(len(chosen))  # no bucket before the first gradient
             busy = np.maximum(workspace[:, k] + maps[:, k], returning[:, k])
             peak = np.maximum(peak, always + alive + filling + there + busy)
-            left = alive + behind - saved[:, k] + travelling[:, k] + leaving[:, k]
+            left = alive + behind - saved[:, k] + comm_buffers[:, k] + leaving[:, k]
             peak = np.maximum(peak, always + left + neighbours["neighbours_backward"][:, k])
             if self.model.sliced:
-                every = later + past + travelling[:, k] + behind - saved[:, k]
+                every = later + past + comm_buffers[:, k] + behind - saved[:, k]
             peak = np.maximum(peak, always + every + renewed[:, k])
         return peak
 

@@ -100,9 +100,15 @@ def _draw(rng):
         batch_statistics="global",
     )
     schedule = "priority" if rng.random() < 0.8 else "barrier"
-    bucket = int(rng.choice([4096, 65536]))
+    message_bytes = int(rng.choice([4096, 65536]))
     return Problem(
-        profile, links, goal, capability, schedule=schedule, message_bytes=bucket, tie_tolerance=0.0
+        profile,
+        links,
+        goal,
+        capability,
+        schedule=schedule,
+        message_bytes=message_bytes,
+        tie_tolerance=0.0,
     )
 
 

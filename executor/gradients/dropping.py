@@ -177,7 +177,7 @@ class DroppedGradGroup(LossyGradGroup):
                 self.agreement.note(param, l1(gradient))
                 feedback.take_all(gradient)
 
-    def held_back(self) -> list[Tensor]:
+    def unsent(self) -> list[Tensor]:
         """What waits to be sent."""
         found = (feedback.residual for feedback in self.feedback.values())
         return [residual for residual in found if residual is not None]

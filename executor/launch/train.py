@@ -208,7 +208,7 @@ def _lasting(workload: Workload, optimizer: torch.optim.Optimizer) -> Iterator[T
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
     for group in _dropped_groups(run_of(workload.model)):
-        yield from group.held_back()
+        yield from group.unsent()
 
 
 def _now(device: torch.device) -> float:

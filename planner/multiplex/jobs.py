@@ -255,13 +255,13 @@ def foreground(
 
 
 def best_background(
-    profile: ModelProfile, device: Device, optimizer: str = "sgd", held_bytes: int = 0
+    profile: ModelProfile, device: Device, optimizer: str = "sgd", foreground_bytes: int = 0
 ) -> BackgroundJob:
     """The background that trains ``profile``'s model on one ``device``, of whose memory
-    ``held_bytes`` are the foreground's. Raises ``InputError`` where not even the smallest batch
-    fits."""
+    ``foreground_bytes`` are the foreground's. Raises ``InputError`` where not even the smallest
+    batch fits."""
     cluster = Cluster(name="one device", nodes=(Node(name="node", devices=(device,)),), levels=())
-    left, made = device.memory_bytes - held_bytes, []
+    left, made = device.memory_bytes - foreground_bytes, []
     # Its step is predicted, not measured: by the same cost model as that of the foreground, so that
     # the two are compared without the difference between a prediction and a measurement.
     for batch in profile.batches:

@@ -381,9 +381,9 @@ def simulate_plans(
     # the device with least memory.
     every = [device for _, _, cluster in plans for device in cluster.devices]
     device = min(every, key=lambda d: d.memory_bytes)
-    held_bytes = max(job.shared.peak_bytes for job in jobs)
+    foreground_bytes = max(job.shared.peak_bytes for job in jobs)
     optimizer = plans[0][0].goal.optimizer
-    made = [best_background(model, device, optimizer, held_bytes) for model in backgrounds]
+    made = [best_background(model, device, optimizer, foreground_bytes) for model in backgrounds]
     if len(made) > 1:
         least, more = divmod(count, len(made))
         made = [one._replace(copies=least + (i < more)) for i, one in enumerate(made)]

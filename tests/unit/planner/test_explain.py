@@ -66,9 +66,9 @@ def test_memory_that_binds_is_named():
     plan = solve(Problem(profile, links, goal)).plan
     found = explain(plan, profile, links, best=8)
     assert found.needed_bytes <= found.available_bytes == limit
-    unfit = [a for u in found.units for a in u.alternatives if not a.fits]
+    over_limit = [a for u in found.units for a in u.alternatives if not a.fits]
     binds = "memory_limit_bytes" in found.binding
-    assert binds == any(a.step_s < plan.prediction.step_s for a in unfit)
+    assert binds == any(a.step_s < plan.prediction.step_s for a in over_limit)
 
 
 def test_pins_that_bind_are_named(case):
