@@ -314,8 +314,10 @@ class TopkGradGroup(LossyGradGroup):
         gradient = gradient.as_subclass(Tensor)
         if momentum is not None and momentum.gathers(param.parameter):
             known = self.velocities.get(param)
-            fresh = param not in self._absorbed
-            velocity = momentum.gather(param.parameter, known, gradient, fresh=fresh)
+            first_of_step = param not in self._absorbed
+            velocity = momentum.gather(
+                param.parameter, known, gradient, first_of_step=first_of_step
+            )
             if velocity is None:
                 return False
             self.velocities[param] = velocity
@@ -357,13 +359,15 @@ class TopkGradGroup(LossyGradGroup):
         if there is one)."""
         momentum = self.topk.momentum
         # What this rank has not used leaves its velocity alone, as torch's SGD does without a grad.
-        fresh = param not in self._absorbed
+        first_of_step = param not in self._absorbed
         self._absorbed.discard(param)
-        unused = param in self.idle and fresh
+        unused = param in self.idle and first_of_step
         if momentum is None or unused or param.parameter not in momentum.groups:
             return gradient, None
         known = self.velocities.get(param)
-        velocity, new = momentum.advance(param.parameter, known, gradient, fresh=fresh)
+        velocity, new = momentum.advance(
+            param.parameter, known, gradient, first_of_step=first_of_step
+        )
         if velocity is not None:
             self.velocities[param] = velocity
         return new, velocity
