@@ -160,8 +160,8 @@ class GradientSynchroniser:
         # All of a parameter's ranks must agree on whether it is exchanged, and ranks may have used
         # different ones. A gradient that the user has taken away is not sent.
         used = [
-            (e in self._changed and e.parameter.grad is not None) or self._exchange.holds(e)
-            for e in self.params
+            (p in self._changed and p.parameter.grad is not None) or self._exchange.holds(p)
+            for p in self.params
         ]
         latest = self._latest()
         forward = latest.announce().number if latest is not None else 0
@@ -194,7 +194,7 @@ class GradientSynchroniser:
                 "that differs, --forbid fully_sharded plans without"
             )
         # ``strict``: all ranks have the same parameters, or they would not have begun.
-        return {e for e, bit in zip(self.params, vector[6:], strict=True) if bit}
+        return {p for p, bit in zip(self.params, vector[6:], strict=True) if bit}
 
     def _check_weighted(self) -> None:
         latest = self._latest()

@@ -97,7 +97,7 @@ class FullyShardedGradGroup(ShardedGradGroup):
             for param in self.params:
                 data = bare(param.parameter)
                 resize(data, data.numel())
-            wholes = {e: flat(bare(e.parameter)) for e in self.params}
+            wholes = {p: flat(bare(p.parameter)) for p in self.params}
             for one in self.unshard_slices:
                 one.gather(wholes, self.chunks)
             self._issued.set_result(None)

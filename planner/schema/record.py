@@ -91,10 +91,15 @@ def decode(cls: type[RecordT], data: bytes, origin: str = "JSON") -> RecordT:
         detail = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
         # A number that is cut off at its point is malformed to msgspec, at the byte after the last.
         if "truncated" in detail or f"(byte {len(data)})" in detail:
-            what = f"ends in the middle of a {cls.__name__}: write it anew"
+            what = f"ends in the middle of a {cls.__name__}: {_anew(cls)}"
         else:
-            what = f"is not a valid {cls.__name__}: {detail}; write it anew or mend that field"
+            what = f"is not a valid {cls.__name__}: {detail}; mend that field, or {_anew(cls)}"
         raise InputError(f"{origin} {what}") from None
+
+
+def _anew(cls: type[Record]) -> str:
+    made_by = MADE_BY.get(cls.__name__)
+    return f"make it anew with {made_by}" if made_by else "write it anew"
 
 
 def _check_head(cls: type[Record], data: bytes, origin: str) -> None:
@@ -116,7 +121,7 @@ def _check_head(cls: type[Record], data: bytes, origin: str) -> None:
     if isinstance(version, int) and version != known:
         raise InputError(
             f"{origin} is a {cls.__name__} of schema version {version}, and this Meshwright reads "
-            f"{known}: make it anew with {MADE_BY[cls.__name__]}"
+            f"{known}: {_anew(cls)}"
         )
 
 

@@ -124,8 +124,8 @@ class Together:
         exchanged = self.meter.exchanged_bytes
         last = len(batches) - 1
         for i, (batch, fed) in enumerate(zip(batches, counts, strict=True)):
-            held = trial.held and i < last
-            with self.model.no_sync() if held else nullcontext():
+            no_sync = trial.no_sync and i < last
+            with self.model.no_sync() if no_sync else nullcontext():
                 self._backward(batch, fed)
         if self.by_gradients:
             off = furthest(whole_gradients(self.model), self.expected.gradients[number])

@@ -62,9 +62,9 @@ class Barrier:
     def step(self) -> None:
         self.waits += sum(isinstance(p, PendingParam) for p in self.twins)
         for grad_group in self.grad_groups:
-            for piece in cut([e.shared_bytes for e in grad_group.params], self.limit):
-                mine = [self.twins[grad_group.params[i].parameter] for i in piece.parameters]
-                self.reduce([t.grad.view(-1) for t in mine], piece.part, piece.parts)
+            for spec in cut([e.shared_bytes for e in grad_group.params], self.limit):
+                mine = [self.twins[grad_group.params[i].parameter] for i in spec.parameters]
+                self.reduce([t.grad.view(-1) for t in mine], spec.part, spec.parts)
         self.optimizer.step()
         for twin in self.twins.values():
             twin.grad.zero_()
